@@ -1,0 +1,18 @@
+"""CUDA kernels for scree, written in Triton. Importing this package imports neither torch nor Triton."""
+from typing import Any
+
+
+def register() -> None:
+    """Register the kernels with scree; called through the entry-point group ``scree.kernels``."""
+    from scree import register_kernel
+
+    def rejects(call: Any) -> str | None:
+        from .attention import rejects
+
+        return rejects(call)
+
+    @register_kernel("attention", provider="triton", rejects=rejects)
+    def run(call: Any) -> Any:
+        from .attention import run
+
+        return run(call)

@@ -1,0 +1,289 @@
+"""Attention on Hopper in Gluon: warp-specialised forward, float16 and bfloat16, head_dim 64 and 128.
+
+A program is one producer warp and two consumer warpgroups of 64 query rows each (Shah et al., FlashAttention-3, 2024,
+arXiv:2407.08608). The producer takes tiles from a counter, longest first, and fills rings of shared memory by TMA; the
+consumers multiply on the tensor cores. Each consumer issues the next Q K^T before the softmax of the current tile, and
+the two take turns at the tensor cores, so that the softmax of one runs under the matrix products of the other.
+
+Descriptors are ragged (see `ragged_descriptor`): the copy engine itself ends at a row's last token and fills with zeros,
+so no tile ever holds a token of another row.
+"""
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-1.0e30)  # where a running maximum starts; finite, so that exp2(-inf - m) is 0 and not NaN
+BILLION = gl.constexpr(1 << 30)  # the extent of a ragged descriptor's token dimension
+_COUNTS = ("total", "heads", "group_size", "scale")
+_SLOTS = 4096
+_counters: dict[torch.device, list] = {}
+
+
+def counter(device: torch.device) -> torch.Tensor:
+    """A tile counter at 0 for one launch, which leaves it at 0.
+
+    Launches may overlap, so each has its own, from a ring that is far longer than a device's queue. A captured graph
+    may be replayed at any time, so its counter is its own for good.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    ring = _counters.get(device)
+    if ring is None:
+        # 16 bytes apart, as alignment is part of what a kernel is compiled for.
+        ring = _counters[device] = [0, list(torch.zeros((_SLOTS, 4), dtype=torch.int32, device=device).unbind())]
+    ring[0] = (ring[0] + 1) % _SLOTS
+    return ring[1][ring[0]]
+
+
+@gluon.jit
+def _load_ragged(desc, start, length, row, column, barrier, tile):
+    tma.async_copy_global_to_shared(desc, [BILLION, start + length, BILLION - length + row, column], barrier, tile)
+
+
+@gluon.jit
+def _rows(tile):
+    """A (1, 1, rows, columns) tile without its two ragged dimensions."""
+    return tile.reshape([tile.shape[2], tile.shape[3]])
+
+
+@gluon.jit
+def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(count):
+        mbarrier.init(bars.index(s), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def _post(slot, tile, t, total_tiles, head, LAYOUT: gl.constexpr):
+    """Copy a tile's entry to the consumers' queue; a length of 0 stops them."""
+    e = gl.arange(0, 8, LAYOUT)
+    entry = gl.load(tile + e)
+    entry = gl.where(e == 5, head, entry)
+    slot.store(gl.where(t < total_tiles, entry, 0))
+
+
+@gluon.jit
+def _field(entry, i: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, 8, entry.type.layout) == i, entry, 0), 0)
+
+
+@gluon.jit
+def _entry(slot):
+    """Row start, row length, the other side's length, first token and head, from the queue."""
+    x = slot.load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    return _field(x, 0), _field(x, 1), _field(x, 3), _field(x, 4), _field(x, 5)
+
+
+@gluon.jit
+def _key_tiles(first, length, other, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Key tiles of a query tile; at least one, so that a tile without valid keys takes the common way."""
+    end = other
+    if CAUSAL:
+        end = gl.minimum(other, first + BLOCK_M + other - length)
+    return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
+
+
+@gluon.jit
+def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                      COUNTER, q_head, k_head, v_head, heads, group_size, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                      DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    count = gl.load(TILES)
+    total_tiles = count * heads
+    t = gl.program_id(0)
+    i = 0
+    c = 0
+    while t >= 0:
+        part = t // (count * GROUP)
+        r = t - part * (count * GROUP)
+        tile = TILES + gl.where(t < total_tiles, 8 * (r // GROUP + 1), 0)
+        head = part * GROUP + r % GROUP
+        start = gl.load(tile)
+        length = gl.load(tile + 1)
+        other_start = gl.load(tile + 2)
+        other = gl.load(tile + 3)
+        first = gl.load(tile + 4)
+        qs = i % 2
+        mbarrier.wait(q_empty.index(qs), ((i // 2) & 1) ^ 1)
+        _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
+        if t < total_tiles:
+            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * 2)
+            for w in gl.static_range(2):
+                _load_ragged(qd, start, length, first + w * (BLOCK_M // 2), head * q_head, q_full.index(qs),
+                             q_s.index(qs * 2 + w))
+            # As many additions as tiles are made in all, so whoever makes the last one resets the counter.
+            t = gl.atomic_add(COUNTER, 1)
+            if t == total_tiles - 1:
+                gl.store(COUNTER, 0)
+            t += gl.num_programs(0)
+            k_column = head // group_size * k_head
+            v_column = head // group_size * v_head
+            for j in range(_key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL) - 1, -1, -1):
+                stage = c % STAGES
+                phase = ((c // STAGES) & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2)
+                _load_ragged(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s.index(stage))
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2)
+                _load_ragged(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s.index(stage))
+                c += 1
+        else:
+            mbarrier.arrive(q_full.index(qs), count=1)
+            t = -1
+        i += 1
+
+
+@gluon.jit
+def _take_turn(w: gl.constexpr, c):
+    """Wait for this warpgroup's turn at the tensor cores. Named barriers are not in Gluon, so by inline assembly."""
+    if w == 0:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+
+
+@gluon.jit
+def _pass_turn(w: gl.constexpr, c):
+    if w == 0:
+        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+
+
+@gluon.jit
+def _partial_sums(y):
+    """Row sums that leave the eight columns of a quad of threads unsummed, so that the loop needs no shuffles."""
+    return gl.sum(y.reshape([y.shape[0], y.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, offs_n, scale,
+                  MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
+    ROWS: gl.constexpr = q.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    stage = c % STAGES
+    before = c - 1
+    mbarrier.wait(k_full.index(stage), (c // STAGES) & 1)
+    _take_turn(w, c)
+    x = warpgroup_mma(q, _rows(k_s.index(stage)).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S),
+                      use_acc=False, is_async=True)
+    p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+    acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
+    _pass_turn(w, c)
+    x = warpgroup_mma_wait(1, deps=(x, ))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASK:
+        x = gl.where(limit[:, None] >= offs_n[None, :], x, -float("inf"))
+    m_new = gl.maximum(m, gl.max(x, 1) * scale)
+    alpha = gl.exp2(m - m_new)
+    y = gl.exp2(x * scale - m_new[:, None])
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
+    return acc, y, m_new, l
+
+
+@gluon.jit
+def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                      out_stride, total, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                      STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    ROWS: gl.constexpr = BLOCK_M // 2
+    LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
+    i = 0
+    c = 0
+    if w == 1:
+        _pass_turn(w, c)
+    mbarrier.wait(q_full.index(0), 0)
+    start, length, other, first, head = _entry(queue.index(0))
+    while length > 0:
+        q = _rows(q_s.index((i % 2) * 2 + w))
+        shift = other - length
+        tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+        row = first + w * ROWS
+        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
+        # The last key of each query, and the tiles that all queries of this warpgroup attend in full.
+        if CAUSAL:
+            limit = gl.minimum(query + shift, other - 1)
+            full = gl.minimum(gl.maximum(gl.minimum(row + shift + 1, other), 0) // BLOCK_N, tiles - 1)
+        else:
+            limit = query * 0 + (other - 1)
+            full = gl.minimum(other // BLOCK_N, tiles - 1)
+        mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
+        _take_turn(w, c)
+        x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
+                          gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S), use_acc=False, is_async=True)
+        _pass_turn(w, c)
+        x = warpgroup_mma_wait(0, deps=(x, ))
+        mbarrier.arrive(k_empty.index(c % STAGES), count=1)
+        x = gl.where((limit - (tiles - 1) * BLOCK_N)[:, None] >= offs_n[None, :], x, -float("inf"))
+        m = gl.maximum(gl.max(x, 1) * scale, LOWEST)
+        y = gl.exp2(x * scale - m[:, None])
+        l = _partial_sums(y)
+        acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        c += 1
+        if CAUSAL:
+            for j in range(tiles - 2, full - 1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+                                             limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+                c += 1
+        for j in range(full - 1, -1, -1):
+            acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, offs_n,
+                                         scale, False, STAGES, LAYOUT_S, LAYOUT_O)
+            c += 1
+        mbarrier.arrive(q_empty.index(i % 2), count=1)
+        before = c - 1
+        p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+        mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
+        acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
+        l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
+        nothing = limit < 0
+        lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
+        factor = gl.convert_layout(1.0 / l_sum, gl.SliceLayout(1, LAYOUT_O))
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+        acc = gl.where(gl.convert_layout(nothing, gl.SliceLayout(1, LAYOUT_O))[:, None], 0.0, acc * factor[:, None])
+        out = gl.convert_layout(acc.to(OUT.dtype.element_ty), LAYOUT_STORE)
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_STORE))
+        cols = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT_STORE))
+        gl.store(OUT + (start + rows)[:, None].to(gl.int64) * out_stride + (head * DIM + cols)[None, :], out,
+                 mask=(rows < length)[:, None])
+        gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
+        i += 1
+        mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
+        start, length, other, first, head = _entry(queue.index(i % 2))
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
+                   scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+                   GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+    """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e)."""
+    q_s = gl.allocate_shared_memory(qd.dtype, [4, 1, 1, BLOCK_M // 2, DIM], qd.layout)
+    k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
+    v_s = gl.allocate_shared_memory(vd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], vd.layout)
+    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = _barriers(2, 1)
+    q_empty = _barriers(2, 2)
+    k_full = _barriers(STAGES, 1)
+    k_empty = _barriers(STAGES, 2)
+    v_full = _barriers(STAGES, 1)
+    v_empty = _barriers(STAGES, 2)
+    gl.warp_specialize([
+        (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
+        (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
+        (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                             COUNTER, q_head, k_head, v_head, heads, group_size, BLOCK_M, BLOCK_N, DIM, STAGES, GROUP,
+                             CAUSAL)),
+    ], [4, 1], [240, 24])

@@ -1,0 +1,104 @@
+"""The tile map: every row of a ragged batch cut into blocks of tokens, most work first, made on the device.
+
+The number of tiles depends on offsets that live on the device, but ``total // block + n`` bounds it and is known on the
+host: block ``j`` of row ``b`` goes to slot ``offsets[b] // block + b + j``, and a slot finds its row by bisection. Slots
+that no row fills are holes; sorting by work moves them to the end, where no program looks.
+"""
+import torch
+import triton
+import triton.language as tl
+
+UNBOUNDED = 1 << 30  # a window side that reaches further than any row
+FIELDS = 8  # int32 fields of an entry: 32 bytes, so that one vector load brings it
+
+# A sort key: work (17 bits), row (24 bits), block in the row (22 bits). Work only orders the tiles, so it may saturate.
+_ROW_BITS = tl.constexpr(24)
+_BLOCK_BITS = tl.constexpr(22)
+_MOST_WORK = tl.constexpr((1 << 17) - 1)
+_ROW_MASK = tl.constexpr((1 << 24) - 1)
+_BLOCK_MASK = tl.constexpr((1 << 22) - 1)
+_CHUNK = 256
+
+
+@triton.jit
+def _key_kernel(OFFSETS, OTHER, KEYS, n, slots, bisections, before, after, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    low = tl.zeros([CHUNK], tl.int32)
+    high = tl.zeros([CHUNK], tl.int32) + n
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        inside = (tl.load(OFFSETS + middle) // BLOCK + middle <= slot) & (middle < n)
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle)
+    start = tl.load(OFFSETS + low)
+    block = (slot - (start // BLOCK + low)).to(tl.int64)
+    length = tl.load(OFFSETS + low + 1) - start
+    other = tl.load(OTHER + low + 1) - tl.load(OTHER + low)
+    shift = other - length
+    first = tl.maximum(block * BLOCK + shift - before, 0)
+    end = tl.minimum(tl.minimum((block + 1) * BLOCK, length) + shift + after, other)
+    work = tl.minimum(tl.maximum(end - first, 0) // 32 + 1, _MOST_WORK).to(tl.int64)
+    key = ((work << _ROW_BITS | low.to(tl.int64)) << _BLOCK_BITS) | block
+    tl.store(KEYS + slot, tl.where(block * BLOCK < length, key, 0), mask=slot < slots)
+
+
+@triton.jit
+def _entry_kernel(KEYS, OFFSETS, OTHER, TILES, slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+                  FIELDS: tl.constexpr):
+    slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    key = tl.load(KEYS + slot, mask=slot < slots, other=0)
+    following = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
+    row = (key >> _BLOCK_BITS) & _ROW_MASK
+    first = (key & _BLOCK_MASK) * BLOCK
+    used = key > 0
+    start = tl.load(OFFSETS + row, mask=used, other=0)
+    end = tl.load(OFFSETS + row + 1, mask=used, other=0)
+    other_start = tl.load(OTHER + row, mask=used, other=0)
+    other_end = tl.load(OTHER + row + 1, mask=used, other=0)
+    entry = TILES + (slot + 1) * FIELDS
+    tl.store(entry, start.to(tl.int32), mask=used)
+    tl.store(entry + 1, (end - start).to(tl.int32), mask=used)
+    tl.store(entry + 2, other_start.to(tl.int32), mask=used)
+    tl.store(entry + 3, (other_end - other_start).to(tl.int32), mask=used)
+    tl.store(entry + 4, first.to(tl.int32), mask=used)
+    tl.store(TILES + slot * 0, slot + 1, mask=used & (following == 0))
+    tl.store(TILES + slot * 0, 0, mask=(slot == 0) & (key == 0))
+
+
+def tile_bound(total: int, n: int, block: int) -> int:
+    """The most tiles of `block` tokens that `n` rows of `total` tokens can need."""
+    return total // block + n
+
+
+def tile_map(offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int, after: int) -> torch.Tensor:
+    """Cut the rows of `offsets` into tiles, those with most work first.
+
+    Work is the number of tokens of the `other` side (keys for queries, queries for keys) that a tile attends: with both
+    rows aligned at their ends, token ``i`` attends ``i - before`` to ``i + after``.
+
+    Parameters
+    ----------
+    offsets, other
+        The offsets of the side that is cut and of the side that it attends, ``n + 1`` entries each, on one device.
+    total
+        The number of tokens of the side that is cut.
+    block
+        Tokens in a tile.
+    before, after
+        The window, `UNBOUNDED` for a side without limit.
+
+    Returns
+    -------
+    torch.Tensor
+        int32, shape ``(tile_bound + 1, FIELDS)``. Entry 0 holds the number of tiles; each further entry holds a tile's
+        row start, row length, the other side's row start and length, and the tile's first token within its row.
+    """
+    n = offsets.shape[0] - 1
+    slots = tile_bound(total, n, block)
+    keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
+    tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)
+    grid = (triton.cdiv(slots, _CHUNK),)
+    _key_kernel[grid](offsets, other, keys, n, slots, n.bit_length(), before, after, BLOCK=block, CHUNK=_CHUNK)
+    keys = torch.sort(keys, descending=True).values
+    _entry_kernel[grid](keys, offsets, other, tiles, slots, BLOCK=block, CHUNK=_CHUNK, FIELDS=FIELDS)
+    return tiles

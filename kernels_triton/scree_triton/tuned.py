@@ -1,0 +1,49 @@
+"""Measured tile sizes. A plain table, so that the first call compiles one kernel and times none."""
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a tile, and how a program is laid out."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the three portable kernels."""
+
+    forward: Tile
+    dq: Tile
+    dkdv: Tile
+
+
+# By bytes of an element and padded head_dim. Measured on Hopper.
+_HOPPER = {
+    (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (2, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
+    (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (4, 256): Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+}
+# Ada and consumer Blackwell have 99 KB of shared memory a program, Ampere 163 KB; these fit all.
+_SMALL = {
+    (2, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
+    (2, 256): Tiles(Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (4, 32): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    (4, 64): Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    (4, 128): Tiles(Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
+    (4, 256): Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+}
+
+
+def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
+    """The tiles of the portable kernels, by device, bytes of an element and the wider padded head_dim."""
+    roomy = capability in ((9, 0), (10, 0), (10, 3))
+    return (_HOPPER if roomy else _SMALL)[itemsize, max(block_d, 32)]

@@ -1,0 +1,67 @@
+"""scree: one ragged array for NumPy, PyTorch, JAX, MLX and every library that follows the Array API standard."""
+
+from . import kinds
+from .array import Array
+from .namespace import namespace
+from .ops import (
+    align,
+    attention,
+    dropout,
+    from_cu_seqlens,
+    from_lengths,
+    from_offsets,
+    from_padded,
+    from_segment_ids,
+    gather,
+    group,
+    layer_norm,
+    log_softmax,
+    logsumexp,
+    pack,
+    positions,
+    rms_norm,
+    rope,
+    same_layout,
+    scatter,
+    scatter_add,
+    segment_ids,
+    softmax,
+    to_padded,
+    unpack,
+)
+from .registry import explain, register_kernel, unregister_kernel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "align",
+    "attention",
+    "dropout",
+    "explain",
+    "from_cu_seqlens",
+    "from_lengths",
+    "from_offsets",
+    "from_padded",
+    "from_segment_ids",
+    "gather",
+    "group",
+    "kinds",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "namespace",
+    "pack",
+    "positions",
+    "register_kernel",
+    "rms_norm",
+    "rope",
+    "same_layout",
+    "scatter",
+    "scatter_add",
+    "segment_ids",
+    "softmax",
+    "to_padded",
+    "unpack",
+    "unregister_kernel",
+]

@@ -1,0 +1,292 @@
+"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import backends, display, layout
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Array:
+    """Rows of different lengths, end to end in one dense buffer.
+
+    Parameters
+    ----------
+    values
+        Dense array of any library that follows the Array API standard, all rows end to end along `ragged_dim`.
+    offsets
+        (n + 1,) int32 or int64 array of the same library and device, ``[0, L0, L0 + L1, ...]``; what FlashAttention calls
+        ``cu_seqlens``. Kept as it is, never copied.
+    ragged_dim
+        The axis of `values` along which the rows lie.
+    max_length
+        A bound on the longest row, a Python integer. It makes shapes static under ``jax.jit`` and ``torch.compile`` and on
+        devices whose memory is not read for free.
+
+    Raises
+    ------
+    TypeError
+        If values and offsets are not arrays of one library, or offsets are not int32 or int64.
+    ValueError
+        If a shape does not fit or, where reading them is free, if the offsets do not start at 0, fall, or do not end at the
+        number of tokens. Elsewhere `validate` checks that on request.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> arr = scree.Array(np.arange(5.0), np.asarray([0, 2, 2, 5], dtype=np.int32))
+    >>> arr.shape, arr.lengths.tolist()
+    ((3, None), [2, 0, 3])
+    >>> (arr * 10)[2]
+    array([20., 30., 40.])
+    """
+
+    values: Any
+    offsets: Any
+    ragged_dim: int = 0
+    max_length: int | None = None
+
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # NumPy arrays leave mixed operators to this class
+
+    def __post_init__(self) -> None:
+        values, offsets = self.values, self.offsets
+        lib, own = backends.backend(values), backends.backend(offsets)
+        if own is not lib:
+            raise TypeError(f"offsets: expected an array of {lib.name} as the values are, got one of {own.name}")
+        if values.ndim == 0:
+            raise ValueError("values: expected at least one axis, got a 0-d array")
+        if isinstance(self.ragged_dim, bool) or not 0 <= self.ragged_dim < values.ndim:
+            raise ValueError(
+                f"ragged_dim: expected 0 <= ragged_dim < {values.ndim}, the axes of values, got {self.ragged_dim}"
+            )
+        if offsets.ndim != 1 or offsets.shape[0] < 1:
+            raise ValueError(
+                f"offsets: expected one axis of n + 1 entries, got shape {tuple(offsets.shape)}; an empty batch has [0]"
+            )
+        if offsets.dtype != lib.xp.int32 and offsets.dtype != lib.xp.int64:
+            raise TypeError(f"offsets: expected int32 or int64, got {offsets.dtype}; convert them with astype")
+        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 0):
+            raise ValueError(f"max_length: expected a Python integer >= 0 or None, got {self.max_length!r}")
+        if lib.device(values) != lib.device(offsets):
+            raise ValueError(
+                f"offsets: expected device {lib.device(values)} as the values, got {lib.device(offsets)}; move one of them"
+            )
+        host = self.layout.host
+        if host is not None:
+            self._check(host)
+
+    @classmethod
+    def _restore(cls, values: Any, offsets: Any, ragged_dim: int, max_length: int | None) -> Array:
+        """An array of parts that are known to fit (or, inside a transform, that are no arrays at all): no checks."""
+        self = object.__new__(cls)
+        self.__dict__.update(values=values, offsets=offsets, ragged_dim=ragged_dim, max_length=max_length)
+        return self
+
+    @classmethod
+    def _of(cls, values: Any, rows: layout.Layout, ragged_dim: int = 0) -> Array:
+        """An array on a layout that is known to fit."""
+        self = object.__new__(cls)
+        self.__dict__.update(
+            values=values, offsets=rows.offsets, ragged_dim=ragged_dim, max_length=rows.max_length, layout=rows
+        )
+        return self
+
+    def _check(self, host: np.ndarray) -> None:
+        layout.check(host, self.total_length)
+        longest = int(np.max(host[1:] - host[:-1], initial=0))
+        if self.max_length is not None and self.max_length < longest:
+            raise ValueError(f"max_length: expected at least {longest}, the longest row, got {self.max_length}")
+
+    def validate(self) -> Array:
+        """Check the values of the offsets wherever they are (this waits for a device), and return the array itself.
+
+        Raises
+        ------
+        ValueError
+            If the offsets do not start at 0, fall or do not end at the number of tokens, or `max_length` is too small.
+        """
+        self._check(self.layout.read())
+        return self
+
+    @property
+    def layout(self) -> layout.Layout:
+        """The row boundaries with everything derived from them, shared by all arrays of one layout."""
+        found = self.__dict__.get("layout")
+        if found is None:
+            found = layout.Layout(backends.backend(self.offsets), self.offsets, self.total_length, self.max_length)
+            self.__dict__["layout"] = found
+        return found
+
+    def with_values(self, values: Any, *, ragged_dim: int | None = None) -> Array:
+        """The same rows with other values, which share the layout; nothing is copied.
+
+        Parameters
+        ----------
+        values
+            Dense array of the same library with the same number of tokens along the ragged axis.
+        ragged_dim
+            The ragged axis of the new values; that of this array by default.
+        """
+        dim = self.ragged_dim if ragged_dim is None else ragged_dim
+        if not 0 <= dim < values.ndim or values.shape[dim] != self.total_length:
+            raise ValueError(
+                f"values: expected {self.total_length} tokens along axis {dim}, got shape {tuple(values.shape)}"
+            )
+        return Array._of(values, self.layout, dim)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return int(self.offsets.shape[0]) - 1
+
+    @property
+    def total_length(self) -> int:
+        """Number of tokens in all rows together."""
+        return int(self.values.shape[self.ragged_dim])
+
+    @property
+    def lengths(self) -> Any:
+        """(n,) tokens of each row, an array of the same library."""
+        return self.layout.lengths
+
+    @property
+    def element_shape(self) -> tuple[int, ...]:
+        """The shape of one token: that of values without the ragged axis."""
+        shape = tuple(self.values.shape)
+        return shape[: self.ragged_dim] + shape[self.ragged_dim + 1 :]
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """``(n, None, ...)``; None, the standard's word for an unknown size, stands where the ragged axis is."""
+        shape = tuple(self.values.shape)
+        return (self.batch_size, *shape[: self.ragged_dim], None, *shape[self.ragged_dim + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes: the batch, the ragged axis and those of an element."""
+        return int(self.values.ndim) + 1
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for n in self.values.shape:
+            size *= int(n)
+        return size
+
+    @property
+    def dtype(self) -> Any:
+        """Data type of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> Any:
+        """Device of the values."""
+        return self.layout.backend.device(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and offsets together."""
+        return int(self.values.nbytes) + int(self.offsets.nbytes)
+
+    @property
+    def mT(self) -> Array:  # noqa: N802 (the standard's name)
+        """The array with its last two axes exchanged."""
+        if self.ndim < 3:
+            raise ValueError(f"mT: expected at least two axes behind the batch, got shape {self.shape}")
+        last, xp = self.values.ndim - 1, self.layout.xp
+        dim = {last: last - 1, last - 1: last}.get(self.ragged_dim, self.ragged_dim)
+        return self.with_values(xp.matrix_transpose(self.values), ragged_dim=dim)
+
+    def to_device(self, device: Any, /, *, stream: Any = None) -> Array:
+        """The array on another device."""
+        if stream is not None:
+            raise ValueError("stream: expected None, the streams of a library are not known here")
+        move = self.layout.backend.to_device
+        moved = layout.Layout(
+            self.layout.backend, move(self.offsets, device), self.total_length, self.layout.max_length, self.layout.host
+        )
+        return Array._of(move(self.values, device), moved, self.ragged_dim)
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        from .namespace import namespace
+
+        return namespace(self, api_version=api_version)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a ragged array is no NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)")
+
+    def __getitem__(self, key: Any) -> Any:
+        from .index import getitem
+
+        return getitem(self, key)
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        from .create import unpack
+
+        return iter(unpack(self))
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("the truth value of a ragged array is ambiguous: use xp.any or xp.all")
+
+    def __copy__(self) -> Array:
+        return Array._of(self.values, self.layout, self.ragged_dim)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Array:
+        parts = copy.deepcopy((self.values, self.offsets), memo)
+        return Array._restore(*parts, self.ragged_dim, self.max_length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Array._restore, (self.values, self.offsets, self.ragged_dim, self.max_length)
+
+    def __repr__(self) -> str:
+        return display.text(self)
+
+    def _repr_html_(self) -> str:
+        return display.html(self)
+
+
+#: Operator -> the standard's function for it.
+UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_invert"}
+BINARY = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "matmul": "matmul",
+}  # fmt: skip
+COMPARISONS = {
+    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+}  # fmt: skip
+
+
+def _operators() -> None:
+    def unary(function: str) -> Callable[[Array], Any]:
+        return lambda self: getattr(self.__array_namespace__(), function)(self)
+
+    def binary(function: str, reflected: bool = False) -> Callable[[Array, Any], Any]:
+        def operator(self: Array, other: Any) -> Any:
+            if not isinstance(other, Array | bool | int | float | complex) and not backends.is_array(other):
+                return NotImplemented
+            call = getattr(self.__array_namespace__(), function)
+            return call(other, self) if reflected else call(self, other)
+
+        return operator
+
+    for name, function in UNARY.items():
+        setattr(Array, f"__{name}__", unary(function))
+    for name, function in (BINARY | COMPARISONS).items():
+        setattr(Array, f"__{name}__", binary(function))
+    for name, function in BINARY.items():
+        setattr(Array, f"__r{name}__", binary(function, reflected=True))
+
+
+_operators()

@@ -1,0 +1,97 @@
+"""What scree must know of a library beyond the standard: one `Backend` a library, found by the type of an array.
+
+Only the modules of this package name a library. A library that follows the standard and is not listed here works too,
+through `generic`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+#: Root module of an array's type -> the module of this package that knows its library.
+LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
+
+
+def _standard_device(x: Any) -> Any:
+    return x.device
+
+
+def _standard_to_device(x: Any, device: Any, /) -> Any:
+    return x.to_device(device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backend:
+    """What scree asks of a library, beside its standard namespace.
+
+    Attributes
+    ----------
+    name
+        The library's name.
+    xp
+        Its namespace of the Array API standard.
+    peek
+        The values of an integer array as NumPy sees them where looking is free (host memory, already computed), or None:
+        never waits, never copies from a device, never breaks a trace.
+    read
+        The same, waiting and copying where it must; raises `TypeError` under a trace.
+    row_ids
+        ``row_ids(repeats, total)``: each index of `repeats` as often as its entry says, `total` entries in all, without a
+        look at the values; None where the library has nothing faster than a binary search.
+    device, to_device
+        The device of an array, and a copy of an array on another device.
+    uniform
+        ``uniform(key, shape, like)``: random numbers in [0, 1) from an explicit key or generator, or None.
+    """
+
+    name: str
+    xp: Any
+    peek: Callable[[Any], np.ndarray | None]
+    read: Callable[[Any], np.ndarray]
+    row_ids: Callable[[Any, int], Any] | None = None
+    device: Callable[[Any], Any] = _standard_device
+    to_device: Callable[[Any, Any], Any] = _standard_to_device
+    uniform: Callable[[Any, tuple[int, ...], Any], Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"Backend({self.name!r})"
+
+
+_BY_TYPE: dict[type, Backend] = {}
+
+
+def backend(x: Any) -> Backend:
+    """The backend that the array `x` belongs to."""
+    found = _BY_TYPE.get(type(x))
+    return found if found is not None else _resolve(x)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of some library (and not a Python scalar, a list or a ragged array)."""
+    return type(x) in _BY_TYPE or _library(type(x)) is not None or hasattr(x, "__array_namespace__")
+
+
+def _library(cls: type) -> str | None:
+    """The listed library that `cls` or one of its bases comes from, if instances of it can be arrays."""
+    if not hasattr(cls, "shape"):
+        return None
+    roots = (base.__module__.partition(".")[0] for base in cls.__mro__)
+    return next((LIBRARIES[root] for root in roots if root in LIBRARIES), None)
+
+
+def _resolve(x: Any) -> Backend:
+    library = _library(type(x))
+    if library is None and not hasattr(x, "__array_namespace__"):
+        raise TypeError(
+            f"expected an array of a library that follows the Array API standard, got {type(x).__name__}: "
+            "convert it first, for instance with numpy.asarray"
+        )
+    if library is None:
+        found = import_module("scree.backends.generic").make(x)
+    else:
+        found = import_module(f"scree.backends.{library}").BACKEND
+    _BY_TYPE[type(x)] = found
+    return found

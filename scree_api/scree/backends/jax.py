@@ -1,0 +1,39 @@
+"""JAX: pytree registration, `repeat` with a static length."""
+
+from typing import Any
+
+import jax
+import jax.numpy as xp
+import numpy as np
+
+from ..array import Array
+from . import Backend
+
+
+def _peek(x: Any) -> np.ndarray | None:
+    if isinstance(x, jax.core.Tracer) or x.platform() != "cpu" or len(x.devices()) != 1:
+        return None
+    return np.asarray(x)
+
+
+def _read(x: Any) -> np.ndarray:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("the size of this result depends on the offsets, which a traced function cannot read")
+    return np.asarray(x)
+
+
+def _row_ids(repeats: Any, total: int) -> Any:
+    return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)
+
+
+def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
+    return jax.random.uniform(key, shape)
+
+
+BACKEND = Backend("jax", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, to_device=jax.device_put)
+
+jax.tree_util.register_pytree_with_keys(
+    Array,
+    lambda x: ((("values", x.values), ("offsets", x.offsets)), (x.ragged_dim, x.max_length)),
+    lambda static, children: Array._restore(*children, *static),
+)

@@ -1,0 +1,27 @@
+"""MLX: the standard namespace over `mlx.core` that array-api-compat does not have yet."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import Backend
+from . import mlx_namespace as xp
+
+
+def _peek(x: Any) -> None:
+    return None  # nothing tells whether a lazy array is computed, and looking would compute it
+
+
+def _read(x: Any) -> np.ndarray:
+    try:
+        return np.array(x)
+    except (RuntimeError, ValueError) as error:
+        raise TypeError("the size of this result depends on the offsets, which a traced function cannot read") from error
+
+
+def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
+    return mx.random.uniform(shape=shape, key=key)
+
+
+BACKEND = Backend("mlx", xp, _peek, _read, device=xp.device, to_device=xp.to_device, uniform=_uniform)

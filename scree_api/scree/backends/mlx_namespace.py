@@ -1,0 +1,644 @@
+"""The Python Array API standard over ``mlx.core``: what MLX has right is MLX's own object, the gaps are filled below.
+
+- Lazy: only ``nonzero``, ``unique_*`` and ``repeat`` with an array of counts compute; they raise under ``mx.compile``.
+- Default dtypes are float32, complex64, int32; indices and counts are int32, for an MLX axis is never longer.
+  ``sum``, ``prod`` and the scans lift bool and small integers to int32, small unsigned integers to uint32.
+- float64 exists on the CPU only and there is no complex128: NumPy's float64 stays float64 or raises; ``fft`` and
+  ``eig`` refuse float64; an elementwise mix of float64 with complex64 is complex64.
+- Indices out of bounds in ``take`` and ``take_along_axis`` are not checked and read foreign memory: clip them first.
+- Arrays have value semantics, live in unified memory and belong to no device: ``device(x)`` is where operations run.
+- ``linalg`` runs on the CPU: where the default device is a GPU, call it inside ``with mx.stream(mx.cpu)``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+from collections import namedtuple
+from types import ModuleType
+from typing import Any, Callable
+
+import mlx.core as mx
+
+Array, Dtype, Scalar = mx.array, mx.Dtype, (builtins.bool, int, float, complex)
+
+# ---------------------------------------------------------------- what MLX has right, under the same name
+
+_SAME = """
+    e inf nan pi newaxis Device __version__ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32
+    float64 complex64 tril triu broadcast_arrays broadcast_shapes broadcast_to can_cast isdtype abs acos acosh add asin
+    asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_invert bitwise_or bitwise_right_shift bitwise_xor ceil
+    conj cos cosh divide equal exp floor floor_divide greater greater_equal imag isfinite isinf isnan less less_equal log
+    log1p log2 log10 logaddexp logical_and logical_not logical_or logical_xor maximum minimum multiply negative not_equal
+    positive pow real reciprocal remainder round sin sinh square sqrt subtract tan tanh trunc take take_along_axis
+    matrix_transpose concat expand_dims flip permute_dims roll squeeze stack tile unstack count_nonzero where all any max
+    min meshgrid
+""".split()
+globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
+
+__array_api_version__ = "2024.12"
+
+_KINDS = "bool", "signed integer", "unsigned integer", "real floating", "complex floating"
+_DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()
+_HALF = (mx.float16, mx.bfloat16)
+_LIFT = {mx.bool_: mx.int32, mx.int8: mx.int32, mx.int16: mx.int32, mx.uint8: mx.uint32, mx.uint16: mx.uint32}
+_BITS = {1: mx.int8, 2: mx.int16, 4: mx.int32, 8: mx.int64}
+_LONG, _FOLD = 4096, 1024  # a sum of more than _LONG terms is folded _FOLD at a time
+
+
+# ---------------------------------------------------------------- devices and inspection
+
+def device(x: Array, /) -> mx.Device:
+    """The device on which operations on ``x`` run: MLX arrays have none of their own."""
+    return mx.default_device()
+
+
+def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
+    """``x`` itself if ``device`` is the current one; another device is chosen with ``mx.set_default_device``."""
+    _here(device)
+    return x
+
+
+def _here(device: Any) -> None:
+    if device is not None and device != mx.default_device():
+        raise ValueError(f"MLX operations run on {mx.default_device()}, not {device}: pass device=None, "
+                         "or choose the device with mx.set_default_device or mx.stream")
+
+
+class _Info:
+    def capabilities(self) -> dict[str, Any]:
+        """No boolean indexing; shapes that depend on data (``nonzero``, ``unique_*``) only outside ``mx.compile``."""
+        return {"boolean indexing": False, "data-dependent shapes": False, "max dimensions": None}
+
+    def default_device(self) -> mx.Device:
+        return mx.default_device()
+
+    def devices(self) -> list[mx.Device]:
+        return [mx.default_device()]
+
+    def default_dtypes(self, *, device: Any = None) -> dict[str, Dtype]:
+        return {"real floating": mx.float32, "complex floating": mx.complex64, "integral": mx.int32,
+                "indexing": mx.int32}
+
+    def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Dtype]:
+        """The standard's dtypes but complex128, and but float64 where the device is not the CPU."""
+        kind = _KINDS if kind is None else kind
+        all = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
+        cpu = (device or mx.default_device()) == mx.cpu
+        return {name: d for name, d in all.items() if mx.isdtype(d, kind) and (cpu or name != "float64")}
+
+
+def __array_namespace_info__() -> _Info:
+    return _Info()
+
+
+def finfo(type: Any, /) -> Any:
+    return mx.finfo(getattr(type, "dtype", type))
+
+
+def iinfo(type: Any, /) -> Any:
+    """Adds ``bits``."""
+    info = mx.iinfo(getattr(type, "dtype", type))
+    return namedtuple("iinfo", "bits max min dtype")(8 * info.dtype.size, info.max, info.min, info.dtype)
+
+
+def result_type(*arrays_and_dtypes: Any) -> Dtype:
+    """Takes Python scalars too: they lift the kind, never the width."""
+    typed = [a for a in arrays_and_dtypes if not isinstance(a, Scalar)]
+    if not typed:
+        raise ValueError("result_type needs at least one array or dtype")
+    out = mx.result_type(*typed)
+    for scalar in arrays_and_dtypes:
+        if isinstance(scalar, complex):
+            out = mx.result_type(out, mx.complex64)
+        elif isinstance(scalar, float) and not mx.issubdtype(out, mx.inexact):
+            out = mx.float32
+        elif isinstance(scalar, int) and not isinstance(scalar, builtins.bool) and out == mx.bool_:
+            out = mx.int32
+    return out
+
+
+# ---------------------------------------------------------------- creation
+
+def _wide(x: Any) -> Dtype | None:
+    """The dtype of a foreign 64-bit float, which MLX by itself would narrow without a word; else None."""
+    name = str(getattr(x, "dtype", "")).rpartition(".")[2]
+    if name == "complex128":
+        raise ValueError("MLX has no complex128: pass dtype=complex64 to asarray")
+    if name == "float64" and mx.default_device() != mx.cpu:
+        raise ValueError("MLX has float64 on the CPU only: pass dtype=float32 to asarray")
+    return mx.float64 if name == "float64" else None
+
+
+def asarray(obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy: builtins.bool | None = None) -> Array:
+    """An MLX array is itself unless copied or cast; NumPy's float64 is kept (CPU) or refused, never narrowed."""
+    _here(device)
+    if isinstance(obj, mx.array):
+        dtype = obj.dtype if dtype is None else dtype
+        if copy is False and dtype != obj.dtype:
+            raise ValueError(f"a {obj.dtype} array cannot become {dtype} without a copy: leave out copy=False")
+        return astype(obj, dtype, copy=copy)
+    dtype = _wide(obj) if dtype is None else dtype
+    if dtype is not None and dtype == mx.uint64 and isinstance(obj, (int, list, tuple)):
+        import numpy  # MLX reads Python integers as int64
+        obj = numpy.asarray(obj, dtype="uint64")
+    return mx.asarray(obj, dtype, copy=copy)
+
+
+def from_dlpack(x: Any, /, *, device: Any = None, copy: builtins.bool | None = None) -> Array:
+    """Keeps float64 (CPU) or refuses it; MLX copies host memory, so ``copy=False`` raises there."""
+    if isinstance(x, mx.array) or _wide(x) is not None:
+        return asarray(x, device=device, copy=copy)
+    _here(device)
+    return mx.from_dlpack(x, copy=copy)
+
+
+def astype(x: Array, dtype: Dtype, /, *, copy: builtins.bool | None = True, device: Any = None) -> Array:
+    _here(device)
+    return x if x.dtype == dtype and not copy else mx.astype(x, dtype)
+
+
+def arange(start: Any, /, stop: Any = None, step: Any = 1, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+    _here(device)
+    return mx.arange(0, start, step, dtype) if stop is None else mx.arange(start, stop, step, dtype)
+
+
+def eye(n_rows: int, n_cols: int | None = None, /, *, k: int = 0, dtype: Dtype | None = None,
+        device: Any = None) -> Array:
+    _here(device)
+    return mx.eye(n_rows, n_cols, k, dtype)
+
+
+def full(shape: Any, fill_value: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+    return mx.full(shape, asarray(fill_value, dtype=dtype, device=device), dtype)
+
+
+def full_like(x: Array, /, fill_value: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+    return full(x.shape, fill_value, dtype=x.dtype if dtype is None else dtype, device=device)
+
+
+def linspace(start: Any, stop: Any, /, num: int, *, dtype: Dtype | None = None, device: Any = None,
+             endpoint: builtins.bool = True) -> Array:
+    """Takes complex ends."""
+    _here(device)
+    if isinstance(start, complex) or isinstance(stop, complex):
+        re, im = (mx.linspace(getattr(complex(start), p), getattr(complex(stop), p), num, endpoint)
+                  for p in ("real", "imag"))
+        return _complex(re, im)
+    return mx.linspace(start, stop, num, endpoint, mx.float32 if dtype is None else dtype)
+
+
+def _filled(fn: Callable[..., Array]) -> Callable[..., Array]:
+    def create(shape: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+        _here(device)
+        return fn(shape, dtype)
+    return create
+
+
+def _filled_like(fn: Callable[..., Array]) -> Callable[..., Array]:
+    def create(x: Array, /, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+        _here(device)
+        return fn(x.shape, x.dtype if dtype is None else dtype)
+    return create
+
+
+empty, ones, zeros = map(_filled, (mx.zeros, mx.ones, mx.zeros))
+empty_like, ones_like, zeros_like = map(_filled_like, (mx.zeros, mx.ones, mx.zeros))
+
+
+# ---------------------------------------------------------------- elementwise
+
+def _pair(x1: Any, x2: Any) -> list[Array]:
+    dtype = result_type(x1, x2)
+    return mx.broadcast_arrays(*(asarray(x, dtype=dtype) for x in (x1, x2)))
+
+
+def _complex(re: Array, im: Array) -> Array:
+    return mx.view(mx.stack([re, im], axis=-1), mx.complex64)[..., 0]
+
+
+def clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
+    """Both bounds may be None; the result keeps the dtype of ``x``."""
+    return x if min is None and max is None else mx.clip(x, min, max).astype(x.dtype)
+
+
+def signbit(x: Array, /) -> Array:
+    return mx.view(x, _BITS[x.dtype.size]) < 0
+
+
+def copysign(x1: Any, x2: Any, /) -> Array:
+    x1, x2 = _pair(x1, x2)
+    return mx.where(signbit(x1) == signbit(x2), x1, -x1)
+
+
+def hypot(x1: Any, x2: Any, /) -> Array:
+    """Scaled by the larger side, so that it does not overflow."""
+    x1, x2 = (mx.abs(x) for x in _pair(x1, x2))
+    big = mx.maximum(x1, x2)
+    ratio = mx.minimum(x1, x2) / mx.where(big == 0, mx.ones_like(big), big)
+    return mx.where(mx.isinf(x1) | mx.isinf(x2), mx.array(math.inf, big.dtype), big * mx.sqrt(1 + ratio * ratio))
+
+
+def nextafter(x1: Any, x2: Any, /) -> Array:
+    """One step on the bits, through zero to the smallest subnormal."""
+    x1, x2 = _pair(x1, x2)
+    bits = mx.view(x1, _BITS[x1.dtype.size])
+    step = mx.where((x2 > x1) == (x1 > 0), 1, -1).astype(bits.dtype)
+    tiny = copysign(mx.view(mx.ones_like(bits), x1.dtype), x2)
+    out = mx.where(x1 == 0, tiny, mx.view(bits + step, x1.dtype))
+    return mx.where(x1 == x2, x2, mx.where(mx.isnan(x1) | mx.isnan(x2), x1 + x2, out))
+
+
+def sign(x: Array, /) -> Array:
+    """NaN stays NaN."""
+    return mx.where(mx.isnan(x), x, mx.sign(x)) if mx.issubdtype(x.dtype, mx.floating) else mx.sign(x)
+
+
+def expm1(x: Array, /) -> Array:
+    """Takes complex64."""
+    if x.dtype != mx.complex64:
+        return mx.expm1(x)
+    re, im = mx.real(x), mx.imag(x)
+    half = mx.sin(im / 2)
+    return _complex(mx.expm1(re) * mx.cos(im) - 2 * half * half, mx.where(im == 0, im, mx.exp(re) * mx.sin(im)))
+
+
+# ---------------------------------------------------------------- reductions and scans
+
+def _accumulate(x: Array, dtype: Dtype | None) -> tuple[Array, Dtype]:
+    """``x`` in the dtype to accumulate in (float32 for half precision), and the dtype of the result."""
+    out = _LIFT.get(x.dtype, x.dtype) if dtype is None else dtype
+    return x.astype(mx.float32 if out in _HALF else out), out
+
+
+def _axes(x: Array, axis: Any) -> tuple[int, ...]:
+    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return tuple(a + x.ndim if a < 0 else a for a in axes)
+
+
+def _fold(x: Array, axis: int) -> Array:
+    """Sum along ``axis``, kept as length 1: pairs of far terms first, so that no running total meets many terms."""
+    n = x.shape[axis]
+    if n <= _LONG:
+        return mx.sum(x, axis, True)
+    head, tail = mx.split(x, [n - n % _FOLD], axis)
+    parts = mx.sum(mx.unflatten(head, axis, (_FOLD, -1)), axis)
+    return _fold(mx.concat([parts, tail], axis), axis)
+
+
+def _total(x: Array, axis: Any, keepdims: builtins.bool = False) -> Array:
+    """``mx.sum``; over many float32 terms folded, where MLX by itself may add them one after the other."""
+    axes = _axes(x, axis)
+    if x.dtype not in (mx.float32, mx.complex64) or math.prod(x.shape[a] for a in axes) <= _LONG:
+        return mx.sum(x, axes, keepdims)
+    out = functools.reduce(_fold, axes, x)
+    return out if keepdims else mx.squeeze(out, axes)
+
+
+def sum(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: builtins.bool = False) -> Array:
+    """Accurate over long float axes; half precision accumulates in float32."""
+    x, out = _accumulate(x, dtype)
+    return _total(x, axis, keepdims).astype(out)
+
+
+def prod(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: builtins.bool = False) -> Array:
+    """Half precision accumulates in float32."""
+    x, out = _accumulate(x, dtype)
+    return mx.prod(x, axis, keepdims).astype(out)
+
+
+def mean(x: Array, /, *, axis: Any = None, keepdims: builtins.bool = False) -> Array:
+    """Accurate over long float axes; integers give float32."""
+    x, out = _accumulate(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
+    return (_total(x, axis, keepdims) / math.prod(x.shape[a] for a in _axes(x, axis))).astype(out)
+
+
+def var(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: builtins.bool = False) -> Array:
+    """Two-pass, accurate over long float axes; integers give float32."""
+    x, out = _accumulate(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
+    n = math.prod(x.shape[a] for a in _axes(x, axis))
+    return (_total(mx.square(x - _total(x, axis, True) / n), axis, keepdims) / builtins.max(n - correction, 0)).astype(out)
+
+
+def std(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: builtins.bool = False) -> Array:
+    """The root of ``var``."""
+    return mx.sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
+
+
+def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:
+    def scan(x: Array, /, *, axis: int | None = None, dtype: Dtype | None = None,
+             include_initial: builtins.bool = False) -> Array:
+        """Adds ``dtype`` promotion and ``include_initial``; sums float32 in order, so cast long axes to float64."""
+        if axis is None and x.ndim != 1:
+            raise ValueError("axis is needed unless x has one dimension")
+        axis = -1 if axis is None else axis
+        x, out = _accumulate(x, dtype)
+        y = fn(x, axis).astype(out)
+        if not include_initial:
+            return y
+        shape = list(x.shape)
+        shape[axis] = 1
+        return mx.concat([mx.full(shape, first, out), y], axis)
+    return scan
+
+
+cumulative_sum, cumulative_prod = _scan(mx.cumsum, 0), _scan(mx.cumprod, 1)
+
+
+# ---------------------------------------------------------------- order, search, sets
+
+def sort(x: Array, /, *, axis: int = -1, descending: builtins.bool = False, stable: builtins.bool = True) -> Array:
+    """Stable both ways."""
+    return mx.flip(mx.sort(mx.flip(x, axis), axis), axis) if descending else mx.sort(x, axis)
+
+
+def argsort(x: Array, /, *, axis: int = -1, descending: builtins.bool = False, stable: builtins.bool = True) -> Array:
+    """Stable both ways; int32."""
+    if not descending:
+        return mx.argsort(x, axis).astype(mx.int32)
+    return x.shape[axis] - 1 - mx.flip(mx.argsort(mx.flip(x, axis), axis), axis).astype(mx.int32)
+
+
+def argmax(x: Array, /, *, axis: int | None = None, keepdims: builtins.bool = False) -> Array:
+    """int32."""
+    return mx.argmax(x, axis, keepdims).astype(mx.int32)
+
+
+def argmin(x: Array, /, *, axis: int | None = None, keepdims: builtins.bool = False) -> Array:
+    """int32."""
+    return mx.argmin(x, axis, keepdims).astype(mx.int32)
+
+
+def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
+    """Takes a scalar ``x2`` and a ``sorter``; int32."""
+    x1 = x1 if sorter is None else mx.take(x1, sorter)
+    x2 = x2 if isinstance(x2, mx.array) else asarray(x2, dtype=result_type(x1, x2))
+    return mx.searchsorted(x1, x2, side=side).astype(mx.int32)
+
+
+def isin(x1: Any, x2: Any, /, *, invert: builtins.bool = False) -> Array:
+    """By binary search in sorted ``x2``, so lazy; NaN is in nothing."""
+    dtype = result_type(x1, x2)
+    x1, x2 = asarray(x1, dtype=dtype), mx.sort(mx.flatten(asarray(x2, dtype=dtype)))
+    found = mx.searchsorted(x2, x1, side="left") < mx.searchsorted(x2, x1, side="right")
+    return (found & (x1 == x1)) != invert
+
+
+def _host(x: Array, name: str) -> Any:
+    """``x`` in NumPy (bfloat16 as float32): the only place that computes."""
+    import numpy
+    try:
+        return numpy.asarray(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
+    except ValueError as error:
+        raise ValueError(f"the shape of {name} depends on data: call it outside mx.compile and mx.vmap, "
+                         "or use where() with a mask, which keeps the shape") from error
+
+
+def nonzero(x: Array, /) -> tuple[Array, ...]:
+    """Computes at once; raises under ``mx.compile``."""
+    return tuple(mx.array(i, mx.int32) for i in _host(x, "nonzero").nonzero())
+
+
+def _unique(name: str, fields: str) -> Callable[[Array], Any]:
+    kind = namedtuple(name, fields)
+
+    def unique(x: Array, /) -> Any:
+        """Computes at once; raises under ``mx.compile``."""
+        import numpy
+        out = getattr(numpy, name)(_host(x, name))
+        out = out if isinstance(out, tuple) else (out,)
+        out = [mx.array(a, x.dtype if f == "values" else mx.int32) for f, a in zip(kind._fields, out)]
+        return out[0] if len(out) == 1 else kind(*out)
+    return unique
+
+
+unique_all = _unique("unique_all", "values indices inverse_indices counts")
+unique_counts = _unique("unique_counts", "values counts")
+unique_inverse = _unique("unique_inverse", "values inverse_indices")
+unique_values = _unique("unique_values", "values")
+
+
+# ---------------------------------------------------------------- manipulation
+
+def reshape(x: Array, /, shape: Any, *, copy: builtins.bool | None = None) -> Array:
+    """``copy=False`` raises: MLX arrays have value semantics and cannot promise a view."""
+    if copy is False:
+        raise ValueError("MLX cannot promise a reshape without a copy: leave out copy=False")
+    return mx.reshape(x, shape)
+
+
+def moveaxis(x: Array, source: Any, destination: Any, /) -> Array:
+    """Takes tuples of axes."""
+    source, destination = _axes(x, source), _axes(x, destination)
+    order = [a for a in range(x.ndim) if a not in source]
+    for to, a in sorted(zip(destination, source)):
+        order.insert(to, a)
+    return mx.transpose(x, order)
+
+
+def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
+    """Takes an array of counts: computes at once then, and raises under ``mx.compile``."""
+    if isinstance(repeats, int):
+        return mx.repeat(x, repeats, axis)
+    import numpy
+    x, axis = (mx.flatten(x), 0) if axis is None else (x, axis)
+    rows = numpy.repeat(numpy.arange(x.shape[axis]), _host(repeats, "repeat with an array of counts"))
+    return mx.take(x, mx.array(rows, mx.int32), axis)
+
+
+def diff(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None, append: Array | None = None) -> Array:
+    """Takes ``prepend`` and ``append``."""
+    parts = [a for a in (prepend, x, append) if a is not None]
+    return mx.diff(mx.concat(parts, axis) if len(parts) > 1 else x, n, axis)
+
+
+# ---------------------------------------------------------------- linear algebra
+
+def matmul(x1: Array, x2: Array, /) -> Array:
+    """Takes integers, by a broadcast product: O(n k m) memory."""
+    dtype = mx.result_type(x1, x2)
+    if mx.issubdtype(dtype, mx.inexact):
+        return mx.matmul(x1, x2)
+    a, b = x1[None] if x1.ndim == 1 else x1, x2[:, None] if x2.ndim == 1 else x2
+    out = mx.sum(a[..., :, :, None] * b[..., None, :, :], -2).astype(dtype)
+    return mx.squeeze(out, tuple(i for i, x in ((-2, x1), (-1, x2)) if x.ndim == 1))
+
+
+def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
+    """Takes integers."""
+    in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
+    in1, in2 = _axes(x1, tuple(in1)), _axes(x2, tuple(in2))
+    out1, out2 = ([a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2)))
+    rows, cols = [x1.shape[a] for a in out1], [x2.shape[a] for a in out2]
+    inner = math.prod(x1.shape[a] for a in in1)
+    a = mx.reshape(mx.transpose(x1, [*out1, *in1]), (math.prod(rows), inner))
+    b = mx.reshape(mx.transpose(x2, [*in2, *out2]), (inner, math.prod(cols)))
+    return mx.reshape(matmul(a, b), (*rows, *cols))
+
+
+def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
+    """Takes integers; accurate over long float axes."""
+    return sum(mx.conj(x1) * x2, axis=axis, dtype=mx.result_type(x1, x2))
+
+
+def _diagonal(x: Array, /, *, offset: int = 0) -> Array:
+    return mx.diagonal(x, offset, -2, -1)
+
+
+def _trace(x: Array, /, *, offset: int = 0, dtype: Dtype | None = None) -> Array:
+    return sum(_diagonal(x, offset=offset), axis=-1, dtype=dtype)
+
+
+def _outer(x1: Array, x2: Array, /) -> Array:
+    return x1[:, None] * x2[None, :]
+
+
+def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: builtins.bool = False, ord: Any = 2) -> Array:
+    a = mx.abs(x)
+    if math.isinf(ord):
+        return (mx.max if ord > 0 else mx.min)(a, axis, keepdims)
+    if ord == 0:
+        return sum((a != 0).astype(a.dtype), axis=axis, keepdims=keepdims)
+    total = sum(mx.square(a) if ord == 2 else a if ord == 1 else a**ord, axis=axis, keepdims=keepdims)
+    return mx.sqrt(total) if ord == 2 else total if ord == 1 else total ** (1 / ord)
+
+
+def _matrix_norm(x: Array, /, *, keepdims: builtins.bool = False, ord: Any = "fro") -> Array:
+    return mx.linalg.norm(x, ord, [-2, -1], keepdims)
+
+
+def _matrix_power(x: Array, n: int, /) -> Array:
+    x, n = (mx.linalg.inv(x), -n) if n < 0 else (x, n)
+    out = mx.broadcast_to(mx.eye(x.shape[-1], dtype=x.dtype), x.shape)
+    while n:
+        out, x, n = matmul(out, x) if n & 1 else out, matmul(x, x) if n > 1 else x, n >> 1
+    return out
+
+
+def _eigh(x: Array, /) -> Any:
+    return namedtuple("eigh", "eigenvalues eigenvectors")(*mx.linalg.eigh(x))
+
+
+def _slogdet(x: Array, /) -> Any:
+    return namedtuple("slogdet", "sign logabsdet")(*mx.linalg.slogdet(x))
+
+
+def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
+    """``complete`` is the reduced one of ``[x, identity]``, whose R is cut."""
+    rows, cols = x.shape[-2:]
+    if mode == "complete" and rows > cols:
+        one = mx.broadcast_to(mx.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
+        q, r = mx.linalg.qr(mx.concat([x, one], -1))
+        r = r[..., :cols]
+    else:
+        q, r = mx.linalg.qr(x)
+    return namedtuple("qr", "Q R")(q, r)
+
+
+def _svd(x: Array, /, *, full_matrices: builtins.bool = True) -> Any:
+    u, s, vh = mx.linalg.svd(x)
+    k = s.shape[-1]
+    return namedtuple("svd", "U S Vh")(*(u, s, vh) if full_matrices else (u[..., :k], s, vh[..., :k, :]))
+
+
+def _svdvals(x: Array, /) -> Array:
+    return mx.linalg.svd(x, compute_uv=False)
+
+
+def _large(x: Array, s: Array, rtol: Any) -> Array:
+    """Which singular values ``s`` of ``x`` are not noise."""
+    rtol = builtins.max(x.shape[-2:]) * mx.finfo(s.dtype).eps if rtol is None else rtol
+    return s > mx.max(s, -1, True) * (rtol[..., None] if isinstance(rtol, mx.array) else rtol)
+
+
+def _matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
+    return mx.sum(_large(x, s := _svdvals(x), rtol), -1)
+
+
+def _pinv(x: Array, /, *, rtol: Any = None) -> Array:
+    u, s, vh = _svd(x, full_matrices=False)
+    keep = _large(x, s, rtol)
+    inverse = mx.where(keep, 1 / mx.where(keep, s, mx.ones_like(s)), mx.zeros_like(s))
+    return mx.matmul(mx.conj(vh).mT * inverse[..., None, :], mx.conj(u).mT)
+
+
+def _solve(x1: Array, x2: Array, /) -> Array:
+    """Broadcasts the stacks."""
+    b = x2[..., None] if x2.ndim == 1 else x2
+    stack = mx.broadcast_shapes(x1.shape[:-2], b.shape[:-2])
+    out = mx.linalg.solve(*(mx.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (x1, b)))
+    return out[..., 0] if x2.ndim == 1 else out
+
+
+# ---------------------------------------------------------------- fft
+
+def _single(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, refusing float64 where MLX would narrow the result to complex64 without a word."""
+    @functools.wraps(fn)
+    def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype == mx.float64:
+            raise ValueError(f"MLX has no complex128, so no {name} of float64: use astype(x, float32)")
+        return fn(x, *args, **kwargs)
+    return checked
+
+
+_SWAP = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
+
+
+def _hfft(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+    return mx.fft.irfft(mx.conj(x), n, axis, _SWAP[norm])
+
+
+def _ihfft(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
+    return mx.conj(mx.fft.rfft(x, n, axis, _SWAP[norm]))
+
+
+def _freq(n: int, d: float, dtype: Dtype | None, device: Any, half: builtins.bool) -> Array:
+    _here(device)
+    k = mx.arange(n // 2 + 1 if half else n)
+    k = k if half else mx.where(k < (n + 1) // 2, k, k - n)
+    return k.astype(mx.float32 if dtype is None else dtype) / (n * d)
+
+
+def _fftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
+    return _freq(n, d, dtype, device, False)
+
+
+def _rfftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
+    return _freq(n, d, dtype, device, True)
+
+
+# ---------------------------------------------------------------- the extensions
+
+def _extension(name: str, **functions: Any) -> ModuleType:
+    module = ModuleType(f"{__name__}.{name}", f"The {name} extension of the standard over mlx.core.")
+    for key, fn in functions.items():
+        if fn.__name__ == f"_{key}":
+            fn.__name__ = fn.__qualname__ = key
+        setattr(module, key, fn)
+    module.__all__ = sorted(functions)  # type: ignore[attr-defined]
+    return module
+
+
+linalg = _extension(
+    "linalg", **{name: getattr(mx.linalg, name) for name in ("cholesky", "cross", "det", "eigvalsh", "inv")},
+    **{name: _single(name, getattr(mx.linalg, name)) for name in ("eig", "eigvals")},
+    diagonal=_diagonal, eigh=_eigh, matmul=matmul, matrix_norm=_matrix_norm, matrix_power=_matrix_power,
+    matrix_rank=_matrix_rank, matrix_transpose=mx.matrix_transpose, outer=_outer, pinv=_pinv, qr=_qr, slogdet=_slogdet,
+    solve=_solve, svd=_svd, svdvals=_svdvals, tensordot=tensordot, trace=_trace, vecdot=vecdot,
+    vector_norm=_vector_norm)
+
+fft = _extension(
+    "fft", **{name: _single(name, getattr(mx.fft, name)) for name in
+              ("fft", "ifft", "fftn", "ifftn", "rfft", "irfft", "rfftn", "irfftn")},
+    hfft=_single("hfft", _hfft), ihfft=_single("ihfft", _ihfft), fftfreq=_fftfreq, rfftfreq=_rfftfreq,
+    fftshift=mx.fft.fftshift, ifftshift=mx.fft.ifftshift)
+
+__all__ = sorted({*_SAME, *(name for name in globals() if name[0] != "_"), "__array_api_version__",
+                  "__array_namespace_info__"} - {"annotations", "builtins", "functools", "math", "namedtuple",
+                                                 "ModuleType", "Any", "Callable", "mx", "Array", "Dtype", "Scalar"})
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,44 @@
+"""NumPy: `reduceat` for segment reductions, `repeat` for row ids."""
+
+from typing import Any
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from ..registry import register_kernel
+from ..segments import SegmentCall, identity
+from . import Backend
+
+
+def _itself(x: Any) -> np.ndarray:
+    return np.asarray(x)
+
+
+def _row_ids(repeats: np.ndarray, total: int) -> np.ndarray:
+    return np.repeat(np.arange(repeats.shape[0]), repeats)
+
+
+def _uniform(key: np.random.Generator, shape: tuple[int, ...], like: Any) -> np.ndarray:
+    return key.random(shape, dtype=np.float32)
+
+
+BACKEND = Backend("numpy", xp, peek=_itself, read=_itself, row_ids=_row_ids, device=lambda x: "cpu", uniform=_uniform,
+                  to_device=xp.to_device if hasattr(xp, "to_device") else lambda x, device: x)
+
+UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "any": np.logical_or,
+          "all": np.logical_and}
+
+
+def _rejects(call: SegmentCall) -> str | None:
+    return None if call.layout.backend is BACKEND else "reduceat takes NumPy arrays only"
+
+
+@register_kernel("segment_reduce", provider="reduceat", rejects=_rejects)
+def reduceat(call: SegmentCall) -> np.ndarray:
+    """Row reductions by `ufunc.reduceat`, which knows no empty rows: those are left out and filled in."""
+    values, offsets = call.values, call.layout.offsets
+    filled = offsets[1:] > offsets[:-1]
+    out = np.full((filled.shape[0], *values.shape[1:]), identity(xp, call.op, values.dtype), dtype=values.dtype)
+    if filled.any():
+        out[filled] = UFUNCS[call.op].reduceat(values[: offsets[-1]], offsets[:-1][filled], axis=0, dtype=values.dtype)
+    return out

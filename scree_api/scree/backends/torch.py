@@ -1,0 +1,63 @@
+"""PyTorch: pytree registration, `segment_reduce`, attention of length buckets by the fused CPU kernel."""
+
+from typing import Any
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+
+from ..array import Array
+from ..registry import register_kernel
+from ..segments import SegmentCall, identity
+from . import Backend
+
+
+def _peek(x: torch.Tensor) -> np.ndarray | None:
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.device.type != "cpu":
+        return None
+    return x.detach().numpy()
+
+
+def _read(x: torch.Tensor) -> np.ndarray:
+    if torch.compiler.is_compiling():
+        raise TypeError("the size of this result depends on the offsets, which a compiled function cannot read")
+    return x.detach().cpu().numpy()
+
+
+def _row_ids(repeats: torch.Tensor, total: int) -> torch.Tensor:
+    return torch.repeat_interleave(repeats, output_size=total)
+
+
+def _uniform(key: torch.Generator, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    return torch.rand(shape, generator=key, device=like.device)
+
+
+BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform,
+                  to_device=lambda x, device: x.to(device))
+
+pytree.register_pytree_node(
+    Array,
+    lambda x: ((x.values, x.offsets), (x.ragged_dim, x.max_length)),
+    lambda children, static: Array._restore(*children, *static),
+    serialized_type_name="scree.Array",
+)
+
+
+def _rejects(call: SegmentCall) -> str | None:
+    if call.layout.backend is not BACKEND:
+        return "segment_reduce takes torch tensors only"
+    if call.values.device.type != "cpu":
+        return "segment_reduce checks its offsets on the host, which would stop the device"
+    if call.op not in ("sum", "prod", "max", "min") or call.values.dtype not in (torch.float32, torch.float64):
+        return f"segment_reduce has no {call.op} of {call.values.dtype}"
+    return None
+
+
+@register_kernel("segment_reduce", provider="torch", rejects=_rejects)
+def segment_reduce(call: SegmentCall) -> torch.Tensor:
+    """Row reductions by `torch.segment_reduce`."""
+    return torch.segment_reduce(
+        call.values.contiguous(), call.op, offsets=call.layout.offsets.to(torch.int64), axis=0, unsafe=True,
+        initial=identity(xp, call.op, call.values.dtype),
+    )

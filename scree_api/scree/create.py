@@ -1,0 +1,293 @@
+"""Making ragged arrays and taking them apart: pack, offsets, lengths, segment ids, padded batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .array import Array
+from .backends import backend, is_array
+from .layout import Layout
+from .segments import spread
+
+
+def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
+    """Join arrays of different lengths into one ragged array, a row each.
+
+    Parameters
+    ----------
+    arrays
+        At least one array; all of one library, dtype and device, and of one shape but for axis `ragged_dim`.
+    ragged_dim
+        The axis along which the lengths differ.
+
+    Returns
+    -------
+    Array
+        Rows in the order given, int32 offsets (int64 from 2^31 tokens on).
+
+    Raises
+    ------
+    TypeError
+        If libraries or dtypes are mixed; nothing is promoted.
+    ValueError
+        If there are no arrays, or shapes or devices do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.pack([np.zeros((4, 8)), np.zeros((0, 8)), np.zeros((7, 8))]).offsets
+    array([ 0,  4,  4, 11], dtype=int32)
+    """
+    arrays = list(arrays)
+    if not arrays:
+        raise ValueError("arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])")
+    first = arrays[0]
+    if not is_array(first):
+        raise TypeError(f"arrays[0]: expected an array, got {type(first).__name__}; convert it with asarray")
+    lib = backend(first)
+    if not 0 <= ragged_dim < first.ndim:
+        raise ValueError(f"ragged_dim: expected 0 <= ragged_dim < {first.ndim}, the axes of arrays[0], got {ragged_dim}")
+
+    def element(x: Any) -> tuple[int, ...]:
+        shape = tuple(x.shape)
+        return shape[:ragged_dim] + shape[ragged_dim + 1 :]
+
+    _agree("library", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
+    _agree("dtype", TypeError, [x.dtype for x in arrays])
+    _agree("device", ValueError, [lib.device(x) for x in arrays])
+    _agree("number of axes", ValueError, [x.ndim for x in arrays])
+    _agree(f"shape without axis {ragged_dim}", ValueError, [element(x) for x in arrays])
+    lengths = np.asarray([x.shape[ragged_dim] for x in arrays], dtype=np.int64)
+    layout = Layout.from_host(lib, lengths, device=lib.device(first))
+    return Array._of(lib.xp.concat(arrays, axis=ragged_dim), layout, ragged_dim)
+
+
+def _agree(what: str, error: type[Exception], found: list[Any]) -> None:
+    """Raise unless all entries are equal; name the first that is not."""
+    for i, x in enumerate(found):
+        if x is not found[0] and x != found[0]:
+            raise error(f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; convert it first")
+
+
+def unpack(arr: Array) -> list[Any]:
+    """The rows as a list of dense arrays, views where the library has them. Reads the offsets.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.unpack(scree.from_lengths(np.arange(4), [1, 3]))
+    [array([0]), array([1, 2, 3])]
+    """
+    bounds = arr.layout.read().tolist()
+    before = (slice(None),) * arr.ragged_dim
+    return [arr.values[(*before, slice(a, b), ...)] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def from_offsets(values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None) -> Array:
+    """A ragged array on given values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
+
+    See `Array` for the parameters.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> values, cu_seqlens = np.zeros((5, 2)), np.asarray([0, 2, 5], dtype=np.int32)
+    >>> arr = scree.from_cu_seqlens(values, cu_seqlens, max_length=3)
+    >>> arr.values is values and arr.offsets is cu_seqlens
+    True
+    """
+    return Array(values, offsets, ragged_dim, max_length)
+
+
+from_cu_seqlens = from_offsets
+
+
+def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: int | None = None) -> Array:
+    """A ragged array of rows of given lengths.
+
+    Parameters
+    ----------
+    values
+        All rows end to end along `ragged_dim`; not copied.
+    lengths
+        (n,) integers, an array or a list.
+    ragged_dim, max_length
+        See `Array`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.from_lengths(np.arange(5), [2, 0, 3]).offsets
+    array([0, 2, 2, 5], dtype=int32)
+    """
+    lib = backend(values)
+    known = _on_host(lengths)
+    if known is not None:
+        if known.ndim != 1 or (known.size and known.dtype.kind not in "iu"):
+            raise TypeError(f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}")
+        if (known < 0).any():
+            raise ValueError(f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}")
+        layout = Layout.from_host(lib, known, device=lib.device(values))
+        return Array(values, layout.offsets, ragged_dim, max_length)
+    dtype = lib.xp.int64 if lengths.dtype == lib.xp.int64 else lib.xp.int32
+    zero = lib.xp.zeros((1,), dtype=dtype, device=lib.device(lengths))
+    offsets = lib.xp.concat([zero, lib.xp.cumulative_sum(lengths, dtype=dtype)])
+    return Array(values, offsets, ragged_dim, max_length)
+
+
+def from_segment_ids(
+    values: Any, segment_ids: Any, num_segments: int | None = None, *, ragged_dim: int = 0, max_length: int | None = None
+) -> Array:
+    """A ragged array of tokens that carry the number of their row.
+
+    Parameters
+    ----------
+    values
+        All rows end to end along `ragged_dim`; not copied.
+    segment_ids
+        (total,) row of each token, never falling; sort tokens first where it does (see `scree.group`).
+    num_segments
+        Number of rows; by default the last id plus one, which reads the ids.
+    ragged_dim, max_length
+        See `Array`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.from_segment_ids(np.arange(4), np.asarray([0, 0, 2, 2]), 4).offsets
+    array([0, 2, 2, 4, 4], dtype=int32)
+    """
+    lib = backend(values)
+    if segment_ids.ndim != 1 or segment_ids.shape[0] != values.shape[ragged_dim]:
+        raise ValueError(
+            f"segment_ids: expected one id for each of {values.shape[ragged_dim]} tokens, got shape "
+            f"{tuple(segment_ids.shape)}"
+        )
+    host = lib.peek(segment_ids) if num_segments is not None else lib.read(segment_ids)
+    if host is not None and host.size:
+        falls = np.nonzero(host[1:] < host[:-1])[0]
+        if falls.size:
+            raise ValueError(
+                f"segment_ids: expected ids that never fall, got {host[falls[0]]} before {host[falls[0] + 1]} at "
+                f"{int(falls[0])}; scree.group sorts tokens by id"
+            )
+        if host[0] < 0 or (num_segments is not None and host[-1] >= num_segments):
+            raise ValueError(f"segment_ids: expected ids in [0, {num_segments}), got {host[0]} to {host[-1]}")
+    if num_segments is None:
+        assert host is not None
+        num_segments = int(host[-1]) + 1 if host.size else 0
+    bounds = lib.xp.arange(num_segments + 1, dtype=segment_ids.dtype, device=lib.device(values))
+    offsets = lib.xp.astype(lib.xp.searchsorted(segment_ids, bounds), lib.xp.int32)
+    return Array(values, offsets, ragged_dim, max_length)
+
+
+def from_padded(padded: Any, mask: Any = None, *, lengths: Any = None, ragged_dim: int = 0) -> Array:
+    """A ragged array of the real tokens of a padded batch, in their order. Reads the mask or the lengths.
+
+    Parameters
+    ----------
+    padded
+        (n, L, ...) for ragged_dim 0; the padded axis is ``ragged_dim + 1``.
+    mask
+        (n, L) booleans, or integers of which 0 means padding: right, left or any padding.
+    lengths
+        (n,) real tokens of each row, for padding on the right; instead of a mask.
+    ragged_dim
+        The axis of one row that is padded.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> mask = np.asarray([[True, True, False], [False, False, True]])
+    >>> scree.from_padded(np.arange(6).reshape(2, 3), mask).values
+    array([0, 1, 5])
+    """
+    lib, axis = backend(padded), ragged_dim + 1
+    if not 1 <= axis < padded.ndim:
+        raise ValueError(f"ragged_dim: expected 0 <= ragged_dim < {padded.ndim - 1} for {padded.ndim} axes, got {ragged_dim}")
+    if (mask is None) == (lengths is None):
+        raise ValueError("mask: expected either mask or lengths, got " + ("neither" if mask is None else "both"))
+    n, longest = int(padded.shape[0]), int(padded.shape[axis])
+    if mask is None:
+        known = _read(lengths)
+        if known.shape != (n,) or known.dtype.kind not in "iu" or (known < 0).any() or (known > longest).any():
+            raise ValueError(f"lengths: expected {n} integers in [0, {longest}], got {known.dtype} of shape {known.shape}")
+        real = np.arange(longest) < known[:, None]
+    else:
+        real = _read(mask)
+        if real.shape != (n, longest):
+            raise ValueError(f"mask: expected shape {(n, longest)}, the first axes of padded, got {real.shape}")
+        if real.dtype.kind not in "biu":
+            raise TypeError(f"mask: expected booleans or integers, got {real.dtype}; compare it with 0 first")
+        real = real != 0
+    xp, device = lib.xp, lib.device(padded)
+    layout = Layout.from_host(lib, np.count_nonzero(real, axis=1), device=device)
+    rows = xp.moveaxis(padded, axis, 1) if axis > 1 else padded
+    tokens = xp.asarray(np.flatnonzero(real), dtype=layout.offsets.dtype, device=device)
+    values = xp.take(xp.reshape(rows, (n * longest, *rows.shape[2:])), tokens, axis=0)
+    return Array._of(xp.moveaxis(values, 0, ragged_dim) if ragged_dim else values, layout, ragged_dim)
+
+
+def to_padded(
+    arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None
+) -> tuple[Any, Any]:
+    """A padded batch and the mask of its real tokens.
+
+    Parameters
+    ----------
+    arr
+        (n, None, ...) ragged array.
+    side
+        "right" or "left": where the padding stands.
+    fill_value
+        What the padding holds, a scalar.
+    length
+        The padded length; by default the longest row (or `max_length`, where the offsets are not read for free). Where the
+        offsets are readable, a row that is longer is an error: nothing is cut.
+
+    Returns
+    -------
+    padded, mask
+        (n, length, ...) values and (n, length) booleans.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> padded, mask = scree.to_padded(scree.from_lengths(np.arange(1, 5), [1, 3]), side="left", fill_value=-1)
+    >>> padded
+    array([[-1, -1,  1],
+           [ 2,  3,  4]])
+    """
+    layout, xp, n = arr.layout, arr.layout.xp, arr.batch_size
+    if side not in ("right", "left"):
+        raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
+    if layout.max_length is None or layout.host is not None:
+        longest = int(np.max(np.diff(layout.read()), initial=0))
+    else:
+        longest = layout.max_length
+    if length is not None and layout.host is not None and length < longest:
+        raise ValueError(f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]")
+    length = longest if length is None else length
+    slots = layout.arange(length)[None, :]
+    lengths, starts = layout.lengths[:, None], layout.offsets[:-1][:, None]
+    mask = slots < lengths if side == "right" else slots >= length - lengths
+    tokens = starts + slots if side == "right" else starts + lengths - length + slots
+    values = xp.moveaxis(arr.values, arr.ragged_dim, 0) if arr.ragged_dim else arr.values
+    fill = xp.full((), fill_value, dtype=arr.dtype, device=arr.device)
+    if layout.total == 0 or n == 0 or length == 0:
+        padded = xp.full((n, length, *values.shape[1:]), fill_value, dtype=arr.dtype, device=arr.device)
+    else:
+        padded = xp.take(values, xp.reshape(layout.clip(tokens), (-1,)), axis=0)
+        padded = xp.reshape(padded, (n, length, *values.shape[1:]))
+        padded = xp.where(spread(xp, mask, padded.ndim), padded, fill)
+    return (xp.moveaxis(padded, 1, arr.ragged_dim + 1) if arr.ragged_dim else padded), mask
+
+
+def _on_host(x: Any) -> np.ndarray | None:
+    """A list or array of integers as NumPy sees it where that is free, else None."""
+    return backend(x).peek(x) if is_array(x) else np.asarray(x)
+
+
+def _read(x: Any) -> np.ndarray:
+    return backend(x).read(x) if is_array(x) else np.asarray(x)

@@ -1,0 +1,196 @@
+"""Where the rows lie: index arithmetic on offsets, and the cut of every row into tiles.
+
+`Layout` holds one offsets vector and everything that follows from it, each computed at most once and shared by all arrays
+of that layout. All of it is standard code on plain arrays, without a look at the values of the offsets, so that it runs
+under a trace and never stops a device; the few questions whose answer is a size go to `read`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .backends import Backend
+
+
+class Tiles(NamedTuple):
+    """Every row cut into tiles of equal size; the number of tiles has a static bound.
+
+    Attributes
+    ----------
+    layout
+        The layout of the tiles: row i has ``ceil(lengths[i] / size)`` of them. Its capacity may exceed their number.
+    rows
+        (tiles,) row of each tile; entries beyond the last tile name some valid row.
+    starts
+        (tiles,) position of each tile's first token in its row.
+    tokens
+        (tiles, size) index into the values, always in bounds.
+    valid
+        (tiles, size) whether the token exists.
+    """
+
+    layout: Layout
+    rows: Any
+    starts: Any
+    tokens: Any
+    valid: Any
+
+
+class Layout:
+    """The row boundaries of a ragged array and what follows from them.
+
+    Parameters
+    ----------
+    backend
+        The library of the offsets.
+    offsets
+        (n + 1,) integers, `[0, L0, L0 + L1, ...]`.
+    total
+        Number of tokens that the values have room for; a Python integer.
+    max_length
+        A bound on the longest row that is known without reading, or None.
+    host
+        The offsets in host memory, where the caller has them.
+    """
+
+    def __init__(
+        self, backend: Backend, offsets: Any, total: int, max_length: int | None = None, host: np.ndarray | None = None
+    ) -> None:
+        self.backend = backend
+        self.xp = backend.xp
+        self.offsets = offsets
+        self.total = total
+        self.max_length = max_length
+        self.memo: dict[Any, Any] = {}
+        self._host = host
+
+    @classmethod
+    def from_host(cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None) -> Layout:
+        """The layout of rows whose lengths are known on the host; offsets as `like`, or else int32 where that suffices."""
+        host = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        wide = host[-1] > np.iinfo(np.int32).max or (like is not None and like.dtype == backend.xp.int64)
+        host = host if wide else host.astype(np.int32)
+        device = device if like is None else backend.device(like)
+        offsets = backend.xp.asarray(host, dtype=backend.xp.int64 if wide else backend.xp.int32, device=device)
+        longest = int(np.max(lengths)) if len(lengths) else 0
+        return cls(backend, offsets, int(host[-1]), longest, host)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, a Python integer."""
+        return int(self.offsets.shape[0]) - 1
+
+    @property
+    def host(self) -> np.ndarray | None:
+        """The offsets in host memory where looking is free, else None."""
+        if self._host is None:
+            self._host = self.backend.peek(self.offsets)
+        return self._host
+
+    def read(self) -> np.ndarray:
+        """The offsets in host memory; waits for the device where it must. For results whose size depends on them."""
+        if self.host is None:
+            self._host = self.backend.read(self.offsets)
+        assert self._host is not None
+        return self._host
+
+    @property
+    def bound(self) -> int:
+        """A bound on the longest row that is known without reading."""
+        if self.max_length is None and self.host is not None:
+            self.max_length = int(np.max(self.host[1:] - self.host[:-1], initial=0))
+        return self.total if self.max_length is None else self.max_length
+
+    @cached_property
+    def lengths(self) -> Any:
+        """(n,) tokens of each row."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @cached_property
+    def segment_ids(self) -> Any:
+        """(total,) row of each token; tokens behind the last row have the id n."""
+        if self.backend.row_ids is None:
+            return self._row_of(self.offsets[1:], self.total)
+        tail = self.total - self.offsets[-1:]
+        return self.backend.row_ids(self.xp.concat([self.lengths, self.xp.astype(tail, self.offsets.dtype)]), self.total)
+
+    @cached_property
+    def rows(self) -> Any:
+        """(total,) row of each token, clipped, so that it may index any array with one entry a row."""
+        return self.xp.clip(self.segment_ids, 0, max(self.num_rows - 1, 0))
+
+    @cached_property
+    def positions(self) -> Any:
+        """(total,) position of each token in its row."""
+        return self.arange(self.total) - self.xp.take(self.offsets[:-1], self.rows, axis=0)
+
+    @cached_property
+    def filled(self) -> Any:
+        """(n,) whether the row has any token."""
+        return self.lengths > 0
+
+    def tiles(self, size: int) -> Tiles:
+        """Cut every row into tiles of `size` tokens."""
+        if ("tiles", size) not in self.memo:
+            self.memo["tiles", size] = self._cut(size)
+        found: Tiles = self.memo["tiles", size]
+        return found
+
+    def _cut(self, size: int) -> Tiles:
+        xp = self.xp
+        if self.host is not None:
+            counts = -(-(self.host[1:] - self.host[:-1]) // size)
+            layout = Layout.from_host(self.backend, counts, like=self.offsets)
+        else:
+            counts = (self.lengths + (size - 1)) // size
+            offsets = xp.concat([self.offsets[:1] * 0, xp.cumulative_sum(counts, dtype=self.offsets.dtype)])
+            layout = Layout(self.backend, offsets, self.total // size + self.num_rows, -(-self.bound // size))
+        starts = layout.positions * size
+        tokens = (xp.take(self.offsets[:-1], layout.rows, axis=0) + starts)[:, None] + self.arange(size)[None, :]
+        ends = xp.take(self.offsets[1:], layout.rows, axis=0)
+        exists = layout.segment_ids < self.num_rows
+        valid = (tokens < ends[:, None]) & exists[:, None]
+        return Tiles(layout, layout.rows, starts, self.clip(tokens), valid)
+
+    def _row_of(self, ends: Any, total: int) -> Any:
+        return self.xp.searchsorted(ends, self.arange(total), side="right")
+
+    def arange(self, size: int) -> Any:
+        """`[0, 1, ... size - 1]` with the dtype and on the device of the offsets."""
+        return self.xp.arange(size, dtype=self.offsets.dtype, device=self.backend.device(self.offsets))
+
+    def clip(self, tokens: Any) -> Any:
+        """Token indices, brought into the bounds of the values."""
+        return self.xp.clip(tokens, 0, max(self.total - 1, 0))
+
+
+def same(a: Layout, b: Layout) -> bool | None:
+    """Whether two layouts have the same rows; None where that cannot be told without waiting for a device."""
+    if a is b or a.offsets is b.offsets:
+        return True
+    if a.num_rows != b.num_rows or a.total != b.total:
+        return False
+    if a.host is None or b.host is None:
+        return None
+    return bool(np.array_equal(a.host, b.host))
+
+
+def check(offsets: np.ndarray, total: int) -> None:
+    """Raise `ValueError` unless the offsets start at 0, never fall and end at `total`."""
+    if offsets[0] != 0:
+        raise ValueError(f"offsets: expected to start at 0, got {offsets[0]}; subtract offsets[0] and cut the values")
+    falls = np.nonzero(offsets[1:] < offsets[:-1])[0]
+    if falls.size:
+        i = int(falls[0])
+        raise ValueError(
+            f"offsets: expected to never fall, got offsets[{i}] = {offsets[i]} and offsets[{i + 1}] = {offsets[i + 1]}; "
+            "for row lengths use from_lengths"
+        )
+    if offsets[-1] != total:
+        raise ValueError(
+            f"offsets: expected to end at {total}, the length of values along ragged_dim, got {offsets[-1]}; "
+            "cut the values or add a row"
+        )

@@ -1,0 +1,46 @@
+"""`xp.ragged`: what the standard lacks for ragged arrays. One object serves every namespace."""
+
+from ..create import (
+    from_cu_seqlens,
+    from_lengths,
+    from_offsets,
+    from_padded,
+    from_segment_ids,
+    pack,
+    to_padded,
+    unpack,
+)
+from .attention import attention
+from .dropout import dropout
+from .norms import layer_norm, rms_norm
+from .rope import rope
+from .routing import gather, group, scatter, scatter_add
+from .rows import align, positions, same_layout, segment_ids
+from .softmax import log_softmax, logsumexp, softmax
+
+__all__ = [
+    "align",
+    "attention",
+    "dropout",
+    "from_cu_seqlens",
+    "from_lengths",
+    "from_offsets",
+    "from_padded",
+    "from_segment_ids",
+    "gather",
+    "group",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "pack",
+    "positions",
+    "rms_norm",
+    "rope",
+    "same_layout",
+    "scatter",
+    "scatter_add",
+    "segment_ids",
+    "softmax",
+    "to_padded",
+    "unpack",
+]

@@ -1,0 +1,327 @@
+"""Attention of every row to itself, or to the row of the same number in another batch; never across rows.
+
+The standard path cuts the queries into tiles and walks, for all tiles of a chunk at once, over the tiles of keys that any of
+them may see, with the running softmax of FlashAttention (Dao et al., 2022; Milakov and Gimelshein, 2018). Memory is one
+chunk of scores beside the result, work is that of the tiles that are visible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..array import Array
+from ..lift import accumulator, shared_layout
+from ..registry import declare, run
+
+QUERIES = KEYS = 64  # tile sizes
+SCORES = 1 << 19  # scores of one chunk of query tiles, where the rows are known on the host
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One validated attention call.
+
+    Attributes
+    ----------
+    q
+        Queries, values (total_q, num_heads, head_dim).
+    k, v
+        Keys and values on one layout, (total_k, num_kv_heads, head_dim) and (total_k, num_kv_heads, value_dim).
+    causal
+        Query i sees key j where ``j <= i + len_k - len_q`` (aligned bottom-right).
+    window
+        (left, right): key j is seen from ``i + len_k - len_q - left`` to ``... + right``; None is unbounded. Causal calls
+        have right = 0.
+    scale
+        Factor of the scores.
+    softcap
+        ``softcap * tanh(score / softcap)`` replaces the score, or None.
+    return_lse
+        Whether the log-sum-exp of the scores, (total_q, num_heads) float32, is returned too.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    causal: bool
+    window: tuple[int | None, int | None]
+    scale: float
+    softcap: float | None
+    return_lse: bool
+    num_heads: int = field(init=False)
+    num_kv_heads: int = field(init=False)
+    head_dim: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_heads", int(self.q.values.shape[1]))
+        object.__setattr__(self, "num_kv_heads", int(self.k.values.shape[1]))
+        object.__setattr__(self, "head_dim", int(self.q.values.shape[2]))
+
+    @classmethod
+    def make(
+        cls, q: Array, k: Array, v: Array, *, causal: bool = False, window: Window = None, scale: float | None = None,
+        softcap: float | None = None, return_lse: bool = False,
+    ) -> AttentionCall:  # fmt: skip
+        """Check the arguments of `attention` and bring them into one form."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Array):
+                raise TypeError(f"{name}: expected a ragged array, got {type(x).__name__}; see scree.from_cu_seqlens")
+            if x.values.ndim != 3 or x.ragged_dim != 0:
+                raise ValueError(
+                    f"{name}: expected values (total, num_heads, head_dim), got shape {tuple(x.values.shape)}; for one head "
+                    "use arr.with_values(arr.values[:, None, :])"
+                )
+            if x.layout.backend is not q.layout.backend:
+                raise TypeError(f"{name}: expected an array of {q.layout.backend.name} as q, got {x.layout.backend.name}")
+            if x.dtype != q.dtype:
+                raise TypeError(f"{name}: expected dtype {q.dtype} as q, got {x.dtype}; convert it with xp.astype")
+            if x.device != q.device:
+                raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device")
+        if not q.layout.xp.isdtype(q.dtype, "real floating"):
+            raise TypeError(f"q: expected a real floating-point dtype, got {q.dtype}")
+        if k.batch_size != q.batch_size:
+            raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
+        shared_layout("attention: k and v", (k, v))
+        (_, heads, dim), (_, kv_heads, k_dim), (_, v_heads, _) = (x.values.shape for x in (q, k, v))
+        if k_dim != dim:
+            raise ValueError(f"k: expected head_dim {dim} as q, got {k_dim}")
+        if v_heads != kv_heads:
+            raise ValueError(f"v: expected {kv_heads} heads as k, got {v_heads}")
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap: expected a number > 0 or None, got {softcap}")
+        scale = 1 / math.sqrt(dim) if scale is None else float(scale)
+        return cls(q, k, v, bool(causal), _window(window, causal), scale, softcap, return_lse)
+
+
+def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
+    if isinstance(window, tuple):
+        left, right = window
+    elif window is None:
+        left = right = None
+    elif not causal:
+        raise ValueError(f"window: expected (left, right) without causal, got {window}")
+    elif window < 1:
+        raise ValueError(f"window: expected at least 1 key, the query's own position, got {window}")
+    else:
+        left, right = window - 1, 0
+    for n in (left, right):
+        if n is not None and n < 0:
+            raise ValueError(f"window: expected numbers >= 0, or None for no bound, got {window}")
+    return left, 0 if causal else right
+
+
+def attention(
+    q: Array, k: Array, v: Array, *, causal: bool = False, window: Window = None, scale: float | None = None,
+    softcap: float | None = None, return_lse: bool = False, kernel: str | None = None,
+) -> Any:  # fmt: skip
+    """Scaled dot-product attention within each row: ``softmax(q k^T * scale) v``, memory O(total).
+
+    Parameters
+    ----------
+    q
+        Queries (n, None, num_heads, head_dim).
+    k, v
+        Keys and values (n, None, num_kv_heads, head_dim) and (n, None, num_kv_heads, value_dim), with one layout, which may
+        be another than that of `q`. num_heads is a multiple of num_kv_heads (grouped and multi-query attention): head h uses
+        the keys of head ``h // (num_heads // num_kv_heads)``.
+    causal
+        A query sees the keys up to its own position; where rows of `q` and `k` differ in length, the last query and the last
+        key are aligned, as in FlashAttention.
+    window
+        ``w`` with `causal`: only the w keys that end at the query's own position. ``(left, right)``: the keys from
+        ``left`` before to ``right`` behind it; None is unbounded.
+    scale
+        Factor of the scores; ``1 / sqrt(head_dim)`` by default.
+    softcap
+        Scores become ``softcap * tanh(score / softcap)``.
+    return_lse
+        Also return the natural log-sum-exp of each query's scores, float32 (float64 for float64).
+    kernel
+        The provider that must run it; by default the first that accepts.
+
+    Returns
+    -------
+    out or (out, lse)
+        (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). A query that sees no key gives 0, and
+        -inf.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> x = scree.from_lengths(np.arange(6.0).reshape(3, 1, 2), [1, 2])
+    >>> scree.attention(x, x, x, causal=True).values[:2, 0]  # the first token of a row sees itself alone
+    array([[0., 1.],
+           [2., 3.]])
+    """
+    call = AttentionCall.make(
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, return_lse=return_lse
+    )
+    return run("attention", call, kernel)
+
+
+class _Plan(NamedTuple):
+    """The query tiles in the order of their work, and the keys that each of them and each of its queries sees."""
+
+    slots: Any  # (total_q,) where each query stands in the tiles
+    tokens: Any  # (tiles, QUERIES) index into q
+    first: Any  # (tiles, QUERIES) first and last key position that each query sees
+    last: Any
+    keys: Any  # (tiles,) the first key position of the first key tile
+    origin: Any  # (tiles,) the row's first key in k, and the number of its keys
+    count: Any
+    rounds: np.ndarray | None  # (tiles,) key tiles of each query tile, falling; None where it is not known on the host
+    whole: np.ndarray | None  # (tiles,) how many of them, from the first on, every query sees whole
+
+
+@declare("attention", AttentionCall.make)
+def _standard(call: AttentionCall) -> Any:
+    q, k, xp = call.q, call.k, call.q.layout.xp
+    if 0 in (q.batch_size, q.total_length, k.total_length):
+        return _nothing(call)
+    size = min(QUERIES, _static_bound(q, "q"))
+    key = ("attention", "plan", size, id(k.layout), call.window)
+    plan, _ = q.layout.memo.get(key) or q.layout.memo.setdefault(key, (_plan(call, size), k.layout))
+    parts = [_chunk(call, plan, part) for part in _chunks(call, plan)]
+    wide = accumulator(xp, q.dtype)
+
+    def by_token(tiles: list[Any], dtype: Any) -> Array:
+        joined = tiles[0] if len(tiles) == 1 else xp.concat(tiles, axis=0)
+        return q.with_values(xp.astype(xp.take(joined, plan.slots, axis=0), dtype, copy=False))
+
+    out = by_token([part[0] for part in parts], q.dtype)
+    return (out, by_token([part[1] for part in parts], wide)) if call.return_lse else out
+
+
+def _nothing(call: AttentionCall) -> Any:
+    q, v, xp = call.q, call.v, call.q.layout.xp
+    shape = tuple(q.values.shape[:2])
+    out = q.with_values(xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=q.device))
+    lse = xp.full(shape, -float("inf"), dtype=accumulator(xp, q.dtype), device=q.device)
+    return (out, q.with_values(lse)) if call.return_lse else out
+
+
+def _static_bound(x: Array, name: str) -> int:
+    if x.layout.host is None and x.layout.max_length is None:
+        raise ValueError(
+            f"{name}: attention needs a bound on its rows that is known without reading the offsets; give max_length=, or call "
+            f"{name}.validate(), which reads them once"
+        )
+    return max(x.layout.bound, 1)
+
+
+def _plan(call: AttentionCall, size: int) -> _Plan:
+    q, k, xp = call.q.layout, call.k.layout, call.q.layout.xp
+    left, right = call.window
+    tiles = q.tiles(size)
+    lengths, origin, count = (
+        xp.take(x, tiles.rows, axis=0) for x in (q.lengths, xp.astype(k.offsets[:-1], q.offsets.dtype), k.lengths)
+    )
+    count = xp.astype(count, q.offsets.dtype)
+    place = tiles.starts[:, None] + q.arange(size)[None, :]  # of each query in its row, and in that of the keys
+    real, place = place < lengths[:, None], place + (count - lengths)[:, None]
+    last = xp.broadcast_to(count[:, None] - 1, place.shape)
+    last = last if right is None else xp.minimum(last, place + right)
+    last = xp.where(real, last, -1)
+    first = xp.zeros_like(place) if left is None else xp.clip(place - left, 0)
+    keys = xp.clip(tiles.starts + count - lengths - left, 0) // KEYS * KEYS if left is not None else tiles.starts * 0
+    slots = xp.take(tiles.layout.offsets[:-1], q.rows, axis=0) * size + q.positions
+    known = q.backend.peek(last) if q.host is None else q.backend.read(last)
+    if q.host is None or k.host is None or known is None:
+        return _Plan(slots, tiles.tokens, first, last, keys, origin, count, None, None)
+    begin, end = q.backend.read(keys), known.max(axis=1) + 1
+    rounds = np.maximum(-(-(end - begin) // KEYS), 0)
+    low = q.backend.read(first).max(axis=1)
+    whole = np.where(low <= begin, (np.where(known < 0, end[:, None] - 1, known).min(axis=1) + 1 - begin) // KEYS, 0)
+    order = np.argsort(-rounds, kind="stable")
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(order.size)
+    device = q.backend.device(q.offsets)
+    sort = xp.asarray(order, dtype=q.offsets.dtype, device=device)
+    moved = (xp.take(x, sort, axis=0) for x in (tiles.tokens, first, last, keys, origin, count))
+    tile = xp.take(xp.asarray(inverse, dtype=q.offsets.dtype, device=device), slots // size, axis=0)
+    return _Plan(tile * size + slots % size, *moved, rounds[order], whole[order])
+
+
+def _chunks(call: AttentionCall, plan: _Plan) -> Iterator[slice]:
+    """Runs of query tiles whose scores against one tile of keys fit into the cache; all tiles at once under a trace."""
+    tiles, size = plan.tokens.shape
+    step = tiles if plan.rounds is None else max(1, SCORES // (call.num_heads * size * KEYS))
+    return (slice(i, min(i + step, tiles)) for i in range(0, tiles, step))
+
+
+def _rounds(call: AttentionCall, plan: _Plan, part: slice) -> Iterator[tuple[int, int, bool]]:
+    """For each tile of keys: its number, how many query tiles of the part reach it, and whether a mask is needed."""
+    if plan.rounds is None or plan.whole is None:
+        longest, (left, right) = _static_bound(call.k, "k"), call.window
+        if left is not None and right is not None:
+            longest = min(longest, left + right + plan.tokens.shape[1] + KEYS)
+        yield from ((j, part.stop - part.start, True) for j in range(-(-longest // KEYS)))
+        return
+    rounds, whole = plan.rounds[part], plan.whole[part]
+    for j in range(int(rounds[0])):
+        alive = int(np.count_nonzero(rounds > j))
+        yield j, alive, bool((whole[:alive] <= j).any())
+
+
+def _chunk(call: AttentionCall, plan: _Plan, part: slice) -> tuple[Any, Any]:
+    """Output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads) of some query tiles, tile by tile."""
+    xp, kv, groups = call.q.layout.xp, call.num_kv_heads, call.num_heads // call.num_kv_heads
+    tokens, size, wide = plan.tokens[part, :], plan.tokens.shape[1], accumulator(xp, call.q.dtype)
+    m, device = tokens.shape[0], call.q.layout.backend.device(call.q.values)
+    q = xp.astype(_tiles_of(xp, call.q.values, tokens), wide, copy=False) * call.scale
+    q = xp.permute_dims(xp.reshape(q, (m, size, kv, groups, call.head_dim)), (0, 2, 3, 1, 4))
+    q = xp.reshape(q, (m, kv, groups * size, call.head_dim))
+    minus = xp.full((), -float("inf"), dtype=wide, device=device)
+    top = xp.broadcast_to(minus, (m, kv, groups * size, 1))
+    total, acc, done = xp.zeros_like(top), xp.zeros((m, kv, groups * size, call.v.values.shape[2]), dtype=wide, device=device), []
+    for j, alive, masked in _rounds(call, plan, part):
+        if alive < top.shape[0]:
+            done.append((acc[alive:, ...], total[alive:, ...], top[alive:, ...]))
+            q, acc, total, top = (x[:alive, ...] for x in (q, acc, total, top))
+        at = slice(part.start, part.start + alive)
+        place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
+        index = plan.origin[at][:, None] + xp.clip(xp.minimum(place, plan.count[at][:, None] - 1), 0)
+        index = call.k.layout.clip(index)
+        k, v = (xp.astype(_tiles_of(xp, x.values, index), wide, copy=False) for x in (call.k, call.v))
+        score = xp.matmul(q, xp.permute_dims(k, (0, 2, 3, 1)))
+        if call.softcap is not None:
+            score = xp.tanh(score / call.softcap) * call.softcap
+        if masked:
+            seen = place[:, None, :] <= plan.last[at, :][:, :, None]
+            if call.window[0] is not None:
+                seen = seen & (place[:, None, :] >= plan.first[at, :][:, :, None])
+            score = xp.reshape(score, (alive, kv, groups, size, KEYS))
+            score = xp.reshape(xp.where(seen[:, None, None, :, :], score, minus), (alive, kv, groups * size, KEYS))
+        higher = xp.maximum(top, xp.max(score, axis=-1, keepdims=True))
+        base = xp.where(higher == minus, xp.zeros_like(higher), higher)
+        weight, shrink = xp.exp(score - base), xp.exp(top - base)
+        total = total * shrink + xp.sum(weight, axis=-1, keepdims=True)
+        acc = acc * shrink + xp.matmul(weight, xp.permute_dims(v, (0, 2, 1, 3)))
+        top = higher
+    done.append((acc, total, top))
+    acc, total, top = (xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0] for x in map(list, zip(*done, strict=True)))
+    some = total > 0
+    safe = xp.where(some, total, xp.ones_like(total))
+    out = xp.where(some, acc / safe, xp.zeros_like(acc))
+    lse = xp.where(some, top + xp.log(safe), minus)
+
+    def by_query(x: Any) -> Any:
+        x = xp.permute_dims(xp.reshape(x, (m, kv, groups, size, x.shape[-1])), (0, 3, 1, 2, 4))
+        return xp.reshape(x, (m * size, call.num_heads, x.shape[-1]))
+
+    return by_query(out), by_query(lse)[..., 0]
+
+
+def _tiles_of(xp: Any, values: Any, index: Any) -> Any:
+    """(tiles, size, heads, dim) tokens of `values` by a (tiles, size) index."""
+    return xp.reshape(xp.take(values, xp.reshape(index, (-1,)), axis=0), (*index.shape, *values.shape[1:]))
+

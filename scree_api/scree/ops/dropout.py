@@ -1,0 +1,47 @@
+"""Dropout with an explicit source of randomness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..array import Array
+from ..backends import backend
+
+
+def dropout(x: Any, rate: float, key: Any) -> Any:
+    """Set elements to 0 with probability `rate` and scale the others by ``1 / (1 - rate)`` (Srivastava et al., 2014).
+
+    Parameters
+    ----------
+    x
+        Ragged or dense floating-point array.
+    rate
+        Probability in [0, 1).
+    key
+        What the library draws from: ``numpy.random.Generator``, ``torch.Generator``, a key of ``jax.random`` or
+        ``mlx.core.random``. No global state is used.
+
+    Returns
+    -------
+    Array or dense array
+        Like `x`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> arr = scree.from_lengths(np.ones(6), [2, 4])
+    >>> scree.dropout(arr, 0.5, np.random.default_rng(0)).values
+    array([2., 0., 0., 0., 2., 2.])
+    """
+    values = x.values if isinstance(x, Array) else x
+    lib = backend(values)
+    if not 0 <= rate < 1:
+        raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
+    if not lib.xp.isdtype(values.dtype, "real floating"):
+        raise TypeError(f"x: expected a real floating-point dtype, got {values.dtype}")
+    if lib.uniform is None:
+        raise TypeError(f"dropout: {lib.name} has no random numbers")
+    kept = lib.uniform(key, tuple(values.shape), values) >= rate
+    zero = lib.xp.zeros((), dtype=values.dtype, device=lib.device(values))
+    out = lib.xp.where(kept, values * (1 / (1 - rate)), zero)
+    return x.with_values(out) if isinstance(x, Array) else out

@@ -1,0 +1,116 @@
+"""Layer norm and RMS norm over the last axis, for ragged and dense arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..array import Array
+from ..backends import backend
+from ..lift import accumulator
+from ..registry import declare, run
+
+
+@dataclass(frozen=True, slots=True)
+class NormCall:
+    """Normalise `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    eps: float
+
+    def __post_init__(self) -> None:
+        x = self.x
+        lib = backend(self.values)
+        if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:
+            raise ValueError(f"x: expected element axes behind the ragged one, got {x.shape}; a norm runs over the last axis")
+        if not lib.xp.isdtype(x.dtype, "real floating"):
+            raise TypeError(f"x: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
+        width = (int(self.values.shape[-1]),)
+        for name in ("weight", "bias"):
+            found = getattr(self, name)
+            if found is not None and tuple(found.shape) != width:
+                raise ValueError(f"{name}: expected shape {width}, the last axis of x, got {tuple(found.shape)}")
+        if not self.eps >= 0:
+            raise ValueError(f"eps: expected a number >= 0, got {self.eps}")
+
+    @property
+    def values(self) -> Any:
+        """The dense array under `x`."""
+        return self.x.values if isinstance(self.x, Array) else self.x
+
+
+def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, kernel: str | None = None) -> Any:
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias``.
+
+    Parameters
+    ----------
+    x
+        (n, None, ..., D) ragged or (..., D) dense floating-point array. Half precision is computed in float32.
+    weight, bias
+        (D,) scale and shift, or None.
+    eps
+        Added to the variance.
+    kernel
+        The provider that must run it; by default the first that accepts.
+
+    Returns
+    -------
+    Array or dense array
+        Like `x`, its dtype kept.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
+    array([[-1.,  1.]])
+    """
+    return run("layer_norm", NormCall(x, weight, bias, eps), kernel)
+
+
+def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, kernel: str | None = None) -> Any:
+    """Root mean square normalisation over the last axis (Zhang and Sennrich, 2019): ``x / sqrt(mean(x**2) + eps) * weight``.
+
+    Parameters
+    ----------
+    x, weight, eps, kernel
+        See `layer_norm`.
+
+    Returns
+    -------
+    Array or dense array
+        Like `x`, its dtype kept.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.rms_norm(scree.from_lengths(np.asarray([[3.0, 3.0]]), [1]), eps=0).values
+    array([[1., 1.]])
+    """
+    return run("rms_norm", NormCall(x, weight, None, eps), kernel)
+
+
+def _normalise(call: NormCall, centre: bool) -> Any:
+    values, xp = call.values, backend(call.values).xp
+    wide = accumulator(xp, values.dtype)
+    y = xp.astype(values, wide, copy=False)
+    if centre:
+        y = y - xp.mean(y, axis=-1, keepdims=True)
+    y = y / xp.sqrt(xp.mean(y * y, axis=-1, keepdims=True) + call.eps)
+    if call.weight is not None:
+        y = y * xp.astype(call.weight, wide, copy=False)
+    if call.bias is not None:
+        y = y + xp.astype(call.bias, wide, copy=False)
+    y = xp.astype(y, values.dtype, copy=False)
+    return call.x.with_values(y) if isinstance(call.x, Array) else y
+
+
+@declare("layer_norm", NormCall)
+def _layer_norm(call: NormCall) -> Any:
+    return _normalise(call, centre=True)
+
+
+@declare("rms_norm", NormCall)
+def _rms_norm(call: NormCall) -> Any:
+    return _normalise(call, centre=False)

@@ -1,0 +1,214 @@
+"""Moving tokens and rows: gather, scatter, and the grouping of tokens that mixture-of-experts layers route by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..array import Array
+from ..backends import backend
+from ..index import take_rows
+from ..layout import Layout
+from ..registry import declare, run
+from ..segments import segment_reduce, spread
+
+
+def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
+    """Tokens or rows by their numbers.
+
+    Parameters
+    ----------
+    x
+        Ragged array, or a dense one (tokens, ...).
+    index
+        For tokens (axis 1) a ragged integer array (n, None): numbers in [0, total), counted through all rows of `x`. For
+        rows (axis 0) a dense integer array of row numbers, which is read.
+    axis
+        1 for tokens, 0 for rows.
+
+    Returns
+    -------
+    Array
+        The tokens on the layout of `index`, or the rows in the order of `index`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> arr = scree.from_lengths(np.asarray([10, 11, 12]), [1, 2])
+    >>> scree.gather(arr, scree.from_lengths(np.asarray([2, 0, 2, 1]), [3, 1])).values
+    array([12, 10, 12, 11])
+    """
+    if axis == 0:
+        if not isinstance(x, Array) or isinstance(index, Array):
+            raise TypeError("index: expected a ragged x and a dense index for rows (axis=0)")
+        return x[index]  # type: ignore[no-any-return]
+    values = _tokens(x)
+    index = _index(index, "index", int(values.shape[0]))
+    return index.with_values(index.layout.xp.take(values, index.values, axis=0))
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterCall:
+    """Put the tokens of `x`, (tokens, ...), at `index`, (tokens,), of `size` places; add those that meet, or keep the last."""
+
+    x: Any
+    index: Any
+    size: int
+    add: bool
+
+
+def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None = None) -> Any:
+    """Put tokens or rows at numbered places; the inverse of `gather`. Of tokens that meet, the last one stays.
+
+    Parameters
+    ----------
+    x
+        Ragged array, or a dense one (tokens, ...).
+    index
+        The place of each token (ragged like `x`, or dense (tokens,)), or of each row (axis 0), in [0, size).
+    size
+        Number of places; those that nothing comes to are 0, or empty rows.
+    axis
+        1 for tokens, 0 for rows.
+    kernel
+        The provider that must run it; by default the first that accepts.
+
+    Returns
+    -------
+    dense array or Array
+        (size, ...) tokens, or a ragged array of `size` rows.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.scatter(np.asarray([5, 6]), np.asarray([3, 0]), 4)
+    array([6, 0, 0, 5])
+    """
+    if axis == 0:
+        return _scatter_rows(x, index, size)
+    return _scatter(x, index, size, False, kernel)
+
+
+def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> Any:
+    """Add tokens up at numbered places; half precision adds in float32.
+
+    See `scatter` for the parameters.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.scatter_add(np.asarray([5, 6, 7]), np.asarray([3, 0, 3]), 4)
+    array([ 6,  0,  0, 12])
+    """
+    return _scatter(x, index, size, True, kernel)
+
+
+def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
+    """Sort tokens into groups, for instance by the expert that each is routed to.
+
+    Parameters
+    ----------
+    x
+        Ragged array, or a dense one (tokens, ...).
+    ids
+        (tokens,) group of each token, in [0, num_groups).
+    num_groups
+        Number of groups.
+
+    Returns
+    -------
+    grouped, index
+        The tokens as a ragged array (num_groups, None, ...), in their order within each group; and, on the same layout, the
+        number that each had in `x`, which `scatter` and `scatter_add` put them back with.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> tokens, experts = np.asarray([10, 11, 12, 13]), np.asarray([1, 0, 1, 2])
+    >>> grouped, index = scree.group(tokens, experts, 3)
+    >>> scree.unpack(grouped)
+    [array([11]), array([10, 12]), array([13])]
+    >>> scree.scatter(grouped, index, 4)
+    array([10, 11, 12, 13])
+    """
+    values, ids = _tokens(x), ids.values if isinstance(ids, Array) else ids
+    lib = backend(values)
+    xp = lib.xp
+    if tuple(ids.shape) != (values.shape[0],):
+        raise ValueError(f"ids: expected one group for each of {values.shape[0]} tokens, got shape {tuple(ids.shape)}")
+    _in_bounds(lib.peek(ids), "ids", num_groups)
+    order, offsets = _sorted(xp, ids, num_groups, lib.device(values))
+    grouped = Array(xp.take(values, order, axis=0), xp.astype(offsets, xp.int32))
+    return grouped, grouped.with_values(order)
+
+
+def _sorted(xp: Any, ids: Any, size: int, device: Any) -> tuple[Any, Any]:
+    """The stable order of the ids, and where each id begins in it, (size + 1,)."""
+    order = xp.argsort(ids, stable=True)
+    bounds = xp.arange(size + 1, dtype=ids.dtype, device=device)
+    return order, xp.searchsorted(xp.take(ids, order, axis=0), bounds)
+
+
+def _tokens(x: Any) -> Any:
+    if isinstance(x, Array) and x.ragged_dim:
+        raise ValueError(f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}")
+    return x.values if isinstance(x, Array) else x
+
+
+def _index(index: Any, name: str, size: int) -> Array:
+    if not isinstance(index, Array) or index.ndim != 2:
+        raise TypeError(f"{name}: expected a ragged integer array (n, None), got {getattr(index, 'shape', type(index))}")
+    if not index.layout.xp.isdtype(index.dtype, "integral"):
+        raise TypeError(f"{name}: expected integers, got {index.dtype}")
+    _in_bounds(index.layout.backend.peek(index.values), name, size)
+    return index
+
+
+def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:
+    if host is not None and host.size and (host.min() < 0 or host.max() >= size):
+        raise ValueError(f"{name}: expected numbers in [0, {size}), got {host.min()} to {host.max()}")
+
+
+def _scatter(x: Any, index: Any, size: int, add: bool, kernel: str | None) -> Any:
+    values = _tokens(x)
+    places = index.values if isinstance(index, Array) else index
+    if tuple(places.shape) != (values.shape[0],):
+        raise ValueError(f"index: expected one place for each of {values.shape[0]} tokens, got shape {tuple(places.shape)}")
+    _in_bounds(backend(values).peek(places), "index", size)
+    return run("scatter", ScatterCall(values, places, size, add), kernel)
+
+
+@declare("scatter", ScatterCall)
+def _standard(call: ScatterCall) -> Any:
+    """Sort by place; then a place is a row of tokens, of which the sum or the last one is taken."""
+    from ..lift import accumulator
+
+    lib = backend(call.x)
+    xp, values, device = lib.xp, call.x, lib.device(call.x)
+    if values.shape[0] == 0 or call.size == 0:
+        return xp.zeros((call.size, *values.shape[1:]), dtype=values.dtype, device=device)
+    order, offsets = _sorted(xp, call.index, call.size, device)
+    places = Layout(lib, offsets, int(values.shape[0]))
+    if call.add:
+        wide = xp.astype(xp.take(values, order, axis=0), accumulator(xp, values.dtype), copy=False)
+        return xp.astype(segment_reduce("sum", wide, places), values.dtype, copy=False)
+    last = xp.take(order, places.clip(offsets[1:] - 1), axis=0)
+    found = xp.take(values, last, axis=0)
+    return xp.where(spread(xp, places.filled, found.ndim), found, xp.zeros((), dtype=values.dtype, device=device))
+
+
+def _scatter_rows(x: Array, index: Any, size: int) -> Array:
+    places = backend(index).read(index)
+    if places.shape != (x.batch_size,):
+        raise ValueError(f"index: expected one place for each of {x.batch_size} rows, got shape {places.shape}")
+    _in_bounds(places, "index", size)
+    if np.unique(places).size < places.size:
+        raise ValueError("index: expected every row at a place of its own")
+    source = np.full(size, -1)
+    source[places] = np.arange(places.size)
+    filled = take_rows(x, source[source >= 0])
+    lengths = np.zeros(size, np.int64)
+    lengths[source >= 0] = np.diff(filled.layout.read())
+    return Array._of(filled.values, Layout.from_host(x.layout.backend, lengths, like=x.offsets), x.ragged_dim)

@@ -1,0 +1,61 @@
+"""The row and the position of each token, and the question whether two arrays have the same rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import layout
+from ..array import Array
+
+
+def segment_ids(arr: Array) -> Any:
+    """(total,) the row that each token belongs to.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.segment_ids(scree.from_lengths(np.zeros(4), [1, 0, 3]))
+    array([0, 2, 2, 2])
+    """
+    return arr.layout.segment_ids
+
+
+def positions(arr: Array) -> Any:
+    """(total,) the position of each token in its row.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.positions(scree.from_lengths(np.zeros(4), [1, 0, 3]))
+    array([0, 0, 1, 2], dtype=int32)
+    """
+    return arr.layout.positions
+
+
+def same_layout(a: Array, b: Array) -> bool | None:
+    """Whether two arrays have rows of the same lengths; None where only waiting for a device could tell.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.same_layout(scree.from_lengths(np.zeros(4), [1, 3]), scree.from_lengths(np.ones(4), [1, 3]))
+    True
+    """
+    return layout.same(a.layout, b.layout)
+
+
+def align(arr: Array, like: Array) -> Array:
+    """`arr` on the layout of `like`: a promise of the caller that both have the same rows.
+
+    It is checked where reading the offsets is free, and believed elsewhere.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> a, b = (scree.from_lengths(np.ones(4), [1, 3]) for _ in range(2))
+    >>> scree.align(a, like=b).offsets is b.offsets
+    True
+    """
+    if layout.same(arr.layout, like.layout) is False:
+        raise ValueError(f"arr: expected the rows of like, {like.shape}, got {arr.shape} with other lengths")
+    return like.with_values(arr.values, ragged_dim=arr.ragged_dim)

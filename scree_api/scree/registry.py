@@ -1,0 +1,155 @@
+"""Who runs an operation: providers register kernels, the first that does not reject a call runs it.
+
+A provider is asked with `rejects(call)`, which reads host metadata only and answers None or the reason why not. That one
+sentence is the error message, the log line and the documentation. The newest provider is asked first, the standard
+path last.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+log = logging.getLogger("scree")
+
+#: Third-party packages declare their `register` function in this group, under the name of the library that it serves.
+ENTRY_POINTS = "scree.kernels"
+STANDARD = "standard"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One provider's way to run one operation."""
+
+    provider: str
+    rejects: Callable[[Any], str | None]
+    run: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Who would run a call, and why the providers asked before would not."""
+
+    operation: str
+    provider: str
+    rejected: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.operation}: runs on {self.provider!r}"]
+        return "\n".join(lines + [f"  {name!r} rejects: {reason}" for name, reason in self.rejected.items()])
+
+
+_KERNELS: dict[str, list[Kernel]] = {}
+_DESCRIBE: dict[str, Callable[..., Any]] = {}
+_LOADED: set[str] = set()
+
+
+def _accepts(call: Any) -> None:
+    return None
+
+
+def declare(name: str, describe: Callable[..., Any]) -> Callable[[F], F]:
+    """Declare an operation: how its arguments become a validated call, and (decorated) its standard path."""
+    _DESCRIBE[name] = describe
+
+    def register(run: F) -> F:
+        _KERNELS.setdefault(name, []).append(Kernel(STANDARD, _accepts, run))
+        return run
+
+    return register
+
+
+def register_kernel(
+    operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts
+) -> Callable[[F], F]:
+    """Register the decorated function as a kernel for an operation.
+
+    Parameters
+    ----------
+    operation
+        The operation's name, for instance ``"attention"``.
+    provider
+        The name that users give to ``kernel=`` to insist on this kernel. Registering it again replaces it.
+    rejects
+        ``rejects(call)`` returns None to take the call, or the reason why not. It may read host metadata only: shapes,
+        dtypes, devices, flags.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> @scree.register_kernel("softmax", provider="mine", rejects=lambda call: "only a demonstration")
+    ... def mine(call):
+    ...     return call.x
+    >>> arr = scree.pack([np.zeros(2), np.zeros(3)])
+    >>> print(scree.explain("softmax", arr))
+    softmax: runs on 'standard'
+      'mine' rejects: only a demonstration
+    >>> scree.unregister_kernel("softmax", "mine")
+    """
+
+    def register(run: F) -> F:
+        unregister_kernel(operation, provider)
+        _KERNELS.setdefault(operation, []).insert(0, Kernel(provider, rejects, run))
+        return run
+
+    return register
+
+
+def unregister_kernel(operation: str, provider: str) -> None:
+    """Forget a provider's kernel for an operation, if there is one."""
+    _KERNELS[operation] = [k for k in _KERNELS.get(operation, []) if k.provider != provider]
+
+
+def _select(name: str, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
+    rejected: dict[str, str] = {}
+    for candidate in _KERNELS[name]:
+        if kernel is not None and candidate.provider != kernel:
+            continue
+        reason = candidate.rejects(call)
+        if reason is None:
+            return candidate, rejected
+        rejected[candidate.provider] = reason
+    if kernel in rejected:
+        raise ValueError(f"{name}: kernel={kernel!r} rejects this call: {rejected[kernel]}")
+    known = ", ".join(repr(k.provider) for k in _KERNELS[name])
+    raise ValueError(f"kernel: expected one of {known} for {name}, got {kernel!r}")
+
+
+def run(name: str, call: Any, kernel: str | None = None) -> Any:
+    """Run a call on the kernel that is named, or on the first that accepts it."""
+    chosen, rejected = _select(name, call, kernel)
+    if rejected and log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", Explanation(name, chosen.provider, rejected))
+    return chosen.run(call)
+
+
+def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Explanation:
+    """Say who would run an operation on these arguments, and why the others would not.
+
+    Parameters
+    ----------
+    operation
+        The operation's name, for instance ``"attention"``.
+    *args, **kwargs
+        The operation's arguments, as one would pass them to ``xp.ragged``.
+
+    Returns
+    -------
+    Explanation
+        Prints as one line for the provider that runs and one for each that rejects.
+    """
+    if operation not in _DESCRIBE:
+        raise ValueError(f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}")
+    chosen, rejected = _select(operation, _DESCRIBE[operation](*args, **kwargs), kernel)
+    return Explanation(operation, chosen.provider, rejected)
+
+
+def load_plugins(library: str) -> None:
+    """Let every installed package that declares kernels for a library register them, once."""
+    if library not in _LOADED:
+        _LOADED.add(library)
+        for entry in entry_points(group=ENTRY_POINTS, name=library):
+            entry.load()()

@@ -1,0 +1,89 @@
+"""Reductions and scans within each row, by tiles: no padding, no Python loop over rows, no differences of running totals.
+
+Cut every row into tiles of 32 tokens, reduce inside the tiles, and repeat on the tiles until a row is one tile. The
+summation is a tree, so the error grows with the logarithm of the length; the number of steps has a static bound.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import Layout
+from .registry import declare, run
+
+TILE = 32
+
+#: Reduction -> its value over no elements, where that does not depend on the dtype.
+IDENTITIES = {"sum": 0, "prod": 1, "any": False, "all": True}
+SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCall:
+    """Reduce the rows of `values`, (total, ...), by `op` (sum, prod, max, min, any, all); one entry a row comes out."""
+
+    op: str
+    values: Any
+    layout: Layout
+
+
+def identity(xp: Any, op: str, dtype: Any) -> Any:
+    """What the reduction of an empty row gives, a Python scalar: -inf for max, or the least integer of the dtype."""
+    if op in IDENTITIES:
+        return IDENTITIES[op]
+    lowest = op == "max"
+    if xp.isdtype(dtype, "real floating"):
+        return -float("inf") if lowest else float("inf")
+    if xp.isdtype(dtype, "bool"):
+        return not lowest
+    info = xp.iinfo(dtype)
+    return int(info.min if lowest else info.max)
+
+
+def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None) -> Any:
+    """Reduce each row of `values` (total, ...), whose dtype is kept, to one entry: (n, ...)."""
+    return run("segment_reduce", SegmentCall(op, values, layout), kernel)
+
+
+@declare("segment_reduce", SegmentCall)
+def _reduce_tiles(call: SegmentCall) -> Any:
+    values, layout = call.values, call.layout
+    xp = layout.xp
+    empty = xp.full((), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.backend.device(values))
+    if layout.num_rows == 0 or layout.total == 0:
+        return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
+    filled = layout.filled
+    keep = {"dtype": values.dtype} if call.op in SCANS else {}
+    while layout.bound > 1:
+        values = getattr(xp, call.op)(_blocks(values, layout, empty), axis=1, **keep)
+        layout = layout.tiles(TILE).layout
+    firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
+    return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
+
+
+def segment_scan(op: str, values: Any, layout: Layout) -> Any:
+    """The running sum or product ("sum", "prod") within each row of `values` (total, ...); the dtype is kept."""
+    if layout.bound <= 1 or layout.num_rows == 0 or layout.total == 0:
+        return values
+    xp, tiles = layout.xp, layout.tiles(TILE)
+    neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.backend.device(values))
+    inside = getattr(xp, SCANS[op])(_blocks(values, layout, neutral), axis=1, dtype=values.dtype)
+    through = segment_scan(op, inside[:, -1, ...], tiles.layout)
+    before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
+    before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
+    inside = inside + before if op == "sum" else inside * before
+    slot = xp.take(tiles.layout.offsets[:-1], layout.rows, axis=0) * TILE + layout.positions
+    inside = xp.reshape(inside, (-1, *values.shape[1:]))
+    return xp.take(inside, xp.clip(slot, 0, inside.shape[0] - 1), axis=0)
+
+
+def spread(xp: Any, x: Any, ndim: int) -> Any:
+    """`x` with axes of size 1 behind it, so that it has `ndim` axes."""
+    return xp.reshape(x, (*x.shape, *(1,) * (ndim - x.ndim)))
+
+
+def _blocks(values: Any, layout: Layout, missing: Any) -> Any:
+    """The values by tiles, (tiles, TILE, ...), `missing` where a tile is longer than its row."""
+    xp, tiles = layout.xp, layout.tiles(TILE)
+    blocks = xp.take(values, xp.reshape(tiles.tokens, (-1,)), axis=0)
+    blocks = xp.reshape(blocks, (*tiles.tokens.shape, *values.shape[1:]))
+    return xp.where(spread(xp, tiles.valid, blocks.ndim), blocks, missing)
