@@ -12,7 +12,7 @@ import triton
 from . import portable
 from .launch import INTERPRETED, Launch, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import Tile, Tiles, portable_tiles
+from .tuned import GLUON, GluonTiles, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -172,24 +172,51 @@ def _portable(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, he
                     launch(portable.dkdv_kernel, tiles.dkdv, k_group))
 
 
+class _GluonKernels(NamedTuple):
+    """The Gluon kernels for one set of static facts."""
+
+    tiles: GluonTiles
+    programs: int
+    forward: Launch
+    dq: Launch
+    dq_dlse: Launch
+    dkdv: Launch
+
+
 @functools.lru_cache(maxsize=None)
-def _hopper(device: torch.device, dtype: torch.dtype, dim: int, heads: int, causal: bool) -> tuple[Launch, int, int]:
-    """The Gluon forward, its query tile, and its programs."""
+def _hopper(device: torch.device, dim: int, heads: int, k_heads: int, causal: bool) -> _GluonKernels:
     from . import hopper
 
-    constants = dict(BLOCK_M=128, BLOCK_N=128, DIM=dim, STAGES=4 if dim == 64 else 2, GROUP=_head_group(heads, dim),
-                     CAUSAL=causal)
-    launch = Launch(hopper.forward_kernel, constants, dict(num_warps=4, maxnreg=168), rows=(64, 128, 128))
-    return launch, 128, torch.cuda.get_device_properties(device).multi_processor_count
+    tiles = GLUON[dim]
+    m, n, stages = tiles.forward
+    q_group, k_group = _head_group(heads, dim), _head_group(k_heads, dim)
+    options = dict(num_warps=4, maxnreg=168)
+    forward = Launch(hopper.forward_kernel, dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, GROUP=q_group,
+                                                 CAUSAL=causal), options, (m // 2, n, n))
+    m, n, stages, own_stages = tiles.dq
+    constants = dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own_stages, GROUP=q_group, CAUSAL=causal)
+    dq, dq_dlse = (Launch(hopper.dq_kernel, dict(constants, HAS_DLSE=has), options, (m // 2, n, n, m // 2))
+                   for has in (False, True))
+    m, n, stages, own_stages = tiles.dkdv
+    dkdv = Launch(hopper.dkdv_kernel, dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own_stages,
+                                           GROUP=k_group, CAUSAL=causal), options, (m, n // 2, n // 2, m))
+    return _GluonKernels(tiles, torch.cuda.get_device_properties(device).multi_processor_count, forward, dq, dq_dlse,
+                         dkdv)
 
 
 def _on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> bool:
     """Whether the Gluon kernels take the call; they leave windows, softcap and odd strides to the portable ones."""
     dim = q.shape[2]
     return (dim in (64, 128) and v.shape[2] == dim and q.dtype != torch.float32 and spec.left == UNBOUNDED
-            and spec.right in (0, UNBOUNDED) and spec.softcap == 0 and k.shape[0] > 0 and _is_hopper(q.device)
-            and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0
-                    and x.stride(0) < 1 << 31 and x.shape[1] * x.stride(1) < 1 << 31 for x in (q, k, v)))
+            and spec.right in (0, UNBOUNDED) and spec.softcap == 0 and q.shape[0] > 0 and k.shape[0] > 0
+            and _is_hopper(q.device) and _aligned(q) and _aligned(k) and _aligned(v))
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether the copy engine can address `x`: multiples of 16 bytes, in reach of its coordinates."""
+    stride, head, _ = x.stride()
+    return (x.data_ptr() % 16 == 0 and stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31
+            and 0 < x.shape[1] * head < 1 << 31)
 
 
 @functools.lru_cache(maxsize=None)
@@ -222,11 +249,12 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tens
     if _on_hopper(q, k, v, spec):
         from . import hopper
 
-        launch, block, programs = _hopper(q.device, q.dtype, q.shape[2], heads, right == 0)
+        gluon = _hopper(q.device, dim_v, heads, k.shape[1], right == 0)
+        block = gluon.tiles.forward[0]
         tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
-        launch(min(programs, tile_bound(total, cu_q.shape[0] - 1, block) * heads),
-               (out, lse, tiles, hopper.counter(q.device)), (q.stride(1), k.stride(1), v.stride(1), heads * dim_v),
-               (total, heads, heads // k.shape[1], scale * LOG2E), (ragged(q), ragged(k), ragged(v)))
+        gluon.forward(min(gluon.programs, tile_bound(total, cu_q.shape[0] - 1, block) * heads),
+                      (out, lse, tiles, hopper.counter(q.device)), (q.stride(1), k.stride(1), v.stride(1), heads * dim_v),
+                      (total, heads, heads // k.shape[1], scale * LOG2E), (ragged(q), ragged(k), ragged(v)))
         return out, lse
     kernels = _kernels(q, k, v, spec)
     block = kernels.tiles.forward.m
@@ -250,9 +278,30 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
     dk = q.new_empty((total_k, k_heads, dim))
     dv = q.new_empty((total_k, k_heads, dim_v))
     left, right, scale, softcap = spec
-    kernels = _kernels(q, k, v, spec)
     stats = q.new_empty((2, heads, total), dtype=torch.float32)
     plane = heads * total
+    if _on_hopper(q, k, v, spec):
+        from . import hopper
+
+        if not _aligned(dout):
+            dout = dout.contiguous()
+        gluon = _hopper(q.device, dim, heads, k_heads, right == 0)
+        descriptors = ragged(q), ragged(k), ragged(v), ragged(dout)
+        columns = q.stride(1), k.stride(1), v.stride(1), dout.stride(1)
+        counts = total, plane, heads, heads // k_heads, scale * LOG2E
+        rows = cu_q.shape[0] - 1
+        launch, slope = (gluon.dq, lse) if dlse is None else (gluon.dq_dlse, dlse)
+        block = gluon.tiles.dq[0]
+        tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
+        launch(min(gluon.programs, tile_bound(total, rows, block) * heads),
+               (out, lse, slope, stats, dq, tiles, hopper.counter(q.device)),
+               (*columns, heads * dim, heads * dim), (*slope.stride(), *counts), descriptors)
+        block = gluon.tiles.dkdv[1]
+        tiles = _tiles(memo, cu_k, cu_q, total_k, block, right, left)
+        gluon.dkdv(min(gluon.programs, tile_bound(total_k, rows, block) * k_heads),
+                   (stats, dk, dv, tiles, hopper.counter(q.device)), (*columns, k_heads * dim), counts, descriptors)
+        return dq, dk, dv
+    kernels = _kernels(q, k, v, spec)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     counts = (total, plane, heads, heads // k_heads, left, right, scale, softcap)
     rows = cu_q.shape[0] - 1
@@ -261,7 +310,7 @@ def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tens
         block = kernels.tiles.dq.m
         tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
         launch(tile_bound(total, rows, block) * heads, (q, k, v, out, lse, dout, slope, stats, dq, tiles),
-               (*strides, heads * dim_v, *dout.stride()[:2], *slope.stride(), heads * dim), counts)
+               (*strides, heads * dim_v, *dout.stride()[:2], heads * dim), (*slope.stride(), *counts))
     if total_k > 0:
         block = kernels.tiles.dkdv.n
         tiles = _tiles(memo, cu_k, cu_q, total_k, block, right, left)

@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Where a running maximum starts. Finite, so that a row without valid keys so far meets exp2(-inf - m) = 0, not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 # Numbers that change from batch to batch: a kernel must not be compiled anew for a count that is 1 or a multiple of 16.
-_COUNTS = ("total", "plane", "heads", "group_size", "left", "right")
+_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "left", "right")
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, s
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dq_kernel(Q, K, V, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head,
-              out_stride, do_stride, do_head, dlse_stride, dlse_head, dq_stride, total, plane, heads, group_size, left, right,
+              out_stride, do_stride, do_head, dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, left, right,
               scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
               RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr):

@@ -19,6 +19,20 @@ class Tiles(NamedTuple):
     dkdv: Tile
 
 
+class GluonTiles(NamedTuple):
+    """Queries, keys and stages of the three Gluon kernels; for the backward also the stages of the side it owns."""
+
+    forward: tuple[int, int, int]
+    dq: tuple[int, int, int, int]
+    dkdv: tuple[int, int, int, int]
+
+
+# By head_dim, measured on an H100.
+GLUON = {
+    64: GluonTiles((128, 128, 4), (128, 128, 2, 2), (64, 128, 4, 2)),
+    128: GluonTiles((128, 128, 2), (128, 64, 3, 1), (64, 128, 2, 2)),
+}
+
 # By bytes of an element and padded head_dim. Measured on Hopper.
 _HOPPER = {
     (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),

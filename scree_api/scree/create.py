@@ -1,6 +1,7 @@
 """Making ragged arrays and taking them apart: pack, offsets, lengths, segment ids, padded batches."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from .array import Array
 from .backends import backend, is_array
 from .layout import Layout
+from .registry import declare, run
 from .segments import spread
 
 
@@ -48,19 +50,20 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
     lib = backend(first)
     if not 0 <= ragged_dim < first.ndim:
         raise ValueError(f"ragged_dim: expected 0 <= ragged_dim < {first.ndim}, the axes of arrays[0], got {ragged_dim}")
-
-    def element(x: Any) -> tuple[int, ...]:
-        shape = tuple(x.shape)
-        return shape[:ragged_dim] + shape[ragged_dim + 1 :]
-
-    _agree("library", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
-    _agree("dtype", TypeError, [x.dtype for x in arrays])
-    _agree("device", ValueError, [lib.device(x) for x in arrays])
-    _agree("number of axes", ValueError, [x.ndim for x in arrays])
-    _agree(f"shape without axis {ragged_dim}", ValueError, [element(x) for x in arrays])
-    lengths = np.asarray([x.shape[ragged_dim] for x in arrays], dtype=np.int64)
-    layout = Layout.from_host(lib, lengths, device=lib.device(first))
-    return Array._of(lib.xp.concat(arrays, axis=ragged_dim), layout, ragged_dim)
+    if len(set(map(type, arrays))) > 1:
+        _agree("library", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
+    if len({x.dtype for x in arrays}) > 1:
+        _agree("dtype", TypeError, [x.dtype for x in arrays])
+    try:
+        values = run("pack", PackCall(arrays, ragged_dim))
+    except Exception:  # the library says that something does not fit; name what
+        _agree("device", ValueError, [lib.device(x) for x in arrays])
+        _agree("number of axes", ValueError, [x.ndim for x in arrays])
+        shapes = [tuple(x.shape) for x in arrays]
+        _agree(f"shape without axis {ragged_dim}", ValueError, [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes])
+        raise
+    lengths = np.asarray([x.shape[ragged_dim] for x in arrays])
+    return Array._of(values, Layout.from_host(lib, lengths, device=lib.device(first)), ragged_dim)
 
 
 def _agree(what: str, error: type[Exception], found: list[Any]) -> None:
@@ -68,6 +71,19 @@ def _agree(what: str, error: type[Exception], found: list[Any]) -> None:
     for i, x in enumerate(found):
         if x is not found[0] and x != found[0]:
             raise error(f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; convert it first")
+
+
+@dataclass(frozen=True, slots=True)
+class PackCall:
+    """Join dense arrays of one library along one axis."""
+
+    arrays: list[Any]
+    axis: int
+
+
+@declare("pack", PackCall)
+def _join(call: PackCall) -> Any:
+    return backend(call.arrays[0]).xp.concat(call.arrays, axis=call.axis)
 
 
 def unpack(arr: Array) -> list[Any]:
@@ -128,8 +144,9 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
             raise TypeError(f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}")
         if (known < 0).any():
             raise ValueError(f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}")
-        layout = Layout.from_host(lib, known, device=lib.device(values))
-        return Array(values, layout.offsets, ragged_dim, max_length)
+        arr = Array(values, Layout.from_host(lib, known, device=lib.device(values)).offsets, ragged_dim, max_length)
+        arr.layout.learn(known)
+        return arr
     dtype = lib.xp.int64 if lengths.dtype == lib.xp.int64 else lib.xp.int32
     zero = lib.xp.zeros((1,), dtype=dtype, device=lib.device(lengths))
     offsets = lib.xp.concat([zero, lib.xp.cumulative_sum(lengths, dtype=dtype)])

@@ -90,6 +90,11 @@ class Layout:
             self._host = self.backend.peek(self.offsets)
         return self._host
 
+    def learn(self, lengths: np.ndarray) -> None:
+        """Keep what a caller knows of the rows, so that nothing needs to be read from a device later."""
+        if self._host is None:
+            self._host = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
     def read(self) -> np.ndarray:
         """The offsets in host memory; waits for the device where it must. For results whose size depends on them."""
         if self.host is None:
@@ -120,7 +125,7 @@ class Layout:
     @cached_property
     def rows(self) -> Any:
         """(total,) row of each token, clipped, so that it may index any array with one entry a row."""
-        return self.xp.clip(self.segment_ids, 0, max(self.num_rows - 1, 0))
+        return self.xp.minimum(self.segment_ids, max(self.num_rows - 1, 0))
 
     @cached_property
     def positions(self) -> Any:
@@ -131,6 +136,14 @@ class Layout:
     def filled(self) -> Any:
         """(n,) whether the row has any token."""
         return self.lengths > 0
+
+    def tile_slots(self, size: int) -> Any:
+        """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""
+        if ("slots", size) not in self.memo:
+            tiles = self.tiles(size).layout
+            slots = self.xp.take(tiles.offsets[:-1], self.rows, axis=0) * size + self.positions
+            self.memo["slots", size] = self.xp.minimum(slots, max(tiles.total * size - 1, 0))
+        return self.memo["slots", size]
 
     def tiles(self, size: int) -> Tiles:
         """Cut every row into tiles of `size` tokens."""
@@ -164,7 +177,7 @@ class Layout:
 
     def clip(self, tokens: Any) -> Any:
         """Token indices, brought into the bounds of the values."""
-        return self.xp.clip(tokens, 0, max(self.total - 1, 0))
+        return self.xp.minimum(self.xp.maximum(tokens, 0), max(self.total - 1, 0))
 
 
 def same(a: Layout, b: Layout) -> bool | None:

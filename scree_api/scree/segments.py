@@ -7,7 +7,7 @@ summation is a tree, so the error grows with the logarithm of the length; the nu
 from dataclasses import dataclass
 from typing import Any
 
-from .layout import Layout
+from .layout import Layout, Tiles
 from .registry import declare, run
 
 TILE = 32
@@ -54,7 +54,7 @@ def _reduce_tiles(call: SegmentCall) -> Any:
     filled = layout.filled
     keep = {"dtype": values.dtype} if call.op in SCANS else {}
     while layout.bound > 1:
-        values = getattr(xp, call.op)(_blocks(values, layout, empty), axis=1, **keep)
+        values = getattr(xp, call.op)(tiled(xp, values, layout.tiles(TILE), empty), axis=1, **keep)
         layout = layout.tiles(TILE).layout
     firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
     return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
@@ -66,14 +66,12 @@ def segment_scan(op: str, values: Any, layout: Layout) -> Any:
         return values
     xp, tiles = layout.xp, layout.tiles(TILE)
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.backend.device(values))
-    inside = getattr(xp, SCANS[op])(_blocks(values, layout, neutral), axis=1, dtype=values.dtype)
+    inside = getattr(xp, SCANS[op])(tiled(xp, values, tiles, neutral), axis=1, dtype=values.dtype)
     through = segment_scan(op, inside[:, -1, ...], tiles.layout)
     before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
     before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
     inside = inside + before if op == "sum" else inside * before
-    slot = xp.take(tiles.layout.offsets[:-1], layout.rows, axis=0) * TILE + layout.positions
-    inside = xp.reshape(inside, (-1, *values.shape[1:]))
-    return xp.take(inside, xp.clip(slot, 0, inside.shape[0] - 1), axis=0)
+    return xp.take(xp.reshape(inside, (-1, *values.shape[1:])), layout.tile_slots(TILE), axis=0)
 
 
 def spread(xp: Any, x: Any, ndim: int) -> Any:
@@ -81,9 +79,8 @@ def spread(xp: Any, x: Any, ndim: int) -> Any:
     return xp.reshape(x, (*x.shape, *(1,) * (ndim - x.ndim)))
 
 
-def _blocks(values: Any, layout: Layout, missing: Any) -> Any:
-    """The values by tiles, (tiles, TILE, ...), `missing` where a tile is longer than its row."""
-    xp, tiles = layout.xp, layout.tiles(TILE)
+def tiled(xp: Any, values: Any, tiles: Tiles, missing: Any) -> Any:
+    """The values by tiles, (tiles, size, ...), `missing` where a tile is longer than its row."""
     blocks = xp.take(values, xp.reshape(tiles.tokens, (-1,)), axis=0)
     blocks = xp.reshape(blocks, (*tiles.tokens.shape, *values.shape[1:]))
     return xp.where(spread(xp, tiles.valid, blocks.ndim), blocks, missing)

@@ -6,8 +6,10 @@
 - float64 exists on the CPU only and there is no complex128: NumPy's float64 stays float64 or raises; ``fft`` and
   ``eig`` refuse float64; an elementwise mix of float64 with complex64 is complex64.
 - Indices out of bounds in ``take`` and ``take_along_axis`` are not checked and read foreign memory: clip them first.
+  A shift by the width of the dtype or more is undefined.
 - Arrays have value semantics, live in unified memory and belong to no device: ``device(x)`` is where operations run.
-- ``linalg`` runs on the CPU: where the default device is a GPU, call it inside ``with mx.stream(mx.cpu)``.
+- ``linalg`` runs on the CPU: where the default device is a GPU, call it inside ``with mx.stream(mx.cpu)``. Its
+  ``cholesky``, ``det``, ``inv``, ``qr``, ``slogdet`` and ``solve`` take no complex64.
 """
 
 from __future__ import annotations
@@ -16,46 +18,50 @@ import builtins
 import functools
 import math
 from collections import namedtuple
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
-Array, Dtype, Scalar = mx.array, mx.Dtype, (builtins.bool, int, float, complex)
+Array: TypeAlias = mx.array
+Dtype: TypeAlias = mx.Dtype
+_SCALAR = builtins.bool, int, float, complex
 
 # ---------------------------------------------------------------- what MLX has right, under the same name
 
 _SAME = """
-    e inf nan pi newaxis Device __version__ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32
-    float64 complex64 tril triu broadcast_arrays broadcast_shapes broadcast_to can_cast isdtype abs acos acosh add asin
-    asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_invert bitwise_or bitwise_right_shift bitwise_xor ceil
-    conj cos cosh divide equal exp floor floor_divide greater greater_equal imag isfinite isinf isnan less less_equal log
-    log1p log2 log10 logaddexp logical_and logical_not logical_or logical_xor maximum minimum multiply negative not_equal
-    positive pow real reciprocal remainder round sin sinh square sqrt subtract tan tanh trunc take take_along_axis
-    matrix_transpose concat expand_dims flip permute_dims roll squeeze stack tile unstack count_nonzero where all any max
-    min meshgrid
-""".split()
+    e inf nan pi newaxis Device __version__ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16
+    float32 float64 complex64 tril triu broadcast_arrays broadcast_shapes broadcast_to can_cast isdtype abs acos
+    acosh add asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_invert bitwise_or
+    bitwise_right_shift bitwise_xor ceil conj cos cosh divide equal exp floor floor_divide greater greater_equal
+    imag isfinite isinf isnan less less_equal log log1p log2 log10 logaddexp logical_and logical_not logical_or
+    logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal remainder round sin sinh
+    square sqrt subtract tan tanh trunc take take_along_axis matrix_transpose concat expand_dims flip permute_dims
+    roll squeeze stack tile unstack count_nonzero where all any max min meshgrid
+""".split()  # noqa: SIM905
 globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
 
 __array_api_version__ = "2024.12"
 
 _KINDS = "bool", "signed integer", "unsigned integer", "real floating", "complex floating"
-_DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()
+_DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()  # noqa: SIM905
 _HALF = (mx.float16, mx.bfloat16)
 _LIFT = {mx.bool_: mx.int32, mx.int8: mx.int32, mx.int16: mx.int32, mx.uint8: mx.uint32, mx.uint16: mx.uint32}
 _BITS = {1: mx.int8, 2: mx.int16, 4: mx.int32, 8: mx.int64}
-_LONG, _FOLD = 4096, 1024  # a sum of more than _LONG terms is folded _FOLD at a time
+_LONG, _FOLD = 1024, 32  # a sum of more than _LONG terms is folded, _FOLD terms at a time
 
 
 # ---------------------------------------------------------------- devices and inspection
 
 def device(x: Array, /) -> mx.Device:
-    """The device on which operations on ``x`` run: MLX arrays have none of their own."""
+    """Return the device on which operations on ``x`` run: MLX arrays have none of their own."""
     return mx.default_device()
 
 
 def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
-    """``x`` itself if ``device`` is the current one; another device is chosen with ``mx.set_default_device``."""
+    """Return ``x`` if ``device`` is the current one, else raise: ``mx.set_default_device`` chooses another."""
     _here(device)
     return x
 
@@ -82,14 +88,14 @@ class _Info:
                 "indexing": mx.int32}
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Dtype]:
-        """The standard's dtypes but complex128, and but float64 where the device is not the CPU."""
+        """Leave out complex128, and float64 where the device is not the CPU."""
         kind = _KINDS if kind is None else kind
         all = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
         cpu = (device or mx.default_device()) == mx.cpu
         return {name: d for name, d in all.items() if mx.isdtype(d, kind) and (cpu or name != "float64")}
 
 
-def __array_namespace_info__() -> _Info:
+def __array_namespace_info__() -> _Info:  # noqa: N807
     return _Info()
 
 
@@ -97,15 +103,18 @@ def finfo(type: Any, /) -> Any:
     return mx.finfo(getattr(type, "dtype", type))
 
 
+_IInfo = namedtuple("_IInfo", "bits max min dtype")
+
+
 def iinfo(type: Any, /) -> Any:
-    """Adds ``bits``."""
+    """Add ``bits``."""
     info = mx.iinfo(getattr(type, "dtype", type))
-    return namedtuple("iinfo", "bits max min dtype")(8 * info.dtype.size, info.max, info.min, info.dtype)
+    return _IInfo(8 * info.dtype.size, info.max, info.min, info.dtype)
 
 
 def result_type(*arrays_and_dtypes: Any) -> Dtype:
-    """Takes Python scalars too: they lift the kind, never the width."""
-    typed = [a for a in arrays_and_dtypes if not isinstance(a, Scalar)]
+    """Take Python scalars too: they lift the kind, never the width."""
+    typed = [a for a in arrays_and_dtypes if not isinstance(a, _SCALAR)]
     if not typed:
         raise ValueError("result_type needs at least one array or dtype")
     out = mx.result_type(*typed)
@@ -122,7 +131,7 @@ def result_type(*arrays_and_dtypes: Any) -> Dtype:
 # ---------------------------------------------------------------- creation
 
 def _wide(x: Any) -> Dtype | None:
-    """The dtype of a foreign 64-bit float, which MLX by itself would narrow without a word; else None."""
+    """Return float64 for a foreign float64, which MLX by itself would narrow without a word; else None."""
     name = str(getattr(x, "dtype", "")).rpartition(".")[2]
     if name == "complex128":
         raise ValueError("MLX has no complex128: pass dtype=complex64 to asarray")
@@ -131,8 +140,8 @@ def _wide(x: Any) -> Dtype | None:
     return mx.float64 if name == "float64" else None
 
 
-def asarray(obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy: builtins.bool | None = None) -> Array:
-    """An MLX array is itself unless copied or cast; NumPy's float64 is kept (CPU) or refused, never narrowed."""
+def asarray(obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy: bool | None = None) -> Array:
+    """Return an MLX array itself unless copied or cast; keep NumPy's float64 (CPU) or refuse it, never narrow it."""
     _here(device)
     if isinstance(obj, mx.array):
         dtype = obj.dtype if dtype is None else dtype
@@ -140,21 +149,23 @@ def asarray(obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy
             raise ValueError(f"a {obj.dtype} array cannot become {dtype} without a copy: leave out copy=False")
         return astype(obj, dtype, copy=copy)
     dtype = _wide(obj) if dtype is None else dtype
-    if dtype is not None and dtype == mx.uint64 and isinstance(obj, (int, list, tuple)):
-        import numpy  # MLX reads Python integers as int64
-        obj = numpy.asarray(obj, dtype="uint64")
-    return mx.asarray(obj, dtype, copy=copy)
+    try:
+        return mx.asarray(obj, dtype, copy=copy)
+    except RuntimeError:  # MLX reads Python integers as int64
+        if dtype is None or dtype != mx.uint64:
+            raise
+        return mx.array(np.asarray(obj, dtype="uint64"))
 
 
-def from_dlpack(x: Any, /, *, device: Any = None, copy: builtins.bool | None = None) -> Array:
-    """Keeps float64 (CPU) or refuses it; MLX copies host memory, so ``copy=False`` raises there."""
+def from_dlpack(x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
+    """Keep float64 (CPU) or refuse it; MLX copies host memory, so ``copy=False`` raises there."""
     if isinstance(x, mx.array) or _wide(x) is not None:
         return asarray(x, device=device, copy=copy)
     _here(device)
     return mx.from_dlpack(x, copy=copy)
 
 
-def astype(x: Array, dtype: Dtype, /, *, copy: builtins.bool | None = True, device: Any = None) -> Array:
+def astype(x: Array, dtype: Dtype, /, *, copy: bool | None = True, device: Any = None) -> Array:
     _here(device)
     return x if x.dtype == dtype and not copy else mx.astype(x, dtype)
 
@@ -179,14 +190,15 @@ def full_like(x: Array, /, fill_value: Any, *, dtype: Dtype | None = None, devic
 
 
 def linspace(start: Any, stop: Any, /, num: int, *, dtype: Dtype | None = None, device: Any = None,
-             endpoint: builtins.bool = True) -> Array:
-    """Takes complex ends."""
+             endpoint: bool = True) -> Array:
+    """Take complex ends."""
     _here(device)
     if isinstance(start, complex) or isinstance(stop, complex):
         re, im = (mx.linspace(getattr(complex(start), p), getattr(complex(stop), p), num, endpoint)
                   for p in ("real", "imag"))
         return _complex(re, im)
-    return mx.linspace(start, stop, num, endpoint, mx.float32 if dtype is None else dtype)
+    dtype = mx.float32 if dtype is None else dtype
+    return mx.full((1,), start, dtype) if num == 1 else mx.linspace(start, stop, num, endpoint, dtype)
 
 
 def _filled(fn: Callable[..., Array]) -> Callable[..., Array]:
@@ -209,7 +221,7 @@ empty_like, ones_like, zeros_like = map(_filled_like, (mx.zeros, mx.ones, mx.zer
 
 # ---------------------------------------------------------------- elementwise
 
-def _pair(x1: Any, x2: Any) -> list[Array]:
+def _pair(x1: Any, x2: Any) -> Any:
     dtype = result_type(x1, x2)
     return mx.broadcast_arrays(*(asarray(x, dtype=dtype) for x in (x1, x2)))
 
@@ -256,7 +268,7 @@ def sign(x: Array, /) -> Array:
 
 
 def expm1(x: Array, /) -> Array:
-    """Takes complex64."""
+    """Take complex64."""
     if x.dtype != mx.complex64:
         return mx.expm1(x)
     re, im = mx.real(x), mx.imag(x)
@@ -274,20 +286,22 @@ def _accumulate(x: Array, dtype: Dtype | None) -> tuple[Array, Dtype]:
 
 def _axes(x: Array, axis: Any) -> tuple[int, ...]:
     axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
+    if not builtins.all(-x.ndim <= a < x.ndim for a in axes):
+        raise IndexError(f"axis {axis} is out of bounds for an array of {x.ndim} dimensions")
     return tuple(a + x.ndim if a < 0 else a for a in axes)
 
 
 def _fold(x: Array, axis: int) -> Array:
-    """Sum along ``axis``, kept as length 1: pairs of far terms first, so that no running total meets many terms."""
+    """Sum along ``axis``, kept as length 1, ``_FOLD`` terms at a time."""
     n = x.shape[axis]
-    if n <= _LONG:
+    if n <= _FOLD:
         return mx.sum(x, axis, True)
     head, tail = mx.split(x, [n - n % _FOLD], axis)
     parts = mx.sum(mx.unflatten(head, axis, (_FOLD, -1)), axis)
     return _fold(mx.concat([parts, tail], axis), axis)
 
 
-def _total(x: Array, axis: Any, keepdims: builtins.bool = False) -> Array:
+def _total(x: Array, axis: Any, keepdims: bool = False) -> Array:
     """``mx.sum``; over many float32 terms folded, where MLX by itself may add them one after the other."""
     axes = _axes(x, axis)
     if x.dtype not in (mx.float32, mx.complex64) or math.prod(x.shape[a] for a in axes) <= _LONG:
@@ -296,40 +310,41 @@ def _total(x: Array, axis: Any, keepdims: builtins.bool = False) -> Array:
     return out if keepdims else mx.squeeze(out, axes)
 
 
-def sum(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: builtins.bool = False) -> Array:
+def sum(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
     """Accurate over long float axes; half precision accumulates in float32."""
     x, out = _accumulate(x, dtype)
     return _total(x, axis, keepdims).astype(out)
 
 
-def prod(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: builtins.bool = False) -> Array:
+def prod(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
     """Half precision accumulates in float32."""
     x, out = _accumulate(x, dtype)
     return mx.prod(x, axis, keepdims).astype(out)
 
 
-def mean(x: Array, /, *, axis: Any = None, keepdims: builtins.bool = False) -> Array:
+def mean(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
     """Accurate over long float axes; integers give float32."""
     x, out = _accumulate(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
     return (_total(x, axis, keepdims) / math.prod(x.shape[a] for a in _axes(x, axis))).astype(out)
 
 
-def var(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: builtins.bool = False) -> Array:
+def var(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Two-pass, accurate over long float axes; integers give float32."""
     x, out = _accumulate(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
     n = math.prod(x.shape[a] for a in _axes(x, axis))
-    return (_total(mx.square(x - _total(x, axis, True) / n), axis, keepdims) / builtins.max(n - correction, 0)).astype(out)
+    squares = _total(mx.square(x - _total(x, axis, True) / n), axis, keepdims)
+    return (squares / builtins.max(n - correction, 0)).astype(out)
 
 
-def std(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: builtins.bool = False) -> Array:
-    """The root of ``var``."""
+def std(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
+    """Return the root of ``var``."""
     return mx.sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
 
 
 def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:
     def scan(x: Array, /, *, axis: int | None = None, dtype: Dtype | None = None,
-             include_initial: builtins.bool = False) -> Array:
-        """Adds ``dtype`` promotion and ``include_initial``; sums float32 in order, so cast long axes to float64."""
+             include_initial: bool = False) -> Array:
+        """Add ``dtype`` promotion and ``include_initial``; sums float32 in order, so cast long axes to float64."""
         if axis is None and x.ndim != 1:
             raise ValueError("axis is needed unless x has one dimension")
         axis = -1 if axis is None else axis
@@ -348,80 +363,76 @@ cumulative_sum, cumulative_prod = _scan(mx.cumsum, 0), _scan(mx.cumprod, 1)
 
 # ---------------------------------------------------------------- order, search, sets
 
-def sort(x: Array, /, *, axis: int = -1, descending: builtins.bool = False, stable: builtins.bool = True) -> Array:
+def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
     """Stable both ways."""
     return mx.flip(mx.sort(mx.flip(x, axis), axis), axis) if descending else mx.sort(x, axis)
 
 
-def argsort(x: Array, /, *, axis: int = -1, descending: builtins.bool = False, stable: builtins.bool = True) -> Array:
+def argsort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
     """Stable both ways; int32."""
     if not descending:
         return mx.argsort(x, axis).astype(mx.int32)
     return x.shape[axis] - 1 - mx.flip(mx.argsort(mx.flip(x, axis), axis), axis).astype(mx.int32)
 
 
-def argmax(x: Array, /, *, axis: int | None = None, keepdims: builtins.bool = False) -> Array:
-    """int32."""
-    return mx.argmax(x, axis, keepdims).astype(mx.int32)
+def _arg(fn: Callable[..., Array]) -> Callable[..., Array]:
+    def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
+        return fn(x, axis, keepdims).astype(mx.int32)
+    return arg
 
 
-def argmin(x: Array, /, *, axis: int | None = None, keepdims: builtins.bool = False) -> Array:
-    """int32."""
-    return mx.argmin(x, axis, keepdims).astype(mx.int32)
+argmax, argmin = _arg(mx.argmax), _arg(mx.argmin)
 
 
 def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
-    """Takes a scalar ``x2`` and a ``sorter``; int32."""
+    """Take a scalar ``x2`` and a ``sorter``; int32."""
     x1 = x1 if sorter is None else mx.take(x1, sorter)
     x2 = x2 if isinstance(x2, mx.array) else asarray(x2, dtype=result_type(x1, x2))
     return mx.searchsorted(x1, x2, side=side).astype(mx.int32)
 
 
-def isin(x1: Any, x2: Any, /, *, invert: builtins.bool = False) -> Array:
+def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
     """By binary search in sorted ``x2``, so lazy; NaN is in nothing."""
     dtype = result_type(x1, x2)
     x1, x2 = asarray(x1, dtype=dtype), mx.sort(mx.flatten(asarray(x2, dtype=dtype)))
     found = mx.searchsorted(x2, x1, side="left") < mx.searchsorted(x2, x1, side="right")
-    return (found & (x1 == x1)) != invert
+    return mx.not_equal(found & mx.equal(x1, x1), invert)
 
 
 def _host(x: Array, name: str) -> Any:
     """``x`` in NumPy (bfloat16 as float32): the only place that computes."""
-    import numpy
     try:
-        return numpy.asarray(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
+        return np.asarray(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
     except ValueError as error:
         raise ValueError(f"the shape of {name} depends on data: call it outside mx.compile and mx.vmap, "
                          "or use where() with a mask, which keeps the shape") from error
 
 
 def nonzero(x: Array, /) -> tuple[Array, ...]:
-    """Computes at once; raises under ``mx.compile``."""
+    """Compute at once; raise under ``mx.compile``."""
     return tuple(mx.array(i, mx.int32) for i in _host(x, "nonzero").nonzero())
 
 
-def _unique(name: str, fields: str) -> Callable[[Array], Any]:
-    kind = namedtuple(name, fields)
-
+def _unique(kind: Any) -> Callable[[Array], Any]:
     def unique(x: Array, /) -> Any:
-        """Computes at once; raises under ``mx.compile``."""
-        import numpy
-        out = getattr(numpy, name)(_host(x, name))
-        out = out if isinstance(out, tuple) else (out,)
-        out = [mx.array(a, x.dtype if f == "values" else mx.int32) for f, a in zip(kind._fields, out)]
-        return out[0] if len(out) == 1 else kind(*out)
+        """Compute at once; raise under ``mx.compile``."""
+        found = getattr(np, kind.__name__)(_host(x, kind.__name__))
+        found = found if isinstance(found, tuple) else (found,)
+        dtypes = (x.dtype if field == "values" else mx.int32 for field in kind._fields)
+        out = [mx.array(a, dtype) for a, dtype in zip(found, dtypes, strict=True)]
+        return kind(*out) if len(out) > 1 else out[0]
     return unique
 
 
-unique_all = _unique("unique_all", "values indices inverse_indices counts")
-unique_counts = _unique("unique_counts", "values counts")
-unique_inverse = _unique("unique_inverse", "values inverse_indices")
-unique_values = _unique("unique_values", "values")
+unique_all = _unique(namedtuple("unique_all", "values indices inverse_indices counts"))
+unique_counts = _unique(namedtuple("unique_counts", "values counts"))
+unique_inverse = _unique(namedtuple("unique_inverse", "values inverse_indices"))
+unique_values = _unique(namedtuple("unique_values", "values"))
 
 
 # ---------------------------------------------------------------- manipulation
 
-def reshape(x: Array, /, shape: Any, *, copy: builtins.bool | None = None) -> Array:
+def reshape(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
     """``copy=False`` raises: MLX arrays have value semantics and cannot promise a view."""
     if copy is False:
         raise ValueError("MLX cannot promise a reshape without a copy: leave out copy=False")
@@ -429,26 +440,26 @@ def reshape(x: Array, /, shape: Any, *, copy: builtins.bool | None = None) -> Ar
 
 
 def moveaxis(x: Array, source: Any, destination: Any, /) -> Array:
-    """Takes tuples of axes."""
+    """Take tuples of axes."""
     source, destination = _axes(x, source), _axes(x, destination)
     order = [a for a in range(x.ndim) if a not in source]
-    for to, a in sorted(zip(destination, source)):
+    for to, a in sorted(zip(destination, source, strict=True)):
         order.insert(to, a)
     return mx.transpose(x, order)
 
 
 def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
-    """Takes an array of counts: computes at once then, and raises under ``mx.compile``."""
+    """Take an array of counts: computes at once then, and raises under ``mx.compile``."""
     if isinstance(repeats, int):
         return mx.repeat(x, repeats, axis)
-    import numpy
     x, axis = (mx.flatten(x), 0) if axis is None else (x, axis)
-    rows = numpy.repeat(numpy.arange(x.shape[axis]), _host(repeats, "repeat with an array of counts"))
+    rows = np.repeat(np.arange(x.shape[axis]), _host(repeats, "repeat with an array of counts"))
     return mx.take(x, mx.array(rows, mx.int32), axis)
 
 
-def diff(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None, append: Array | None = None) -> Array:
-    """Takes ``prepend`` and ``append``."""
+def diff(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None,
+         append: Array | None = None) -> Array:
+    """Take ``prepend`` and ``append``."""
     parts = [a for a in (prepend, x, append) if a is not None]
     return mx.diff(mx.concat(parts, axis) if len(parts) > 1 else x, n, axis)
 
@@ -456,17 +467,19 @@ def diff(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = Non
 # ---------------------------------------------------------------- linear algebra
 
 def matmul(x1: Array, x2: Array, /) -> Array:
-    """Takes integers, by a broadcast product: O(n k m) memory."""
+    """Take integers, by a broadcast product: O(n k m) memory."""
     dtype = mx.result_type(x1, x2)
     if mx.issubdtype(dtype, mx.inexact):
         return mx.matmul(x1, x2)
     a, b = x1[None] if x1.ndim == 1 else x1, x2[:, None] if x2.ndim == 1 else x2
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"matmul of shapes {x1.shape} and {x2.shape}: the inner sizes differ")
     out = mx.sum(a[..., :, :, None] * b[..., None, :, :], -2).astype(dtype)
     return mx.squeeze(out, tuple(i for i, x in ((-2, x1), (-1, x2)) if x.ndim == 1))
 
 
 def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
-    """Takes integers."""
+    """Take integers."""
     in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
     in1, in2 = _axes(x1, tuple(in1)), _axes(x2, tuple(in2))
     out1, out2 = ([a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2)))
@@ -478,7 +491,9 @@ def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Takes integers; accurate over long float axes."""
+    """Take integers; accurate over long float axes."""
+    if x1.shape[axis] != x2.shape[axis]:
+        raise ValueError(f"vecdot of shapes {x1.shape} and {x2.shape}: the sizes of axis {axis} differ")
     return sum(mx.conj(x1) * x2, axis=axis, dtype=mx.result_type(x1, x2))
 
 
@@ -494,7 +509,7 @@ def _outer(x1: Array, x2: Array, /) -> Array:
     return x1[:, None] * x2[None, :]
 
 
-def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: builtins.bool = False, ord: Any = 2) -> Array:
+def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Array:
     a = mx.abs(x)
     if math.isinf(ord):
         return (mx.max if ord > 0 else mx.min)(a, axis, keepdims)
@@ -504,8 +519,8 @@ def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: builtins.bool = Fal
     return mx.sqrt(total) if ord == 2 else total if ord == 1 else total ** (1 / ord)
 
 
-def _matrix_norm(x: Array, /, *, keepdims: builtins.bool = False, ord: Any = "fro") -> Array:
-    return mx.linalg.norm(x, ord, [-2, -1], keepdims)
+def _matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
+    return mx.linalg.norm(x if ord in ("nuc", 2, -2) else mx.abs(x), ord, [-2, -1], keepdims)
 
 
 def _matrix_power(x: Array, n: int, /) -> Array:
@@ -516,12 +531,14 @@ def _matrix_power(x: Array, n: int, /) -> Array:
     return out
 
 
-def _eigh(x: Array, /) -> Any:
-    return namedtuple("eigh", "eigenvalues eigenvectors")(*mx.linalg.eigh(x))
+_QR = namedtuple("_QR", "Q R")
+_SVD = namedtuple("_SVD", "U S Vh")
+_EIG = namedtuple("_EIG", "eigenvalues eigenvectors")
+_SLOGDET = namedtuple("_SLOGDET", "sign logabsdet")
 
 
-def _slogdet(x: Array, /) -> Any:
-    return namedtuple("slogdet", "sign logabsdet")(*mx.linalg.slogdet(x))
+def _named(fn: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    return functools.wraps(fn)(lambda x, /: kind(*fn(x)))
 
 
 def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
@@ -533,16 +550,16 @@ def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
         r = r[..., :cols]
     else:
         q, r = mx.linalg.qr(x)
-    return namedtuple("qr", "Q R")(q, r)
+    return _QR(q, r)
 
 
-def _svd(x: Array, /, *, full_matrices: builtins.bool = True) -> Any:
+def _svd(x: Array, /, *, full_matrices: bool = True) -> Any:
     u, s, vh = mx.linalg.svd(x)
     k = s.shape[-1]
-    return namedtuple("svd", "U S Vh")(*(u, s, vh) if full_matrices else (u[..., :k], s, vh[..., :k, :]))
+    return _SVD(u, s, vh) if full_matrices else _SVD(u[..., :k], s, vh[..., :k, :])
 
 
-def _svdvals(x: Array, /) -> Array:
+def _svdvals(x: Array, /) -> Any:
     return mx.linalg.svd(x, compute_uv=False)
 
 
@@ -553,7 +570,7 @@ def _large(x: Array, s: Array, rtol: Any) -> Array:
 
 
 def _matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
-    return mx.sum(_large(x, s := _svdvals(x), rtol), -1)
+    return mx.sum(_large(x, _svdvals(x), rtol), -1)
 
 
 def _pinv(x: Array, /, *, rtol: Any = None) -> Array:
@@ -564,7 +581,7 @@ def _pinv(x: Array, /, *, rtol: Any = None) -> Array:
 
 
 def _solve(x1: Array, x2: Array, /) -> Array:
-    """Broadcasts the stacks."""
+    """Broadcast the stacks."""
     b = x2[..., None] if x2.ndim == 1 else x2
     stack = mx.broadcast_shapes(x1.shape[:-2], b.shape[:-2])
     out = mx.linalg.solve(*(mx.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (x1, b)))
@@ -573,12 +590,13 @@ def _solve(x1: Array, x2: Array, /) -> Array:
 
 # ---------------------------------------------------------------- fft
 
-def _single(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, refusing float64 where MLX would narrow the result to complex64 without a word."""
+def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``fn`` refuse float64, where MLX narrows the result to complex64 without a word."""
     @functools.wraps(fn)
     def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
         if x.dtype == mx.float64:
-            raise ValueError(f"MLX has no complex128, so no {name} of float64: use astype(x, float32)")
+            raise ValueError(f"MLX has no complex128, so no {fn.__name__.lstrip('_')} of float64: "
+                             "use astype(x, float32)")
         return fn(x, *args, **kwargs)
     return checked
 
@@ -594,50 +612,38 @@ def _ihfft(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "ba
     return mx.conj(mx.fft.rfft(x, n, axis, _SWAP[norm]))
 
 
-def _freq(n: int, d: float, dtype: Dtype | None, device: Any, half: builtins.bool) -> Array:
-    _here(device)
-    k = mx.arange(n // 2 + 1 if half else n)
-    k = k if half else mx.where(k < (n + 1) // 2, k, k - n)
-    return k.astype(mx.float32 if dtype is None else dtype) / (n * d)
+def _rfftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
+    return arange(n // 2 + 1, dtype=mx.float32 if dtype is None else dtype, device=device) / (n * d)
 
 
 def _fftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
-    return _freq(n, d, dtype, device, False)
-
-
-def _rfftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
-    return _freq(n, d, dtype, device, True)
+    up = arange(n, dtype=mx.float32 if dtype is None else dtype, device=device)
+    return mx.where(up < (n + 1) // 2, up, up - n) / (n * d)
 
 
 # ---------------------------------------------------------------- the extensions
 
-def _extension(name: str, **functions: Any) -> ModuleType:
+def _extension(library: Any, same: str, *functions: Callable[..., Any]) -> ModuleType:
+    name = library.__name__.rpartition(".")[2]
     module = ModuleType(f"{__name__}.{name}", f"The {name} extension of the standard over mlx.core.")
-    for key, fn in functions.items():
-        if fn.__name__ == f"_{key}":
-            fn.__name__ = fn.__qualname__ = key
-        setattr(module, key, fn)
-    module.__all__ = sorted(functions)  # type: ignore[attr-defined]
+    table = {key: getattr(library, key) for key in same.split()} | {f.__name__.lstrip("_"): f for f in functions}
+    vars(module).update(table, __all__=sorted(table))
     return module
 
 
 linalg = _extension(
-    "linalg", **{name: getattr(mx.linalg, name) for name in ("cholesky", "cross", "det", "eigvalsh", "inv")},
-    **{name: _single(name, getattr(mx.linalg, name)) for name in ("eig", "eigvals")},
-    diagonal=_diagonal, eigh=_eigh, matmul=matmul, matrix_norm=_matrix_norm, matrix_power=_matrix_power,
-    matrix_rank=_matrix_rank, matrix_transpose=mx.matrix_transpose, outer=_outer, pinv=_pinv, qr=_qr, slogdet=_slogdet,
-    solve=_solve, svd=_svd, svdvals=_svdvals, tensordot=tensordot, trace=_trace, vecdot=vecdot,
-    vector_norm=_vector_norm)
+    mx.linalg, "cholesky cross det eigvalsh inv", mx.matrix_transpose, matmul, tensordot, vecdot, _diagonal,
+    _matrix_norm, _matrix_power, _matrix_rank, _outer, _pinv, _qr, _solve, _svd, _svdvals, _trace, _vector_norm,
+    _named(mx.linalg.eigh, _EIG), _named(mx.linalg.slogdet, _SLOGDET), _named(_single(mx.linalg.eig), _EIG),
+    _single(mx.linalg.eigvals))
 
 fft = _extension(
-    "fft", **{name: _single(name, getattr(mx.fft, name)) for name in
-              ("fft", "ifft", "fftn", "ifftn", "rfft", "irfft", "rfftn", "irfftn")},
-    hfft=_single("hfft", _hfft), ihfft=_single("ihfft", _ihfft), fftfreq=_fftfreq, rfftfreq=_rfftfreq,
-    fftshift=mx.fft.fftshift, ifftshift=mx.fft.ifftshift)
+    mx.fft, "fftshift ifftshift", _fftfreq, _rfftfreq, _single(_hfft), _single(_ihfft),
+    *(_single(getattr(mx.fft, f"{i}{r}fft{n}")) for i in ("", "i") for r in ("", "r") for n in ("", "n")))
 
 __all__ = sorted({*_SAME, *(name for name in globals() if name[0] != "_"), "__array_api_version__",
-                  "__array_namespace_info__"} - {"annotations", "builtins", "functools", "math", "namedtuple",
-                                                 "ModuleType", "Any", "Callable", "mx", "Array", "Dtype", "Scalar"})
+                  "__array_namespace_info__"} - {"annotations", "builtins", "functools", "math", "namedtuple", "mx",
+                                                 "np", "Any", "Array", "Callable", "Dtype", "ModuleType", "TypeAlias"})
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""PyTorch: pytree registration, `segment_reduce`, attention of length buckets by the fused CPU kernel."""
+"""PyTorch: pytree registration and `segment_reduce`; attention stands in `torch_attention`."""
 
 from typing import Any
 
@@ -61,3 +61,6 @@ def segment_reduce(call: SegmentCall) -> torch.Tensor:
         call.values.contiguous(), call.op, offsets=call.layout.offsets.to(torch.int64), axis=0, unsafe=True,
         initial=identity(xp, call.op, call.values.dtype),
     )
+
+
+from . import torch_attention  # noqa: E402, F401 (registers its kernel)

@@ -17,9 +17,10 @@ import numpy as np
 from ..array import Array
 from ..lift import accumulator, shared_layout
 from ..registry import declare, run
+from ..segments import tiled
 
 QUERIES = KEYS = 64  # tile sizes
-SCORES = 1 << 19  # scores of one chunk of query tiles, where the rows are known on the host
+SCORES = 1 << 16  # scores of one chunk of query tiles, where the rows are known on the host
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -175,9 +176,8 @@ class _Plan(NamedTuple):
     tokens: Any  # (tiles, QUERIES) index into q
     first: Any  # (tiles, QUERIES) first and last key position that each query sees
     last: Any
-    keys: Any  # (tiles,) the first key position of the first key tile
-    origin: Any  # (tiles,) the row's first key in k, and the number of its keys
-    count: Any
+    keys: Any  # (tiles,) position of the first key that any of them may see, rounded down to a tile of keys
+    tile: Any  # (tiles,) and the number of that tile among all tiles of keys
     rounds: np.ndarray | None  # (tiles,) key tiles of each query tile, falling; None where it is not known on the host
     whole: np.ndarray | None  # (tiles,) how many of them, from the first on, every query sees whole
 
@@ -190,8 +190,9 @@ def _standard(call: AttentionCall) -> Any:
     size = min(QUERIES, _static_bound(q, "q"))
     key = ("attention", "plan", size, id(k.layout), call.window)
     plan, _ = q.layout.memo.get(key) or q.layout.memo.setdefault(key, (_plan(call, size), k.layout))
-    parts = [_chunk(call, plan, part) for part in _chunks(call, plan)]
     wide = accumulator(xp, q.dtype)
+    k_tiles, v_tiles = _key_tiles(call.k, wide), _key_tiles(call.v, wide)
+    parts = [_chunk(call, plan, part, k_tiles, v_tiles) for part in _chunks(call, plan)]
 
     def by_token(tiles: list[Any], dtype: Any) -> Array:
         joined = tiles[0] if len(tiles) == 1 else xp.concat(tiles, axis=0)
@@ -222,33 +223,32 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     q, k, xp = call.q.layout, call.k.layout, call.q.layout.xp
     left, right = call.window
     tiles = q.tiles(size)
-    lengths, origin, count = (
-        xp.take(x, tiles.rows, axis=0) for x in (q.lengths, xp.astype(k.offsets[:-1], q.offsets.dtype), k.lengths)
-    )
-    count = xp.astype(count, q.offsets.dtype)
+
+    def per_tile(x: Any) -> Any:
+        return xp.take(xp.astype(x, q.offsets.dtype, copy=False), tiles.rows, axis=0)
+
+    lengths, count = per_tile(q.lengths), per_tile(k.lengths)
     place = tiles.starts[:, None] + q.arange(size)[None, :]  # of each query in its row, and in that of the keys
     real, place = place < lengths[:, None], place + (count - lengths)[:, None]
     last = xp.broadcast_to(count[:, None] - 1, place.shape)
     last = last if right is None else xp.minimum(last, place + right)
-    last = xp.where(real, last, -1)
-    first = xp.zeros_like(place) if left is None else xp.clip(place - left, 0)
-    keys = xp.clip(tiles.starts + count - lengths - left, 0) // KEYS * KEYS if left is not None else tiles.starts * 0
-    slots = xp.take(tiles.layout.offsets[:-1], q.rows, axis=0) * size + q.positions
-    known = q.backend.peek(last) if q.host is None else q.backend.read(last)
-    if q.host is None or k.host is None or known is None:
-        return _Plan(slots, tiles.tokens, first, last, keys, origin, count, None, None)
-    begin, end = q.backend.read(keys), known.max(axis=1) + 1
-    rounds = np.maximum(-(-(end - begin) // KEYS), 0)
-    low = q.backend.read(first).max(axis=1)
-    whole = np.where(low <= begin, (np.where(known < 0, end[:, None] - 1, known).min(axis=1) + 1 - begin) // KEYS, 0)
+    last = xp.where(real, last, xp.full_like(last, -1))
+    first = xp.zeros_like(place) if left is None else xp.maximum(place - left, xp.zeros_like(place))
+    keys = first[:, 0] // KEYS * KEYS
+    tile = per_tile(k.tiles(KEYS).layout.offsets[:-1]) + keys // KEYS
+    slots = q.tile_slots(size)
+    if q.host is None or k.host is None:
+        return _Plan(slots, tiles.tokens, first, last, keys, tile, None, None)
+    begin, low, high = (q.backend.read(x) for x in (keys, first, last))
+    rounds = np.maximum(-(-(high.max(axis=1) + 1 - begin) // KEYS), 1)
+    seen_by_all = np.where(high < 0, high.max(axis=1, keepdims=True), high).min(axis=1) + 1 - begin
+    whole = np.where(low.max(axis=1) <= begin, seen_by_all // KEYS, 0)
     order = np.argsort(-rounds, kind="stable")
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
-    device = q.backend.device(q.offsets)
-    sort = xp.asarray(order, dtype=q.offsets.dtype, device=device)
-    moved = (xp.take(x, sort, axis=0) for x in (tiles.tokens, first, last, keys, origin, count))
-    tile = xp.take(xp.asarray(inverse, dtype=q.offsets.dtype, device=device), slots // size, axis=0)
-    return _Plan(tile * size + slots % size, *moved, rounds[order], whole[order])
+    sort, place = (xp.asarray(x, dtype=q.offsets.dtype, device=q.backend.device(q.offsets)) for x in (order, inverse))
+    moved = (xp.take(x, sort, axis=0) for x in (tiles.tokens, first, last, keys, tile))
+    return _Plan(xp.take(place, slots // size, axis=0) * size + slots % size, *moved, rounds[order], whole[order])
 
 
 def _chunks(call: AttentionCall, plan: _Plan) -> Iterator[slice]:
@@ -272,56 +272,64 @@ def _rounds(call: AttentionCall, plan: _Plan, part: slice) -> Iterator[tuple[int
         yield j, alive, bool((whole[:alive] <= j).any())
 
 
-def _chunk(call: AttentionCall, plan: _Plan, part: slice) -> tuple[Any, Any]:
-    """Output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads) of some query tiles, tile by tile."""
+def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles: Any) -> tuple[Any, Any]:
+    """Output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads) of some query tiles, tile by tile.
+
+    Scores lie keys by queries, (tiles, num_kv_heads, KEYS, groups * size), so that maxima and sums run along the slow axis.
+    """
     xp, kv, groups = call.q.layout.xp, call.num_kv_heads, call.num_heads // call.num_kv_heads
-    tokens, size, wide = plan.tokens[part, :], plan.tokens.shape[1], accumulator(xp, call.q.dtype)
-    m, device = tokens.shape[0], call.q.layout.backend.device(call.q.values)
-    q = xp.astype(_tiles_of(xp, call.q.values, tokens), wide, copy=False) * call.scale
-    q = xp.permute_dims(xp.reshape(q, (m, size, kv, groups, call.head_dim)), (0, 2, 3, 1, 4))
-    q = xp.reshape(q, (m, kv, groups * size, call.head_dim))
-    minus = xp.full((), -float("inf"), dtype=wide, device=device)
-    top = xp.broadcast_to(minus, (m, kv, groups * size, 1))
-    total, acc, done = xp.zeros_like(top), xp.zeros((m, kv, groups * size, call.v.values.shape[2]), dtype=wide, device=device), []
+    tokens, wide = plan.tokens[part, :], accumulator(xp, call.q.dtype)
+    m, size = tokens.shape
+    q = xp.take(call.q.values, xp.reshape(tokens, (-1,)), axis=0)
+    q = xp.astype(q, wide, copy=False) * call.scale
+    q = xp.permute_dims(xp.reshape(q, (m, size, kv, groups, call.head_dim)), (0, 2, 4, 3, 1))
+    q = xp.reshape(q, (m, kv, call.head_dim, groups * size))
+    minus = xp.full((), -float("inf"), dtype=wide, device=call.q.device)
+    top = total = acc = None
+    done = []
     for j, alive, masked in _rounds(call, plan, part):
-        if alive < top.shape[0]:
-            done.append((acc[alive:, ...], total[alive:, ...], top[alive:, ...]))
+        if alive < q.shape[0]:
+            done.append(tuple(x[alive:, ...] for x in (acc, total, top)))
             q, acc, total, top = (x[:alive, ...] for x in (q, acc, total, top))
         at = slice(part.start, part.start + alive)
-        place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
-        index = plan.origin[at][:, None] + xp.clip(xp.minimum(place, plan.count[at][:, None] - 1), 0)
-        index = call.k.layout.clip(index)
-        k, v = (xp.astype(_tiles_of(xp, x.values, index), wide, copy=False) for x in (call.k, call.v))
-        score = xp.matmul(q, xp.permute_dims(k, (0, 2, 3, 1)))
+        tile = xp.minimum(plan.tile[at] + j, plan.tile[at] * 0 + (k_tiles.shape[0] - 1))
+        k, v = (xp.reshape(xp.take(x, tile, axis=0), (alive, kv, KEYS, -1)) for x in (k_tiles, v_tiles))
+        score = xp.matmul(k, q)
         if call.softcap is not None:
             score = xp.tanh(score / call.softcap) * call.softcap
         if masked:
-            seen = place[:, None, :] <= plan.last[at, :][:, :, None]
+            place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
+            seen = place[:, :, None] <= plan.last[at, :][:, None, :]
             if call.window[0] is not None:
-                seen = seen & (place[:, None, :] >= plan.first[at, :][:, :, None])
-            score = xp.reshape(score, (alive, kv, groups, size, KEYS))
-            score = xp.reshape(xp.where(seen[:, None, None, :, :], score, minus), (alive, kv, groups * size, KEYS))
-        higher = xp.maximum(top, xp.max(score, axis=-1, keepdims=True))
-        base = xp.where(higher == minus, xp.zeros_like(higher), higher)
-        weight, shrink = xp.exp(score - base), xp.exp(top - base)
-        total = total * shrink + xp.sum(weight, axis=-1, keepdims=True)
-        acc = acc * shrink + xp.matmul(weight, xp.permute_dims(v, (0, 2, 1, 3)))
+                seen = seen & (place[:, :, None] >= plan.first[at, :][:, None, :])
+            score = xp.reshape(score, (alive, kv, KEYS, groups, size))
+            score = xp.reshape(xp.where(seen[:, None, :, None, :], score, minus), (alive, kv, KEYS, groups * size))
+        higher = xp.max(score, axis=2, keepdims=True)
+        higher = higher if top is None else xp.maximum(top, higher)
+        base = xp.where(higher == minus, 0.0, higher) if masked else higher
+        weight = xp.exp(score - base)
+        fresh = xp.sum(weight, axis=2, keepdims=True), xp.matmul(xp.matrix_transpose(v), weight)
+        if top is None:
+            total, acc = fresh
+        else:
+            shrink = xp.exp(top - base)
+            total, acc = total * shrink + fresh[0], acc * shrink + fresh[1]
         top = higher
     done.append((acc, total, top))
     acc, total, top = (xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0] for x in map(list, zip(*done, strict=True)))
     some = total > 0
-    safe = xp.where(some, total, xp.ones_like(total))
-    out = xp.where(some, acc / safe, xp.zeros_like(acc))
-    lse = xp.where(some, top + xp.log(safe), minus)
+    safe = xp.where(some, total, 1.0)
+    out, lse = xp.where(some, acc, 0.0) / safe, xp.where(some, top + xp.log(safe), minus)
 
     def by_query(x: Any) -> Any:
-        x = xp.permute_dims(xp.reshape(x, (m, kv, groups, size, x.shape[-1])), (0, 3, 1, 2, 4))
+        x = xp.permute_dims(xp.reshape(x, (m, kv, x.shape[2], groups, size)), (0, 4, 1, 3, 2))
         return xp.reshape(x, (m * size, call.num_heads, x.shape[-1]))
 
     return by_query(out), by_query(lse)[..., 0]
 
 
-def _tiles_of(xp: Any, values: Any, index: Any) -> Any:
-    """(tiles, size, heads, dim) tokens of `values` by a (tiles, size) index."""
-    return xp.reshape(xp.take(values, xp.reshape(index, (-1,)), axis=0), (*index.shape, *values.shape[1:]))
-
+def _key_tiles(x: Array, dtype: Any) -> Any:
+    """(tiles, num_heads * KEYS * dim) the tokens by tile, then by head; 0 behind the end of a row."""
+    blocks = tiled(xp := x.layout.xp, x.values, x.layout.tiles(KEYS), 0)
+    blocks = xp.permute_dims(xp.astype(blocks, dtype, copy=False), (0, 2, 1, 3))
+    return xp.reshape(blocks, (blocks.shape[0], -1))

@@ -1,0 +1,180 @@
+"""The libraries under test: how to make their arrays, which dtypes they have, and how to read results back into NumPy.
+
+This module knows libraries so that the cases need not; nothing in it asks scree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+COMPLEX = ("complex64",)
+HALF = ("float16", "bfloat16")
+
+#: Relative spacing and smallest positive number of each floating-point dtype.
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One library on one device.
+
+    Attributes
+    ----------
+    name
+        The name under which the suite runs it.
+    dtypes
+        Name of each dtype that it has -> its dtype.
+    array
+        ``array(x, dtype)``: the NumPy array `x` as an array of the library.
+    read
+        An array of the library in NumPy; floating point as float64, complex as complex128.
+    host
+        Whether offsets on this device can be read without waiting, so that scree compares layouts by value.
+    default_float, default_integer
+        Names of the default dtypes.
+    generator
+        ``generator(seed)``: what its random functions draw from, or None.
+    context
+        Under which a case runs.
+    """
+
+    name: str
+    dtypes: dict[str, Any]
+    array: Callable[[np.ndarray, Any], Any]
+    read: Callable[[Any], np.ndarray]
+    host: bool = True
+    default_float: str = "float32"
+    default_integer: str = "int64"
+    generator: Callable[[int], Any] | None = None
+    context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+    def dtype_name(self, x: Any) -> str:
+        """The name of the dtype of an array."""
+        return next(name for name, dtype in self.dtypes.items() if x.dtype == dtype)
+
+    def make(self, x: Any, dtype: str) -> Any:
+        """The NumPy array `x` as an array of the library with a dtype given by name."""
+        return self.array(np.asarray(x), self.dtypes[dtype])
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """Its real floating-point dtypes."""
+        return tuple(name for name in FLOATS if name in self.dtypes)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    kind = "c" if x.dtype.kind == "c" else x.dtype.kind
+    return x.astype({"f": np.float64, "V": np.float64, "c": np.complex128}.get(kind, x.dtype))
+
+
+def _named(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names if hasattr(module, name)}
+
+
+_ALL = ("bool", *FLOATS, *INTEGERS, "uint16", "uint32", "uint64", *COMPLEX, "complex128")
+
+
+def _numpy(device: str | None) -> Library:
+    dtypes = {name: np.dtype(name) for name in _ALL if name != "bfloat16"}
+    return Library(
+        "numpy", dtypes, lambda x, dtype: np.array(x, dtype=dtype), lambda x: _wide(np.asarray(x)),
+        default_float="float64", generator=np.random.default_rng,
+    )  # fmt: skip
+
+
+def _torch(device: str | None) -> Library:
+    import torch
+
+    place = torch.device(device or "cpu")
+
+    def read(x: torch.Tensor) -> np.ndarray:
+        x = x.detach().cpu()
+        return _wide((x.to(torch.float64) if x.is_floating_point() else x).numpy())
+
+    def array(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(x, device=place).to(dtype)
+
+    return Library(
+        "torch", _named(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")), array, read,
+        host=place.type == "cpu", generator=lambda seed: torch.Generator(place).manual_seed(seed),
+    )  # fmt: skip
+
+
+def _jax(device: str | None) -> Library:
+    import jax
+    import jax.numpy as jnp
+
+    place = jax.devices(device)[0] if device else None
+    wide = jax.config.jax_enable_x64
+    names = tuple(n for n in _ALL if wide or n not in ("float64", "int64", "uint64", "complex128"))
+    dtypes = {name: np.dtype(getattr(jnp, name)) for name in names}
+
+    def array(x: np.ndarray, dtype: Any) -> Any:
+        return jax.device_put(np.asarray(x).astype(dtype), place)
+
+    return Library(
+        "jax", dtypes, array, lambda x: _wide(np.asarray(x)), host=(device or "cpu") == "cpu",
+        default_float="float64" if wide else "float32", default_integer="int64" if wide else "int32",
+        generator=jax.random.key,
+    )  # fmt: skip
+
+
+def _mlx(device: str | None) -> Library:
+    import mlx.core as mx
+
+    if device:
+        mx.set_default_device(getattr(mx, device))
+    dtypes = {"bool": mx.bool_, **_named(mx, tuple(name for name in _ALL if name not in ("bool", "complex128")))}
+    if mx.default_device() != mx.Device(mx.cpu):
+        del dtypes["float64"]
+
+    def read(x: Any) -> np.ndarray:
+        return _wide(np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x))
+
+    def array(x: np.ndarray, dtype: Any) -> Any:
+        return mx.array(x, dtype=mx.float64).astype(dtype) if x.dtype == np.float64 else mx.array(x).astype(dtype)
+
+    return Library("mlx", dtypes, array, read, host=False, default_integer="int32", generator=mx.random.key)
+
+
+def _strict(device: str | None, **flags: bool) -> Library:
+    import array_api_strict as xp
+
+    place = xp.Device(device) if device else None
+    cpu = xp.Device("CPU_DEVICE")
+    dtypes = {"bool": xp.bool, **_named(xp, tuple(name for name in _ALL if name not in ("bool", *HALF)))}
+
+    def context() -> AbstractContextManager[Any]:
+        return xp.ArrayAPIStrictFlags(**flags) if flags else nullcontext()
+
+    return Library(
+        "strict_minimal" if flags else "array_api_strict", dtypes,
+        lambda x, dtype: xp.asarray(x, dtype=dtype, device=place),
+        lambda x: _wide(np.from_dlpack(x.to_device(cpu))), default_float="float64", context=context,
+    )  # fmt: skip
+
+
+#: Name -> how to load it; the last one is array-api-strict with everything switched off that can be.
+LIBRARIES: dict[str, Callable[[str | None], Library]] = {
+    "numpy": _numpy,
+    "torch": _torch,
+    "jax": _jax,
+    "mlx": _mlx,
+    "array_api_strict": _strict,
+    "strict_minimal": lambda device: _strict(device, boolean_indexing=False, data_dependent_shapes=False),
+}
+
+
+def load(name: str, device: str | None = None) -> Library:
+    """The library of this name; `ImportError` where it is not installed."""
+    if name not in LIBRARIES:
+        raise ValueError(f"backend: expected one of {', '.join(LIBRARIES)}, got {name!r}")
+    return LIBRARIES[name](device)

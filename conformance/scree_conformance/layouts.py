@@ -1,0 +1,19 @@
+"""The row lengths that break ragged code."""
+
+#: Name -> row lengths. The three with empty rows hold the same lengths, so that libraries that compile do it once.
+LAYOUTS: dict[str, list[int]] = {
+    "plain": [3, 2, 4],
+    "empty_first": [0, 0, 5, 1, 3],
+    "empty_last": [3, 5, 1, 0, 0],
+    "empty_between": [3, 0, 1, 0, 5],
+    "all_empty": [0, 0, 0],
+    "no_rows": [],
+    "one_row": [7],
+    "ones": [1, 1, 1, 1],
+    "one_long": [2, 1, 500, 0, 3],
+    "blocks": [1, 31, 32, 33, 63, 64, 65, 127, 129],
+}
+
+SHORT = ("empty_between", "no_rows")
+EMPTY = ("empty_first", "empty_last", "empty_between", "all_empty", "no_rows")
+ALL = tuple(LAYOUTS)

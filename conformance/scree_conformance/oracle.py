@@ -1,0 +1,222 @@
+"""What is right: every operation by its definition, on a list of NumPy rows, with one plain loop over them.
+
+Nothing here knows scree. The functions keep the precision of their input: called with float64 rows they give the truth, with
+float32 rows the error that this precision makes where everything is plain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Rows(list[np.ndarray]):
+    """The rows of one ragged array; `template` is a row without tokens, for batches without rows."""
+
+    def __init__(self, rows: Iterable[np.ndarray], template: np.ndarray) -> None:
+        super().__init__(rows)
+        self.template = template
+
+    def astype(self, dtype: Any) -> Rows:
+        """The same rows in another precision."""
+        return Rows((row.astype(dtype) for row in self), self.template.astype(dtype))
+
+    def stack(self, f: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """`f` of each row, which all have one shape, (n, ...)."""
+        return np.stack([f(row) for row in self]) if self else np.stack([f(self.template)])[:0]
+
+
+def each(f: Callable[..., Any]) -> Callable[..., list[np.ndarray]]:
+    """`f` on each row; dense operands with an axis more than a row have one entry a row."""
+
+    def rows(*args: Any) -> list[np.ndarray]:
+        first = next(a for a in args if isinstance(a, list))
+        return [f(*(_of_row(a, i, first[i].ndim) for a in args)) for i in range(len(first))]
+
+    return rows
+
+
+def _of_row(x: Any, i: int, ndim: int) -> Any:
+    if isinstance(x, list):
+        return x[i]
+    if isinstance(x, np.ndarray) and x.ndim == ndim + 1:
+        return x[i if x.shape[0] > 1 else 0]
+    return x
+
+
+# ------------------------------------------------------------------------------------------- reductions and scans
+def _extreme(dtype: np.dtype[Any], name: str) -> Any:
+    if dtype.kind == "f":
+        return -math.inf if name == "max" else math.inf
+    return np.iinfo(dtype).min if name == "max" else np.iinfo(dtype).max
+
+
+def _deviate(x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float) -> np.ndarray:
+    n = math.prod(x.shape[a] for a in axis)
+    with np.errstate(all="ignore"):
+        centre = np.sum(x, axis=axis, keepdims=True) / n
+        total = np.sum((x - centre) ** 2, axis=axis, keepdims=keepdims)
+        return total / (n - correction) if n > correction else total * x.dtype.type(math.nan)
+
+
+def reduce_array(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float = 0) -> np.ndarray:
+    """One dense reduction, with its value over nothing: 0, 1, True, False, -inf, inf or NaN."""
+    if name in ("var", "std"):
+        found = _deviate(x, axis, keepdims, correction)
+        return np.sqrt(found) if name == "std" else found
+    if name == "mean":
+        with np.errstate(all="ignore"):
+            n = x.dtype.type(math.prod(x.shape[a] for a in axis))
+            return np.asarray(np.sum(x, axis=axis, keepdims=keepdims) / n)
+    if name == "count_nonzero":
+        return np.asarray(np.sum(x != 0, axis=axis, keepdims=keepdims))
+    more = {"initial": _extreme(x.dtype, name)} if name in ("max", "min") else {}
+    return np.asarray(getattr(np, name)(x, axis=axis, keepdims=keepdims, **more))
+
+
+def reduce(
+    name: str, rows: Rows, axis: Any, *, keepdims: bool = False, correction: float = 0, ragged: int = 1
+) -> list[np.ndarray] | np.ndarray:
+    """A reduction over axes of the batch, of which axis `ragged` is the ragged one: rows again, or a dense array."""
+    ndim = rows.template.ndim + 1
+    axes = tuple(range(ndim)) if axis is None else tuple(sorted(a % ndim for a in np.atleast_1d(axis).tolist()))
+    inner = tuple(a - 1 for a in axes if a)
+    if 0 in axes:
+        whole = np.concatenate([rows.template, *rows], axis=ragged - 1)
+        found = reduce_array(name, whole, inner, keepdims, correction)
+        return found[None] if keepdims else found
+
+    def one(row: np.ndarray) -> np.ndarray:
+        return reduce_array(name, row, inner, keepdims, correction)
+
+    return rows.stack(one) if ragged in axes else [one(row) for row in rows]
+
+
+def scan(name: str, rows: Rows, axis: int, *, initial: bool = False) -> list[np.ndarray]:
+    """A running sum or product along an axis of each row."""
+    out, first = [], 0 if name == "cumulative_sum" else 1
+    for row in rows:
+        found = (np.cumsum if name == "cumulative_sum" else np.cumprod)(row, axis=axis)
+        if initial:
+            shape = tuple(1 if a == axis else n for a, n in enumerate(row.shape))
+            found = np.concatenate([np.full(shape, first, found.dtype), found], axis=axis)
+        out.append(found)
+    return out
+
+
+# ------------------------------------------------------------------------------------------- softmax and norms
+def _shifted(row: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    top = np.max(row, axis=axis, keepdims=True, initial=-math.inf)
+    return top, np.sum(np.exp(row - top), axis=axis, keepdims=True)
+
+
+def softmax(rows: Rows, axis: int = 0) -> list[np.ndarray]:
+    """``exp(x) / sum(exp(x))`` along an axis of each row."""
+    return [np.exp(row - _shifted(row, axis)[0]) / _shifted(row, axis)[1] for row in rows]
+
+
+def log_softmax(rows: Rows, axis: int = 0) -> list[np.ndarray]:
+    """``log(softmax(x))`` along an axis of each row."""
+    return [row - _shifted(row, axis)[0] - np.log(_shifted(row, axis)[1]) for row in rows]
+
+
+def logsumexp(rows: Rows, axis: int = 0) -> np.ndarray:
+    """``log(sum(exp(x)))`` along an axis of each row; -inf for an empty one."""
+
+    def one(row: np.ndarray) -> np.ndarray:
+        top, total = _shifted(row, axis)
+        with np.errstate(divide="ignore"):
+            return np.squeeze(np.where(total > 0, top + np.log(total), -math.inf).astype(row.dtype), axis=axis)
+
+    return rows.stack(one)
+
+
+def rms_norm(rows: Rows, weight: Any = 1, eps: float = 1e-6) -> list[np.ndarray]:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis."""
+    return [row / np.sqrt(np.mean(row * row, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight for row in rows]
+
+
+def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) -> list[np.ndarray]:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
+    out = []
+    for row in rows:
+        centred = row - np.mean(row, axis=-1, keepdims=True)
+        out.append(centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight + bias)
+    return out
+
+
+def rope(rows: Rows, *, theta: float = 10000.0, interleaved: bool = False, start: Sequence[int] | None = None) -> list[np.ndarray]:
+    """Turn pair i of token p by ``p * theta ** (-2 i / d)``; pairs are neighbours, or one from either half."""
+    out = []
+    for r, row in enumerate(rows):
+        turned, d = np.empty_like(row), row.shape[-1]
+        for i in range(d // 2):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + d // 2)
+            place = np.arange(row.shape[0], dtype=row.dtype) + (0 if start is None else start[r])
+            angle = place * row.dtype.type(theta ** (-2 * i / d))
+            angle = angle.reshape(-1, *(1,) * (row.ndim - 2))
+            turned[..., a] = row[..., a] * np.cos(angle) - row[..., b] * np.sin(angle)
+            turned[..., b] = row[..., b] * np.cos(angle) + row[..., a] * np.sin(angle)
+        out.append(turned)
+    return out
+
+
+# ------------------------------------------------------------------------------------------- attention
+def visible(queries: int, keys: int, causal: bool, window: Any) -> np.ndarray:
+    """(queries, keys) which key each query sees; the last query stands at the last key."""
+    place = np.arange(queries)[:, None] + keys - queries
+    key = np.arange(keys)[None, :]
+    seen = np.ones((queries, keys), bool)
+    if causal:
+        seen &= key <= place
+    if isinstance(window, tuple):
+        left, right = window
+        if left is not None:
+            seen &= key >= place - left
+        if right is not None:
+            seen &= key <= place + right
+    elif window is not None:
+        seen &= key > place - window
+    return seen
+
+
+def attention(
+    q: Rows, k: Rows, v: Rows, *, causal: bool = False, window: Any = None, scale: float | None = None,
+    softcap: float | None = None, stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
+    """Output and log-sum-exp of each row; `stage` rounds scores and weights where a lower precision keeps them so."""
+    out, lse = [], []
+    for qs, ks, vs in zip(q, k, v, strict=True):
+        heads, kv_heads, wide = qs.shape[1], ks.shape[1], qs.dtype.type
+        seen = visible(qs.shape[0], ks.shape[0], causal, window)
+        got, logs = np.zeros((*qs.shape[:2], vs.shape[2]), wide), np.full(qs.shape[:2], -math.inf, wide)
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            score = stage(qs[:, h] @ ks[:, g].T) * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale)
+            if softcap is not None:
+                score = wide(softcap) * np.tanh(score / wide(softcap))
+            some = seen.any(axis=1)
+            score = np.where(seen, score, wide(-math.inf))[some]
+            top = np.max(score, axis=1, keepdims=True, initial=-math.inf)
+            total = np.sum(np.exp(score - top), axis=1, keepdims=True)
+            got[some, h] = stage(np.exp(score - top) / total) @ vs[:, g]
+            logs[some, h] = (top + np.log(total))[:, 0]
+        out.append(got)
+        lse.append(logs)
+    return out, lse
+
+
+def rounded(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
+    """Rounding of float32 to a half precision and back."""
+    if dtype == "float16":
+        return lambda x: x.astype(np.float16).astype(x.dtype)
+
+    def bfloat16(x: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        even = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return (even & np.uint32(0xFFFF0000)).view(np.float32).astype(x.dtype)
+
+    return bfloat16

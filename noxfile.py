@@ -1,0 +1,71 @@
+"""The checks of the project. `nox -l` lists them; `nox -s lint`, `nox -s "tests(torch)"`, `nox -s docs` ... run them.
+
+Every session has an environment of its own, which is kept for the next run.
+"""
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+
+TORCH = "torch==2.13.0"  # a newer one than the tests know must not come in by itself
+BACKENDS = {
+    "numpy": [],
+    "torch": [TORCH, "-e", ".[torch]"],
+    "jax": ["-e", ".[jax]"],
+    "mlx": ["-e", ".[mlx]"],
+    "array_api_strict": [],
+}
+EACH = [nox.param(name, id=name) for name in BACKENDS]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules. The code is laid out by hand, so there is no formatter to agree with."""
+    session.install("ruff>=0.15")
+    session.run("ruff", "check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict mypy on `scree`; the libraries count as Any, so that none has to be installed."""
+    session.install("mypy>=1.18", "-e", ".")
+    session.run("mypy")
+
+
+@nox.session
+@nox.parametrize("backend", EACH)
+def tests(session: nox.Session, backend: str) -> None:
+    """The tests on one backend, with no other library installed."""
+    session.install("-e", ".[test]", *BACKENDS[backend])
+    session.run("pytest", "-n", "2", *session.posargs, env={"SCREE_BACKENDS": backend})
+
+
+@nox.session
+@nox.parametrize("backend", EACH)
+def conformance(session: nox.Session, backend: str) -> None:
+    """The conformance suite on one backend, as another project would run it."""
+    session.install("-e", ".[test]", *BACKENDS[backend])
+    session.run("python", "-m", "scree_conformance", "--backend", backend, *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into `site`; warnings are errors. `nox -s docs -- serve` shows it while you write."""
+    session.install("-e", ".[docs]")
+    session.run("mkdocs", *(session.posargs or ("build", "--strict")))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The demo from an ordinary install, as a user has it."""
+    session.install(".[demo]")
+    session.run("python", "-m", "scree", "demo", *session.posargs)
+
+
+@nox.session(venv_params=["--system-site-packages"])
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device, with the torch and Triton of the machine where it has them."""
+    session.install("-e", ".[test,triton]")
+    session.run("pytest", "-m", "gpu", *session.posargs)

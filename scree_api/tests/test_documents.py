@@ -1,0 +1,39 @@
+"""Every Python block of the README and of the documentation runs, from the first to the last of a page."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(?:python|pycon)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, int]]:
+    """The blocks of a page and the line that each begins at."""
+    text = page.read_text(encoding="utf-8")
+    return [(found[1], text.count("\n", 0, found.start(1))) for found in BLOCK.finditer(text)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_blocks_run(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    said: list[str] = []
+    for code, line in blocks(page):
+        if ">>>" in code:
+            test = doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), line)
+            test.globs = names
+            doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append, clear_globs=False)
+        else:
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+    assert not said, "".join(said)
+
+
+def test_readme_begins_with_its_two_commands() -> None:
+    first = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert first is not None
+    demo, tests = (line for line in first[1].splitlines() if line and not line.startswith("#"))
+    assert demo.endswith("-m scree demo")
+    assert "bin/pytest" in tests
