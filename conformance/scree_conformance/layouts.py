@@ -14,6 +14,7 @@ LAYOUTS: dict[str, list[int]] = {
     "blocks": [1, 31, 32, 33, 63, 64, 65, 127, 129],
 }
 
+#: The first of each tuple is the layout on which other dtypes than the first are tried.
 SHORT = ("empty_between", "no_rows")
-EMPTY = ("empty_first", "empty_last", "empty_between", "all_empty", "no_rows")
-ALL = tuple(LAYOUTS)
+ALL = ("empty_between", *(name for name in LAYOUTS if name != "empty_between"))
+EMPTY = ("empty_between", "empty_first", "empty_last", "all_empty", "no_rows")

@@ -1,20 +1,16 @@
-"""The host side of attention: what is taken, what is allocated, which kernel runs with which tiles.
+"""The entrance to attention: what is taken, and how autograd and torch.compile see it.
 
 Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
-torch.export trace, the same two functions run behind custom operators.
+torch.export trace, the same plans run behind custom operators.
 """
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
 
-from . import portable
-from .launch import INTERPRETED, Launch, ragged
-from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, GluonTiles, Tile, Tiles, portable_tiles
+from .launch import INTERPRETED
+from .plans import Rows, Spec, plan
+from .tiles import UNBOUNDED
 
-LOG2E = 1.4426950408889634
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_ROWS = 1 << 24
 _MOST_TOKENS = 1 << 26
@@ -99,230 +95,40 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
     if torch.compiler.is_compiling():
         out, lse = _forward_op(q, k, v, cu_q, cu_k, *spec)
         return out, lse.t()
+    rows = Rows(cu_q, cu_k, memo)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, cu_q, cu_k, spec, memo)
-    out, lse = _forward(q, k, v, cu_q, cu_k, spec, memo)
+        return _Attention.apply(q, k, v, rows, spec)
+    out, lse = plan(q, k, v, rows, spec).forward(q, k, v, rows, spec)
     return out, lse.t()
-
-
-class Spec(NamedTuple):
-    """What is computed, in plain numbers: UNBOUNDED for an open side of the window, softcap 0 for none."""
-
-    left: int
-    right: int
-    scale: float
-    softcap: float
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cu_q, cu_k, spec, memo):
-        out, lse = _forward(q, k, v, cu_q, cu_k, spec, memo)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.spec, ctx.memo = spec, memo
+    def forward(ctx, q, k, v, rows, spec):
+        ctx.plan = plan(q, k, v, rows, spec)
+        out, lse = ctx.plan.forward(q, k, v, rows, spec)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rows, ctx.spec = rows, spec
         ctx.set_materialize_grads(False)
         return out, lse.t()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        return *_backward(q, k, v, out, lse, dout, dlse, cu_q, cu_k, ctx.spec, ctx.memo), None, None, None, None
+        return *ctx.plan.backward(*ctx.saved_tensors, dout, dlse, ctx.rows, ctx.spec), None, None
 
 
-def _tiles(memo: dict | None, offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int,
-           after: int) -> torch.Tensor:
-    if memo is None:
-        return tile_map(offsets, other, total, block, before, after)
-    key = ("triton", "tiles", id(offsets), id(other), block, before, after)
-    found = memo.get(key)
-    if found is None:  # the offsets are kept beside the map, so that their ids stay theirs
-        found = memo[key] = tile_map(offsets, other, total, block, before, after), offsets, other
-    return found[0]
-
-
-class _Kernels(NamedTuple):
-    """The portable kernels for one set of static facts."""
-
-    tiles: Tiles
-    q_group: int
-    k_group: int
-    forward: Launch
-    dq: Launch
-    dq_dlse: Launch
-    dkdv: Launch
-
-
-@functools.lru_cache(maxsize=None)
-def _portable(device: torch.device, dtype: torch.dtype, dim: int, dim_v: int, heads: int, k_heads: int, left: bool,
-              right: bool, softcap: bool) -> _Kernels:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    block_d, block_dv = (triton.next_power_of_2(x) for x in (dim, dim_v))
-    tiles = portable_tiles(capability, dtype.itemsize, max(block_d, block_dv))
-    q_group, k_group = _head_group(heads, block_d), _head_group(k_heads, block_d)
-
-    def launch(kernel: Any, tile: Tile, group: int, **more: Any) -> Launch:
-        return Launch(kernel, dict(DIM=dim, DIM_V=dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_M=tile.m,
-                                   BLOCK_N=tile.n, GROUP=group, LEFT=left, RIGHT=right, SOFTCAP=softcap, **more),
-                      dict(num_warps=tile.warps, num_stages=tile.stages))
-
-    return _Kernels(tiles, q_group, k_group, launch(portable.forward_kernel, tiles.forward, q_group),
-                    launch(portable.dq_kernel, tiles.dq, q_group, HAS_DLSE=False),
-                    launch(portable.dq_kernel, tiles.dq, q_group, HAS_DLSE=True),
-                    launch(portable.dkdv_kernel, tiles.dkdv, k_group))
-
-
-class _GluonKernels(NamedTuple):
-    """The Gluon kernels for one set of static facts."""
-
-    tiles: GluonTiles
-    programs: int
-    forward: Launch
-    dq: Launch
-    dq_dlse: Launch
-    dkdv: Launch
-
-
-@functools.lru_cache(maxsize=None)
-def _hopper(device: torch.device, dim: int, heads: int, k_heads: int, causal: bool) -> _GluonKernels:
-    from . import hopper
-
-    tiles = GLUON[dim]
-    m, n, stages = tiles.forward
-    q_group, k_group = _head_group(heads, dim), _head_group(k_heads, dim)
-    options = dict(num_warps=4, maxnreg=168)
-    forward = Launch(hopper.forward_kernel, dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, GROUP=q_group,
-                                                 CAUSAL=causal), options, (m // 2, n, n))
-    m, n, stages, own_stages = tiles.dq
-    constants = dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own_stages, GROUP=q_group, CAUSAL=causal)
-    dq, dq_dlse = (Launch(hopper.dq_kernel, dict(constants, HAS_DLSE=has), options, (m // 2, n, n, m // 2))
-                   for has in (False, True))
-    m, n, stages, own_stages = tiles.dkdv
-    dkdv = Launch(hopper.dkdv_kernel, dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own_stages,
-                                           GROUP=k_group, CAUSAL=causal), options, (m, n // 2, n // 2, m))
-    return _GluonKernels(tiles, torch.cuda.get_device_properties(device).multi_processor_count, forward, dq, dq_dlse,
-                         dkdv)
-
-
-def _on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> bool:
-    """Whether the Gluon kernels take the call; they leave windows, softcap and odd strides to the portable ones."""
-    dim = q.shape[2]
-    return (dim in (64, 128) and v.shape[2] == dim and q.dtype != torch.float32 and spec.left == UNBOUNDED
-            and spec.right in (0, UNBOUNDED) and spec.softcap == 0 and q.shape[0] > 0 and k.shape[0] > 0
-            and _is_hopper(q.device) and _aligned(q) and _aligned(k) and _aligned(v))
-
-
-def _aligned(x: torch.Tensor) -> bool:
-    """Whether the copy engine can address `x`: multiples of 16 bytes, in reach of its coordinates."""
-    stride, head, _ = x.stride()
-    return (x.data_ptr() % 16 == 0 and stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31
-            and 0 < x.shape[1] * head < 1 << 31)
-
-
-@functools.lru_cache(maxsize=None)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _head_group(heads: int, block_d: int) -> int:
-    """Heads that run side by side. Wide heads fill the L2 cache, so few at a time; narrow ones all at once."""
-    if block_d < 128:
-        return heads
-    return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if heads % g == 0)
-
-
-def _kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec) -> _Kernels:
-    return _portable(q.device, q.dtype, q.shape[2], v.shape[2], q.shape[1], k.shape[1], spec.left < UNBOUNDED,
-                     spec.right < UNBOUNDED, spec.softcap > 0)
-
-
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
-             memo: dict | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output (total, num_heads, head_dim of v) and the log-sum-exp (num_heads, total)."""
-    total, heads, _ = q.shape
-    dim_v = v.shape[2]
-    out = q.new_empty((total, heads, dim_v))
-    lse = q.new_empty((heads, total), dtype=torch.float32)
-    if total == 0:
-        return out, lse
-    left, right, scale, softcap = spec
-    if _on_hopper(q, k, v, spec):
-        from . import hopper
-
-        gluon = _hopper(q.device, dim_v, heads, k.shape[1], right == 0)
-        block = gluon.tiles.forward[0]
-        tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
-        gluon.forward(min(gluon.programs, tile_bound(total, cu_q.shape[0] - 1, block) * heads),
-                      (out, lse, tiles, hopper.counter(q.device)), (q.stride(1), k.stride(1), v.stride(1), heads * dim_v),
-                      (total, heads, heads // k.shape[1], scale * LOG2E), (ragged(q), ragged(k), ragged(v)))
-        return out, lse
-    kernels = _kernels(q, k, v, spec)
-    block = kernels.tiles.forward.m
-    tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads * dim_v)
-    kernels.forward(tile_bound(total, cu_q.shape[0] - 1, block) * heads, (q, k, v, out, lse, tiles), strides,
-                    (total, heads, heads // k.shape[1], left, right, scale, softcap))
-    return out, lse
-
-
-def _backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-              dout: torch.Tensor | None, dlse: torch.Tensor | None, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
-              memo: dict | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, contiguous."""
-    (total, heads, dim), (total_k, k_heads, dim_v) = q.shape, v.shape
-    if dout is None:
-        dout = torch.zeros_like(out)
-    elif dout.stride(2) != 1:
-        dout = dout.contiguous()
-    dq = q.new_empty((total, heads, dim))
-    dk = q.new_empty((total_k, k_heads, dim))
-    dv = q.new_empty((total_k, k_heads, dim_v))
-    left, right, scale, softcap = spec
-    stats = q.new_empty((2, heads, total), dtype=torch.float32)
-    plane = heads * total
-    if _on_hopper(q, k, v, spec):
-        from . import hopper
-
-        if not _aligned(dout):
-            dout = dout.contiguous()
-        gluon = _hopper(q.device, dim, heads, k_heads, right == 0)
-        descriptors = ragged(q), ragged(k), ragged(v), ragged(dout)
-        columns = q.stride(1), k.stride(1), v.stride(1), dout.stride(1)
-        counts = total, plane, heads, heads // k_heads, scale * LOG2E
-        rows = cu_q.shape[0] - 1
-        launch, slope = (gluon.dq, lse) if dlse is None else (gluon.dq_dlse, dlse)
-        block = gluon.tiles.dq[0]
-        tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
-        launch(min(gluon.programs, tile_bound(total, rows, block) * heads),
-               (out, lse, slope, stats, dq, tiles, hopper.counter(q.device)),
-               (*columns, heads * dim, heads * dim), (*slope.stride(), *counts), descriptors)
-        block = gluon.tiles.dkdv[1]
-        tiles = _tiles(memo, cu_k, cu_q, total_k, block, right, left)
-        gluon.dkdv(min(gluon.programs, tile_bound(total_k, rows, block) * k_heads),
-                   (stats, dk, dv, tiles, hopper.counter(q.device)), (*columns, k_heads * dim), counts, descriptors)
-        return dq, dk, dv
-    kernels = _kernels(q, k, v, spec)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    counts = (total, plane, heads, heads // k_heads, left, right, scale, softcap)
-    rows = cu_q.shape[0] - 1
-    if total > 0:
-        launch, slope = (kernels.dq, lse) if dlse is None else (kernels.dq_dlse, dlse)
-        block = kernels.tiles.dq.m
-        tiles = _tiles(memo, cu_q, cu_k, total, block, left, right)
-        launch(tile_bound(total, rows, block) * heads, (q, k, v, out, lse, dout, slope, stats, dq, tiles),
-               (*strides, heads * dim_v, *dout.stride()[:2], heads * dim), (*slope.stride(), *counts))
-    if total_k > 0:
-        block = kernels.tiles.dkdv.n
-        tiles = _tiles(memo, cu_k, cu_q, total_k, block, right, left)
-        kernels.dkdv(tile_bound(total_k, rows, block) * k_heads, (q, k, v, dout, stats, dk, dv, tiles),
-                     (*strides, *dout.stride()[:2], k_heads * dim, k_heads * dim_v), counts)
-    return dq, dk, dv
+def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
+    """An operator's arguments lose their identity, so the same offsets are told by their memory."""
+    same = cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
+    return Rows(cu_q, cu_q if same else cu_k, None)
 
 
 @torch.library.custom_op("scree_triton::attention", mutates_args=())
 def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, left: int,
                 right: int, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _forward(q, k, v, cu_q, cu_k, Spec(left, right, scale, softcap), None)
+    rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
+    return plan(q, k, v, rows, spec).forward(q, k, v, rows, spec)
 
 
 @_forward_op.register_fake
@@ -335,8 +141,9 @@ def _(q, k, v, cu_q, cu_k, left, right, scale, softcap):
 def _backward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
                  dout: torch.Tensor | None, dlse: torch.Tensor | None, cu_q: torch.Tensor, cu_k: torch.Tensor,
                  left: int, right: int, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
     dlse = None if dlse is None else dlse.t()
-    return _backward(q, k, v, out, lse, dout, dlse, cu_q, cu_k, Spec(left, right, scale, softcap), None)
+    return plan(q, k, v, rows, spec).backward(q, k, v, out, lse, dout, dlse, rows, spec)
 
 
 @_backward_op.register_fake

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (async_copy, mbarrier, tma, warpgroup_mma,
                                                               warpgroup_mma_wait)
+from triton.runtime import driver
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -31,7 +32,7 @@ def counter(device: torch.device) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    key = device.index, driver.active.get_current_stream(device.index)
     ring = _rings.get(key)
     if ring is None:
         # 16 bytes apart, as alignment is part of what a kernel is compiled for.
@@ -213,7 +214,7 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
 @gluon.jit
 def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
                       out_stride, total, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                      STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -231,8 +232,12 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
         row = first + w * ROWS
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        # The last key of each query, and the tiles that all queries of this warpgroup attend in full.
-        if CAUSAL:
+        # The last key of each query, and the tiles that all queries of this warpgroup attend in full: with rows of one
+        # length (and BLOCK_M = BLOCK_N) all but the last.
+        if SAME and CAUSAL:
+            limit = query
+            full = tiles - 1
+        elif CAUSAL:
             limit = gl.minimum(query + shift, other - 1)
             full = gl.minimum(gl.maximum(gl.minimum(row + shift + 1, other), 0) // BLOCK_N, tiles - 1)
         else:
@@ -251,7 +256,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         l = _partial_sums(y)
         acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         c += 1
-        if CAUSAL:
+        if CAUSAL and not SAME:
             for j in range(tiles - 2, full - 1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
                                              limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
@@ -266,7 +271,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
         acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
-        nothing = limit < 0
+        nothing = gl.minimum(limit, other - 1) < 0
         lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
         factor = gl.convert_layout(1.0 / l_sum, gl.SliceLayout(1, LAYOUT_O))
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -282,8 +287,11 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
 @gluon.jit(do_not_specialize=_COUNTS)
 def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
                    scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   GROUP: gl.constexpr, CAUSAL: gl.constexpr):
-    """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e)."""
+                   GROUP: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr):
+    """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e).
+
+    SAME: queries and keys have the same offsets.
+    """
     q_s = gl.allocate_shared_memory(qd.dtype, [4, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
     v_s = gl.allocate_shared_memory(vd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], vd.layout)
@@ -296,9 +304,9 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head,
     v_empty = _barriers(STAGES, 2)
     gl.warp_specialize([
         (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
+                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME)),
         (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
+                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                              COUNTER, q_head, k_head, v_head, heads, group_size, BLOCK_M, BLOCK_N, DIM, STAGES, GROUP,
                              CAUSAL)),
@@ -366,11 +374,12 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, 
     dp = warpgroup_mma(do, _rows(v_s.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[:, None])
-    if MASK:
-        p = gl.where(limit[:, None] >= offs_n[None, :], p, 0.0)
     dp = warpgroup_mma_wait(0, deps=(dp, ))
     mbarrier.arrive(v_empty.index(stage), count=1)
-    ds = gl.convert_layout((p * (dp - delta[:, None])).to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    ds = p * (dp - delta[:, None])
+    if MASK:
+        ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
+    ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = warpgroup_mma(ds, k, dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
     mbarrier.arrive(k_empty.index(stage), count=1)

@@ -20,17 +20,16 @@ class Ragged(NamedTuple):
     """
 
     base: torch.Tensor
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     padding: str = "zero"
     round_f32_to_tf32: bool = False
 
 
-def ragged(x: torch.Tensor) -> Ragged:
-    """Describe `x` of shape (total, num_heads, head_dim); heads are reached by a column, ``head * x.stride(1)``."""
-    stride, head, _ = x.stride()
-    width = (x.shape[1] - 1) * head + x.shape[2]
-    return Ragged(x, (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1))
+def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides that describe values (total, heads, dim); a head is reached by its column, a multiple of `head`."""
+    width = (heads - 1) * head + dim
+    return (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1)
 
 
 class Launch:

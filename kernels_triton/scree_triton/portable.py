@@ -176,6 +176,8 @@ def _score_gradient(x, dp, lse, delta, valid, scale, softcap, SOFTCAP: tl.conste
     ds = p * (dp - delta)
     if SOFTCAP:
         ds *= 1.0 - x * x
+    if MASK:
+        ds = tl.where(valid, ds, 0.0)  # again: a query without valid keys may have any dout, also NaN
     return p, ds
 
 

@@ -1,8 +1,11 @@
 """The tile map: every row of a ragged batch cut into blocks of tokens, most work first, made on the device.
 
-The number of tiles depends on offsets that live on the device, but ``total // block + n`` bounds it and is known on the
-host: block ``j`` of row ``b`` goes to slot ``offsets[b] // block + b + j``, and a slot finds its row by bisection. Slots
-that no row fills are holes; sorting by work moves them to the end, where no program looks.
+The number of tiles depends on offsets that live on the device, but ``total // block + n + 1`` bounds it and is known on
+the host: block ``j`` of row ``b`` goes to slot ``offsets[b] // block + b + j``, and a slot finds its row by bisection.
+Slots that no row fills are holes; sorting by work moves them to the end, where no program looks.
+
+Values may have room for more tokens than the rows have. What lies behind the last row counts as one more row that attends
+nothing, so kernels write zeros there and nothing is left unwritten.
 """
 import torch
 import triton
@@ -21,19 +24,29 @@ _CHUNK = 256
 
 
 @triton.jit
-def _key_kernel(OFFSETS, OTHER, KEYS, n, slots, bisections, before, after, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _row(OFFSETS, OTHER, row, n, total):
+    """A row's start and length and those of its other side; row n is what lies behind the rows."""
+    real = row < n
+    start = tl.load(OFFSETS + row)
+    end = tl.load(OFFSETS + row + 1, mask=real, other=total)
+    other_start = tl.load(OTHER + row, mask=real, other=0)
+    other_end = tl.load(OTHER + row + 1, mask=real, other=0)
+    return start, end - start, other_start, other_end - other_start
+
+
+@triton.jit(do_not_specialize=("n", "total", "slots", "bisections", "before", "after"))
+def _key_kernel(OFFSETS, OTHER, KEYS, n, total, slots, bisections, before, after, BLOCK: tl.constexpr,
+                CHUNK: tl.constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     low = tl.zeros([CHUNK], tl.int32)
-    high = tl.zeros([CHUNK], tl.int32) + n
+    high = tl.zeros([CHUNK], tl.int32) + n + 1
     for _ in range(bisections):
         middle = (low + high) // 2
-        inside = (tl.load(OFFSETS + middle) // BLOCK + middle <= slot) & (middle < n)
+        inside = tl.load(OFFSETS + middle) // BLOCK + middle <= slot
         low = tl.where(inside, middle, low)
         high = tl.where(inside, high, middle)
-    start = tl.load(OFFSETS + low)
+    start, length, _, other = _row(OFFSETS, OTHER, low, n, total)
     block = (slot - (start // BLOCK + low)).to(tl.int64)
-    length = tl.load(OFFSETS + low + 1) - start
-    other = tl.load(OTHER + low + 1) - tl.load(OTHER + low)
     shift = other - length
     first = tl.maximum(block * BLOCK + shift - before, 0)
     end = tl.minimum(tl.minimum((block + 1) * BLOCK, length) + shift + after, other)
@@ -42,32 +55,28 @@ def _key_kernel(OFFSETS, OTHER, KEYS, n, slots, bisections, before, after, BLOCK
     tl.store(KEYS + slot, tl.where(block * BLOCK < length, key, 0), mask=slot < slots)
 
 
-@triton.jit
-def _entry_kernel(KEYS, OFFSETS, OTHER, TILES, slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=("n", "total", "slots"))
+def _entry_kernel(KEYS, OFFSETS, OTHER, TILES, n, total, slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
                   FIELDS: tl.constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = tl.load(KEYS + slot, mask=slot < slots, other=0)
     following = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
-    row = (key >> _BLOCK_BITS) & _ROW_MASK
-    first = (key & _BLOCK_MASK) * BLOCK
     used = key > 0
-    start = tl.load(OFFSETS + row, mask=used, other=0)
-    end = tl.load(OFFSETS + row + 1, mask=used, other=0)
-    other_start = tl.load(OTHER + row, mask=used, other=0)
-    other_end = tl.load(OTHER + row + 1, mask=used, other=0)
+    row = (key >> _BLOCK_BITS) & _ROW_MASK
+    start, length, other_start, other = _row(OFFSETS, OTHER, row, n, total)
     entry = TILES + (slot + 1) * FIELDS
     tl.store(entry, start.to(tl.int32), mask=used)
-    tl.store(entry + 1, (end - start).to(tl.int32), mask=used)
+    tl.store(entry + 1, length.to(tl.int32), mask=used)
     tl.store(entry + 2, other_start.to(tl.int32), mask=used)
-    tl.store(entry + 3, (other_end - other_start).to(tl.int32), mask=used)
-    tl.store(entry + 4, first.to(tl.int32), mask=used)
+    tl.store(entry + 3, other.to(tl.int32), mask=used)
+    tl.store(entry + 4, ((key & _BLOCK_MASK) * BLOCK).to(tl.int32), mask=used)
     tl.store(TILES + slot * 0, slot + 1, mask=used & (following == 0))
     tl.store(TILES + slot * 0, 0, mask=(slot == 0) & (key == 0))
 
 
 def tile_bound(total: int, n: int, block: int) -> int:
-    """The most tiles of `block` tokens that `n` rows of `total` tokens can need."""
-    return total // block + n
+    """The most tiles of `block` tokens that `n` rows in values of `total` tokens can need."""
+    return total // block + n + 1
 
 
 def tile_map(offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int, after: int) -> torch.Tensor:
@@ -81,7 +90,7 @@ def tile_map(offsets: torch.Tensor, other: torch.Tensor, total: int, block: int,
     offsets, other
         The offsets of the side that is cut and of the side that it attends, ``n + 1`` entries each, on one device.
     total
-        The number of tokens of the side that is cut.
+        The number of tokens that the values of the side that is cut have room for.
     block
         Tokens in a tile.
     before, after
@@ -98,7 +107,7 @@ def tile_map(offsets: torch.Tensor, other: torch.Tensor, total: int, block: int,
     keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
     tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)
     grid = (triton.cdiv(slots, _CHUNK),)
-    _key_kernel[grid](offsets, other, keys, n, slots, n.bit_length(), before, after, BLOCK=block, CHUNK=_CHUNK)
+    _key_kernel[grid](offsets, other, keys, n, total, slots, (n + 1).bit_length(), before, after, BLOCK=block, CHUNK=_CHUNK)
     keys = torch.sort(keys, descending=True).values
-    _entry_kernel[grid](keys, offsets, other, tiles, slots, BLOCK=block, CHUNK=_CHUNK, FIELDS=FIELDS)
+    _entry_kernel[grid](keys, offsets, other, tiles, n, total, slots, BLOCK=block, CHUNK=_CHUNK, FIELDS=FIELDS)
     return tiles

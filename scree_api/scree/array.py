@@ -74,7 +74,7 @@ class Array:
             raise TypeError(f"offsets: expected int32 or int64, got {offsets.dtype}; convert them with astype")
         if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 0):
             raise ValueError(f"max_length: expected a Python integer >= 0 or None, got {self.max_length!r}")
-        if lib.device(values) != lib.device(offsets):
+        if lib.apart(values, offsets):
             raise ValueError(
                 f"offsets: expected device {lib.device(values)} as the values, got {lib.device(offsets)}; move one of them"
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def unpack(arr: Array) -> list[Any]:
     """
     bounds = arr.layout.read().tolist()
     before = (slice(None),) * arr.ragged_dim
-    return [arr.values[(*before, slice(a, b), ...)] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [arr.values[(*before, slice(a, b), ...)] for a, b in pairwise(bounds)]
 
 
 def from_offsets(values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None) -> Array:
@@ -279,12 +280,16 @@ def to_padded(
     layout, xp, n = arr.layout, arr.layout.xp, arr.batch_size
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-    if layout.max_length is None or layout.host is not None:
-        longest = int(np.max(np.diff(layout.read()), initial=0))
+    if length is None and layout.max_length is None:
+        layout.read()
+    if layout.host is not None:
+        longest = int(np.max(np.diff(layout.host), initial=0))
+        if length is not None and length < longest:
+            raise ValueError(
+                f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]"
+            )
     else:
-        longest = layout.max_length
-    if length is not None and layout.host is not None and length < longest:
-        raise ValueError(f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]")
+        longest = layout.max_length or 0
     length = longest if length is None else length
     slots = layout.arange(length)[None, :]
     lengths, starts = layout.lengths[:, None], layout.offsets[:-1][:, None]
@@ -303,8 +308,12 @@ def to_padded(
 
 def _on_host(x: Any) -> np.ndarray | None:
     """A list or array of integers as NumPy sees it where that is free, else None."""
-    return backend(x).peek(x) if is_array(x) else np.asarray(x)
+    return backend(x).peek(x) if is_array(x) else _listed(x)
 
 
 def _read(x: Any) -> np.ndarray:
-    return backend(x).read(x) if is_array(x) else np.asarray(x)
+    return backend(x).read(x) if is_array(x) else _listed(x)
+
+
+def _listed(x: Any) -> np.ndarray:
+    return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list is one of integers

@@ -7,7 +7,7 @@ under a trace and never stops a device; the few questions whose answer is a size
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,18 @@ class Tiles(NamedTuple):
     starts: Any
     tokens: Any
     valid: Any
+
+
+def _once(derive: Callable[[Layout], Any]) -> Any:
+    """A property that is computed at most once; without the lock of `functools.cached_property`, which compilers refuse."""
+    name = derive.__name__
+
+    def get(self: Layout) -> Any:
+        if name not in self.memo:
+            self.memo[name] = derive(self)
+        return self.memo[name]
+
+    return property(get, doc=derive.__doc__)
 
 
 class Layout:
@@ -109,12 +121,12 @@ class Layout:
             self.max_length = int(np.max(self.host[1:] - self.host[:-1], initial=0))
         return self.total if self.max_length is None else self.max_length
 
-    @cached_property
+    @_once
     def lengths(self) -> Any:
         """(n,) tokens of each row."""
         return self.offsets[1:] - self.offsets[:-1]
 
-    @cached_property
+    @_once
     def segment_ids(self) -> Any:
         """(total,) row of each token; tokens behind the last row have the id n."""
         if self.backend.row_ids is None:
@@ -122,17 +134,17 @@ class Layout:
         tail = self.total - self.offsets[-1:]
         return self.backend.row_ids(self.xp.concat([self.lengths, self.xp.astype(tail, self.offsets.dtype)]), self.total)
 
-    @cached_property
+    @_once
     def rows(self) -> Any:
         """(total,) row of each token, clipped, so that it may index any array with one entry a row."""
         return self.xp.minimum(self.segment_ids, max(self.num_rows - 1, 0))
 
-    @cached_property
+    @_once
     def positions(self) -> Any:
         """(total,) position of each token in its row."""
         return self.arange(self.total) - self.xp.take(self.offsets[:-1], self.rows, axis=0)
 
-    @cached_property
+    @_once
     def filled(self) -> Any:
         """(n,) whether the row has any token."""
         return self.lengths > 0

@@ -57,16 +57,17 @@ def against(name: str, x: Any, like: Array) -> Any:
     if not is_array(x) or x.ndim == 0:
         return x
     shape, target = tuple(x.shape), like.shape
-    axis = like.ragged_dim + 1 - like.ndim + len(shape)  # of x, where the ragged axis of `like` stands
-    if len(shape) > len(target) or (axis >= 0 and shape[axis] != 1):
-        hint = "; v[:, None] has one entry a row" if shape == (like.batch_size,) else ""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    if len(shape) > len(target) or not all(a in (1, b) or b == 1 for a, b in pairs):
+        new = ", None" * (like.ndim - 1)
+        hint = f"; v[:{new}] has one entry a row" if shape == (like.batch_size,) else ""
         raise ValueError(f"{name}: shape {shape} does not broadcast, aligned right, against {target}{hint}")
     if len(shape) < len(target):
         return x
     xp, dim = like.layout.xp, like.ragged_dim
     if shape[0] == 1:
         return xp.squeeze(x, axis=0)
-    if shape[0] != like.batch_size:
+    if shape[0] != like.batch_size:  # a batch of one row does not stretch
         raise ValueError(f"{name}: shape {shape} does not broadcast against {target}: expected {like.batch_size} rows")
     per_row = xp.take(xp.squeeze(x, axis=dim + 1), like.layout.rows, axis=0)
     return xp.moveaxis(per_row, 0, dim) if dim else per_row
@@ -108,6 +109,10 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
+#: Reductions of integers to the default floating-point dtype, whether or not the library has them for integers.
+AVERAGES = ("mean", "std", "var")
+
+
 def accumulator(xp: Any, dtype: Any) -> Any:
     """The dtype to add up in: float32 for half precision, else the dtype itself."""
     return xp.float32 if xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32 else dtype
@@ -122,7 +127,10 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
         """What the library makes of this dtype, asked once: its promotion is ours."""
         key = (dtype, *options.values())
         if key not in results:
-            results[key] = f(xp.ones((2,), dtype=dtype), **options).dtype
+            if name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
+                results[key] = xp.__array_namespace_info__().default_dtypes()["real floating"]
+            else:
+                results[key] = f(xp.ones((2,), dtype=dtype), **options).dtype
         return results[key]
 
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -137,17 +145,23 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
             )
         inner = tuple(a - 1 for a in axes if a)
         dtype = result_dtype(x.dtype, options)
-        wide = accumulator(xp, x.dtype)
+        wide = accumulator(xp, dtype if name in AVERAGES else x.dtype)
+        if options.get("dtype") is not None:
+            options["dtype"] = accumulator(xp, dtype)
         if ragged not in axes:
             gone = 0 if keepdims else sum(a < x.ragged_dim for a in inner)
             out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
             return x.with_values(xp.astype(out, dtype, copy=False), ragged_dim=x.ragged_dim - gone)
-        if 0 in axes:
+        if 0 in axes and x.total_length:
             out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
             out = xp.expand_dims(out, axis=0) if keepdims else out
             return xp.astype(out, dtype, copy=False)
-        correction = options.get("correction", 0.0)
-        return xp.astype(ROWS[name](xp, x, axes, keepdims, wide, dtype, correction), dtype, copy=False)
+        whole = 0 in axes  # of no tokens: the value of an empty row
+        if whole:
+            nothing = Layout.from_host(lib, np.zeros(1, np.int64), like=x.offsets)
+            x, axes = Array._of(x.values, nothing, x.ragged_dim), axes[1:]
+        out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))
+        return xp.astype(out[0, ...] if whole and not keepdims else out, dtype, copy=False)
 
     return call
 
@@ -188,13 +202,12 @@ def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any, keepdims: bool)
 
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
-    wide = wide if xp.isdtype(wide, ("real floating", "complex floating")) else dtype
     total = _reduce_rows(xp, "sum", x, axes, keepdims, wide)
     return _divide(xp, total, _counts(xp, x, axes, total, keepdims))
 
 
 def _divide(xp: Any, total: Any, count: Any) -> Any:
-    """total / count, NaN where there is nothing to divide by, with a gradient of 0 there."""
+    """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
     nan = xp.full((), float("nan"), dtype=total.dtype, device=_device(total))
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
 
@@ -243,9 +256,11 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
         (axis,) = axes_of(name, axis, x.ndim)
         if axis == 0:
             raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
-        if axis != x.ragged_dim + 1:
-            return x.with_values(f(x.values, axis=axis - 1, dtype=dtype, include_initial=include_initial))
         out = f(xp.ones((1,), dtype=x.dtype), axis=0, dtype=dtype).dtype
+        if axis != x.ragged_dim + 1:
+            wide = accumulator(xp, out)
+            values = f(xp.astype(x.values, wide, copy=False), axis=axis - 1, include_initial=include_initial, dtype=wide)
+            return x.with_values(xp.astype(values, out, copy=False))
         values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
         values = segment_scan(op, xp.astype(values, accumulator(xp, out), copy=False), x.layout)
         rows = x.layout

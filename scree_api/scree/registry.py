@@ -1,17 +1,14 @@
 """Who runs an operation: providers register kernels, the first that does not reject a call runs it.
 
 A provider is asked with `rejects(call)`, which reads host metadata only and answers None or the reason why not. That one
-sentence is the error message, the log line and the documentation. The newest provider is asked first, the standard
+sentence is the error message, what `explain` shows, and the documentation. The newest provider is asked first, the standard
 path last.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
-
-log = logging.getLogger("scree")
 
 #: Third-party packages declare their `register` function in this group, under the name of the library that it serves.
 ENTRY_POINTS = "scree.kernels"
@@ -120,9 +117,7 @@ def _select(name: str, call: Any, kernel: str | None) -> tuple[Kernel, dict[str,
 
 def run(name: str, call: Any, kernel: str | None = None) -> Any:
     """Run a call on the kernel that is named, or on the first that accepts it."""
-    chosen, rejected = _select(name, call, kernel)
-    if rejected and log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", Explanation(name, chosen.provider, rejected))
+    chosen, _ = _select(name, call, kernel)
     return chosen.run(call)
 
 

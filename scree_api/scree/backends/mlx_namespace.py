@@ -39,7 +39,7 @@ _SAME = """
     imag isfinite isinf isnan less less_equal log log1p log2 log10 logaddexp logical_and logical_not logical_or
     logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal remainder round sin sinh
     square sqrt subtract tan tanh trunc take take_along_axis matrix_transpose concat expand_dims flip permute_dims
-    roll squeeze stack tile unstack count_nonzero where all any max min meshgrid
+    roll squeeze stack tile unstack count_nonzero where any max min meshgrid
 """.split()  # noqa: SIM905
 globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
 
@@ -90,9 +90,9 @@ class _Info:
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Dtype]:
         """Leave out complex128, and float64 where the device is not the CPU."""
         kind = _KINDS if kind is None else kind
-        all = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
+        table = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
         cpu = (device or mx.default_device()) == mx.cpu
-        return {name: d for name, d in all.items() if mx.isdtype(d, kind) and (cpu or name != "float64")}
+        return {name: d for name, d in table.items() if mx.isdtype(d, kind) and (cpu or name != "float64")}
 
 
 def __array_namespace_info__() -> _Info:  # noqa: N807
@@ -339,6 +339,11 @@ def var(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: boo
 def std(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Return the root of ``var``."""
     return mx.sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
+
+
+def all(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    """True over nothing."""
+    return mx.all(x, axis, keepdims) if x.size else ~mx.any(x == 0, axis, keepdims)
 
 
 def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:

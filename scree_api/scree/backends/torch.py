@@ -1,6 +1,5 @@
 """PyTorch: pytree registration and `segment_reduce`; attention stands in `torch_attention`."""
 
-from typing import Any
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -16,13 +15,13 @@ from . import Backend
 def _peek(x: torch.Tensor) -> np.ndarray | None:
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.device.type != "cpu":
         return None
-    return x.detach().numpy()
+    return np.asarray(x.detach())
 
 
 def _read(x: torch.Tensor) -> np.ndarray:
     if torch.compiler.is_compiling():
         raise TypeError("the size of this result depends on the offsets, which a compiled function cannot read")
-    return x.detach().cpu().numpy()
+    return np.asarray(x.detach().cpu())
 
 
 def _row_ids(repeats: torch.Tensor, total: int) -> torch.Tensor:

@@ -75,8 +75,9 @@ def sdpa(call: AttentionCall) -> Array:
     outs: list[Any] = []
     for tokens, real in plan.tokens:
         mask = None if call.causal or real is None else real[:, None, None, :]  # a causal query sees no padding behind it
+        q, k, v = (padded(x.values, tokens) for x in (call.q, call.k, call.v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(padded(x.values, tokens) for x in (call.q, call.k, call.v)), attn_mask=mask, is_causal=call.causal, scale=call.scale
+            q, k, v, attn_mask=mask, is_causal=call.causal, scale=call.scale
         )
         outs.append(out.transpose(1, 2).reshape(-1, call.num_heads, call.head_dim))
     return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots))

@@ -83,7 +83,7 @@ class AttentionCall:
                 raise TypeError(f"{name}: expected an array of {q.layout.backend.name} as q, got {x.layout.backend.name}")
             if x.dtype != q.dtype:
                 raise TypeError(f"{name}: expected dtype {q.dtype} as q, got {x.dtype}; convert it with xp.astype")
-            if x.device != q.device:
+            if q.layout.backend.apart(x.values, q.values):
                 raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device")
         if not q.layout.xp.isdtype(q.dtype, "real floating"):
             raise TypeError(f"q: expected a real floating-point dtype, got {q.dtype}")
@@ -247,8 +247,9 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
     sort, place = (xp.asarray(x, dtype=q.offsets.dtype, device=q.backend.device(q.offsets)) for x in (order, inverse))
-    moved = (xp.take(x, sort, axis=0) for x in (tiles.tokens, first, last, keys, tile))
-    return _Plan(xp.take(place, slots // size, axis=0) * size + slots % size, *moved, rounds[order], whole[order])
+    slots = xp.take(place, slots // size, axis=0) * size + slots % size
+    tokens, first, last, keys, tile = (xp.take(x, sort, axis=0) for x in (tiles.tokens, first, last, keys, tile))
+    return _Plan(slots, tokens, first, last, keys, tile, rounds[order], whole[order])
 
 
 def _chunks(call: AttentionCall, plan: _Plan) -> Iterator[slice]:
@@ -285,12 +286,12 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
     q = xp.permute_dims(xp.reshape(q, (m, size, kv, groups, call.head_dim)), (0, 2, 4, 3, 1))
     q = xp.reshape(q, (m, kv, call.head_dim, groups * size))
     minus = xp.full((), -float("inf"), dtype=wide, device=call.q.device)
-    top = total = acc = None
-    done = []
+    running: list[Any] = []  # accumulated values, sum of weights and maximum of the scores so far
+    done: list[list[Any]] = []  # the same of query tiles that have met all their keys, the longest last
     for j, alive, masked in _rounds(call, plan, part):
-        if alive < q.shape[0]:
-            done.append(tuple(x[alive:, ...] for x in (acc, total, top)))
-            q, acc, total, top = (x[:alive, ...] for x in (q, acc, total, top))
+        if running and alive < q.shape[0]:
+            done.append([x[alive:, ...] for x in running])
+            q, *running = (x[:alive, ...] for x in (q, *running))
         at = slice(part.start, part.start + alive)
         tile = xp.minimum(plan.tile[at] + j, plan.tile[at] * 0 + (k_tiles.shape[0] - 1))
         k, v = (xp.reshape(xp.take(x, tile, axis=0), (alive, kv, KEYS, -1)) for x in (k_tiles, v_tiles))
@@ -304,18 +305,16 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
                 seen = seen & (place[:, :, None] >= plan.first[at, :][:, None, :])
             score = xp.reshape(score, (alive, kv, KEYS, groups, size))
             score = xp.reshape(xp.where(seen[:, None, :, None, :], score, minus), (alive, kv, KEYS, groups * size))
-        higher = xp.max(score, axis=2, keepdims=True)
-        higher = higher if top is None else xp.maximum(top, higher)
-        base = xp.where(higher == minus, 0.0, higher) if masked else higher
+        top = xp.max(score, axis=2, keepdims=True)
+        top = xp.maximum(top, running[2]) if running else top
+        base = xp.where(top == minus, 0.0, top) if masked else top
         weight = xp.exp(score - base)
-        fresh = xp.sum(weight, axis=2, keepdims=True), xp.matmul(xp.matrix_transpose(v), weight)
-        if top is None:
-            total, acc = fresh
-        else:
-            shrink = xp.exp(top - base)
-            total, acc = total * shrink + fresh[0], acc * shrink + fresh[1]
-        top = higher
-    done.append((acc, total, top))
+        total, acc = xp.sum(weight, axis=2, keepdims=True), xp.matmul(xp.matrix_transpose(v), weight)
+        if running:
+            shrink = xp.exp(running[2] - base)
+            total, acc = running[1] * shrink + total, running[0] * shrink + acc
+        running = [acc, total, top]
+    done.append(running)
     acc, total, top = (xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0] for x in map(list, zip(*done, strict=True)))
     some = total > 0
     safe = xp.where(some, total, 1.0)

@@ -82,8 +82,5 @@ def _rope(call: RopeCall) -> Array:
     values = xp.astype(values, wide, copy=False)
     a, b = (values[..., ::2], values[..., 1::2]) if call.interleaved else (values[..., :half], values[..., half:])
     turned = [a * cos - b * sin, b * cos + a * sin]
-    if call.interleaved:
-        values = xp.reshape(xp.stack(turned, axis=-1), values.shape)
-    else:
-        values = xp.concat(turned, axis=-1)
-    return x.with_values(xp.astype(values, x.dtype, copy=False))
+    out = xp.reshape(xp.stack(turned, axis=-1), values.shape) if call.interleaved else xp.concat(turned, axis=-1)
+    return x.with_values(xp.astype(out, x.dtype, copy=False))

@@ -43,10 +43,11 @@ def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
     if axis == 0:
         if not isinstance(x, Array) or isinstance(index, Array):
             raise TypeError("index: expected a ragged x and a dense index for rows (axis=0)")
-        return x[index]  # type: ignore[no-any-return]
+        rows: Array = x[index]
+        return rows
     values = _tokens(x)
-    index = _index(index, "index", int(values.shape[0]))
-    return index.with_values(index.layout.xp.take(values, index.values, axis=0))
+    places = _index(index, "index", int(values.shape[0]))
+    return places.with_values(places.layout.xp.take(values, places.values, axis=0))
 
 
 @dataclass(frozen=True, slots=True)

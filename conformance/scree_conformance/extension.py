@@ -1,0 +1,256 @@
+"""`xp.ragged`: softmax, norms, rope, routing, dropout and attention, against their definitions."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import scree
+
+from . import oracle
+from .backends import HALF
+from .bench import Bench, Data
+from .layouts import ALL, LAYOUTS, SHORT
+from .table import DTYPES, operation
+
+LARGE = ("float16", "bfloat16")
+
+
+# --------------------------------------------------------------------------------------------------- softmax
+def softmax(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+    """Along the ragged axis, whichever of the values it is."""
+    for token, dim, draw in (((), 0, "any"), ((2, 3), 0, "any"), ((3,), 1, "any"), ((3,), 0, "large")):
+        x = bench.ragged(layout, token, dtype, draw, dim)
+        bench.check(lambda a: bench.run(getattr(bench.xp.ragged, name), a), partial(getattr(oracle, name), axis=dim), x,
+                    note=f"token {token}, ragged_dim={dim}, {draw}: ")
+
+
+for _name in ("softmax", "log_softmax", "logsumexp"):
+    operation(_name, kernel=_name)(partial(softmax, name=_name))
+
+
+# ----------------------------------------------------------------------------------------------------- norms
+@operation("rms_norm", kernel="rms_norm")
+def rms_norm(bench: Bench, layout: str, dtype: str) -> None:
+    """With and without weight, also where x ** 2 is beyond half precision, and on dense arrays."""
+    weight = bench.dense((4,), dtype, "positive")
+    for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
+        x = bench.ragged(layout, token, dtype, draw)
+        bench.check(lambda a: bench.run(bench.xp.ragged.rms_norm, a), oracle.rms_norm, x, note=f"{token}, {draw}: ")
+        bench.check(lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w), oracle.rms_norm, x, weight)
+        bench.check(lambda a: bench.run(bench.xp.ragged.rms_norm, a, eps=0.5), partial(oracle.rms_norm, eps=0.5), x)
+    dense = bench.dense((3, 4), dtype)
+    bench.check(lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w),
+                lambda a, w: oracle.rms_norm([a], w)[0], dense, weight)  # type: ignore[arg-type]
+
+
+@operation("layer_norm", kernel="layer_norm")
+def layer_norm(bench: Bench, layout: str, dtype: str) -> None:
+    """With and without weight and bias, also where the variance is beyond half precision, and on dense arrays."""
+    weight, bias = bench.dense((4,), dtype, "positive"), bench.dense((4,), dtype)
+    for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
+        x = bench.ragged(layout, token, dtype, draw)
+        bench.check(lambda a: bench.run(bench.xp.ragged.layer_norm, a), oracle.layer_norm, x, note=f"{token}, {draw}: ")
+        bench.check(lambda a, w: bench.run(bench.xp.ragged.layer_norm, a, w), oracle.layer_norm, x, weight)
+        bench.check(lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b, eps=0.5),
+                    partial(oracle.layer_norm, eps=0.5), x, weight, bias)
+    dense = bench.dense((3, 4), dtype)
+    bench.check(lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b),
+                lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------ rope
+@operation("rope", kernel="rope")
+def rope(bench: Bench, layout: str, dtype: str) -> None:
+    """Both pairings, another base, and rows that continue."""
+    starts = [3 * i for i in range(len(LAYOUTS[layout]))]
+    start = bench.lib.make(np.asarray(starts, np.int32), "int32")
+    for token in ((8,), (2, 8)):
+        x = bench.ragged(layout, token, dtype)
+        for options in ({}, {"interleaved": True}, {"theta": 500.0}):
+            bench.check(lambda a: bench.run(bench.xp.ragged.rope, a, **options), partial(oracle.rope, **options), x,
+                        note=f"{token}, {options}: ")
+        bench.check(lambda a: bench.run(bench.xp.ragged.rope, a, start=start), partial(oracle.rope, start=starts), x)
+
+
+# --------------------------------------------------------------------------------------------------- routing
+def _places(bench: Bench, layout: str, size: int, distinct: bool) -> Data:
+    total = sum(LAYOUTS[layout])
+    numbers = bench.rng.permutation(size)[:total] if distinct else bench.rng.integers(0, size, total)
+    return bench.of(bench.lib.make(numbers.astype(np.int32), "int32"), LAYOUTS[layout])
+
+
+@operation("gather")
+def gather(bench: Bench, layout: str, dtype: str) -> None:
+    """Tokens of ragged and dense arrays by ragged numbers; rows by dense ones."""
+    source = bench.ragged([2, 0, 3], (2,), dtype)
+    index = _places(bench, layout, 5, distinct=False)
+    bench.check(lambda a, i: bench.xp.ragged.gather(a, i),
+                lambda a, i: [np.concatenate(a)[row] for row in i], source, index)
+    bench.check(lambda a, i: bench.xp.ragged.gather(a, i), lambda a, i: [a[row] for row in i], bench.dense((5, 2), dtype), index)
+    rows = bench.lib.make(np.asarray([2, 0, 0]), "int32")
+    bench.check(lambda a: bench.xp.ragged.gather(a, rows, axis=0), lambda a: [a[2], a[0], a[0]], source)
+
+
+@operation("scatter", kernel="scatter")
+def scatter(bench: Bench, layout: str, dtype: str) -> None:
+    """Tokens to places of their own, and to shared ones, where the last stays; rows to places."""
+    x, total = bench.ragged(layout, (2,), dtype), sum(LAYOUTS[layout])
+    for distinct in (True, False):
+        size = total + 3
+        index = _places(bench, layout, size, distinct)
+
+        def truth(a: Any, i: Any) -> np.ndarray:
+            out = np.zeros((size, 2), a.template.dtype)
+            for row, places in zip(a, i, strict=True):
+                for token, place in zip(row, places, strict=True):
+                    out[place] = token
+            return out
+
+        bench.check(lambda a, i: bench.run(bench.xp.ragged.scatter, a, i, size), truth, x, index)
+    if bench.kernel is None:
+        n = len(LAYOUTS[layout])
+        places = bench.rng.permutation(n + 2)[:n]
+        rows: list[Any] = [x.exact.template] * (n + 2)
+        for row, place in zip(x.exact, places.tolist(), strict=True):
+            rows[place] = row
+        where = bench.lib.make(places.astype(np.int32), "int32")
+        bench.check(lambda a: bench.xp.ragged.scatter(a, where, n + 2, axis=0), lambda a: rows, x)
+
+
+@operation("scatter_add", dtypes=(*DTYPES, "int32"), kernel="scatter")
+def scatter_add(bench: Bench, layout: str, dtype: str) -> None:
+    """Sums of the tokens that meet; many meet at few places."""
+    for size in (3, sum(LAYOUTS[layout]) + 3):
+        x, index = bench.ragged(layout, (2,), dtype), _places(bench, layout, size, distinct=False)
+
+        def truth(a: Any, i: Any) -> np.ndarray:
+            out = np.zeros((size, 2), a.template.dtype)
+            for row, places in zip(a, i, strict=True):
+                for token, place in zip(row, places, strict=True):
+                    out[place] += token
+            return out
+
+        bench.check(lambda a, i: bench.run(bench.xp.ragged.scatter_add, a, i, size), truth, x, index)
+        flat = bench.of(index.x.values, LAYOUTS[layout])
+        bench.check(lambda a: bench.run(bench.xp.ragged.scatter_add, a, flat.x.values, size), lambda a: truth(a, index.exact), x)
+
+
+@operation("group")
+def group(bench: Bench, layout: str, dtype: str) -> None:
+    """Tokens sorted into groups and put back: the path of a mixture of experts."""
+    x, total = bench.ragged(layout, (2,), dtype), sum(LAYOUTS[layout])
+    for groups in (1, 4):
+        ids = bench.rng.integers(0, groups, total).astype(np.int32)
+        grouped, index = bench.xp.ragged.group(x.x, bench.lib.make(ids, "int32"), groups)
+        tokens = np.concatenate([x.exact.template, *x.exact])
+        bench.close(grouped, [tokens[ids == g] for g in range(groups)], dtype=dtype)
+        bench.close(index, [np.flatnonzero(ids == g) for g in range(groups)])
+        bench.close(bench.xp.ragged.scatter(grouped, index, total), tokens, dtype=dtype)
+
+
+# --------------------------------------------------------------------------------------------------- dropout
+@operation("dropout", ALL)
+def dropout(bench: Bench, layout: str, dtype: str) -> None:
+    """Zeros at the given rate, the others scaled; the same key gives the same zeros. Or a clear refusal."""
+    x, generator = bench.ragged(layout, (4,), dtype, "positive"), bench.lib.generator
+    if generator is None:
+        try:
+            bench.xp.ragged.dropout(x.x, 0.25, 0)
+        except TypeError as error:
+            assert "has no random numbers" in str(error)
+            return
+        raise AssertionError(f"dropout found random numbers in {bench.lib.name}")
+    got, again, other = (bench.xp.ragged.dropout(x.x, 0.25, generator(seed)) for seed in (1, 1, 2))
+    rows = bench.rows(got)
+    bench.close(got, [np.where(g == 0, 0, row / 0.75) for g, row in zip(rows, x.exact, strict=True)], dtype=dtype)
+    np.testing.assert_array_equal(bench.read(got.values), bench.read(again.values))
+    count = 4 * sum(LAYOUTS[layout])
+    if count > 1000:
+        zeros = sum(int(np.sum(row == 0)) for row in rows)
+        assert abs(zeros - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75), f"{zeros} zeros in {count} numbers at rate 0.25"
+        assert (bench.read(other.values) != bench.read(got.values)).any()
+    bench.close(bench.xp.ragged.dropout(x.x, 0.0, generator(1)), list(x.exact), dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------- attention
+#: Case -> ((heads, kv_heads, head_dim, value_dim), options).
+ATTENTION: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    "attention": ((2, 2, 8, 8), {}),
+    "attention causal": ((2, 2, 8, 8), {"causal": True}),
+    "attention causal window": ((2, 2, 8, 8), {"causal": True, "window": 3}),
+    "attention causal window=1": ((2, 2, 8, 8), {"causal": True, "window": 1}),
+    "attention causal (5, 0)": ((2, 2, 8, 8), {"causal": True, "window": (5, 0)}),
+    "attention (2, 1)": ((2, 2, 8, 8), {"window": (2, 1)}),
+    "attention (0, 0)": ((2, 2, 8, 8), {"window": (0, 0)}),
+    "attention (40, None)": ((2, 2, 8, 8), {"window": (40, None)}),
+    "attention (None, 2)": ((2, 2, 8, 8), {"window": (None, 2)}),
+    "attention scale": ((2, 2, 8, 8), {"scale": 0.2}),
+    "attention softcap": ((2, 2, 8, 8), {"softcap": 1.5, "causal": True}),
+    "attention grouped heads": ((4, 2, 8, 8), {"causal": True}),
+    "attention one key head": ((3, 1, 8, 8), {}),
+    "attention value_dim": ((2, 2, 8, 5), {"causal": True}),
+    "attention everything": ((4, 2, 8, 5), {"causal": True, "window": 33, "softcap": 3.0, "scale": 0.4}),
+}
+
+
+def attention(
+    bench: Bench, layout: str, dtype: str, *, sizes: tuple[int, int, int, int], options: dict[str, Any], cross: bool = False,
+    draw: str = "any",
+) -> None:  # fmt: skip
+    """Output and log-sum-exp; with `cross`, keys of another layout, whose empty rows meet queries."""
+    heads, kv_heads, dim, value_dim = sizes
+    lengths = LAYOUTS[layout]
+    keys = [*lengths[2:], *lengths[:2]] if cross else lengths
+    q = bench.ragged(layout, (heads, dim), dtype, draw)
+    if cross:
+        k = bench.ragged(keys, (kv_heads, dim), dtype, draw)
+        v = bench.like(k, (kv_heads, value_dim), dtype, draw)
+    else:
+        k, v = bench.like(q, (kv_heads, dim), dtype, draw), bench.like(q, (kv_heads, value_dim), dtype, draw)
+    rough = None
+    if bench.kernel is not None and dtype in HALF:  # what eager code in this dtype rounds on the way, kernels may round too
+        rough = partial(oracle.attention, stage=oracle.rounded(dtype), **options)
+    got = bench.check(
+        lambda *x: bench.run(bench.xp.ragged.attention, *x, return_lse=True, **options), partial(oracle.attention, **options),
+        q, k, v, rough=rough,
+    )  # fmt: skip
+    expected = "float64" if dtype == "float64" else "float32"
+    assert bench.lib.dtype_name(got[1]) == expected, f"lse: expected {expected}, got {bench.lib.dtype_name(got[1])}"
+    alone = bench.run(bench.xp.ragged.attention, q.x, k.x, v.x, **options)
+    np.testing.assert_array_equal(bench.read(alone.values), bench.read(got[0].values), err_msg="with and without return_lse")
+
+
+for _name, (_sizes, _options) in ATTENTION.items():
+    _where = ALL if _name in ("attention", "attention causal") else (ALL[0], "blocks", "no_rows")
+    operation(_name, _where, kernel="attention")(partial(attention, sizes=_sizes, options=_options))
+for _name in ("attention", "attention causal", "attention causal window", "attention (2, 1)", "attention everything"):
+    _sizes, _options = ATTENTION[_name]
+    _where = ALL if _name == "attention causal" else (ALL[0], "blocks")
+    operation(_name.replace("attention", "cross attention"), _where, kernel="attention")(
+        partial(attention, sizes=_sizes, options=_options, cross=True)
+    )
+operation("attention of large numbers", (ALL[0],), (*LARGE, "float32"), kernel="attention")(
+    partial(attention, sizes=(2, 2, 8, 8), options={"causal": True, "scale": 1e-4}, draw="large")
+)
+
+
+@operation("attention is O(total)", ("one_long",), ("float32",))
+def memory(bench: Bench, layout: str, dtype: str) -> None:
+    """One long row among many short ones costs no scores of n x longest^2: the result is there, in the memory of a test."""
+    lengths = [2048] + [16] * 1000  # 1001 x 2048^2 scores would be 17 GB
+    q = bench.ragged(lengths, (1, 4), dtype)
+    out = bench.xp.ragged.attention(q.x, q.x, q.x, causal=True)
+    few = [bench.rows(out)[i] for i in (1, 500, 1000)]
+    rows = [q.exact[i] for i in (1, 500, 1000)]
+    right, _ = oracle.attention(rows, rows, rows, causal=True)  # type: ignore[arg-type]
+    rough, _ = oracle.attention(*([row.astype(np.float32) for row in rows] for _ in range(3)), causal=True)  # type: ignore[arg-type]
+    part = bench.of(bench.lib.make(np.concatenate(few), dtype), [16] * 3)
+    bench.close(part.x, right, right, rough)
+    assert isinstance(out, scree.Array)
+
+
+_ = SHORT

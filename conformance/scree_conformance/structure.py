@@ -1,0 +1,187 @@
+"""Making ragged arrays, taking them apart, indexing them, and what their layout says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import scree
+
+from .bench import Bench
+from .layouts import ALL, LAYOUTS
+from .oracle import Rows
+from .table import operation
+
+ANY = ("float32", "int32", "bool", "bfloat16")
+
+
+@operation("pack unpack", dtypes=ANY)
+def pack(bench: Bench, layout: str, dtype: str) -> None:
+    """Rows in, rows out, for any ragged_dim."""
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, "natural", dim)
+        rows = bench.xp.ragged.unpack(x.x)
+        assert isinstance(rows, list)
+        assert len(rows) == x.x.batch_size
+        for row, exact in zip(rows, x.exact, strict=True):
+            bench.close(row, exact, dtype=dtype)
+        for row, exact in zip(x.x, x.exact, strict=True):
+            bench.close(row, exact, dtype=dtype)
+        if rows:
+            back = bench.xp.ragged.pack(rows, ragged_dim=dim)
+            bench.close(back, list(x.exact), dtype=dtype)
+            assert bench.lib.dtype_name(back.offsets) == "int32"
+            assert back.shape == x.x.shape
+
+
+@operation("from_offsets from_lengths from_segment_ids", dtypes=("float32",))
+def creation(bench: Bench, layout: str, dtype: str) -> None:
+    """Nothing is copied; lengths and ids give the same rows."""
+    lengths, make = LAYOUTS[layout], bench.lib.make
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, dim=dim)
+        for f in (scree.from_offsets, scree.from_cu_seqlens, scree.Array):
+            for kind in ("int32", "int64") if "int64" in bench.lib.dtypes else ("int32",):
+                cu = make(bench.lib.read(x.x.offsets), kind)
+                got = f(x.x.values, cu, ragged_dim=dim)
+                assert got.values is x.x.values, "values were copied"
+                assert got.offsets is cu, "offsets were copied"
+                bench.close(got, list(x.exact))
+        for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
+            bench.close(scree.from_lengths(x.x.values, given, ragged_dim=dim), list(x.exact))
+        ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+        bench.close(scree.from_segment_ids(x.x.values, make(ids, "int32"), len(lengths), ragged_dim=dim), list(x.exact))
+        if not lengths or lengths[-1]:  # without num_segments, the last id says how many there are
+            bench.close(scree.from_segment_ids(x.x.values, make(ids, "int32"), ragged_dim=dim), list(x.exact))
+
+
+@operation("to_padded from_padded", dtypes=ANY)
+def padding(bench: Bench, layout: str, dtype: str) -> None:
+    """Padding on both sides, with room to spare, and back by mask and by lengths."""
+    lengths, make, read = LAYOUTS[layout], bench.lib.make, bench.lib.read
+    n, longest = len(lengths), max(lengths, default=0)
+    for dim in (0, 1):
+        x = bench.ragged(layout, (2,), dtype, "natural", dim)
+        for side in ("right", "left"):
+            for length, fill in ((None, 0), (longest + 2, 1)):
+                padded, mask = bench.xp.ragged.to_padded(x.x, side=side, fill_value=fill, length=length)
+                size = longest if length is None else length
+                expected = np.full((n, 2, size) if dim else (n, size, 2), fill, x.exact.template.dtype)
+                real = np.zeros((n, size), bool)
+                for i, row in enumerate(x.exact):
+                    cut = slice(0, lengths[i]) if side == "right" else slice(size - lengths[i], size)
+                    real[i, cut] = True
+                    expected[(i, slice(None), cut) if dim else (i, cut)] = row
+                bench.close(padded, expected, dtype=dtype, note=f"{side}, length={length}: ")
+                bench.close(mask, real, dtype="bool")
+                for m in (mask, make(read(mask), "int32"), make(read(mask), "uint8")):
+                    bench.close(bench.xp.ragged.from_padded(padded, m, ragged_dim=dim), list(x.exact), dtype=dtype)
+                if side == "right":
+                    for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
+                        bench.close(bench.xp.ragged.from_padded(padded, lengths=given, ragged_dim=dim), list(x.exact))
+    scattered = bench.rng.integers(0, 2, (4, 6)).astype(bool)  # holes anywhere
+    dense = bench.dense((4, 6, 2), dtype, "natural")
+    bench.close(bench.xp.ragged.from_padded(dense.x, make(scattered, "bool")),
+                [row[keep] for row, keep in zip(dense.exact, scattered, strict=True)], dtype=dtype)
+
+
+SLICES = [
+    slice(1, None), slice(None, 2), slice(1, 3), slice(-2, None), slice(None, -1), slice(-3, -1), slice(None, None, 2),
+    slice(1, None, 2), slice(None, None, -1), slice(None, None, -2), slice(-1, 0, -1), slice(3, None, -1), slice(None, 1, -1),
+    slice(100, None), slice(None, -100), slice(-100, 100), slice(100, None, -3), slice(2, 2), slice(None),
+]  # fmt: skip
+
+
+@operation("indexing", dtypes=("float32", "int32", "bool"))
+def indexing(bench: Bench, layout: str, dtype: str) -> None:
+    """Every form of `arr[...]`, by Python's rules on lists of rows."""
+    n, make = len(LAYOUTS[layout]), bench.lib.make
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, "natural", dim)
+        arr, rows = x.x, x.exact
+        for i in {0, n - 1, -1, -n} if n else ():
+            bench.close(arr[i], rows[i], dtype=dtype)
+            bench.close(arr[i, ..., 1] if not dim else arr[i, 1], rows[i][..., 1] if not dim else rows[i][1], dtype=dtype)
+        for key in SLICES:
+            bench.close(arr[key], rows[key], dtype=dtype, note=f"arr[{key}], ragged_dim={dim}: ")
+            inner = (slice(None), key) if not dim else (slice(None), slice(None), key)
+            bench.close(arr[inner], [row[inner[1:]] for row in rows], dtype=dtype, note=f"arr[{inner}]: ")
+            both = (slice(None, None, -1), *inner[1:])
+            bench.close(arr[both], [row[inner[1:]] for row in rows[::-1]], dtype=dtype, note=f"arr[{both}]: ")
+        picks = [n - 1, 0, -1, 0] if n else []
+        mask = bench.rng.integers(0, 2, n).astype(bool)
+        for key in (picks, make(np.asarray(picks, np.int32), "int32")):
+            bench.close(arr[key], [rows[i] for i in picks], dtype=dtype)
+        bench.close(arr[make(mask, "bool")], [row for row, keep in zip(rows, mask, strict=True) if keep], dtype=dtype)
+        element = (slice(None), slice(None), 1) if not dim else (slice(None), 1)
+        bench.close(arr[element], [row[:, 1] if not dim else row[1] for row in rows], dtype=dtype, note="one element: ")
+        bench.close(arr[..., 1:], [row[..., 1:] for row in rows], dtype=dtype)
+        if not dim:
+            bench.close(arr[..., 1], [row[:, 1] for row in rows], dtype=dtype)
+        assert arr[...].values is arr.values
+        whole = Rows((row for row in rows if row.shape[dim] >= 1), rows.template)
+        keep = arr[make(np.asarray([length >= 1 for length in LAYOUTS[layout]], bool), "bool")]
+        for i in (0, -1):
+            key = (slice(None), i) if not dim else (slice(None), slice(None), i)
+            bench.close(keep[key], whole.stack(lambda row: np.take(row, i, axis=dim) if row.size else row.sum(axis=dim)),
+                        dtype=dtype, note=f"token {i} of each row: ")
+
+
+@operation("layout", dtypes=("float32",))
+def layout_of(bench: Bench, layout: str, dtype: str) -> None:
+    """Lengths, row and position of each token, tiles; and the properties of an array."""
+    lengths = LAYOUTS[layout]
+    n, total = len(lengths), sum(lengths)
+    x = bench.ragged(layout, (3, 2), dtype, dim=1).x
+    np.testing.assert_array_equal(bench.read(x.lengths), lengths)
+    np.testing.assert_array_equal(bench.read(bench.xp.ragged.segment_ids(x)), np.repeat(np.arange(n), lengths))
+    positions = np.concatenate([np.zeros(0, int), *map(np.arange, lengths)])
+    np.testing.assert_array_equal(bench.read(bench.xp.ragged.positions(x)), positions)
+    assert x.shape == (n, 3, None, 2)
+    assert (x.batch_size, len(x), x.total_length, x.ndim) == (n, n, total, 4)
+    assert (x.element_shape, x.size, x.nbytes) == ((3, 2), 6 * total, 24 * total + 4 * n + 4)
+    for size in (1, 4, 32):
+        tiles = x.layout.tiles(size)
+        tokens, valid = bench.read(tiles.tokens), bench.read(tiles.valid)
+        found = [tokens[i][valid[i]].tolist() for i in range(len(tokens)) if valid[i].any()]
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=int)])
+        expected = [list(range(a, min(a + size, int(e)))) for s, e in zip(offsets, offsets[1:], strict=False)
+                    for a in range(int(s), int(e), size)]
+        assert found == expected, f"tiles({size})"
+        assert tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < max(total, 1))
+
+
+@operation("same_layout align", dtypes=("float32",))
+def sharing(bench: Bench, layout: str, dtype: str) -> None:
+    """Layouts are shared by identity, compared by value where that is free, and declared elsewhere."""
+    a, b = bench.ragged(layout, (2,), dtype), bench.ragged(layout, (2,), dtype)
+    same = bench.xp.ragged.same_layout
+    assert same(a.x, a.x) is True
+    assert same(a.x, a.x + 1) is True
+    assert same(a.x, b.x) is (True if bench.lib.host else None)
+    other = bench.ragged([*LAYOUTS[layout], 1], (2,), dtype).x
+    assert same(a.x, other) is False
+    joined = bench.xp.ragged.align(b.x, like=a.x)
+    assert same(joined, a.x) is True
+    assert joined.values is b.x.values
+    bench.close(a.x + joined, [p + q for p, q in zip(a.exact, b.exact, strict=True)],
+                [p + q for p, q in zip(a.exact, b.exact, strict=True)],
+                [p.astype(np.float32) + q.astype(np.float32) for p, q in zip(a.exact, b.exact, strict=True)])
+
+
+@operation("mT with_values to_device", dtypes=("float32",))
+def methods(bench: Bench, layout: str, dtype: str) -> None:
+    """Views keep the layout, and values of another shape may take it."""
+    x = bench.ragged(layout, (2, 3), dtype)
+    bench.close(x.x.mT, [row.swapaxes(1, 2) for row in x.exact])
+    y = bench.ragged(layout, (2,), dtype)
+    bench.close(y.x.mT, [row.T for row in y.exact])
+    assert y.x.mT.shape == (len(LAYOUTS[layout]), 2, None)
+    assert y.x.mT.offsets is y.x.offsets
+    moved = x.x.to_device(x.x.device)
+    bench.close(moved, list(x.exact))
+    assert moved.device == x.x.device
+
+
+_: Any = ALL

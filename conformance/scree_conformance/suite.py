@@ -1,0 +1,26 @@
+"""The table of operations: for each, the call on scree, the oracle, and the layouts and dtypes to try it on.
+
+`cases(lib)` lists the cases of a library; pytest and the command line both run that list. A case raises `AssertionError` where
+scree is wrong, and `Rejected` where the kernel provider under test will not take the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import extension, laws, standard, structure
+from .backends import Library
+from .table import OPERATIONS, Case
+
+MODULES = (standard, extension, structure, laws)  # each puts its operations into the table when it is imported
+
+
+def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
+    """All cases of a library; with a kernel provider, those of the operations that may have one."""
+    for operation in OPERATIONS:
+        if kernel is not None and operation.kernel is None:
+            continue
+        dtypes = [name for name in operation.dtypes if name in lib.dtypes]
+        for i, dtype in enumerate(dtypes):
+            for layout in operation.layouts if i == 0 else operation.layouts[:1]:
+                yield Case(operation, layout, dtype)

@@ -1,0 +1,240 @@
+"""What an attention call allocates and launches: the portable plan and the Hopper plan.
+
+A plan holds what follows from a call's static facts (device, dtype, shapes but for the number of tokens, strides, kind of
+mask). Plans are cached, so that a call only allocates its results and launches.
+"""
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from . import portable
+from .launch import Launch, Ragged, ragged_shape
+from .tiles import UNBOUNDED, tile_bound, tile_map
+from .tuned import GLUON, Tile, portable_tiles
+
+LOG2E = 1.4426950408889634
+
+
+class Spec(NamedTuple):
+    """What is computed, in plain numbers: `UNBOUNDED` for an open side of the window, softcap 0 for none."""
+
+    left: int
+    right: int
+    scale: float
+    softcap: float
+
+
+class Rows(NamedTuple):
+    """The rows of queries and keys, and the dict (or None) in which their tile maps are kept."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    memo: dict | None
+
+    def query_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
+        """The tiles of the queries."""
+        return self._tiles("q", self.q, self.k, total, block, spec.left, spec.right)
+
+    def key_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
+        """The tiles of the keys. Seen from a key, the window's sides change places."""
+        return self._tiles("k", self.k, self.q, total, block, spec.right, spec.left)
+
+    def _tiles(self, side: str, offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int,
+               after: int) -> torch.Tensor:
+        if self.memo is None:
+            return tile_map(offsets, other, total, block, before, after)
+        key = ("triton", side, id(self.q), id(self.k), total, block, before, after)
+        found = self.memo.get(key)
+        if found is None:  # the offsets are kept beside the map, so that their ids stay theirs
+            found = self.memo[key] = tile_map(offsets, other, total, block, before, after), offsets, other
+        return found[0]
+
+
+class _Shape(NamedTuple):
+    """A tensor's static facts: (heads, size of a head) and strides."""
+
+    heads: int
+    dim: int
+    stride: int
+    head: int
+
+
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec) -> "Plan":
+    """The plan for a call, from the cache or new."""
+    shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and min(q.shape[0], k.shape[0]) > 0
+    same = rows.q is rows.k
+    return _plan(q.device, q.dtype, shapes, spec.left < UNBOUNDED, spec.right < UNBOUNDED, spec.right == 0,
+                 spec.softcap > 0, aligned, same)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape], left: bool, right: bool,
+          causal: bool, softcap: bool, aligned: bool, same: bool) -> "Plan":
+    q, _, v = shapes
+    hopper = (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
+              and v.dim == q.dim and dtype != torch.float32 and not left and not softcap and right == causal and aligned
+              and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
+    if hopper:
+        return HopperPlan(device, dtype, shapes, causal, same)
+    return PortablePlan(device, dtype, shapes, left, right, softcap)
+
+
+def _reachable(stride: int, head: int, heads: int) -> bool:
+    """Whether the copy engine can address a tensor: strides of multiples of 16 bytes, in reach of its coordinates."""
+    return stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31 and 0 < heads * head < 1 << 31
+
+
+def _head_group(heads: int, dim: int) -> int:
+    """Heads that run side by side. Wide heads fill the L2 cache, so few at a time; narrow ones all at once."""
+    if dim < 128:
+        return heads
+    return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if heads % g == 0)
+
+
+class Plan:
+    """The common part: shapes, and what a forward and a backward allocate."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape]):
+        self.device, self.dtype = device, dtype
+        self.q, self.k, self.v = shapes
+        self.heads, self.k_heads = self.q.heads, self.k.heads
+        self.q_group, self.k_group = _head_group(self.heads, self.q.dim), _head_group(self.k_heads, self.q.dim)
+        self.out_stride = self.heads * self.v.dim
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows,
+                spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
+        out = torch.empty((q.shape[0], self.heads, self.v.dim), dtype=self.dtype, device=self.device)
+        lse = torch.empty((self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
+        if q.shape[0] > 0:
+            self._forward(q, k, v, out, lse, rows, spec)
+        return out, lse
+
+    def backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+                 dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
+                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of q, k and v, contiguous; dlse has the shape (total, heads)."""
+        if dout is None:
+            dout = torch.zeros_like(out)
+        elif not self._takes(dout):
+            dout = dout.contiguous()
+        grads = tuple(torch.empty(x.shape, dtype=self.dtype, device=self.device) for x in (q, k, v))
+        stats = torch.empty((2, self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
+        self._backward(q, k, v, out, lse, dout, dlse, stats, grads, rows, spec)
+        return grads
+
+
+class PortablePlan(Plan):
+    """Plain Triton: one program a tile and head."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape], left: bool,
+                 right: bool, softcap: bool):
+        super().__init__(device, dtype, shapes)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+        block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.dim, self.v.dim))
+        self.tiles = portable_tiles(capability, dtype.itemsize, max(block_d, block_dv))
+        self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
+
+        def launch(kernel: Any, tile: Tile, group: int, **more: Any) -> Launch:
+            return Launch(kernel, dict(DIM=self.q.dim, DIM_V=self.v.dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
+                                       BLOCK_M=tile.m, BLOCK_N=tile.n, GROUP=group, LEFT=left, RIGHT=right,
+                                       SOFTCAP=softcap, **more), dict(num_warps=tile.warps, num_stages=tile.stages))
+
+        self.forward_launch = launch(portable.forward_kernel, self.tiles.forward, self.q_group)
+        self.dq_launches = [launch(portable.dq_kernel, self.tiles.dq, self.q_group, HAS_DLSE=x) for x in (False, True)]
+        self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv, self.k_group)
+
+    def _takes(self, dout: torch.Tensor) -> bool:
+        return dout.stride(2) == 1
+
+    def _forward(self, q, k, v, out, lse, rows, spec):
+        total, block = q.shape[0], self.tiles.forward.m
+        tiles = rows.query_tiles(total, block, spec)
+        self.forward_launch(tile_bound(total, rows.q.shape[0] - 1, block) * self.heads, (q, k, v, out, lse, tiles),
+                            (*self.strides, self.out_stride), (total, self.heads, self.heads // self.k_heads, *spec))
+
+    def _backward(self, q, k, v, out, lse, dout, dlse, stats, grads, rows, spec):
+        dq, dk, dv = grads
+        total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
+        counts = (total, self.heads * total, self.heads, self.heads // self.k_heads, *spec)
+        dout_strides = dout.stride()[:2]
+        slope = lse.t() if dlse is None else dlse
+        if total > 0:
+            block = self.tiles.dq.m
+            tiles = rows.query_tiles(total, block, spec)
+            self.dq_launches[dlse is not None](
+                tile_bound(total, n, block) * self.heads, (q, k, v, out, lse, dout, slope, stats, dq, tiles),
+                (*self.strides, self.out_stride, *dout_strides, self.heads * self.q.dim), (*slope.stride(), *counts))
+        if total_k > 0:
+            block = self.tiles.dkdv.n
+            tiles = rows.key_tiles(total_k, block, spec)
+            self.dkdv_launch(
+                tile_bound(total_k, n, block) * self.k_heads, (q, k, v, dout, stats, dk, dv, tiles),
+                (*self.strides, *dout_strides, self.k_heads * self.q.dim, self.k_heads * self.v.dim), counts)
+
+
+class HopperPlan(Plan):
+    """Gluon on Hopper: one persistent program a multiprocessor."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape], causal: bool,
+                 same: bool):
+        from . import hopper
+
+        super().__init__(device, dtype, shapes)
+        dim = self.q.dim
+        self.counter = hopper.counter
+        self.tiles = GLUON[dim]
+        self.programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self.described = [ragged_shape(x.heads, x.dim, x.stride, x.head) for x in shapes]
+        self.columns = self.q.head, self.k.head, self.v.head
+        options = dict(num_warps=4, maxnreg=168)
+        m, n, stages = self.tiles.forward
+        self.forward_launch = Launch(hopper.forward_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, GROUP=self.q_group, CAUSAL=causal, SAME=same), options,
+            (m // 2, n, n))
+        m, n, stages, own = self.tiles.dq
+        self.dq_launches = [Launch(hopper.dq_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, GROUP=self.q_group, CAUSAL=causal, HAS_DLSE=x),
+            options, (m // 2, n, n, m // 2)) for x in (False, True)]
+        m, n, stages, own = self.tiles.dkdv
+        self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, GROUP=self.k_group, CAUSAL=causal), options,
+            (m, n // 2, n // 2, m))
+
+    def _takes(self, dout: torch.Tensor) -> bool:
+        stride, head, last = dout.stride()
+        return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
+
+    def _described(self, *tensors: torch.Tensor) -> tuple[Ragged, ...]:
+        return tuple(Ragged(x, *shape) for x, shape in zip(tensors, self.described))
+
+    def _forward(self, q, k, v, out, lse, rows, spec):
+        total, block = q.shape[0], self.tiles.forward[0]
+        tiles = rows.query_tiles(total, block, spec)
+        self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
+                            (out, lse, tiles, self.counter(self.device)), (*self.columns, self.out_stride),
+                            (total, self.heads, self.heads // self.k_heads, spec.scale * LOG2E),
+                            self._described(q, k, v))
+
+    def _backward(self, q, k, v, out, lse, dout, dlse, stats, grads, rows, spec):
+        dq, dk, dv = grads
+        total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
+        stride, head, _ = dout.stride()
+        descriptors = (*self._described(q, k, v), Ragged(dout, *ragged_shape(self.heads, self.v.dim, stride, head)))
+        columns = (*self.columns, head)
+        counts = (total, self.heads * total, self.heads, self.heads // self.k_heads, spec.scale * LOG2E)
+        slope = lse.t() if dlse is None else dlse
+        block = self.tiles.dq[0]
+        tiles = rows.query_tiles(total, block, spec)
+        self.dq_launches[dlse is not None](
+            min(self.programs, tile_bound(total, n, block) * self.heads),
+            (out, lse, slope, stats, dq, tiles, self.counter(self.device)),
+            (*columns, self.out_stride, self.out_stride), (*slope.stride(), *counts), descriptors)
+        block = self.tiles.dkdv[1]
+        tiles = rows.key_tiles(total_k, block, spec)
+        self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
+                         (stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim), counts,
+                         descriptors)
