@@ -19,7 +19,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)  # where a running maximum starts; finite, so that exp2(-inf - m) is 0 and not NaN
 BILLION = gl.constexpr(1 << 30)  # the extent of a ragged descriptor's token dimension
-_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size")
+_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group")
 _SLOTS = 4096
 _rings: dict[tuple[int, int], list] = {}
 
@@ -99,11 +99,11 @@ def _claim(COUNTER, total_tiles):
 
 
 @gluon.jit
-def _tile(TILES, t, count, total_tiles, GROUP: gl.constexpr):
-    """Tile t's entry and head: longest first, GROUP heads at a time so that their keys share the L2 cache."""
-    part = t // (count * GROUP)
-    r = t - part * (count * GROUP)
-    return TILES + gl.where(t < total_tiles, 8 * (r // GROUP + 1), 0), part * GROUP + r % GROUP
+def _tile(TILES, t, count, total_tiles, group):
+    """Tile t's entry and head: longest first, `group` heads at a time so that their keys share the L2 cache."""
+    part = t // (count * group)
+    r = t - part * (count * group)
+    return TILES + gl.where(t < total_tiles, 8 * (r // group + 1), 0), part * group + r % group
 
 
 @gluon.jit
@@ -116,8 +116,8 @@ def _store_tile(base, value, first, length, stride, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                      COUNTER, q_head, k_head, v_head, heads, group_size, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+                      COUNTER, q_head, k_head, v_head, heads, group_size, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                      DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -125,7 +125,7 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
     i = 0
     c = 0
     while t >= 0:
-        tile, head = _tile(TILES, t, count, total_tiles, GROUP)
+        tile, head = _tile(TILES, t, count, total_tiles, group)
         start = gl.load(tile)
         length = gl.load(tile + 1)
         other_start = gl.load(tile + 2)
@@ -285,9 +285,9 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
+def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size, group,
                    scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   GROUP: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr):
+                   CAUSAL: gl.constexpr, SAME: gl.constexpr):
     """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e).
 
     SAME: queries and keys have the same offsets.
@@ -308,16 +308,15 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head,
         (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
                              out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                             COUNTER, q_head, k_head, v_head, heads, group_size, BLOCK_M, BLOCK_N, DIM, STAGES, GROUP,
-                             CAUSAL)),
+                             COUNTER, q_head, k_head, v_head, heads, group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
     ], [4, 1], [240, 24])
 
 
 @gluon.jit
 def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                 COUNTER, q_head, k_head, v_head, do_head, heads, group_size, BLOCK_M: gl.constexpr,
+                 COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, BLOCK_M: gl.constexpr,
                  BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                 GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+                 CAUSAL: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -325,7 +324,7 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
     i = 0
     c = 0
     while t >= 0:
-        tile, head = _tile(TILES, t, count, total_tiles, GROUP)
+        tile, head = _tile(TILES, t, count, total_tiles, group)
         start = gl.load(tile)
         length = gl.load(tile + 1)
         other_start = gl.load(tile + 2)
@@ -447,9 +446,9 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head, k_head, v_head, do_head, out_stride,
-              dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, scale, BLOCK_M: gl.constexpr,
+              dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, scale, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              GROUP: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr):
+              CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta."""
     q_s = gl.allocate_shared_memory(qd.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     do_s = gl.allocate_shared_memory(dod.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], dod.layout)
@@ -470,8 +469,8 @@ def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head
                         STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale, BLOCK_M, BLOCK_N,
                         DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, BLOCK_M, BLOCK_N, DIM, STAGES,
-                        Q_STAGES, GROUP, CAUSAL)),
+                        TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES,
+                        Q_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])
 
 
@@ -488,7 +487,7 @@ def _query_tiles(first, length, other, BLOCK_M: gl.constexpr, CAUSAL: gl.constex
 def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                    group_size, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   K_STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+                   K_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
@@ -498,7 +497,7 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     i = 0
     c = 0
     while t >= 0:
-        tile, head = _tile(TILES, t, count, total_tiles, GROUP)
+        tile, head = _tile(TILES, t, count, total_tiles, group)
         start = gl.load(tile)
         length = gl.load(tile + 1)
         other_start = gl.load(tile + 2)
@@ -621,8 +620,8 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride, total, plane,
-                heads, group_size, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                STAGES: gl.constexpr, K_STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr):
+                heads, group_size, group, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """DK and DV, one key tile and key head at a time, over all query heads that share the key head."""
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(qd.dtype, [STAGES, 1, 1, BLOCK_M, DIM], qd.layout)
@@ -647,5 +646,5 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
                           CAUSAL)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                          group_size, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, GROUP, CAUSAL)),
+                          group_size, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

@@ -7,6 +7,9 @@ dK and dV. No gradient is accumulated across programs, so equal inputs give equa
 Queries and keys of a row are aligned at their ends: query ``i`` sits on key ``i + shift``, ``shift = k_len - q_len``, and
 attends keys ``i + shift - left`` to ``i + shift + right``. A causal mask is ``right = 0``.
 
+float32 operands are multiplied as three TF32 products ("tf32x3"), which together keep the precision of float32; half
+precision ignores the setting.
+
 Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 needs no multiplication of its own.
 """
 import triton
@@ -17,18 +20,18 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Where a running maximum starts. Finite, so that a row without valid keys so far meets exp2(-inf - m) = 0, not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 # Numbers that change from batch to batch: a kernel must not be compiled anew for a count that is 1 or a multiple of 16.
-_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "left", "right")
+_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left", "right")
 
 
 @triton.jit
-def _entry(TILES, heads, GROUP: tl.constexpr):
-    """This program's tile and head: longest tiles first, GROUP heads at a time so that their keys share the L2 cache."""
+def _entry(TILES, heads, group):
+    """This program's tile and head: longest tiles first, `group` heads at a time so that their keys share the L2 cache."""
     count = tl.load(TILES)
     t = tl.program_id(0)
-    part = t // (count * GROUP + (count == 0))
-    r = t - part * (count * GROUP)
-    tile = TILES + 8 * (r // GROUP + 1)
-    head = part * GROUP + r % GROUP
+    part = t // (count * group + (count == 0))
+    r = t - part * (count * group)
+    tile = TILES + 8 * (r // group + 1)
+    head = part * group + r % group
     return tile, head, t < count * heads
 
 
@@ -101,7 +104,7 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
                   BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
                   MASK: tl.constexpr):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
-    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+    x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     if SOFTCAP:
         x = _tanh(x * (scale / softcap))
         factor = softcap * LOG2E
@@ -115,17 +118,17 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
     alpha = tl.exp2(m - m_new)
     l = l * alpha + tl.sum(p, 1)
     v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
     return acc, m_new, l
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def forward_kernel(Q, K, V, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, total,
-                   heads, group_size, left, right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr,
+                   heads, group_size, group, left, right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr):
+                   LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr):
     """OUT (total, heads, DIM_V) and LSE (heads, total), one query tile and head a program."""
-    tile, head, exists = _entry(TILES, heads, GROUP)
+    tile, head, exists = _entry(TILES, heads, group)
     if not exists:
         return
     q_start = tl.load(tile).to(tl.int64)
@@ -187,23 +190,23 @@ def _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, s
              BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
     v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
-    x = tl.dot(q, tl.trans(k), input_precision="ieee")
-    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    dp = tl.dot(do, tl.trans(v), input_precision="tf32x3")
     key = j + tl.arange(0, BLOCK_N)
     valid = _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT)
     _, ds = _score_gradient(x, dp, lse[:, None], delta[:, None], valid, scale, softcap, SOFTCAP, MASK)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dq_kernel(Q, K, V, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head,
-              out_stride, do_stride, do_head, dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, left, right,
-              scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+              out_stride, do_stride, do_head, dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, left,
+              right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
               RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and the softmax's row term
     sum(out * dout) - dlse, through which the gradient of the LSE enters."""
-    tile, head, exists = _entry(TILES, heads, GROUP)
+    tile, head, exists = _entry(TILES, heads, group)
     if not exists:
         return
     q_start = tl.load(tile).to(tl.int64)
@@ -250,9 +253,9 @@ def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride
                MASK: tl.constexpr):
     query = i + tl.arange(0, BLOCK_M)
     q = _load_rows(Q, i, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, MASK)
-    x = tl.dot(k, tl.trans(q), input_precision="ieee")
+    x = tl.dot(k, tl.trans(q), input_precision="tf32x3")
     do = _load_rows(DO, i, q_len, do_stride, BLOCK_M, DIM_V, BLOCK_DV, MASK)
-    dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(do), input_precision="tf32x3")
     if MASK:
         # Queries beyond the row are zero, so with these statistics they add nothing.
         lse = tl.load(STATS + query, mask=query < q_len, other=0.0)
@@ -262,19 +265,19 @@ def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride
         delta = tl.load(STATS + plane + query)
     valid = _valid(query[None, :], key[:, None], k_len, shift, left, right, LEFT, RIGHT)
     p, ds = _score_gradient(x, dp, lse[None, :], delta[None, :], valid, scale, softcap, SOFTCAP, MASK)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="tf32x3")
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(Q, K, V, DO, STATS, DK, DV, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride,
-                do_head, dk_stride, dv_stride, total, plane, heads, group_size, left, right, scale, softcap,
+                do_head, dk_stride, dv_stride, total, plane, heads, group_size, group, left, right, scale, softcap,
                 DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 SOFTCAP: tl.constexpr):
     """DK and DV, one key tile and key head a program; it runs over all query heads that share the key head."""
-    tile, head, exists = _entry(TILES, heads // group_size, GROUP)
+    tile, head, exists = _entry(TILES, heads // group_size, group)
     if not exists:
         return
     k_start = tl.load(tile).to(tl.int64)

@@ -29,18 +29,19 @@ class GluonTiles(NamedTuple):
 
 # By head_dim, measured on an H100.
 GLUON = {
+    32: GluonTiles((128, 128, 4), (128, 128, 2, 2), (64, 128, 4, 2)),
     64: GluonTiles((128, 128, 4), (128, 128, 2, 2), (64, 128, 4, 2)),
     128: GluonTiles((128, 128, 2), (128, 64, 3, 1), (64, 128, 2, 2)),
 }
 
 # By bytes of an element and padded head_dim. Measured on Hopper.
 _HOPPER = {
-    (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    (2, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 2, 3)),
+    (2, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 128, 4, 2)),
+    (2, 128): Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
     (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
-    (4, 32): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    (4, 64): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (4, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (4, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
     (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     (4, 256): Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
 }

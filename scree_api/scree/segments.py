@@ -54,8 +54,8 @@ def _reduce_tiles(call: SegmentCall) -> Any:
     filled = layout.filled
     keep = {"dtype": values.dtype} if call.op in SCANS else {}
     while layout.bound > 1:
-        values = getattr(xp, call.op)(tiled(xp, values, layout.tiles(TILE), empty), axis=1, **keep)
-        layout = layout.tiles(TILE).layout
+        tiles = layout.tiles(min(TILE, layout.bound))
+        values, layout = getattr(xp, call.op)(tiled(xp, values, tiles, empty), axis=1, **keep), tiles.layout
     firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
     return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
 
@@ -64,14 +64,15 @@ def segment_scan(op: str, values: Any, layout: Layout) -> Any:
     """The running sum or product ("sum", "prod") within each row of `values` (total, ...); the dtype is kept."""
     if layout.bound <= 1 or layout.num_rows == 0 or layout.total == 0:
         return values
-    xp, tiles = layout.xp, layout.tiles(TILE)
+    xp, size = layout.xp, min(TILE, layout.bound)
+    tiles = layout.tiles(size)
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.backend.device(values))
     inside = getattr(xp, SCANS[op])(tiled(xp, values, tiles, neutral), axis=1, dtype=values.dtype)
     through = segment_scan(op, inside[:, -1, ...], tiles.layout)
     before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
     before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
     inside = inside + before if op == "sum" else inside * before
-    return xp.take(xp.reshape(inside, (-1, *values.shape[1:])), layout.tile_slots(TILE), axis=0)
+    return xp.take(xp.reshape(inside, (-1, *values.shape[1:])), layout.tile_slots(size), axis=0)
 
 
 def spread(xp: Any, x: Any, ndim: int) -> Any:

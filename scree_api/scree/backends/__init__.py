@@ -61,8 +61,8 @@ class Backend:
 
     def apart(self, x: Any, y: Any) -> bool:
         """Whether two arrays are known to lie on different devices."""
-        devices = self.device(x), self.device(y)
-        return None not in devices and devices[0] != devices[1]
+        a, b = self.device(x), self.device(y)
+        return a is not None and b is not None and bool(a != b)
 
 
 _BY_TYPE: dict[type, Backend] = {}

@@ -39,7 +39,7 @@ _SAME = """
     imag isfinite isinf isnan less less_equal log log1p log2 log10 logaddexp logical_and logical_not logical_or
     logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal remainder round sin sinh
     square sqrt subtract tan tanh trunc take take_along_axis matrix_transpose concat expand_dims flip permute_dims
-    roll squeeze stack tile unstack count_nonzero where any max min meshgrid
+    roll squeeze stack tile unstack count_nonzero where max min meshgrid
 """.split()  # noqa: SIM905
 globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
 
@@ -291,6 +291,15 @@ def _axes(x: Array, axis: Any) -> tuple[int, ...]:
     return tuple(a + x.ndim if a < 0 else a for a in axes)
 
 
+def _reduce(fn: Callable[..., Array], first: Any, x: Array, axis: Any, keepdims: bool) -> Array:
+    """``fn``; over nothing ``first``, where MLX itself may give anything or not return."""
+    if x.size:
+        return fn(x, axis, keepdims)
+    axes = _axes(x, axis)
+    out = mx.full([1 if a in axes else n for a, n in enumerate(x.shape)], first, x.dtype)
+    return out if keepdims else mx.squeeze(out, axes)
+
+
 def _fold(x: Array, axis: int) -> Array:
     """Sum along ``axis``, kept as length 1, ``_FOLD`` terms at a time."""
     n = x.shape[axis]
@@ -305,7 +314,7 @@ def _total(x: Array, axis: Any, keepdims: bool = False) -> Array:
     """``mx.sum``; over many float32 terms folded, where MLX by itself may add them one after the other."""
     axes = _axes(x, axis)
     if x.dtype not in (mx.float32, mx.complex64) or math.prod(x.shape[a] for a in axes) <= _LONG:
-        return mx.sum(x, axes, keepdims)
+        return _reduce(mx.sum, 0, x, axes, keepdims)
     out = functools.reduce(_fold, axes, x)
     return out if keepdims else mx.squeeze(out, axes)
 
@@ -319,7 +328,7 @@ def sum(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: 
 def prod(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
     """Half precision accumulates in float32."""
     x, out = _accumulate(x, dtype)
-    return mx.prod(x, axis, keepdims).astype(out)
+    return _reduce(mx.prod, 1, x, axis, keepdims).astype(out)
 
 
 def mean(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
@@ -343,7 +352,12 @@ def std(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: boo
 
 def all(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
     """True over nothing."""
-    return mx.all(x, axis, keepdims) if x.size else ~mx.any(x == 0, axis, keepdims)
+    return _reduce(mx.all, True, x.astype(mx.bool_), axis, keepdims)
+
+
+def any(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
+    """False over nothing."""
+    return _reduce(mx.any, False, x.astype(mx.bool_), axis, keepdims)
 
 
 def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:

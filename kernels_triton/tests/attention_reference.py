@@ -1,0 +1,122 @@
+"""Attention by its definition, a row and a head group at a time, in any precision; what the kernels are held against."""
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Case(NamedTuple):
+    """One attention problem: dtype and layout, shapes, and what is asked for."""
+
+    dtype: torch.dtype
+    dim: int
+    dim_v: int
+    heads: int
+    k_heads: int
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...] | None = None  # None: q and k share their offsets
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    packed: bool = False  # q, k and v are slices of one tensor
+    slack: int = 0  # tokens behind the last row
+
+    @property
+    def name(self) -> str:
+        """A readable test id."""
+        mask = ("causal" if self.causal else "full") + (f"-w{self.window[0]},{self.window[1]}" if any(
+            side is not None for side in self.window) else "")
+        rows = f"{len(self.q_lengths)}rows{sum(self.q_lengths)}" + ("" if self.k_lengths is None else "x")
+        parts = [str(self.dtype)[6:], f"d{self.dim}", f"v{self.dim_v}", f"h{self.heads}/{self.k_heads}", mask, rows]
+        parts += [f"cap{self.softcap}"] * bool(self.softcap) + ["packed"] * self.packed + ["slack"] * bool(self.slack)
+        return "-".join(parts)
+
+
+class Problem(NamedTuple):
+    """Inputs and gradients of a case on a device. Tokens behind the last row hold NaN."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_q: torch.Tensor
+    cu_k: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+
+
+def problem(case: Case, device: str, seed: int = 0) -> Problem:
+    """Random inputs for a case."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    k_lengths = case.q_lengths if case.k_lengths is None else case.k_lengths
+    total_q, total_k = sum(case.q_lengths), sum(k_lengths)
+
+    def values(total: int, heads: int, dim: int) -> torch.Tensor:
+        x = torch.randn((total + case.slack, heads, dim), generator=generator, device=device)
+        x[total:] = math.nan
+        return x.to(case.dtype)
+
+    if case.packed:
+        sizes = [case.heads, case.k_heads, case.k_heads]
+        q, k, v = values(total_q, sum(sizes), case.dim).split(sizes, 1)
+    else:
+        q = values(total_q, case.heads, case.dim)
+        k, v = (values(total_k, case.k_heads, dim) for dim in (case.dim, case.dim_v))
+    cu_q = offsets(case.q_lengths, device)
+    cu_k = cu_q if case.k_lengths is None else offsets(k_lengths, device)
+    dlse = torch.randn(q.shape[:2], generator=generator, device=device)
+    dlse[total_q:] = math.nan
+    return Problem(q, k, v, cu_q, cu_k, values(total_q, case.heads, case.dim_v), dlse)
+
+
+def offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:
+    """Cumulative lengths, int32."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def reference(case: Case, p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output, log-sum-exp, dq, dk and dv, computed in `dtype`; what no row holds is 0, or -inf for the log-sum-exp."""
+    q, k, v, dout = (x.detach().to(dtype) for x in (p.q, p.k, p.v, p.dout))
+    stats = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=stats, device=q.device)
+    grads = [torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v)]
+    left, right = case.window
+    if case.causal:
+        right = 0
+    starts_q, starts_k = p.cu_q.tolist(), p.cu_k.tolist()
+    for a, b, c, d in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        if a == b or c == d:
+            continue
+        one = [x.transpose(0, 1).contiguous().requires_grad_() for x in (q[a:b], k[c:d], v[c:d])]
+        keys, values = (x.repeat_interleave(case.heads // case.k_heads, 0) for x in one[1:])
+        x = (one[0] @ keys.transpose(1, 2)).to(stats) * case.dim**-0.5
+        if case.softcap:
+            x = case.softcap * torch.tanh(x / case.softcap)
+        own = torch.arange(b - a, device=q.device)[:, None] + (d - c) - (b - a)
+        key = torch.arange(d - c, device=q.device)
+        valid = torch.ones_like(own * key, dtype=torch.bool)
+        if left is not None:
+            valid &= key >= own - left
+        if right is not None:
+            valid &= key <= own + right
+        some = valid.any(1)[None, :, None]
+        x = x.masked_fill(~valid, -math.inf).masked_fill(~some, 0)
+        p_row = x.softmax(2) * (valid & some)
+        o = p_row.to(dtype) @ values
+        row_lse = x.logsumexp(2)
+        out[a:b] = o.detach().transpose(0, 1)
+        lse[a:b] = row_lse.detach().masked_fill(~some[..., 0], -math.inf).t()
+        slope = p.dlse[a:b].t().to(stats) * some[..., 0]
+        loss = (o * dout[a:b].transpose(0, 1)).to(stats).sum() + (row_lse * slope).sum()
+        for grad, x, start, end in zip(grads, torch.autograd.grad(loss, one), (a, c, c), (b, d, d)):
+            grad[start:end] = x.transpose(0, 1)
+    return [out, lse, *grads]
+
+
+def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative error in the 2-norm over finite entries; infinite if the others differ or any entry is NaN."""
+    x, finite = x.double(), exact.isfinite()
+    if x.isnan().any() or not torch.equal(x[~finite], exact[~finite]):
+        return math.inf
+    x, exact = x[finite].detach(), exact[finite]
+    return float((x - exact).norm() / exact.norm().clamp_min(1e-9))

@@ -1,0 +1,191 @@
+"""Every kernel on a GPU: features x dtypes x head_dims x hard layouts against float64."""
+import itertools
+import math
+
+import pytest
+import torch
+from attention_reference import Case, distance, offsets, problem, reference
+
+pytestmark = pytest.mark.gpu
+
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
+LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
+LONG = (900, 1, 1, 640, 2, 1000)
+MASKS = [dict(), dict(causal=True), dict(causal=True, window=(70, None)), dict(window=(33, 20)),
+         dict(window=(None, 5)), dict(causal=True, softcap=15.0), dict(causal=True, window=(100, None), softcap=30.0)]
+CASES = [
+    # Every head_dim and dtype, by mask and heads, on rows of the same and of other lengths.
+    *(Case(dtype, dim, dim, heads, k_heads, MIXED, k_lengths, **mask)
+      for dtype, dim, (heads, k_heads), k_lengths, mask in itertools.product(
+          (f16, bf16), (32, 64, 128), ((4, 4), (4, 1)), (None, LONGER), MASKS)),
+    *(Case(dtype, dim, dim_v, 2, 1, MIXED, k_lengths, **mask)
+      for dtype, (dim, dim_v), k_lengths, mask in itertools.product(
+          (f16, bf16, f32), ((16, 16), (80, 80), (96, 96), (192, 128), (64, 128), (40, 24), (256, 256)),
+          (None, LONGER), (MASKS[1], MASKS[3]))),
+    *(Case(f32, dim, dim, 4, 2, MIXED, k_lengths, **mask)
+      for dim, k_lengths, mask in itertools.product((32, 64, 128), (None, LONGER), MASKS)),
+    # Layouts.
+    *(Case(dtype, dim, dim, 2, 1, lengths, causal=causal)
+      for dtype, dim, lengths, causal in itertools.product(
+          (f16, f32), (64, 128), (LONG, (1,), (0, 0, 7), (5,) * 1000, (4000, *(17,) * 50)), (False, True))),
+    *(Case(dtype, dim, dim, 4, 2, LONG, causal=True, packed=True) for dtype in (f16, f32) for dim in (64, 80, 128)),
+    *(Case(dtype, dim, dim, 4, 2, MIXED, causal=causal, slack=slack)
+      for dtype in (bf16, f32) for dim in (64, 80, 128) for causal in (False, True) for slack in (1, 300)),
+    *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
+    *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
+]
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Fill free memory with NaN, so that whatever a kernel does not write shows."""
+    blocks = [torch.full((n,), math.nan, device="cuda") for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+def run(case, p):
+    from scree_triton.attention import attention
+
+    q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
+    out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
+                         softcap=case.softcap)
+    return out, lse, *torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_error(case):
+    p = problem(case, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(case, p)
+        again = run(case, p)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = reference(case, p, torch.float64)
+    eager = reference(case, p, case.dtype)
+    for name, x, y, e, other in zip(("out", "lse", "dq", "dk", "dv"), found, again, exact, eager):
+        floor = {f16: 2e-4, bf16: 1.6e-3, f32: 2e-7}[case.dtype] if name != "lse" else 5e-7
+        assert distance(x, e) < 2 * distance(other, e) + floor, name
+        assert torch.equal(x, y), f"{name}: two runs differ"
+
+
+@pytest.mark.parametrize("dtype, dim, causal", itertools.product((f16, f32), (64, 80, 128), (False, True)))
+def test_rows_do_not_leak(dtype, dim, causal):
+    case = Case(dtype, dim, dim, 2, 1, MIXED, causal=causal)
+    p = problem(case, "cuda")
+    clean = run(case, p)
+    start = p.cu_q.tolist()
+    for row in (3, 8):
+        poisoned = p._replace(**{name: getattr(p, name).clone() for name in ("q", "k", "v", "dout", "dlse")})
+        for x in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout, poisoned.dlse):
+            x[start[row]:start[row + 1]] = math.nan if row == 3 else math.inf
+        for x, y in zip(clean, run(case, poisoned)):
+            assert torch.equal(x[:start[row]], y[:start[row]]) and torch.equal(x[start[row + 1]:], y[start[row + 1]:])
+
+
+@pytest.mark.parametrize("lengths", [(7,) * 10000, (131072, *(64,) * 255)], ids=["10000 rows", "one long row"])
+def test_large_layouts(lengths):
+    """Against the same rows computed by themselves."""
+    from scree_triton.attention import attention
+
+    case = Case(bf16, 64, 64, 1, 1, lengths, causal=True)
+    p = problem(case, "cuda")
+    found = run(case, p)
+    tail = Case(bf16, 64, 64, 1, 1, lengths[-40:], causal=True)
+    n = sum(tail.q_lengths)
+    part = p._replace(**{x: getattr(p, x)[-n:] for x in ("q", "k", "v", "dout", "dlse")},
+                      cu_q=offsets(tail.q_lengths, "cuda"), cu_k=offsets(tail.q_lengths, "cuda"))
+    for x, e in zip(found, reference(tail, part, torch.float64)):
+        assert not x.isnan().any()
+        assert distance(x[-n:], e) < 5e-3
+    if len(lengths) < 1000:  # the long row's last queries
+        q, k, v = (x[: lengths[0]] for x in (p.q, p.k, p.v))
+        cu = offsets((64,), "cuda"), offsets((lengths[0],), "cuda")
+        out, _ = attention(q[-64:], k, v, *cu, causal=True, scale=0.125)
+        assert distance(found[0][: lengths[0]][-64:], out.double()) < 5e-3
+
+
+@pytest.mark.parametrize("dtype, dim", [(f16, 64), (f16, 80)])
+def test_more_than_2_31_elements(dtype, dim):
+    from scree_triton.attention import attention
+
+    length, heads = 1000, 128
+    n = (1 << 31) // (heads * dim * length) + 2
+    q = torch.empty((n * length, heads, dim), dtype=dtype, device="cuda").uniform_(-1, 1)
+    cu = offsets((length,) * n, "cuda")
+    out, lse = attention(q, q[:, :1], q[:, 1:2], cu, cu, causal=True, window=(50, None) if dim == 80 else (None, None),
+                         scale=0.125)
+    one = offsets((length,), "cuda")
+    last = q[-length:]
+    again, lse_again = attention(last, last[:, :1], last[:, 1:2], one, one, causal=True,
+                                 window=(50, None) if dim == 80 else (None, None), scale=0.125)
+    assert torch.equal(out[-length:], again) and torch.equal(lse[-length:], lse_again)
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_compiled(dim):
+    from scree_triton.attention import attention
+
+    case = Case(bf16, dim, dim, 4, 2, LONG, causal=True)
+    p = problem(case, "cuda")
+
+    def loss(q, k, v, cu):
+        out, lse = attention(q * 1.0, k, v, cu, cu, causal=True, scale=dim**-0.5)
+        return (out * p.dout).sum() + (lse * p.dlse).sum()
+
+    inputs = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    eager = torch.autograd.grad(loss(*inputs, p.cu_q), inputs)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*inputs, p.cu_q), inputs)
+    for x, y in zip(eager, compiled):
+        assert distance(x, y.double()) < 1e-2
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_operator(dim):
+    """The operators' fakes, autograd and schema."""
+    from scree_triton.attention import _forward_op
+    from scree_triton.tiles import UNBOUNDED
+
+    p = problem(Case(f32 if dim == 80 else f16, dim, dim, 2, 1, (30, 0, 70)), "cuda")
+    args = tuple(x.detach().requires_grad_() for x in (p.q, p.k, p.v))
+    torch.library.opcheck(_forward_op, (*args, p.cu_q, p.cu_k, UNBOUNDED, 0, 0.1, 0.0))
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_graph(dim):
+    """A captured graph, replayed on fresh inputs while eager calls run beside it."""
+    case = Case(bf16, dim, dim, 4, 2, LONG, causal=True)
+    p = problem(case, "cuda")
+    run(case, p)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(case, p)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run(case, p)
+    fresh = problem(case, "cuda", seed=1)
+    for x, y in zip(p, fresh):
+        x.copy_(y)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.replay()
+    eager = run(case, fresh)
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, eager))
+
+
+def test_overlapping_launches():
+    case = Case(bf16, 64, 64, 4, 2, LONG, causal=True)
+    p = problem(case, "cuda")
+    expected = run(case, p)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 4]):
+            found.append(run(case, p))
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for result in found for x, y in zip(expected, result))

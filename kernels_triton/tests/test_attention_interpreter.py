@@ -1,0 +1,59 @@
+"""The portable kernels on a small fixed set; without a GPU in Triton's interpreter."""
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from attention_reference import Case, distance, offsets, problem, reference
+
+from scree_triton.attention import attention
+from scree_triton.launch import INTERPRETED
+from scree_triton.tiles import UNBOUNDED, tile_bound, tile_map
+
+f16, f32 = torch.float16, torch.float32
+DEVICE = "cpu" if INTERPRETED else "cuda"
+CASES = [
+    Case(f32, 16, 16, 2, 1, (5, 0, 33, 70), causal=True),
+    Case(f32, 24, 16, 2, 2, (5, 3, 33, 0), (7, 0, 90, 4)),
+    Case(f16, 16, 32, 4, 2, (40, 1, 0, 9), (30, 8, 4, 40), causal=True, softcap=20.0),
+    Case(f16, 16, 16, 2, 1, (40, 1, 0, 100), (30, 8, 4, 99), window=(10, 5)),
+    Case(f32, 16, 16, 2, 1, (150, 2), (150, 40), causal=True, window=(17, None), softcap=5.0),
+    Case(f32, 16, 16, 2, 2, (30, 0, 21), causal=True, packed=True),
+    Case(f32, 16, 16, 1, 1, (30, 12), causal=True, slack=70),
+    Case(f16, 16, 16, 1, 1, (0, 0), (3, 0)),
+    Case(f32, 16, 16, 1, 1, (), (), causal=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_attention(case):
+    p = problem(case, DEVICE)
+    q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
+    out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
+                         softcap=case.softcap)
+    grads = torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
+    assert out.is_contiguous() and lse.shape == out.shape[:2] and lse.dtype == torch.float32
+    bound = {f32: 2e-6, f16: 2e-3}[case.dtype]
+    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)):
+        assert distance(x, exact) < bound, name
+
+
+@pytest.mark.parametrize("lengths, slack", [((300, 0, 64, 1, 129), 0), ((1,) * 40, 7), ((), 0), ((0, 0), 65)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tile_map(lengths, slack, causal):
+    cu = offsets(lengths, DEVICE)
+    total = sum(lengths) + slack
+    tiles = tile_map(cu, cu, total, 64, UNBOUNDED, 0 if causal else UNBOUNDED)
+    count = int(tiles[0, 0])
+    assert tiles.shape[0] == tile_bound(total, len(lengths), 64) + 1
+    tail = (sum(lengths), slack)
+    rows = [*zip(cu.tolist(), lengths), tail]
+    expected = {(start, n, first) for start, n in rows for first in range(0, n, 64)}
+    found = [(start, n, first) for start, n, _, _, first, *_ in tiles[1 : count + 1].tolist()]
+    assert len(found) == count and set(found) == expected
+    assert all(other == (0 if (start, n) == tail and slack else n) for start, n, _, other, *_ in tiles[1 : count + 1].tolist())
+    work = [0 if (start, n) == tail else min(first + 64, n) if causal else n for start, n, first in found]
+    assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))
