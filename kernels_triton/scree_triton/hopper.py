@@ -486,7 +486,7 @@ def _query_tiles(first, length, other, BLOCK_M: gl.constexpr, CAUSAL: gl.constex
 @gluon.jit
 def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                   group_size, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+                   group_size, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
                    K_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -646,5 +646,5 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
                           CAUSAL)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                          group_size, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),
+                          group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

@@ -101,7 +101,9 @@ class Plan:
         self.device, self.dtype = device, dtype
         self.q, self.k, self.v = shapes
         self.heads, self.k_heads = self.q.heads, self.k.heads
-        self.q_group, self.k_group = _head_group(self.heads, self.q.dim), _head_group(self.k_heads, self.q.dim)
+        shared = self.heads // self.k_heads
+        self.q_counts = self.heads, shared, _head_group(self.heads, self.q.dim)
+        self.k_counts = self.heads, shared, _head_group(self.k_heads, self.q.dim)
         self.out_stride = self.heads * self.v.dim
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows,
@@ -138,14 +140,14 @@ class PortablePlan(Plan):
         self.tiles = portable_tiles(capability, dtype.itemsize, max(block_d, block_dv))
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
-        def launch(kernel: Any, tile: Tile, group: int, **more: Any) -> Launch:
+        def launch(kernel: Any, tile: Tile, **more: Any) -> Launch:
             return Launch(kernel, dict(DIM=self.q.dim, DIM_V=self.v.dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
-                                       BLOCK_M=tile.m, BLOCK_N=tile.n, GROUP=group, LEFT=left, RIGHT=right,
+                                       BLOCK_M=tile.m, BLOCK_N=tile.n, LEFT=left, RIGHT=right,
                                        SOFTCAP=softcap, **more), dict(num_warps=tile.warps, num_stages=tile.stages))
 
-        self.forward_launch = launch(portable.forward_kernel, self.tiles.forward, self.q_group)
-        self.dq_launches = [launch(portable.dq_kernel, self.tiles.dq, self.q_group, HAS_DLSE=x) for x in (False, True)]
-        self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv, self.k_group)
+        self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
+        self.dq_launches = [launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)]
+        self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv)
 
     def _takes(self, dout: torch.Tensor) -> bool:
         return dout.stride(2) == 1
@@ -154,12 +156,12 @@ class PortablePlan(Plan):
         total, block = q.shape[0], self.tiles.forward.m
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(tile_bound(total, rows.q.shape[0] - 1, block) * self.heads, (q, k, v, out, lse, tiles),
-                            (*self.strides, self.out_stride), (total, self.heads, self.heads // self.k_heads, *spec))
+                            (*self.strides, self.out_stride), (total, *self.q_counts, *spec))
 
     def _backward(self, q, k, v, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
-        counts = (total, self.heads * total, self.heads, self.heads // self.k_heads, *spec)
+        plane = self.heads * total
         dout_strides = dout.stride()[:2]
         slope = lse.t() if dlse is None else dlse
         if total > 0:
@@ -167,13 +169,15 @@ class PortablePlan(Plan):
             tiles = rows.query_tiles(total, block, spec)
             self.dq_launches[dlse is not None](
                 tile_bound(total, n, block) * self.heads, (q, k, v, out, lse, dout, slope, stats, dq, tiles),
-                (*self.strides, self.out_stride, *dout_strides, self.heads * self.q.dim), (*slope.stride(), *counts))
+                (*self.strides, self.out_stride, *dout_strides, self.heads * self.q.dim),
+                (*slope.stride(), total, plane, *self.q_counts, *spec))
         if total_k > 0:
             block = self.tiles.dkdv.n
             tiles = rows.key_tiles(total_k, block, spec)
             self.dkdv_launch(
                 tile_bound(total_k, n, block) * self.k_heads, (q, k, v, dout, stats, dk, dv, tiles),
-                (*self.strides, *dout_strides, self.k_heads * self.q.dim, self.k_heads * self.v.dim), counts)
+                (*self.strides, *dout_strides, self.k_heads * self.q.dim, self.k_heads * self.v.dim),
+                (total, plane, *self.k_counts, *spec))
 
 
 class HopperPlan(Plan):
@@ -193,15 +197,15 @@ class HopperPlan(Plan):
         options = dict(num_warps=4, maxnreg=168)
         m, n, stages = self.tiles.forward
         self.forward_launch = Launch(hopper.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, GROUP=self.q_group, CAUSAL=causal, SAME=same), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, SAME=same), options,
             (m // 2, n, n))
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, GROUP=self.q_group, CAUSAL=causal, HAS_DLSE=x),
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, GROUP=self.k_group, CAUSAL=causal), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal), options,
             (m, n // 2, n // 2, m))
 
     def _takes(self, dout: torch.Tensor) -> bool:
@@ -216,7 +220,7 @@ class HopperPlan(Plan):
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
                             (out, lse, tiles, self.counter(self.device)), (*self.columns, self.out_stride),
-                            (total, self.heads, self.heads // self.k_heads, spec.scale * LOG2E),
+                            (total, *self.q_counts, spec.scale * LOG2E),
                             self._described(q, k, v))
 
     def _backward(self, q, k, v, out, lse, dout, dlse, stats, grads, rows, spec):
@@ -225,16 +229,16 @@ class HopperPlan(Plan):
         stride, head, _ = dout.stride()
         descriptors = (*self._described(q, k, v), Ragged(dout, *ragged_shape(self.heads, self.v.dim, stride, head)))
         columns = (*self.columns, head)
-        counts = (total, self.heads * total, self.heads, self.heads // self.k_heads, spec.scale * LOG2E)
+        plane, scale = self.heads * total, spec.scale * LOG2E
         slope = lse.t() if dlse is None else dlse
         block = self.tiles.dq[0]
         tiles = rows.query_tiles(total, block, spec)
         self.dq_launches[dlse is not None](
             min(self.programs, tile_bound(total, n, block) * self.heads),
             (out, lse, slope, stats, dq, tiles, self.counter(self.device)),
-            (*columns, self.out_stride, self.out_stride), (*slope.stride(), *counts), descriptors)
+            (*columns, self.out_stride, self.out_stride), (*slope.stride(), total, plane, *self.q_counts, scale), descriptors)
         block = self.tiles.dkdv[1]
         tiles = rows.key_tiles(total_k, block, spec)
         self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
-                         (stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim), counts,
-                         descriptors)
+                         (stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim),
+                         (total, plane, *self.k_counts, scale), descriptors)

@@ -126,7 +126,7 @@ def measure(
     lengths = np.asarray([row.size for row in rows])
     given = np.arange(len(rows))
     orders = {"ragged": given, "padded": given, "sorted": np.argsort(lengths, kind="stable")}
-    batches = {way: [list(b) for b in itertools.batched(orders[way].tolist(), BATCH)] for way in WAYS}
+    batches = {way: [order[i : i + BATCH] for i in range(0, len(rows), BATCH)] for way, order in orders.items()}
     embeddings: dict[str, dict[str, np.ndarray]] = {}
     measured: dict[str, Measured] = {}
     for name in names:
@@ -151,7 +151,7 @@ def measure(
 
 
 def _on_backend(
-    name: str, weights: dict[str, np.ndarray], rows: list[np.ndarray], batches: dict[str, list[list[int]]],
+    name: str, weights: dict[str, np.ndarray], rows: list[np.ndarray], batches: dict[str, list[np.ndarray]],
     step: Callable[[], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
     """Embeddings (paragraphs, width) of each way, and its seconds."""
