@@ -35,7 +35,7 @@ def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[in
 class Launch:
     """A Triton kernel with its constants fixed.
 
-    The JIT inspects every argument at every call to choose a variant. Here one variant is kept for the common case, all
+    One is made for one device. The JIT inspects every argument at every call to choose a variant. Here one variant is kept for the common case, all
     pointers and strides multiples of 16 and fit for 32 bits, and launched directly; other calls go through the JIT.
 
     Parameters
@@ -54,18 +54,13 @@ class Launch:
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any], rows: tuple[int, ...] = ()):
         self.kernel, self.constants, self.options, self.rows = kernel, constants, options, rows
         self.values = tuple(constants.values())
-        self.compiled: dict[int, Any] = {}
+        self.compiled: Any = None
 
     def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
                  numbers: tuple[int | float, ...], descriptors: tuple[Ragged, ...] = ()) -> None:
-        """Launch on the device of the first pointer and its current stream."""
+        """Launch on the current device, which must be that of the pointers, and its current stream."""
         if INTERPRETED:
             self.kernel[(programs,)](*pointers, *strides, *numbers, **self.constants)
-            return
-        device = pointers[0].get_device()
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self(programs, pointers, strides, numbers, descriptors)
             return
         bits = 0
         for pointer in pointers:
@@ -74,14 +69,15 @@ class Launch:
         for stride in strides:
             size |= stride
         common = (bits | size) & 15 == 0 and size < 1 << 31 and max(numbers) < 1 << 31
-        kernel = self.compiled.get(device) if common else None
+        kernel = self.compiled if common else None
         if kernel is None:
             described = (_typed(d, rows) for d, rows in zip(descriptors, self.rows))
             kernel = self.kernel[(programs,)](*described, *pointers, *strides, *numbers, **self.constants, **self.options)
             if common:
-                self.compiled[device] = kernel
+                self.compiled = kernel
             return
-        kernel.run(programs, 1, 1, driver.active.get_current_stream(device), kernel.function, kernel.packed_metadata,
+        stream = driver.active.get_current_stream(pointers[0].get_device())
+        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata,
                    None, None, None, *descriptors, *pointers, *strides, *numbers, *self.values)
 
 

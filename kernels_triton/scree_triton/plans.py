@@ -3,7 +3,6 @@
 A plan holds what follows from a call's static facts (device, dtype, shapes but for the number of tokens, strides, kind of
 mask). Plans are cached, so that a call only allocates its results and launches.
 """
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from .tiles import UNBOUNDED, tile_bound, tile_map
 from .tuned import GLUON, Tile, portable_tiles
 
 LOG2E = 1.4426950408889634
+_MOST_PLANS = 1024
 
 
 class Spec(NamedTuple):
@@ -61,18 +61,28 @@ class _Shape(NamedTuple):
     head: int
 
 
+_PLANS: dict[tuple, "Plan"] = {}
+
+
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec) -> "Plan":
     """The plan for a call, from the cache or new."""
-    shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and min(q.shape[0], k.shape[0]) > 0
-    same = rows.q is rows.k
-    return _plan(q.device, q.dtype, shapes, spec.left < UNBOUNDED, spec.right < UNBOUNDED, spec.right == 0,
-                 spec.softcap > 0, aligned, same)
+    left, right, _, softcap = spec
+    total, heads, dim = q.shape
+    total_k, k_heads, dim_v = v.shape
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and total > 0 and total_k > 0
+    key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
+           right < UNBOUNDED, right == 0, softcap > 0, aligned, rows.q is rows.k)
+    found = _PLANS.get(key)
+    if found is None:
+        if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
+            _PLANS.clear()
+        shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
+        found = _PLANS[key] = _plan(q.device, q.dtype, shapes, *key[9:])
+    return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape], left: bool, right: bool,
-          causal: bool, softcap: bool, aligned: bool, same: bool) -> "Plan":
+def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
+          softcap: bool, aligned: bool, same: bool) -> "Plan":
     q, _, v = shapes
     hopper = (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
               and v.dim == q.dim and dtype != torch.float32 and not left and not softcap and right == causal and aligned
@@ -97,8 +107,9 @@ def _head_group(heads: int, dim: int) -> int:
 class Plan:
     """The common part: shapes, and what a forward and a backward allocate."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape]):
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...]):
         self.device, self.dtype = device, dtype
+        self.index = device.index if device.type == "cuda" else torch.cuda.current_device()
         self.q, self.k, self.v = shapes
         self.heads, self.k_heads = self.q.heads, self.k.heads
         shared = self.heads // self.k_heads
@@ -109,7 +120,10 @@ class Plan:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
-        out = torch.empty((q.shape[0], self.heads, self.v.dim), dtype=self.dtype, device=self.device)
+        if self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self.forward(q, k, v, rows, spec)
+        out = q.new_empty((q.shape[0], self.heads, self.v.dim))
         lse = torch.empty((self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
         if q.shape[0] > 0:
             self._forward(q, k, v, out, lse, rows, spec)
@@ -119,11 +133,14 @@ class Plan:
                  dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
                  spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, contiguous; dlse has the shape (total, heads)."""
+        if self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self.backward(q, k, v, out, lse, dout, dlse, rows, spec)
         if dout is None:
             dout = torch.zeros_like(out)
         elif not self._takes(dout):
             dout = dout.contiguous()
-        grads = tuple(torch.empty(x.shape, dtype=self.dtype, device=self.device) for x in (q, k, v))
+        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         stats = torch.empty((2, self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
         self._backward(q, k, v, out, lse, dout, dlse, stats, grads, rows, spec)
         return grads
@@ -132,7 +149,7 @@ class Plan:
 class PortablePlan(Plan):
     """Plain Triton: one program a tile and head."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape], left: bool,
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool,
                  right: bool, softcap: bool):
         super().__init__(device, dtype, shapes)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
@@ -183,7 +200,7 @@ class PortablePlan(Plan):
 class HopperPlan(Plan):
     """Gluon on Hopper: one persistent program a multiprocessor."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, _Shape, _Shape], causal: bool,
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], causal: bool,
                  same: bool):
         from . import hopper
 

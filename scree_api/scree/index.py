@@ -96,7 +96,7 @@ def take_rows(arr: Array, rows: np.ndarray) -> Array:
     old, xp = arr.layout, arr.layout.xp
     new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
     index = xp.asarray(rows, dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
-    return _gather(arr, new, xp.take(old.offsets[:-1], index, axis=0))
+    return select(arr, new, xp.take(old.offsets[:-1], index, axis=0))
 
 
 def _slice(arr: Array, key: slice) -> Array:
@@ -106,7 +106,7 @@ def _slice(arr: Array, key: slice) -> Array:
     if step == 0:
         raise ValueError("index: expected a slice step other than 0")
     if key == slice(None, None, -1):  # every length stays: nothing to read
-        return _gather(arr, old, old.offsets[1:] - 1, step)
+        return select(arr, old, old.offsets[1:] - 1, step)
     lengths = np.diff(old.read())
     low, high = (0, lengths) if step > 0 else (-1, lengths - 1)
 
@@ -117,10 +117,10 @@ def _slice(arr: Array, key: slice) -> Array:
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
     new = Layout.from_host(old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets)
     starts = xp.asarray(first, dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
-    return _gather(arr, new, old.offsets[:-1] + starts, step)
+    return select(arr, new, old.offsets[:-1] + starts, step)
 
 
-def _gather(arr: Array, new: Layout, starts: Any, step: int = 1) -> Array:
+def select(arr: Array, new: Layout, starts: Any, step: int = 1) -> Array:
     """Rows of the layout `new`, whose tokens stand at `starts`, `starts + step` ... in the values of `arr`."""
     xp = arr.layout.xp
     if new.total == 0:

@@ -20,14 +20,15 @@ def _all(kind: Kind, names: str) -> dict[str, Kind]:
     return dict.fromkeys(names.split(), kind)
 
 
+def _each(names: str) -> dict[str, Kind]:
+    """Functions that are each a kind of their own."""
+    return {name: Kind(name) for name in names.split()}
+
+
 def unsupported(why: str, names: str) -> dict[str, Kind]:
     """Functions that ragged arrays do not have."""
     return _all(Kind("unsupported", why), names)
 
-
-_LATER = "it has no ragged form yet; apply it to arr.values where the rows do not matter, or to scree.to_padded(arr)"
-_SHAPE = "a ragged array has one axis of unknown size; reshape arr.values and use arr.with_values"
-_GRID = "rows of different lengths make no matrix; use scree.to_padded(arr) or loop over the rows"
 
 KINDS: dict[str, Kind] = {
     **_all(Kind("elementwise"), """
@@ -38,23 +39,34 @@ KINDS: dict[str, Kind] = {
         round sign signbit sin sinh sqrt square subtract tan tanh trunc where"""),
     **_all(Kind("reduction"), "all any count_nonzero max mean min prod std sum var"),
     **_all(Kind("scan"), "cumulative_prod cumulative_sum"),
+    **_all(Kind("arg"), "argmax argmin"),
     **_all(Kind("same_rows"), "astype empty_like full_like ones_like zeros_like"),
-    **_all(Kind("matmul"), "matmul"),
-    **_all(Kind("take"), "take"),
-    **_all(Kind("concat"), "concat"),
-    **_all(Kind("stack"), "stack"),
     **_all(Kind("dtypes"), "can_cast result_type"),
+    **_all(Kind("matrices"), "tril triu"),
+    **_each("""
+        argsort broadcast_arrays broadcast_to concat diff expand_dims flip isin matmul matrix_transpose moveaxis nonzero
+        permute_dims repeat reshape roll searchsorted sort squeeze stack take take_along_axis tensordot tile unique_all
+        unique_counts unique_inverse unique_values unstack vecdot"""),
     **_all(Kind("plain"), """
         arange asarray bool broadcast_shapes complex128 complex64 e empty eye finfo float32 float64 from_dlpack full iinfo
         inf int16 int32 int64 int8 isdtype linspace meshgrid nan newaxis ones pi uint16 uint32 uint64 uint8 zeros
         __array_api_version__ __array_namespace_info__"""),
-    **unsupported(_LATER, """
-        argmax argmin argsort broadcast_arrays broadcast_to diff expand_dims flip isin moveaxis nonzero permute_dims repeat
-        roll searchsorted sort squeeze take_along_axis tensordot tile unstack vecdot unique_all unique_counts
-        unique_inverse unique_values"""),
-    **unsupported(_SHAPE, "reshape matrix_transpose"),
-    **unsupported(_GRID, "tril triu"),
 }  # fmt: skip
 
-#: The functions of the extensions act on dense matrices; their names are the library's own.
-EXTENSIONS = ("linalg", "fft")
+_SPECTRA = "a transform over rows of different lengths has no common frequencies; use scree.unpack, or arr.values for elements"
+
+#: The functions of the standard's extensions.
+EXTENSIONS: dict[str, dict[str, Kind]] = {
+    "linalg": {
+        **_all(Kind("matrices"), """
+            cholesky det diagonal eigh eigvalsh inv matrix_norm matrix_power matrix_rank pinv qr slogdet solve svd svdvals
+            trace"""),
+        **_each("matmul matrix_transpose tensordot vecdot vector_norm"),
+        **unsupported("it is defined on vectors of one size; apply it to arr.values", "cross outer"),
+    },
+    "fft": {
+        **unsupported(_SPECTRA, """
+            fft fftn fftshift hfft ifft ifftn ifftshift ihfft irfft irfftn rfft rfftn"""),
+        **_all(Kind("plain"), "fftfreq rfftfreq"),
+    },
+}  # fmt: skip

@@ -149,6 +149,15 @@ class Layout:
         """(n,) whether the row has any token."""
         return self.lengths > 0
 
+    def times(self, count: int) -> Layout:
+        """The layout of rows that are `count` times as long."""
+        offsets, total = self.offsets, self.total * count
+        if total > np.iinfo(np.int32).max:
+            offsets = self.xp.astype(offsets, self.xp.int64, copy=False)
+        longest = None if self.max_length is None else self.max_length * count
+        host = None if self._host is None else self._host.astype(np.int64) * count
+        return Layout(self.backend, offsets * count, total, longest, host)
+
     def tile_slots(self, size: int) -> Any:
         """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""
         if ("slots", size) not in self.memo:

@@ -9,7 +9,7 @@ from typing import Any
 from . import lift, ops
 from .array import Array
 from .backends import Backend, backend, is_array
-from .kinds import EXTENSIONS, KINDS
+from .kinds import EXTENSIONS, KINDS, Kind
 from .registry import load_plugins
 
 #: Versions of the standard that a namespace may be asked for.
@@ -67,21 +67,26 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
 
 def _build(lib: Backend) -> ModuleType:
     module = ModuleType(f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}.")
-    for name, kind in KINDS.items():
-        if not hasattr(lib.xp, name):
-            continue  # a gap of the library, as its own namespace has it
-        own = getattr(lib.xp, name)
-        if kind.name == "plain":
-            lifted = own
-        elif kind.name == "unsupported":
-            lifted = functools.wraps(own)(lift.unsupported(own, name, kind.why))
-        else:
-            lifted = functools.wraps(own)(lift.LIFTERS[kind.name](own, name, lib))
-        setattr(module, name, lifted)
-    for name in EXTENSIONS:
+    _fill(module, lib.xp, KINDS, lib)
+    for name, table in EXTENSIONS.items():
         if hasattr(lib.xp, name):
-            setattr(module, name, getattr(lib.xp, name))
+            extension = ModuleType(f"{module.__name__}.{name}")
+            _fill(extension, getattr(lib.xp, name), table, lib)
+            setattr(module, name, extension)
     module.ragged = ops  # type: ignore[attr-defined]
     _NAMESPACES[lib.name] = module
     load_plugins(lib.name)
     return module
+
+
+def _fill(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backend) -> None:
+    """Every name of the table: the library's own, or lifted. A gap of the library stays a gap."""
+    for name, kind in table.items():
+        if not hasattr(own, name):
+            continue
+        found = getattr(own, name)
+        if kind.name == "unsupported":
+            found = functools.wraps(found)(lift.elementwise.unsupported(found, name, kind.why))
+        elif kind.name != "plain":
+            found = functools.wraps(found)(lift.LIFTERS[kind.name](found, name, lib))
+        setattr(module, name, found)

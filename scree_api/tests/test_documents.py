@@ -12,9 +12,10 @@ BLOCK = re.compile(r"^```(?:python|pycon)[^\n]*\n(.*?)^```", re.MULTILINE | re.D
 
 
 def blocks(page: Path) -> list[tuple[str, int]]:
-    """The blocks of a page and the line that each begins at."""
+    """The blocks of a page and the line that each begins at; not those that show a module, which has its own doctest."""
     text = page.read_text(encoding="utf-8")
-    return [(found[1], text.count("\n", 0, found.start(1))) for found in BLOCK.finditer(text)]
+    found = [(block[1], text.count("\n", 0, block.start(1))) for block in BLOCK.finditer(text)]
+    return [(code, line) for code, line in found if not code.startswith("--8<--")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)

@@ -1,6 +1,7 @@
 """The same encoder on a padded batch, with plain functions of the standard and a mask: the rival.
 
-Weights and layers are those of `model`. What differs is what looks at other tokens: positions, attention, the mean.
+Weights and layers are those of `model`, and as there tokens lie end to end, (n * length, width), so that each linear map is
+one product of two matrices. What differs is what looks at other tokens: positions, attention, the mean.
 """
 
 import math
@@ -19,7 +20,7 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
     w
         The weights, see `scree.demo.weights`.
     tokens
-        (n, length) integers, whatever in the padding that is in the vocabulary.
+        (n, length) integers; any token of the vocabulary may stand in the padding.
     mask
         (n, length) booleans, False in the padding.
 
@@ -31,21 +32,22 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
     xp = scree.namespace(tokens)
 
     def attention(xp: Any, q: Any, k: Any, v: Any) -> Any:
-        shape = (q.shape[0], q.shape[1], q.shape[2] // HEAD_DIM, HEAD_DIM)
+        shape = (*mask.shape, q.shape[-1] // HEAD_DIM, HEAD_DIM)
         q, k, v = (xp.permute_dims(xp.reshape(x, shape), (0, 2, 1, 3)) for x in (q, k, v))
         scores = (q * (1 / math.sqrt(HEAD_DIM))) @ xp.matrix_transpose(k)
         scores = xp.where(mask[:, None, None, :], scores, -math.inf)
-        scores = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-        context = scores / xp.sum(scores, axis=-1, keepdims=True) @ v
-        return xp.reshape(xp.permute_dims(context, (0, 2, 1, 3)), (*shape[:2], -1))
+        weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+        context = weights @ v / xp.sum(weights, axis=-1, keepdims=True)
+        return xp.reshape(xp.permute_dims(context, (0, 2, 1, 3)), (mask.shape[0] * mask.shape[1], -1))
 
     x = layers(xp, w, embed(xp, w, tokens), attention)
-    real = xp.astype(mask, x.dtype)[:, :, None]
+    x, real = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
     return normalise(xp, xp.sum(x * real, axis=1) / xp.sum(real, axis=1))
 
 
 def embed(xp: Any, w: Weights, tokens: Any) -> Any:
-    """What a token is, and where it stands in its row."""
-    words = xp.take(w["embeddings.word_embeddings.weight"], xp.reshape(tokens, (-1,)), axis=0)
-    x = xp.reshape(words, (*tokens.shape, -1)) + w["embeddings.position_embeddings.weight"][: tokens.shape[1], :]
-    return norm(xp, w, "embeddings.LayerNorm", x + w["embeddings.token_type_embeddings.weight"][0, :])
+    """What a token is, and where it stands in its row: (n * length, width)."""
+    x = xp.take(w["embeddings.word_embeddings.weight"], xp.reshape(tokens, (-1,)), axis=0)
+    x = xp.reshape(x, (*tokens.shape, -1)) + w["embeddings.position_embeddings.weight"][: tokens.shape[1], :]
+    x = xp.reshape(x, (-1, x.shape[-1])) + w["embeddings.token_type_embeddings.weight"][0, :]
+    return norm(xp, w, "embeddings.LayerNorm", x)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..array import Array
-from ..lift import accumulator, shared_layout
+from ..fit import accumulator, shared_layout
 from ..registry import declare, run
 from ..segments import tiled
 

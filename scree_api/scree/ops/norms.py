@@ -7,7 +7,7 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..lift import accumulator
+from ..fit import accumulator
 from ..registry import declare, run
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..lift import accumulator
+from ..fit import accumulator
 from ..registry import declare, run
 
 

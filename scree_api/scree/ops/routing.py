@@ -184,7 +184,7 @@ def _scatter(x: Any, index: Any, size: int, add: bool, kernel: str | None) -> An
 @declare("scatter", ScatterCall)
 def _standard(call: ScatterCall) -> Any:
     """Sort by place; then a place is a row of tokens, of which the sum or the last one is taken."""
-    from ..lift import accumulator
+    from ..fit import accumulator
 
     lib = backend(call.x)
     xp, values, device = lib.xp, call.x, lib.device(call.x)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..lift import accumulator, against
+from ..fit import accumulator, against
 from ..registry import declare, run
 from ..segments import segment_reduce
 

@@ -1,0 +1,93 @@
+"""How arguments fit together: shared layouts, broadcasting of dense operands, axes, and the dtype to add up in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from . import layout as rows_of
+from .array import Array
+from .backends import is_array
+
+Function = Callable[..., Any]
+
+
+def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
+    """The first of the arrays, after a check that all have its layout."""
+    first, *others = arrays
+    for other in others:
+        if other.ragged_dim != first.ragged_dim or other.ndim != first.ndim:
+            raise ValueError(
+                f"{name}: expected ragged arrays with the same axes, got shapes {first.shape} and {other.shape}; add axes to "
+                "the values of one (arr.with_values(arr.values[:, None]))"
+            )
+        same = rows_of.same(first.layout, other.layout)
+        if same is None:
+            raise ValueError(
+                f"{name}: two layouts whose offsets are not read for free cannot be compared; make one from the other with "
+                "with_values, or declare it with scree.align(a, like=b)"
+            )
+        if not same:
+            raise ValueError(f"{name}: expected rows of equal lengths, got {_difference(first, other)}")
+    return first
+
+
+def _difference(a: Array, b: Array) -> str:
+    if a.batch_size != b.batch_size:
+        return f"{a.batch_size} and {b.batch_size} rows (shapes {a.shape} and {b.shape})"
+    if a.layout.host is None or b.layout.host is None:
+        return f"{a.total_length} and {b.total_length} tokens"
+    x, y = np.diff(a.layout.host), np.diff(b.layout.host)
+    i = int(np.flatnonzero(x != y)[0])
+    return f"{x[i]} and {y[i]} tokens in row {i} (shapes {a.shape} and {b.shape})"
+
+
+def against(name: str, x: Any, like: Array) -> Any:
+    """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`."""
+    if not is_array(x) or x.ndim == 0:
+        return x
+    shape, target = tuple(x.shape), like.shape
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    if len(shape) > len(target) or not all(a in (1, b) or b == 1 for a, b in pairs):
+        new = ", None" * (like.ndim - 1)
+        hint = f"; v[:{new}] has one entry a row" if shape == (like.batch_size,) else ""
+        raise ValueError(f"{name}: shape {shape} does not broadcast, aligned right, against {target}{hint}")
+    if len(shape) < len(target):
+        return x
+    xp, dim = like.layout.xp, like.ragged_dim
+    if shape[0] == 1:
+        return xp.squeeze(x, axis=0)
+    if shape[0] != like.batch_size:  # a batch of one row does not stretch
+        raise ValueError(f"{name}: shape {shape} does not broadcast against {target}: expected {like.batch_size} rows")
+    per_row = xp.take(xp.squeeze(x, axis=dim + 1), like.layout.rows, axis=0)
+    return xp.moveaxis(per_row, 0, dim) if dim else per_row
+
+
+def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
+    """The axes as sorted numbers >= 0; all of them for None."""
+    if axis is None:
+        return tuple(range(ndim))
+    given = axis if isinstance(axis, tuple) else (axis,)
+    for a in given:
+        if not isinstance(a, int) or not -ndim <= a < ndim:
+            raise ValueError(f"axis: expected {name} along axes in [-{ndim}, {ndim}), got {axis}")
+    axes = sorted(a % ndim for a in given)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis: expected every axis once, got {axis}")
+    return tuple(axes)
+
+
+def accumulator(xp: Any, dtype: Any) -> Any:
+    """The dtype to add up in: float32 for half precision, else the dtype itself."""
+    return xp.float32 if xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32 else dtype
+
+
+def unless_ragged(f: Function, ragged: Function) -> Function:
+    """A function that passes its arguments to `ragged` if the first is a ragged array, and else to the library's `f`."""
+
+    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return ragged(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
+
+    return call

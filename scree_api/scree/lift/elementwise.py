@@ -1,0 +1,59 @@
+"""Functions of each element, of dtypes alone, and those that ragged arrays do not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..array import Array
+from ..backends import Backend
+from ..fit import Function, against, shared_layout
+
+
+def elementwise(f: Function, name: str, lib: Backend) -> Function:
+    """Functions of each element: the values by the library's function, dense operands broadcast."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        ragged = [x for x in args if isinstance(x, Array)]
+        if kwargs:
+            ragged += [x for x in kwargs.values() if isinstance(x, Array)]
+        if not ragged:
+            return f(*args, **kwargs)
+        first = ragged[0] if len(ragged) == 1 else shared_layout(name, ragged)
+        if len(args) == 1 and not kwargs:
+            return first.with_values(f(first.values))
+
+        def operand(x: Any) -> Any:
+            return x.values if isinstance(x, Array) else against(name, x, first)
+
+        return first.with_values(f(*map(operand, args), **{k: operand(x) for k, x in kwargs.items()}))
+
+    return call
+
+
+def same_rows(f: Function, name: str, lib: Backend) -> Function:
+    """Functions of one array that keep its shape: casts and arrays like another."""
+
+    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return x.with_values(f(x.values, *args, **kwargs)) if isinstance(x, Array) else f(x, *args, **kwargs)
+
+    return call
+
+
+def dtypes(f: Function, name: str, lib: Backend) -> Function:
+    """Functions that look at dtypes alone."""
+
+    def call(*args: Any) -> Any:
+        return f(*(x.dtype if isinstance(x, Array) else x for x in args))
+
+    return call
+
+
+def unsupported(f: Function, name: str, why: str) -> Function:
+    """Functions that ragged arrays do not have: a clear refusal, and the library's own for dense arrays."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Array) for x in (*args, *kwargs.values())):
+            raise TypeError(f"{name} does not take ragged arrays: {why}")
+        return f(*args, **kwargs)
+
+    return call

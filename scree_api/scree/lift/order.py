@@ -1,0 +1,189 @@
+"""Functions that look for, sort and pick tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..array import Array
+from ..backends import Backend
+from ..fit import Function, axes_of, unless_ragged
+from ..index import take_rows
+from ..segments import segment_reduce, spread
+
+
+def take(f: Function, name: str, lib: Backend) -> Function:
+    """A dense table by ragged indices (an embedding), rows of a ragged array, or entries of its element axes."""
+
+    def call(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
+        if not isinstance(x, Array):
+            if not isinstance(indices, Array):
+                return f(x, indices, axis=axis) if axis is not None else f(x, indices)
+            if indices.ndim != 2 or axis not in (None if x.ndim == 1 else 0, 0):
+                raise ValueError(f"take: expected indices (n, None) along axis 0, got {indices.shape} along {axis}")
+            return indices.with_values(f(x, indices.values, axis=0))
+        if isinstance(indices, Array):
+            raise TypeError("take: expected dense indices for a ragged array; scree.gather takes tokens by ragged indices")
+        if axis is None:
+            raise ValueError(f"axis: expected the axis of take for shape {x.shape}, got None")
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            return take_rows(x, lib.read(indices))
+        if axis == x.ragged_dim + 1:
+            raise ValueError("axis: take along the ragged axis has no common index; use arr[:, i] or scree.gather")
+        return x.with_values(f(x.values, indices, axis=axis - 1))
+
+    return call
+
+
+def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
+    """Entries of each row by a ragged array of positions in the row, or of an element axis by an array like the values."""
+
+    def ragged(x: Array, indices: Any, /, *, axis: int = -1) -> Array:
+        (axis,) = axes_of(name, axis, x.ndim)
+        if not isinstance(indices, Array):
+            raise TypeError("indices: expected a ragged array, got a dense one; rows of different lengths have no common index")
+        if axis == 0:
+            raise ValueError("axis: take_along_axis runs over rows or elements, not over the batch; got axis 0")
+        if axis != x.ragged_dim + 1:
+            return indices.with_values(f(x.values, indices.values, axis=axis - 1))
+        return _by_position(lib, f, x, indices)
+
+    return unless_ragged(f, ragged)
+
+
+def _by_position(lib: Backend, f: Function, x: Array, indices: Array) -> Array:
+    xp, dim, rows = lib.xp, x.ragged_dim, indices.layout
+    if indices.batch_size != x.batch_size or indices.ndim != x.ndim or indices.ragged_dim != dim:
+        raise ValueError(f"indices: expected the axes and the batch of {x.shape}, got {indices.shape}")
+    if 0 in (x.total_length, indices.total_length):
+        return indices.with_values(f(x.values, indices.values, axis=dim))
+
+    def per_token(n: Any) -> Any:
+        n = xp.take(n, rows.rows, axis=0)
+        return xp.reshape(n, tuple(-1 if a == dim else 1 for a in range(x.values.ndim)))
+
+    start, length = per_token(x.offsets[:-1]), per_token(x.layout.lengths)
+    index = xp.where(indices.values < 0, indices.values + length, indices.values)
+    outside = lib.peek(xp.any((index < 0) | (index >= length)))
+    if outside is not None and outside:
+        raise IndexError("indices: expected positions within the rows, got one that is outside of its row")
+    return indices.with_values(f(x.values, x.layout.clip(start + index), axis=dim))
+
+
+def arg(f: Function, name: str, lib: Backend) -> Function:
+    """Argmax and argmin: along the ragged axis the position in each row, -1 for an empty one; NaN comes first."""
+    xp, op = lib.xp, name.removeprefix("arg")
+
+    def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
+        if axis is None:
+            return f(x.values, axis=None, keepdims=keepdims)
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            raise ValueError(f"axis: {name} over the batch alone would compare unrelated positions of rows; got axis 0")
+        if axis != x.ragged_dim + 1:
+            dim = x.ragged_dim - (axis - 1 < x.ragged_dim and not keepdims)
+            return x.with_values(f(x.values, axis=axis - 1, keepdims=keepdims), ragged_dim=dim)
+        rows, dtype = x.layout, f(xp.ones((1,), dtype=x.dtype)).dtype
+        values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+        best = values == xp.take(segment_reduce(op, values, rows), rows.rows, axis=0) if rows.num_rows else values == values
+        if xp.isdtype(x.dtype, ("real floating", "complex floating")):
+            best = best | xp.isnan(values)
+        position = xp.where(best, spread(xp, rows.positions, values.ndim), rows.total)
+        first = segment_reduce("min", xp.astype(position, rows.offsets.dtype, copy=False), rows)
+        first = xp.astype(xp.where(spread(xp, rows.filled, first.ndim), first, -1), dtype, copy=False)
+        return xp.expand_dims(first, axis=axis) if keepdims else first
+
+    return unless_ragged(f, ragged)
+
+
+def _order(lib: Backend, x: Array, descending: bool) -> Any:
+    """(total, ...) the tokens of each row in sorted order: sorted by value, and then, stably, by row."""
+    xp = lib.xp
+    values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+    by_value = xp.argsort(values, axis=0, descending=descending, stable=True)
+    row = xp.reshape(xp.take(x.layout.segment_ids, xp.reshape(by_value, (-1,)), axis=0), by_value.shape)
+    return xp.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), axis=0)
+
+
+def sort(f: Function, name: str, lib: Backend) -> Function:
+    """Sorted, within rows along the ragged axis."""
+    return _sorted(f, name, lib, lambda x, order: lib.xp.take_along_axis(x.values, order, axis=x.ragged_dim))
+
+
+def argsort(f: Function, name: str, lib: Backend) -> Function:
+    """The order that sorts, within rows along the ragged axis: positions in the row."""
+
+    def positions(x: Array, order: Any) -> Any:
+        start = lib.xp.take(x.offsets[:-1], x.layout.rows, axis=0)
+        at = tuple(-1 if a == x.ragged_dim else 1 for a in range(order.ndim))
+        return order - lib.xp.astype(lib.xp.reshape(start, at), order.dtype, copy=False)
+
+    return _sorted(f, name, lib, positions)
+
+
+def _sorted(f: Function, name: str, lib: Backend, finish: Function) -> Function:
+    def ragged(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
+        if axis != x.ragged_dim + 1 or not x.batch_size:
+            return x.with_values(f(x.values, axis=max(axis - 1, 0), descending=descending, stable=stable))
+        order = _order(lib, x, descending)
+        return x.with_values(finish(x, lib.xp.moveaxis(order, 0, x.ragged_dim) if x.ragged_dim else order))
+
+    return unless_ragged(f, ragged)
+
+
+def nonzero(f: Function, name: str, lib: Backend) -> Function:
+    """One dense index array for each axis: the row, the position in the row, and the element axes."""
+
+    def ragged(x: Array, /) -> tuple[Any, ...]:
+        if x.ragged_dim:
+            raise ValueError(f"x: expected the ragged axis in front for nonzero, got shape {x.shape}; use xp.moveaxis")
+        tokens, *elements = f(x.values)
+        row, position = (lib.xp.take(n, tokens, axis=0) for n in (x.layout.segment_ids, x.layout.positions))
+        return tuple(lib.xp.astype(n, tokens.dtype, copy=False) for n in (row, position)) + tuple(elements)
+
+    return unless_ragged(f, ragged)
+
+
+def searchsorted(f: Function, name: str, lib: Backend) -> Function:
+    """Where ragged values belong in one sorted dense array."""
+
+    def call(x1: Any, x2: Any, /, **options: Any) -> Any:
+        if isinstance(x1, Array) or isinstance(options.get("sorter"), Array):
+            raise TypeError("searchsorted: expected a dense sorted x1; scree.unpack gives the rows one by one")
+        return x2.with_values(f(x1, x2.values, **options)) if isinstance(x2, Array) else f(x1, x2, **options)
+
+    return call
+
+
+def isin(f: Function, name: str, lib: Backend) -> Function:
+    """Whether each element stands among some values."""
+
+    def call(x1: Any, x2: Any, /, **options: Any) -> Any:
+        x2 = x2.values if isinstance(x2, Array) else x2
+        return x1.with_values(f(x1.values, x2, **options)) if isinstance(x1, Array) else f(x1, x2, **options)
+
+    return call
+
+
+def unique_values(f: Function, name: str, lib: Backend) -> Function:
+    """The distinct values of all rows together, a dense array."""
+    return unless_ragged(f, lambda x: f(x.values))
+
+
+unique_counts = unique_values
+
+
+def unique_inverse(f: Function, name: str, lib: Backend) -> Function:
+    """The distinct values of all rows, and where each element stands among them, a ragged array."""
+
+    def ragged(x: Array, /) -> Any:
+        found = f(x.values)
+        return found._replace(inverse_indices=x.with_values(found.inverse_indices))
+
+    return unless_ragged(f, ragged)
+
+
+unique_all = unique_inverse

@@ -1,0 +1,147 @@
+"""Products: tokens times matrices, and norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..array import Array
+from ..backends import Backend
+from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_ragged
+from ..registry import declare, run
+from ..segments import segment_reduce, tiled
+
+TOKENS = 64  # of one row that meet its matrix together
+WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
+
+
+def matmul(f: Function, name: str, lib: Backend) -> Function:
+    """Tokens times one matrix, (n, None, ..., k) @ (k, m), or times that of their row, (n, None, k) @ (n, k, m)."""
+
+    def call(a: Any, b: Any, /) -> Any:
+        if not isinstance(a, Array) and not isinstance(b, Array):
+            return f(a, b)
+        fits = isinstance(a, Array) and not isinstance(b, Array) and a.ndim >= 3 and a.ragged_dim < a.values.ndim - 1
+        if fits and b.ndim in (1, 2):
+            return a.with_values(f(a.values, b))
+        if fits and b.ndim == 3 and a.ndim == 3:
+            return run("grouped_matmul", GroupedCall(a, b))
+        raise TypeError(
+            "matmul: expected a ragged array (n, None, ..., k) and a dense (k,), (k, m) or, one matrix a row, (n, k, m); got "
+            f"{a.shape} and {b.shape}; where the ragged axis itself is multiplied, use scree.to_padded"
+        )
+
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCall:
+    """The grouped matrix product: every row of `x`, (n, None, k), times its own matrix of `weight`, (n, k, m)."""
+
+    x: Array
+    weight: Any
+
+    def __post_init__(self) -> None:
+        n, _, k = self.x.shape
+        if tuple(self.weight.shape[:2]) != (n, k):
+            raise ValueError(f"matmul: expected one matrix a row, ({n}, {k}, m), got {tuple(self.weight.shape)}")
+        if self.weight.dtype != self.x.dtype:
+            raise TypeError(f"matmul: expected dtype {self.x.dtype} as x, got {self.weight.dtype}; convert it with xp.astype")
+
+
+@declare("grouped_matmul", GroupedCall)
+def _grouped(call: GroupedCall) -> Array:
+    """Tiles of tokens against the matrix of their row, as many at a time as their matrices fit into the cache."""
+    x, rows, xp = call.x, call.x.layout, call.x.layout.xp
+    _, k, m = (int(n) for n in call.weight.shape)
+    if 0 in (x.batch_size, x.total_length):
+        return x.with_values(xp.zeros((x.total_length, m), dtype=x.dtype, device=x.device))
+    tiles = rows.tiles(TOKENS)
+    blocks, step = tiled(xp, x.values, tiles, 0), max(1, WEIGHTS // max(k * m, 1))
+    parts = [
+        xp.matmul(blocks[i : i + step, ...], xp.take(call.weight, tiles.rows[i : i + step], axis=0))
+        for i in range(0, int(blocks.shape[0]), step)
+    ]
+    out = xp.reshape(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), (-1, m))
+    return x.with_values(xp.take(out, rows.tile_slots(TOKENS), axis=0))
+
+
+def vecdot(f: Function, name: str, lib: Backend) -> Function:
+    """The product of vectors along an element axis, or of rows along the ragged axis."""
+
+    def call(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
+        arrays = [x for x in (x1, x2) if isinstance(x, Array)]
+        if not arrays:
+            return f(x1, x2, axis=axis)
+        first = shared_layout(name, arrays)
+        (at,) = axes_of(name, axis, first.ndim)
+        if at == 0:
+            raise ValueError("axis: vecdot runs over rows or elements, not over the batch; got axis 0")
+        a, b = (x.values if isinstance(x, Array) else against(name, x, first) for x in (x1, x2))
+        if at != first.ragged_dim + 1:
+            dim = first.ragged_dim - (at <= first.ragged_dim)
+            return first.with_values(f(a, b, axis=at - 1 - first.values.ndim), ragged_dim=dim)
+        xp = lib.xp
+        a = xp.conj(a) if xp.isdtype(first.dtype, "complex floating") else a
+        product = xp.moveaxis(a * b, first.ragged_dim, 0)
+        wide = xp.astype(product, accumulator(xp, product.dtype), copy=False)
+        return xp.astype(segment_reduce("sum", wide, first.layout), product.dtype, copy=False)
+
+    return call
+
+
+def tensordot(f: Function, name: str, lib: Backend) -> Function:
+    """The last element axes of a ragged array against the first axes of a dense one."""
+
+    def call(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
+        if not isinstance(x1, Array) and not isinstance(x2, Array):
+            return f(x1, x2, axes=axes)
+        if not isinstance(x1, Array) or isinstance(x2, Array) or not isinstance(axes, int):
+            raise TypeError("tensordot: expected a ragged array, a dense array and a number of axes; see xp.matmul, xp.vecdot")
+        if axes > x1.values.ndim - 1 - x1.ragged_dim:
+            raise ValueError(f"axes: expected at most the element axes behind the ragged one of {x1.shape}, got {axes}")
+        return x1.with_values(f(x1.values, x2, axes=axes))
+
+    return call
+
+
+def vector_norm(f: Function, name: str, lib: Backend) -> Function:
+    """The norm of vectors along element axes, of rows along the ragged axis (with element axes, or alone)."""
+    xp = lib.xp
+
+    def ragged(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2) -> Any:
+        axes = axes_of(name, axis, x.ndim)
+        if x.ragged_dim + 1 not in axes:
+            if 0 in axes:
+                raise ValueError("axis: a norm over the batch alone would mix unrelated positions of rows; use axis=(0, 1)")
+            gone = 0 if keepdims else sum(a - 1 < x.ragged_dim for a in axes)
+            out = f(x.values, axis=tuple(a - 1 for a in axes), keepdims=keepdims, ord=ord)
+            return x.with_values(out, ragged_dim=x.ragged_dim - gone)
+        space, size = x.__array_namespace__(), xp.abs(x.values)
+
+        def over(reduce: str, values: Any) -> Any:
+            return getattr(space, reduce)(x.with_values(values), axis=axes, keepdims=keepdims)
+
+        if ord in (float("inf"), -float("inf")):
+            return over("max" if ord > 0 else "min", size)
+        if ord == 0:
+            return xp.astype(over("count_nonzero", size), size.dtype)
+        wide = xp.astype(size, accumulator(xp, size.dtype), copy=False)
+        total = over("sum", wide * wide if ord == 2 else wide**ord)
+        return xp.astype(xp.sqrt(total) if ord == 2 else total ** (1 / ord), size.dtype, copy=False)
+
+    return unless_ragged(f, ragged)
+
+
+def matrices(f: Function, name: str, lib: Backend) -> Function:
+    """Functions of matrices, one for each token: the last two axes must be element axes."""
+
+    def ragged(x: Array, /, *args: Any, **kwargs: Any) -> Any:
+        if x.ragged_dim > x.values.ndim - 3:
+            raise ValueError(f"x: expected a matrix for each token, (n, None, ..., k, m), got {x.shape}")
+        if any(isinstance(a, Array) for a in args):
+            shared_layout(name, [x, *(a for a in args if isinstance(a, Array))])
+        out = f(x.values, *(a.values if isinstance(a, Array) else a for a in args), **kwargs)
+        return type(out)(*map(x.with_values, out)) if isinstance(out, tuple) else x.with_values(out)
+
+    return unless_ragged(f, ragged)

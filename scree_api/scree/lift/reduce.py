@@ -1,0 +1,174 @@
+"""Reductions and running sums: along element axes, within rows, or over everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..array import Array
+from ..backends import Backend, backend
+from ..fit import Function, accumulator, against, axes_of
+from ..layout import Layout
+from ..segments import segment_reduce, segment_scan, spread
+
+#: Reductions that divide: an integer input gives a floating-point result.
+AVERAGES = ("mean", "std", "var")
+
+
+def reduction(f: Function, name: str, lib: Backend) -> Function:
+    """Reductions: over element axes a ragged array again, over the ragged axis (n, ...), over the batch too a dense one."""
+    xp = lib.xp
+    results: dict[Any, Any] = {}
+
+    def result_dtype(dtype: Any, options: dict[str, Any]) -> Any:
+        """What the library makes of this dtype, asked once: its promotion is ours."""
+        key = (dtype, *options.values())
+        if key not in results:
+            if name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
+                results[key] = xp.__array_namespace_info__().default_dtypes()["real floating"]
+            else:
+                results[key] = f(xp.ones((2,), dtype=dtype), **options).dtype
+        return results[key]
+
+    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return reduce(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
+
+    def reduce(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
+        axes, ragged = axes_of(name, axis, x.ndim), x.ragged_dim + 1
+        if 0 in axes and ragged not in axes:
+            raise ValueError(
+                f"axis: {name} over the batch alone would add up unrelated positions of rows of different lengths; use "
+                "axis=(0, 1), or scree.to_padded(x) and its mask for columns"
+            )
+        inner = tuple(a - 1 for a in axes if a)
+        dtype = result_dtype(x.dtype, options)
+        wide = accumulator(xp, dtype if name in AVERAGES else x.dtype)
+        if options.get("dtype") is not None:
+            options["dtype"] = accumulator(xp, dtype)
+        if ragged not in axes:
+            gone = 0 if keepdims else sum(a < x.ragged_dim for a in inner)
+            out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
+            return x.with_values(xp.astype(out, dtype, copy=False), ragged_dim=x.ragged_dim - gone)
+        if 0 in axes and x.total_length:
+            out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
+            out = xp.expand_dims(out, axis=0) if keepdims else out
+            return xp.astype(out, dtype, copy=False)
+        whole = 0 in axes  # of no tokens: the value of an empty row
+        if whole:
+            nothing = Layout.from_host(lib, np.zeros(1, np.int64), like=x.offsets)
+            x, axes = Array._of(x.values, nothing, x.ragged_dim), axes[1:]
+        out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))
+        return xp.astype(out[0, ...] if whole and not keepdims else out, dtype, copy=False)
+
+    return call
+
+
+def _monoid(op: str) -> Function:
+    def rows(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+        if op in ("any", "all"):
+            wide = xp.bool
+        elif op in ("sum", "prod") and accumulator(xp, dtype) == dtype:
+            wide = dtype
+        return _reduce_rows(xp, op, x, axes, keepdims, wide)
+
+    return rows
+
+
+def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
+    """(n, ...) reduction over the ragged axis and the element axes in `axes`, in `dtype`."""
+    values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+    values = xp.astype(values, dtype, copy=False)
+    inner = tuple(a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1)
+    if inner:
+        options = {"dtype": dtype} if op in ("sum", "prod") else {}
+        values = getattr(xp, op)(values, axis=inner, **options)
+    out = segment_reduce(op, values, x.layout)
+    return xp.reshape(out, _kept(x, axes)) if keepdims else out
+
+
+def _kept(x: Array, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if a in axes else int(n or 0) for a, n in enumerate(x.shape))
+
+
+def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any, keepdims: bool) -> Any:
+    """How many elements each row reduces over, with the dtype and axes of `like`."""
+    each = 1
+    for a in axes:
+        each *= x.shape[a] if x.shape[a] is not None else 1  # type: ignore[operator]
+    return spread(xp, xp.astype(x.lengths, like.dtype) * each, like.ndim)
+
+
+def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+    total = _reduce_rows(xp, "sum", x, axes, keepdims, wide)
+    return _divide(xp, total, _counts(xp, x, axes, total, keepdims))
+
+
+def _divide(xp: Any, total: Any, count: Any) -> Any:
+    """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
+    nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
+    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
+
+
+def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+    values = xp.astype(x.values, wide, copy=False)
+    x = x.with_values(values)
+    centre = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
+    total = _reduce_rows(xp, "sum", x.with_values(xp.square(values - centre)), axes, keepdims, wide)
+    return _divide(xp, total, _counts(xp, x, axes, total, keepdims) - correction)
+
+
+def _deviation(xp: Any, *args: Any) -> Any:
+    return xp.sqrt(_variance(xp, *args))
+
+
+def _count(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+    return _reduce_rows(xp, "sum", x.with_values(x.values != 0), axes, keepdims, dtype)
+
+
+ROWS: dict[str, Function] = {
+    **{op: _monoid(op) for op in ("sum", "prod", "max", "min", "any", "all")},
+    "mean": _mean,
+    "var": _variance,
+    "std": _deviation,
+    "count_nonzero": _count,
+}
+
+
+def scan(f: Function, name: str, lib: Backend) -> Function:
+    """Running sums and products: along the ragged axis within each row."""
+    xp, op = lib.xp, name.removeprefix("cumulative_")
+
+    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return along(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
+
+    def along(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
+        if axis is None:
+            raise ValueError(f"axis: expected the axis of {name} for a ragged array, got None")
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
+        out = f(xp.ones((1,), dtype=x.dtype), axis=0, dtype=dtype).dtype
+        if axis != x.ragged_dim + 1:
+            wide = accumulator(xp, out)
+            values = f(xp.astype(x.values, wide, copy=False), axis=axis - 1, include_initial=include_initial, dtype=wide)
+            return x.with_values(xp.astype(values, out, copy=False))
+        values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+        values = segment_scan(op, xp.astype(values, accumulator(xp, out), copy=False), x.layout)
+        rows = x.layout
+        if include_initial:
+            values, rows = _with_initial(xp, values, rows, op)
+        values = xp.astype(values, out, copy=False)
+        return Array._of(xp.moveaxis(values, 0, x.ragged_dim) if x.ragged_dim else values, rows, x.ragged_dim)
+
+    return call
+
+
+def _with_initial(xp: Any, values: Any, old: Layout, op: str) -> tuple[Any, Layout]:
+    """One token more at the head of each row: the sum or product of nothing."""
+    ones = old.arange(old.num_rows + 1)
+    longest = None if old.max_length is None else old.max_length + 1
+    new = Layout(old.backend, old.offsets + ones, old.total + old.num_rows, longest)
+    neutral = xp.full((1, *values.shape[1:]), 0 if op == "sum" else 1, dtype=values.dtype, device=old.backend.device(values))
+    tokens = xp.where(new.positions > 0, new.arange(new.total) - new.rows, 0)  # 0 is the neutral one, put in front
+    return xp.take(xp.concat([neutral, values], axis=0), tokens, axis=0), new

@@ -1,0 +1,318 @@
+"""Functions that move, join and repeat axes, rows and tokens."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from ..array import Array
+from ..backends import Backend
+from ..create import unpack
+from ..fit import Function, against, axes_of, shared_layout, unless_ragged
+from ..index import select, take_rows
+from ..layout import Layout
+
+
+def concat(f: Function, name: str, lib: Backend) -> Function:
+    """Batches one after another (axis 0), rows joined pairwise (the ragged axis), or element axes side by side."""
+
+    def call(arrays: Any, /, *, axis: int | None = 0) -> Any:
+        arrays = list(arrays)
+        if not any(isinstance(x, Array) for x in arrays):
+            return f(arrays, axis=axis)
+        if not all(isinstance(x, Array) for x in arrays):
+            raise TypeError("arrays: expected ragged arrays only, got dense ones among them; make them ragged first")
+        first = arrays[0]
+        if axis is None:
+            raise ValueError("axis: expected an axis for ragged arrays, got None")
+        (axis,) = axes_of(name, axis, first.ndim)
+        if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
+            raise ValueError(f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}")
+        dim = first.ragged_dim
+        if axis not in (0, dim + 1):
+            shared_layout(name, arrays)
+            return first.with_values(f([x.values for x in arrays], axis=axis - 1))
+        values = f([x.values for x in arrays], axis=dim)
+        if axis == 0:
+            return Array._of(values, _stacked([x.layout for x in arrays]), dim)
+        rows, tokens = _joined([x.layout for x in arrays], lib.xp)
+        return Array._of(lib.xp.take(values, tokens, axis=dim), rows, dim)
+
+    return call
+
+
+def _stacked(layouts: list[Layout]) -> Layout:
+    """All rows of all layouts."""
+    first, before, parts = layouts[0], 0, [layouts[0].offsets[:1]]
+    for one in layouts:
+        parts.append(one.offsets[1:] + before)
+        before += one.total
+    longest = [one.max_length for one in layouts]
+    return Layout(
+        first.backend, first.xp.concat(parts), before, None if None in longest else max(longest)  # type: ignore[type-var]
+    )
+
+
+def _joined(layouts: list[Layout], xp: Any) -> tuple[Layout, Any]:
+    """Row i of each layout end to end, and where its tokens stand in the values put end to end."""
+    first = layouts[0]
+    if any(one.num_rows != first.num_rows for one in layouts):
+        raise ValueError(f"arrays: expected the same number of rows, got {', '.join(str(x.num_rows) for x in layouts)}")
+    longest = [one.max_length for one in layouts]
+    offsets = sum((one.offsets for one in layouts[1:]), start=first.offsets)
+    total = sum(one.total for one in layouts)
+    new = Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
+    tokens, position, base = None, new.positions, 0
+    for one in layouts:
+        here = base + xp.take(one.offsets[:-1], new.rows, axis=0) + position
+        tokens = here if tokens is None else xp.where(position >= 0, here, tokens)
+        position, base = position - xp.take(one.lengths, new.rows, axis=0), base + one.total
+    return new, tokens
+
+
+def stack(f: Function, name: str, lib: Backend) -> Function:
+    """Ragged arrays of one layout along a new element axis."""
+
+    def call(arrays: Any, /, *, axis: int = 0) -> Any:
+        arrays = list(arrays)
+        if not any(isinstance(x, Array) for x in arrays):
+            return f(arrays, axis=axis)
+        if not all(isinstance(x, Array) for x in arrays):
+            raise TypeError("arrays: expected ragged arrays only, got dense ones among them")
+        first = shared_layout(name, arrays)
+        (axis,) = axes_of(name, axis, first.ndim + 1)
+        if axis == 0:
+            raise ValueError("axis: the batch is axis 0 of a ragged array; use concat, or stack along another axis")
+        out = f([x.values for x in arrays], axis=axis - 1)
+        return first.with_values(out, ragged_dim=first.ragged_dim + (axis - 1 <= first.ragged_dim))
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------ axes of an element
+def _inner(name: str, x: Array, axis: Any, ndim: int | None = None) -> tuple[int, ...]:
+    """Axes of the values for axes of the array, of which none may be the batch."""
+    axes = axes_of(name, axis, x.ndim if ndim is None else ndim)
+    if axes and axes[0] == 0:
+        raise ValueError(f"axis: {name} cannot move the batch axis of a ragged array, got axis {axis}")
+    return tuple(a - 1 for a in axes)
+
+
+def expand_dims(f: Function, name: str, lib: Backend) -> Function:
+    """A new element axis of size 1."""
+
+    def ragged(x: Array, /, *, axis: int = 0) -> Array:
+        (at,) = _inner(name, x, axis, x.ndim + 1)
+        return x.with_values(f(x.values, axis=at), ragged_dim=x.ragged_dim + (at <= x.ragged_dim))
+
+    return unless_ragged(f, ragged)
+
+
+def squeeze(f: Function, name: str, lib: Backend) -> Function:
+    """Element axes of size 1 removed."""
+
+    def ragged(x: Array, /, axis: Any) -> Array:
+        axes = _inner(name, x, axis)
+        if x.ragged_dim in axes or any(x.values.shape[a] != 1 for a in axes):
+            raise ValueError(f"axis: expected element axes of size 1, got {axis} for shape {x.shape}")
+        return x.with_values(f(x.values, axis=axes), ragged_dim=x.ragged_dim - sum(a < x.ragged_dim for a in axes))
+
+    return unless_ragged(f, ragged)
+
+
+def permute_dims(f: Function, name: str, lib: Backend) -> Function:
+    """The axes behind the batch in another order."""
+
+    def ragged(x: Array, /, axes: tuple[int, ...]) -> Array:
+        order = tuple(operator.index(a) % x.ndim if -x.ndim <= a < x.ndim else a for a in axes)
+        if sorted(order) != list(range(x.ndim)) or order[0] != 0:
+            raise ValueError(f"axes: expected 0, the batch, and then the others of {x.ndim} axes in any order, got {axes}")
+        order = tuple(a - 1 for a in order[1:])
+        return x.with_values(f(x.values, order), ragged_dim=order.index(x.ragged_dim))
+
+    return unless_ragged(f, ragged)
+
+
+def moveaxis(f: Function, name: str, lib: Backend) -> Function:
+    """Axes behind the batch moved to other places."""
+
+    def ragged(x: Array, source: Any, destination: Any, /) -> Array:
+        pairs = [a if isinstance(a, tuple) else (a,) for a in (source, destination)]
+        if len(pairs[0]) != len(pairs[1]):
+            raise ValueError(f"destination: expected as many axes as source, {source}, got {destination}")
+        (sources, destinations) = ([_inner(name, x, a)[0] for a in axes] for axes in pairs)
+        order = [a for a in range(x.values.ndim) if a not in sources]
+        for at, a in sorted(zip(destinations, sources, strict=True)):
+            order.insert(at, a)
+        return x.with_values(lib.xp.permute_dims(x.values, tuple(order)), ragged_dim=order.index(x.ragged_dim))
+
+    return unless_ragged(f, ragged)
+
+
+def matrix_transpose(f: Function, name: str, lib: Backend) -> Function:
+    """The last two axes exchanged."""
+    return unless_ragged(f, lambda x: x.mT)
+
+
+def reshape(f: Function, name: str, lib: Backend) -> Function:
+    """Element axes in another shape, ``(n, None, ...)``; None stands where the ragged axis is."""
+
+    def ragged(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
+        want = tuple(shape)
+        if len(want) < 2 or want[0] not in (x.batch_size, -1) or want.count(None) != 1:
+            raise ValueError(f"shape: expected ({x.batch_size}, ..., None, ...) with None for the ragged axis, got {want}")
+        dim = want.index(None) - 1
+        if math.prod(want[1 : dim + 1]) != math.prod(x.values.shape[: x.ragged_dim]):
+            raise ValueError(f"shape: expected the elements before the ragged axis of {x.shape} to stay, got {want}")
+        values = f(x.values, (*want[1 : dim + 1], x.total_length, *want[dim + 2 :]), copy=copy)
+        return x.with_values(values, ragged_dim=dim)
+
+    return unless_ragged(f, ragged)
+
+
+def broadcast_to(f: Function, name: str, lib: Backend) -> Function:
+    """Element axes of size 1 stretched, to ``(n, None, ...)``."""
+
+    def ragged(x: Array, /, shape: Any) -> Array:
+        want = tuple(shape)
+        if len(want) != x.ndim or want[0] != x.batch_size or want[x.ragged_dim + 1] is not None:
+            raise ValueError(f"shape: expected {x.ndim} axes, {x.batch_size} rows and None for the ragged axis, got {want}")
+        values = [x.total_length if n is None else n for n in want[1:]]
+        return x.with_values(f(x.values, tuple(values)))
+
+    return unless_ragged(f, ragged)
+
+
+def broadcast_arrays(f: Function, name: str, lib: Backend) -> Function:
+    """All arrays on the layout of the ragged ones among them, with common element axes."""
+
+    def call(*arrays: Any) -> Any:
+        ragged = [x for x in arrays if isinstance(x, Array)]
+        if not ragged:
+            return f(*arrays)
+        first = shared_layout(name, ragged)
+        values = f(first.values, *(x.values if isinstance(x, Array) else against(name, x, first) for x in arrays))[1:]
+        return [first.with_values(x) for x in values]
+
+    return call
+
+
+def unstack(f: Function, name: str, lib: Backend) -> Function:
+    """The rows as dense arrays (axis 0), or the entries of an element axis as ragged ones."""
+
+    def ragged(x: Array, /, *, axis: int = 0) -> tuple[Any, ...]:
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            return tuple(unpack(x))
+        if axis == x.ragged_dim + 1:
+            raise ValueError("axis: the ragged axis has no common number of entries to unstack; use axis 0 for the rows")
+        dim = x.ragged_dim - (axis - 1 < x.ragged_dim)
+        return tuple(x.with_values(one, ragged_dim=dim) for one in f(x.values, axis=axis - 1))
+
+    return unless_ragged(f, ragged)
+
+
+# ------------------------------------------------------------------------------------------- rows and tokens
+def flip(f: Function, name: str, lib: Backend) -> Function:
+    """Each row reversed (the ragged axis), the rows in reverse order (axis 0), element axes reversed."""
+
+    def ragged(x: Array, /, *, axis: Any = None) -> Array:
+        axes = axes_of(name, axis, x.ndim)
+        inner = tuple(a - 1 for a in axes if a not in (0, x.ragged_dim + 1))
+        x = x.with_values(f(x.values, axis=inner)) if inner else x
+        x = select(x, x.layout, x.offsets[1:] - 1, -1) if x.ragged_dim + 1 in axes else x
+        return take_rows(x, np.arange(x.batch_size)[::-1]) if 0 in axes else x
+
+    return unless_ragged(f, ragged)
+
+
+def roll(f: Function, name: str, lib: Backend) -> Function:
+    """Tokens rolled within their row, rows in the batch, or entries of element axes."""
+
+    def ragged(x: Array, /, shift: Any, *, axis: Any = None) -> Array:
+        if axis is None:
+            raise ValueError(f"axis: expected the axis of roll for shape {x.shape}, got None")
+        axes, shifts = ((a if isinstance(a, tuple) else (a,)) for a in (axis, shift))
+        for by, a in zip(shifts * (len(axes) if len(shifts) == 1 else 1), axes, strict=True):
+            (a,) = axes_of(name, a, x.ndim)
+            if a == 0:
+                x = take_rows(x, np.roll(np.arange(x.batch_size), by))
+            elif a != x.ragged_dim + 1:
+                x = x.with_values(f(x.values, by, axis=a - 1))
+            elif x.total_length and x.batch_size:
+                rows = x.layout
+                starts, lengths = (lib.xp.take(n, rows.rows, axis=0) for n in (x.offsets[:-1], rows.lengths))
+                tokens = rows.clip(starts + (rows.positions - by) % lib.xp.maximum(lengths, 1))
+                x = x.with_values(lib.xp.take(x.values, tokens, axis=x.ragged_dim))
+        return x
+
+    return unless_ragged(f, ragged)
+
+
+def repeat(f: Function, name: str, lib: Backend) -> Function:
+    """Every token (the ragged axis), row (axis 0) or element repeated; the counts of tokens may be a ragged array."""
+
+    def ragged(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
+        if axis is None:
+            raise ValueError(f"axis: expected the axis of repeat for shape {x.shape}, got None")
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            counts = repeats if isinstance(repeats, int) else lib.read(repeats)
+            return take_rows(x, np.repeat(np.arange(x.batch_size), counts))
+        if axis != x.ragged_dim + 1:
+            return x.with_values(f(x.values, repeats, axis=axis - 1))
+        if isinstance(repeats, int):
+            return Array._of(f(x.values, repeats, axis=x.ragged_dim), x.layout.times(repeats), x.ragged_dim)
+        if not isinstance(repeats, Array):
+            raise TypeError(f"repeats: expected an integer or a ragged array for tokens, got {type(repeats).__name__}")
+        shared_layout(name, (x.with_values(repeats.values, ragged_dim=0), repeats))
+        counts = lib.read(repeats.values)
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read()]
+        rows = Layout.from_host(lib, np.diff(ends), like=x.offsets)
+        tokens = np.repeat(np.arange(counts.size), counts)
+        index = lib.xp.asarray(tokens, dtype=x.offsets.dtype, device=lib.device(x.offsets))
+        return Array._of(lib.xp.take(x.values, index, axis=x.ragged_dim), rows, x.ragged_dim)
+
+    return unless_ragged(f, ragged)
+
+
+def tile(f: Function, name: str, lib: Backend) -> Function:
+    """Each row (the ragged axis), the batch (axis 0) or the elements repeated as a whole."""
+
+    def ragged(x: Array, repetitions: tuple[int, ...], /) -> Array:
+        if len(repetitions) > x.ndim:
+            raise ValueError(f"repetitions: expected at most {x.ndim} entries for shape {x.shape}, got {repetitions}")
+        times = (1,) * (x.ndim - len(repetitions)) + tuple(repetitions)
+        inner = tuple(1 if a == x.ragged_dim else n for a, n in enumerate(times[1:]))
+        x = x.with_values(f(x.values, inner)) if set(inner) != {1} else x
+        if times[x.ragged_dim + 1] != 1:
+            rows = x.layout.times(times[x.ragged_dim + 1])
+            starts, lengths = (lib.xp.take(n, rows.rows, axis=0) for n in (x.offsets[:-1], x.layout.lengths))
+            tokens = x.layout.clip(starts + rows.positions % lib.xp.maximum(lengths, 1))
+            x = Array._of(lib.xp.take(x.values, tokens, axis=x.ragged_dim), rows, x.ragged_dim)
+        return take_rows(x, np.tile(np.arange(x.batch_size), times[0])) if times[0] != 1 else x
+
+    return unless_ragged(f, ragged)
+
+
+def diff(f: Function, name: str, lib: Backend) -> Function:
+    """Differences of neighbours, within rows along the ragged axis; a row of n tokens gives max(n - 1, 0)."""
+
+    def ragged(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Array:
+        (axis,) = axes_of(name, axis, x.ndim)
+        if axis == 0:
+            raise ValueError("axis: diff runs over rows or elements, not over the batch; got axis 0")
+        if axis != x.ragged_dim + 1:
+            return x.with_values(f(x.values, axis=axis - 1, n=n, prepend=prepend, append=append))
+        ends = [part for part in (prepend, x, append) if part is not None]
+        x = concat(lib.xp.concat, "concat", lib)(ends, axis=axis) if len(ends) > 1 else x
+        before = (slice(None),) * axis
+        for _ in range(n):
+            later, earlier = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]
+            x = later.with_values(later.values - earlier.values)
+        return x
+
+    return unless_ragged(f, ragged)
