@@ -1,4 +1,4 @@
-"""Draw `docs/rows.svg`: one ragged array as values and offsets, as rows, and cut into tiles. Run it from the repository root."""
+"""Draw `docs/rows.svg`: one ragged array as values and offsets, as rows, and cut into tiles."""
 
 from pathlib import Path
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
+
 import scree
 
 Thunk = Callable[[], Any]

@@ -15,7 +15,6 @@ from .bench import Bench
 from .layouts import EMPTY, LAYOUTS
 from .table import DTYPES, operation
 
-
 # ------------------------------------------------------------------------------------------------- empty rows
 #: Reduction -> its value for an empty row of floating-point numbers.
 NOTHING: dict[str, Any] = {

@@ -11,8 +11,7 @@ so no tile ever holds a token of another row.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (async_copy, mbarrier, tma, warpgroup_mma,
-                                                              warpgroup_mma_wait)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.runtime import driver
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -359,30 +358,37 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
 
 
 @gluon.jit
-def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale,
-             MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
-    ROWS: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
+def _scores(a, b_s, full, c, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
+    """Start a @ b^T with tile c of a ring, as soon as it is there."""
+    ROWS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = b_s.shape[3]
     stage = c % STAGES
-    phase = (c // STAGES) & 1
-    k = _rows(k_s.index(stage))
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S)
-    mbarrier.wait(k_full.index(stage), phase)
-    x = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(stage), phase)
-    dp = warpgroup_mma(do, _rows(v_s.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    x = warpgroup_mma_wait(1, deps=(x, ))
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+    return warpgroup_mma(a, _rows(b_s.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit, offs_n, scale,
+             MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+    """Key tile c, whose scores x are there; returns with the scores of the next one there.
+
+    After the last tile its scores are made once more, which costs less than a branch.
+    """
+    stage = c % STAGES
+    dp = _scores(do, v_s, v_full, c, LAYOUT_S, STAGES)
     p = gl.exp2(x * scale - lse[:, None])
-    dp = warpgroup_mma_wait(0, deps=(dp, ))
+    x = _scores(q, k_s, k_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
+    dp = warpgroup_mma_wait(1, deps=(dp, ))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if MASK:
         ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
     ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    dq = warpgroup_mma(ds, k, dq, is_async=True)
-    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+    dq = warpgroup_mma(ds, _rows(k_s.index(stage)), dq, is_async=True)
+    x, dq, ds = warpgroup_mma_wait(0, deps=(x, dq, ds))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    return dq
+    return dq, x
 
 
 @gluon.jit
@@ -428,13 +434,15 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
             limit = query * 0 + (other - 1)
             full = gl.minimum(other // BLOCK_N, tiles)
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        last = c + tiles - 1
+        x = warpgroup_mma_wait(0, deps=(_scores(q, k_s, k_full, c, LAYOUT_S, STAGES), ))
         for j in range(tiles - 1, full - 1, -1):
-            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N,
-                          offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last,
+                             limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         for j in range(full - 1, -1, -1):
-            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale,
-                          False, STAGES, LAYOUT_S, LAYOUT_O)
+            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit, offs_n,
+                             scale, False, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
         _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * (scale * LN2), row, length, dq_stride,
@@ -540,44 +548,48 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 
 
 @gluon.jit
-def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, limit, offs_m, scale,
-               MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
-    ROWS: gl.constexpr = k.shape[0]
-    BLOCK_M: gl.constexpr = q_s.shape[3]
+def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x, c, last, limit, offs_m,
+               scale, MASK: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
+               LAYOUT_O: gl.constexpr):
+    """Query tile c. With AHEAD its scores x (keys by queries) are there, and those of the next tile on return."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_O, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = c % STAGES
-    phase = (c // STAGES) & 1
-    q = _rows(q_s.index(stage))
-    do = _rows(do_s.index(stage))
-    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT_S)
-    mbarrier.wait(q_full.index(stage), phase)
-    x = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), phase)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if not AHEAD:
+        x = _scores(k, q_s, q_full, c, LAYOUT_S, STAGES)
+    dp = _scores(v, do_s, do_full, c, LAYOUT_S, STAGES)
     lse = lse_s.index(stage).load(COLUMN)
-    x = warpgroup_mma_wait(1, deps=(x, ))
+    if not AHEAD:
+        x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[None, :])
     if MASK:
         p = gl.where(offs_m[None, :] >= limit[:, None], p, 0.0)
+    if AHEAD:
+        x = _scores(k, q_s, q_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
     p16 = gl.convert_layout(p.to(q_s.dtype), OPERAND)
-    dv = warpgroup_mma(p16, do, dv, is_async=True)
+    dv = warpgroup_mma(p16, _rows(do_s.index(stage)), dv, is_async=True)
     delta = delta_s.index(stage).load(COLUMN)
-    dp = warpgroup_mma_wait(1, deps=(dp, ))
+    if AHEAD:
+        dp = warpgroup_mma_wait(2, deps=(dp, ))
+    else:
+        dp = warpgroup_mma_wait(1, deps=(dp, ))
     ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_s.dtype), OPERAND)
-    dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
+    dk = warpgroup_mma(ds, _rows(q_s.index(stage)), dk, is_async=True)
+    if AHEAD:
+        x, dv, p16 = warpgroup_mma_wait(1, deps=(x, dv, p16))
+    else:
+        dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
     mbarrier.arrive(do_empty.index(stage), count=1)
     dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv
+    return dk, dv, x
 
 
 @gluon.jit
 def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-                   CAUSAL: gl.constexpr):
+                   CAUSAL: gl.constexpr, AHEAD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -599,15 +611,20 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
             full = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length, 0), BLOCK_M), high)
         dk = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         dv = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        last = c + group_size * (high - low) - 1
+        x = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT_S)
+        if AHEAD and last >= c:
+            x = warpgroup_mma_wait(0, deps=(_scores(k, q_s, q_full, c, LAYOUT_S, STAGES), ))
         for _ in range(group_size):
             if CAUSAL:
                 for j in range(low, full):
-                    dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
-                                        limit - j * BLOCK_M, offs_m, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+                    dk, dv, x = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x,
+                                           c, last, limit - j * BLOCK_M, offs_m, scale, True, AHEAD, STAGES, LAYOUT_S,
+                                           LAYOUT_O)
                     c += 1
             for j in range(full, high):
-                dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
-                                    limit, offs_m, scale, False, STAGES, LAYOUT_S, LAYOUT_O)
+                dk, dv, x = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x, c,
+                                       last, limit, offs_m, scale, False, AHEAD, STAGES, LAYOUT_S, LAYOUT_O)
                 c += 1
         mbarrier.arrive(k_empty.index(i % K_STAGES), count=1)
         place = start.to(gl.int64) * dk_stride + head * DIM
@@ -621,7 +638,8 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 @gluon.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride, total, plane,
                 heads, group_size, group, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                AHEAD: gl.constexpr):
     """DK and DV, one key tile and key head at a time, over all query heads that share the key head."""
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(qd.dtype, [STAGES, 1, 1, BLOCK_M, DIM], qd.layout)
@@ -640,10 +658,10 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
     gl.warp_specialize([
         (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL)),
+                          CAUSAL, AHEAD)),
         (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL)),
+                          CAUSAL, AHEAD)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                           group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),

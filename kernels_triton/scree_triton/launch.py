@@ -35,8 +35,9 @@ def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[in
 class Launch:
     """A Triton kernel with its constants fixed.
 
-    One is made for one device. The JIT inspects every argument at every call to choose a variant. Here one variant is kept for the common case, all
-    pointers and strides multiples of 16 and fit for 32 bits, and launched directly; other calls go through the JIT.
+    One is made for one device. The JIT inspects every argument at every call to choose a variant. Here one variant is kept
+    for the common case, all pointers and strides multiples of 16 and fit for 32 bits, and launched directly; other calls go
+    through the JIT.
 
     Parameters
     ----------

@@ -109,7 +109,7 @@ class Plan:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...]):
         self.device, self.dtype = device, dtype
-        self.index = device.index if device.type == "cuda" else torch.cuda.current_device()
+        self.index = device.index if device.type == "cuda" else None
         self.q, self.k, self.v = shapes
         self.heads, self.k_heads = self.q.heads, self.k.heads
         shared = self.heads // self.k_heads
@@ -120,7 +120,7 @@ class Plan:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
-        if self.index != torch.cuda.current_device():
+        if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self.forward(q, k, v, rows, spec)
         out = q.new_empty((q.shape[0], self.heads, self.v.dim))
@@ -133,7 +133,7 @@ class Plan:
                  dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
                  spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, contiguous; dlse has the shape (total, heads)."""
-        if self.index != torch.cuda.current_device():
+        if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self.backward(q, k, v, out, lse, dout, dlse, rows, spec)
         if dout is None:
@@ -222,7 +222,7 @@ class HopperPlan(Plan):
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, AHEAD=dim < 128), options,
             (m, n // 2, n // 2, m))
 
     def _takes(self, dout: torch.Tensor) -> bool:

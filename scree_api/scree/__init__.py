@@ -30,12 +30,14 @@ from .ops import (
     unpack,
 )
 from .registry import explain, register_kernel, unregister_kernel
+from .update import at
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Array",
     "align",
+    "at",
     "attention",
     "dropout",
     "explain",

@@ -1,7 +1,7 @@
-"""`arr[...]`: rows, slices of rows, and slices or single tokens within each row.
+"""`arr[...]`: rows, slices of rows, tokens or slices within each row, ragged masks and positions, elements.
 
-A result whose size depends on the offsets needs them on the host: rows chosen by an array, `arr[:, a:b]`. Single rows need
-two entries. What keeps the layout, or takes one token of each row, reads nothing.
+A result whose size depends on the offsets or on a mask reads them: rows chosen by an array, `arr[:, a:b]`, `arr[arr > 0]`.
+Single rows need two entries. What keeps the layout, or takes one token of each row, reads nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from .array import Array
 from .backends import backend, is_array
-from .layout import Layout
+from .layout import Layout, same
 from .segments import spread
 
 FULL = slice(None)
@@ -21,7 +21,12 @@ FULL = slice(None)
 
 def getitem(arr: Array, key: Any) -> Any:
     """The rows, slices or tokens that `key` names; see `Array`."""
-    batch, *inner = _expand(arr, key if isinstance(key, tuple) else (key,))
+    if isinstance(key, Array):
+        return _mask(arr, key) if key.layout.xp.isdtype(key.dtype, "bool") else _positions(arr, key)
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(k is None for k in keys):
+        return _new_axes(arr, keys)
+    batch, *inner = _expand(arr, keys)
     if _is_integer(batch):
         return _row(arr, operator.index(batch))[tuple(inner)]
     arr = arr if _is_full(batch) else _rows(arr, batch)
@@ -36,8 +41,8 @@ def getitem(arr: Array, key: Any) -> Any:
 
 def _expand(arr: Array, keys: tuple[Any, ...]) -> list[Any]:
     """One key an axis: the ellipsis and missing keys as full slices."""
-    if any(k is None or isinstance(k, Array) for k in keys):
-        raise TypeError("index: a new axis or a ragged index is not supported; index arr.values and use with_values")
+    if any(isinstance(k, Array) for k in keys):
+        raise TypeError("index: expected a ragged mask or ragged positions alone, as arr[mask], got it among other entries")
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
     if len(dots) > 1 or len(keys) - len(dots) > arr.ndim:
         raise IndexError(f"index: expected at most {arr.ndim} entries and one ellipsis for shape {arr.shape}, got {len(keys)}")
@@ -95,7 +100,7 @@ def take_rows(arr: Array, rows: np.ndarray) -> Array:
     """The rows of the given numbers, in that order, as a new array. Reads the offsets."""
     old, xp = arr.layout, arr.layout.xp
     new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
-    index = xp.asarray(rows, dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
+    index = xp.asarray(np.ascontiguousarray(rows), dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
     return select(arr, new, xp.take(old.offsets[:-1], index, axis=0))
 
 
@@ -159,7 +164,62 @@ def _elements(arr: Array, keys: list[Any]) -> Array:
     keys = [FULL if axis == arr.ragged_dim else k for axis, k in enumerate(keys)]
     if all(_is_full(k) for k in keys):
         return arr
-    if not all(isinstance(k, slice) or _is_integer(k) for k in keys):
-        raise TypeError("index: expected integers and slices on the element axes; use xp.take for arrays")
+    for axis, k in enumerate(keys):  # one array an axis, each on its own, as slices are
+        if is_array(k) and k.ndim == 1:
+            chosen = k if not k.dtype == arr.layout.xp.bool else arr.layout.xp.nonzero(k)[0]
+            arr, keys[axis] = arr.with_values(arr.layout.xp.take(arr.values, chosen, axis=axis)), FULL
+        elif not isinstance(k, slice) and not _is_integer(k):
+            raise TypeError(f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}")
     gone = sum(_is_integer(k) for k in keys[: arr.ragged_dim])
     return arr.with_values(arr.values[tuple(keys)], ragged_dim=arr.ragged_dim - gone)
+
+
+def _new_axes(arr: Array, keys: tuple[Any, ...]) -> Any:
+    """The other entries first, then an element axis of size 1 for every None."""
+    plain = tuple(k for k in keys if k is not None)
+    found = getitem(arr, plain)
+    missing = (FULL,) * (arr.ndim - sum(k is not Ellipsis for k in plain))
+    at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    whole = (*keys[:at], *missing, *keys[at + 1 :])
+    kept = [k is None for k in whole if k is None or not _is_integer(k)]
+    for axis, new in enumerate(kept):
+        if new and not isinstance(found, Array):
+            found = arr.layout.xp.expand_dims(found, axis=axis)
+        elif new:
+            if axis == 0:
+                raise ValueError("index: a new axis cannot stand before the batch of a ragged array")
+            dim = found.ragged_dim + (axis - 1 <= found.ragged_dim)
+            found = found.with_values(arr.layout.xp.expand_dims(found.values, axis=axis - 1), ragged_dim=dim)
+    return found
+
+
+def _mask(arr: Array, mask: Array) -> Array:
+    """The tokens, or elements, of each row where the mask holds. Reads the mask."""
+    if mask.ndim > arr.ndim or arr.ragged_dim or mask.ragged_dim or mask.values.shape != arr.values.shape[: mask.values.ndim]:
+        raise IndexError(f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}")
+    if same(arr.layout, mask.layout) is False:
+        raise IndexError("index: expected a mask with the rows of the array, got other lengths")
+    xp, lib = arr.layout.xp, arr.layout.backend
+    real = lib.read(mask.values)
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(real.reshape(real.shape[0], -1).sum(axis=1))])
+    rows = Layout.from_host(lib, np.diff(counts[arr.layout.read()]), like=arr.offsets)
+    flat = xp.reshape(arr.values, (real.size, *arr.values.shape[mask.values.ndim :]))
+    index = xp.asarray(np.flatnonzero(real), dtype=arr.offsets.dtype, device=lib.device(arr.offsets))
+    return Array._of(xp.take(flat, index, axis=0), rows)
+
+
+def _positions(arr: Array, index: Array) -> Array:
+    """Of each row the tokens at the positions in the same row of `index`, (n, None)."""
+    if index.ndim != 2 or index.batch_size != arr.batch_size:
+        raise IndexError(f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}")
+    layout, xp = arr.layout, arr.layout.xp
+    if 0 in (arr.total_length, index.total_length):
+        if index.total_length:
+            raise IndexError("index: expected positions within the rows, got some for rows that are all empty")
+        return select(arr, index.layout, index.layout.offsets[:-1])
+    start, length = (xp.take(n, index.layout.rows, axis=0) for n in (layout.offsets[:-1], layout.lengths))
+    place = xp.where(index.values < 0, index.values + length, index.values)
+    outside = layout.backend.peek(xp.any((place < 0) | (place >= length)))
+    if outside is not None and outside:
+        raise IndexError("index: expected positions within the rows, got one that is outside of its row")
+    return Array._of(xp.take(arr.values, layout.clip(start + place), axis=arr.ragged_dim), index.layout, arr.ragged_dim)

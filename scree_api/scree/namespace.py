@@ -8,7 +8,7 @@ from typing import Any
 
 from . import lift, ops
 from .array import Array
-from .backends import Backend, backend, is_array
+from .backends import Backend, backend, is_array, named
 from .kinds import EXTENSIONS, KINDS, Kind
 from .registry import load_plugins
 
@@ -63,6 +63,12 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
     known = _NAMESPACES.get(found.name)
     return known if known is not None else _build(found)
+
+
+def by_name(library: str) -> ModuleType:
+    """The namespace of a library that is imported for it; see `scree.xp`."""
+    lib = named(library)
+    return _NAMESPACES.get(lib.name) or _build(lib)
 
 
 def _build(lib: Backend) -> ModuleType:

@@ -87,6 +87,14 @@ def _library(cls: type) -> str | None:
     return next((LIBRARIES[root] for root in roots if root in LIBRARIES), None)
 
 
+def named(library: str) -> Backend:
+    """The backend of a library by its name; imports the library."""
+    if library in LIBRARIES.values():
+        found: Backend = import_module(f"{__name__}.{library}").BACKEND
+        return found
+    return backend(import_module(library).empty(0))
+
+
 def _resolve(x: Any) -> Backend:
     found: Backend
     library = _library(type(x))

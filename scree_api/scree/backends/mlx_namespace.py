@@ -40,13 +40,13 @@ _SAME = """
     logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal remainder round sin sinh
     square sqrt subtract tan tanh trunc take take_along_axis matrix_transpose concat expand_dims flip permute_dims
     roll squeeze stack tile unstack count_nonzero where max min meshgrid
-""".split()  # noqa: SIM905
+""".split()
 globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
 
 __array_api_version__ = "2024.12"
 
 _KINDS = "bool", "signed integer", "unsigned integer", "real floating", "complex floating"
-_DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()  # noqa: SIM905
+_DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()
 _HALF = (mx.float16, mx.bfloat16)
 _LIFT = {mx.bool_: mx.int32, mx.int8: mx.int32, mx.int16: mx.int32, mx.uint8: mx.uint32, mx.uint16: mx.uint32}
 _BITS = {1: mx.int8, 2: mx.int16, 4: mx.int32, 8: mx.int64}

@@ -58,10 +58,11 @@ def _grouped(call: GroupedCall) -> Array:
         return x.with_values(xp.zeros((x.total_length, m), dtype=x.dtype, device=x.device))
     tiles = rows.tiles(TOKENS)
     blocks, step = tiled(xp, x.values, tiles, 0), max(1, WEIGHTS // max(k * m, 1))
-    parts = [
-        xp.matmul(blocks[i : i + step, ...], xp.take(call.weight, tiles.rows[i : i + step], axis=0))
-        for i in range(0, int(blocks.shape[0]), step)
-    ]
+    count = int(blocks.shape[0])
+    parts = []
+    for i in range(0, count, step):
+        part = slice(i, min(i + step, count))
+        parts.append(xp.matmul(blocks[part, ...], xp.take(call.weight, tiles.rows[part], axis=0)))
     out = xp.reshape(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), (-1, m))
     return x.with_values(xp.take(out, rows.tile_slots(TOKENS), axis=0))
 

