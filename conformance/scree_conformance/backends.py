@@ -40,6 +40,8 @@ class Library:
         Whether offsets on this device can be read without waiting, so that scree compares layouts by value.
     default_float, default_integer
         Names of the default dtypes.
+    rough_float64
+        Whether its exp, sin and tanh of float64 have the precision of float32.
     generator
         ``generator(seed)``: what its random functions draw from, or None.
     context
@@ -53,6 +55,7 @@ class Library:
     host: bool = True
     default_float: str = "float32"
     default_integer: str = "int64"
+    rough_float64: bool = False
     generator: Callable[[int], Any] | None = None
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
@@ -142,7 +145,9 @@ def _mlx(device: str | None) -> Library:
     def array(x: np.ndarray, dtype: Any) -> Any:
         return mx.array(x, dtype=mx.float64).astype(dtype) if x.dtype == np.float64 else mx.array(x).astype(dtype)
 
-    return Library("mlx", dtypes, array, read, host=False, default_integer="int32", generator=mx.random.key)
+    return Library(
+        "mlx", dtypes, array, read, host=False, default_integer="int32", rough_float64=True, generator=mx.random.key
+    )
 
 
 def _strict(device: str | None, **flags: bool) -> Library:

@@ -48,6 +48,15 @@ def _of_row(x: Any, i: int, ndim: int) -> Any:
 
 
 # ------------------------------------------------------------------------------------------- reductions and scans
+def _running(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
+    """A sum or product, one number after the other."""
+    f, nothing = (np.add, 0) if name == "sum" else (np.multiply, 1)
+    n, rest = math.prod(x.shape[a] for a in axis), tuple(size for a, size in enumerate(x.shape) if a not in axis)
+    numbers = np.moveaxis(x, axis, range(len(axis))).reshape(n, *rest)
+    found = f.accumulate(numbers, axis=0)[-1] if n else np.full(rest, nothing, x.dtype)
+    return found.reshape([1 if a in axis else size for a, size in enumerate(x.shape)]) if keepdims else found
+
+
 def _extreme(dtype: np.dtype[Any], name: str) -> Any:
     if dtype.kind == "f":
         return -math.inf if name == "max" else math.inf
@@ -57,8 +66,8 @@ def _extreme(dtype: np.dtype[Any], name: str) -> Any:
 def _deviate(x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float) -> np.ndarray:
     n = math.prod(x.shape[a] for a in axis)
     with np.errstate(all="ignore"):
-        centre = np.sum(x, axis=axis, keepdims=True) / n
-        total = np.sum((x - centre) ** 2, axis=axis, keepdims=keepdims)
+        centre = _running("sum", x, axis, True) / x.dtype.type(n)
+        total = _running("sum", (x - centre) ** 2, axis, keepdims)
         return total / (n - correction) if n > correction else total * x.dtype.type(math.nan)
 
 
@@ -70,9 +79,11 @@ def reduce_array(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool
     if name == "mean":
         with np.errstate(all="ignore"):
             n = x.dtype.type(math.prod(x.shape[a] for a in axis))
-            return np.asarray(np.sum(x, axis=axis, keepdims=keepdims) / n)
+            return np.asarray(_running("sum", x, axis, keepdims) / n)
     if name == "count_nonzero":
         return np.asarray(np.sum(x != 0, axis=axis, keepdims=keepdims))
+    if name in ("sum", "prod"):
+        return _running(name, x if x.dtype.kind == "f" else x.astype(np.int64), axis, keepdims)
     more = {"initial": _extreme(x.dtype, name)} if name in ("max", "min") else {}
     return np.asarray(getattr(np, name)(x, axis=axis, keepdims=keepdims, **more))
 

@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     backends = ("numpy", "torch", "jax", "mlx", "array_api_strict", "all")
     demo.add_argument("--backend", choices=backends, default="numpy", help="library to run on; all: every installed one")
-    demo.add_argument("--limit", type=_count, default=256, metavar="N", help="paragraphs to embed, 0 for all (256)")
+    demo.add_argument(
+        "--limit", type=_count, metavar="N", help="paragraphs to embed, 0 for all of them (256, or 64 with --backend all)"
+    )
     demo.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: Python's documentation)")
     demo.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     demo.add_argument("--random-weights", action="store_true", help="random weights: nothing is downloaded")
@@ -58,7 +60,8 @@ def _demo(options: argparse.Namespace) -> int:
     from .demo import report, run, text, weights
 
     run.installed(options.backend)  # before anything is fetched
-    texts = text.sample(text.paragraphs(options.text), options.limit, options.seed)
+    limit = options.limit if options.limit is not None else 64 if options.backend == "all" else 256
+    texts = text.sample(text.paragraphs(options.text), limit, options.seed)
     screen = Console(stderr=True)  # where progress is shown; results go to standard output
     with progress.Progress(console=screen, transient=True) as bars:
         if options.random_weights:

@@ -51,6 +51,22 @@ def _once(derive: Callable[[Layout], Any]) -> Any:
     return property(get, doc=derive.__doc__)
 
 
+class Buckets(NamedTuple):
+    """Rows of similar length together, for kernels that want rectangles; see `Layout.buckets`.
+
+    Attributes
+    ----------
+    parts
+        For each bucket the tokens of its rows, (rows, longest) indices into the values, the last token repeated behind the
+        end of a row; and which of them are real, or None where all are.
+    slots
+        (total,) where each token stands in the buckets end to end.
+    """
+
+    parts: list[tuple[Any, Any]]
+    slots: Any
+
+
 class Layout:
     """The row boundaries of a ragged array and what follows from them.
 
@@ -157,6 +173,32 @@ class Layout:
         longest = None if self.max_length is None else self.max_length * count
         host = None if self._host is None else self._host.astype(np.int64) * count
         return Layout(self.backend, offsets * count, total, longest, host)
+
+    def buckets(self) -> Buckets:
+        """Rows by falling length, a new bucket wherever one is shorter than 3/4 of the first of its bucket. Reads the offsets.
+
+        The padding is a third of the tokens at most, and there are at most log(longest) / log(4/3) buckets.
+        """
+        if "buckets" not in self.memo:
+            self.memo["buckets"] = self._bucket(self.read().astype(np.int64))
+        found: Buckets = self.memo["buckets"]
+        return found
+
+    def _bucket(self, host: np.ndarray) -> Buckets:
+        lengths, device = np.diff(host), self.backend.device(self.offsets)
+        order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+        slots, parts, used = np.zeros(self.total, np.int64), [], 0
+        while order.size:
+            longest = lengths[order[0]]
+            rows, order = np.split(order, [np.count_nonzero(4 * lengths[order] >= 3 * longest)])
+            place = np.arange(longest)
+            real = place < lengths[rows, None]
+            tokens = host[rows, None] + np.minimum(place, lengths[rows, None] - 1)
+            slots[tokens[real]] = used + np.flatnonzero(real)
+            used += real.size
+            on_device = [self.xp.asarray(x, device=device) for x in (tokens.astype(host.dtype), real)]
+            parts.append((on_device[0], None if real.all() else on_device[1]))
+        return Buckets(parts, self.xp.asarray(slots, device=device))
 
     def tile_slots(self, size: int) -> Any:
         """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""

@@ -37,8 +37,10 @@ def _rejects(call: SegmentCall) -> str | None:
 def reduceat(call: SegmentCall) -> np.ndarray:
     """Row reductions by `ufunc.reduceat`, which knows no empty rows: those are left out and filled in."""
     values, offsets = call.values, call.layout.offsets
-    filled = offsets[1:] > offsets[:-1]
+    filled, ufunc = offsets[1:] > offsets[:-1], UFUNCS[call.op]
+    if filled.size and filled.all():
+        return ufunc.reduceat(values[: offsets[-1]], offsets[:-1], axis=0, dtype=values.dtype)
     out = np.full((filled.shape[0], *values.shape[1:]), identity(xp, call.op, values.dtype), dtype=values.dtype)
     if filled.any():
-        out[filled] = UFUNCS[call.op].reduceat(values[: offsets[-1]], offsets[:-1][filled], axis=0, dtype=values.dtype)
+        out[filled] = ufunc.reduceat(values[: offsets[-1]], offsets[:-1][filled], axis=0, dtype=values.dtype)
     return out

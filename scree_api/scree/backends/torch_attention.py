@@ -1,47 +1,14 @@
 """Attention on the CPU by PyTorch's fused kernel: rows of similar length together, each bucket padded by a quarter at most."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import array_api_compat.torch as xp
-import numpy as np
 import torch
 
 from ..array import Array
-from ..layout import Layout, same
+from ..layout import same
 from ..ops.attention import AttentionCall
 from ..registry import register_kernel
-
-SHORTEST = 0.75  # of the longest row of a bucket
-
-
-class Buckets(NamedTuple):
-    """For each bucket the tokens (rows, longest) and, unless its rows are of one length, which of them are real."""
-
-    tokens: list[tuple[torch.Tensor, torch.Tensor | None]]
-    slots: torch.Tensor  # (total,) where each token stands in the buckets, end to end
-
-
-def buckets(layout: Layout) -> Buckets:
-    """Rows by falling length, a new bucket wherever one is much shorter than the first of its bucket; cached."""
-    if "buckets" in layout.memo:
-        return layout.memo["buckets"]  # type: ignore[no-any-return]
-    host = layout.read().astype(np.int64)
-    lengths = np.diff(host)
-    order = np.argsort(-lengths, kind="stable")
-    order = order[: np.count_nonzero(lengths)]
-    slots, tokens, used, first = np.empty(layout.total, np.int64), [], 0, 0
-    while first < order.size:
-        longest = lengths[order[first]]
-        stop = first + int(np.count_nonzero(lengths[order[first:]] >= SHORTEST * longest))
-        rows, first = order[first:stop], stop
-        place = np.arange(longest)
-        real = place < lengths[rows, None]
-        index = host[rows, None] + np.minimum(place, lengths[rows, None] - 1)
-        slots[index[real]] = used + np.flatnonzero(real)
-        used += real.size
-        tokens.append((torch.from_numpy(index), None if real.all() else torch.from_numpy(real)))
-    found = layout.memo["buckets"] = Buckets(tokens, torch.from_numpy(slots))
-    return found
 
 
 def rejects(call: AttentionCall) -> str | None:
@@ -66,14 +33,14 @@ def sdpa(call: AttentionCall) -> Array:
     """`torch.nn.functional.scaled_dot_product_attention` of each bucket."""
     if not call.q.total_length:
         return call.q
-    plan, groups = buckets(call.q.layout), call.num_heads // call.num_kv_heads
+    plan, groups = call.q.layout.buckets(), call.num_heads // call.num_kv_heads
 
     def padded(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
         return x if x.shape[1] == call.num_heads else x.repeat_interleave(groups, dim=1)
 
     outs: list[Any] = []
-    for tokens, real in plan.tokens:
+    for tokens, real in plan.parts:
         mask = None if call.causal or real is None else real[:, None, None, :]  # a causal query sees no padding behind it
         q, k, v = (padded(x.values, tokens) for x in (call.q, call.k, call.v))
         out = torch.nn.functional.scaled_dot_product_attention(

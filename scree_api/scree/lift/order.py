@@ -7,8 +7,8 @@ from typing import Any
 from ..array import Array
 from ..backends import Backend
 from ..fit import Function, axes_of, unless_ragged
-from ..index import take_rows
-from ..segments import segment_reduce, spread
+from ..index import select, take_rows
+from ..segments import identity, segment_reduce, spread
 
 
 def take(f: Function, name: str, lib: Backend) -> Function:
@@ -97,39 +97,69 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
 
 
 def _order(lib: Backend, x: Array, descending: bool) -> Any:
-    """(total, ...) the tokens of each row in sorted order: sorted by value, and then, stably, by row."""
+    """The tokens of each row in sorted order, like the values: sorted by value, and then, stably, by row."""
     xp = lib.xp
     values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
     by_value = xp.argsort(values, axis=0, descending=descending, stable=True)
     row = xp.reshape(xp.take(x.layout.segment_ids, xp.reshape(by_value, (-1,)), axis=0), by_value.shape)
-    return xp.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), axis=0)
+    order = xp.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), axis=0)
+    return xp.moveaxis(order, 0, x.ragged_dim) if x.ragged_dim else order
+
+
+def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
+    """(total, ...) the ascending sort or argsort of each row, of rows of similar length together.
+
+    What fills them up is NaN, or the greatest integer: it comes last, or is equal to what it stands before.
+    """
+    xp, plan = lib.xp, x.layout.buckets()
+    values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+    last = float("nan") if xp.isdtype(x.dtype, "real floating") else identity(xp, "min", x.dtype)
+    last, parts = xp.full((), last, dtype=x.dtype, device=lib.device(values)), []
+    for tokens, real in plan.parts:
+        block = xp.take(values, xp.reshape(tokens, (-1,)), axis=0)
+        block = xp.reshape(block, (*tokens.shape, *values.shape[1:]))
+        block = block if real is None else xp.where(spread(xp, real, block.ndim), block, last)
+        parts.append(xp.reshape(f(block, axis=1, **options), (-1, *values.shape[1:])))
+    out = xp.take(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), plan.slots, axis=0)
+    return xp.moveaxis(out, 0, x.ragged_dim) if x.ragged_dim else out
 
 
 def sort(f: Function, name: str, lib: Backend) -> Function:
     """Sorted, within rows along the ragged axis."""
-    return _sorted(f, name, lib, lambda x, order: lib.xp.take_along_axis(x.values, order, axis=x.ragged_dim))
+
+    def rows(x: Array, descending: bool) -> Any:
+        if x.layout.host is None:
+            return lib.xp.take_along_axis(x.values, _order(lib, x, descending), axis=x.ragged_dim)
+        up = x.with_values(_by_buckets(f, lib, x))
+        return select(up, up.layout, up.offsets[1:] - 1, -1).values if descending else up.values
+
+    return _within_rows(f, name, rows)
 
 
 def argsort(f: Function, name: str, lib: Backend) -> Function:
     """The order that sorts, within rows along the ragged axis: positions in the row."""
 
-    def positions(x: Array, order: Any) -> Any:
+    def rows(x: Array, descending: bool) -> Any:
+        if x.layout.host is not None and not descending:
+            return _by_buckets(f, lib, x, stable=True)
+        order = _order(lib, x, descending)
         start = lib.xp.take(x.offsets[:-1], x.layout.rows, axis=0)
         at = tuple(-1 if a == x.ragged_dim else 1 for a in range(order.ndim))
         return order - lib.xp.astype(lib.xp.reshape(start, at), order.dtype, copy=False)
 
-    return _sorted(f, name, lib, positions)
+    return _within_rows(f, name, rows)
 
 
-def _sorted(f: Function, name: str, lib: Backend, finish: Function) -> Function:
+def _within_rows(f: Function, name: str, rows: Function) -> Function:
+    """A sort whose values along the ragged axis are ``rows(x, descending)``."""
+
     def ragged(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
         (axis,) = axes_of(name, axis, x.ndim)
         if axis == 0:
             raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
-        if axis != x.ragged_dim + 1 or not x.batch_size:
-            return x.with_values(f(x.values, axis=max(axis - 1, 0), descending=descending, stable=stable))
-        order = _order(lib, x, descending)
-        return x.with_values(finish(x, lib.xp.moveaxis(order, 0, x.ragged_dim) if x.ragged_dim else order))
+        if axis != x.ragged_dim + 1 or 0 in (x.batch_size, x.total_length):
+            return x.with_values(f(x.values, axis=axis - 1, descending=descending, stable=stable))
+        return x.with_values(rows(x, descending))
 
     return unless_ragged(f, ragged)
 

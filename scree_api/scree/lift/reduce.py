@@ -123,7 +123,7 @@ def _deviation(xp: Any, *args: Any) -> Any:
 
 
 def _count(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
-    return _reduce_rows(xp, "sum", x.with_values(x.values != 0), axes, keepdims, dtype)
+    return _reduce_rows(xp, "sum", x.with_values(xp.astype(x.values, xp.bool)), axes, keepdims, dtype)
 
 
 ROWS: dict[str, Function] = {

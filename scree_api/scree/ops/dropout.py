@@ -31,7 +31,7 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     >>> import numpy as np, scree
     >>> arr = scree.from_lengths(np.ones(6), [2, 4])
     >>> scree.dropout(arr, 0.5, np.random.default_rng(0)).values
-    array([2., 0., 0., 0., 2., 2.])
+    array([2., 2., 2., 0., 0., 0.])
     """
     values = x.values if isinstance(x, Array) else x
     lib = backend(values)

@@ -1,3 +1,1 @@
-"""The namespaces by name: ``import scree.xp.numpy as xp`` is ``scree.namespace`` of a NumPy array; likewise
-``torch``, ``jax``, ``mlx`` and ``array_api_strict``.
-"""
+"""The namespaces by name: ``import scree.xp.numpy as xp``; likewise ``torch``, ``jax``, ``mlx``, ``array_api_strict``."""
