@@ -203,18 +203,67 @@ def attention_cases(name: str, lib: Library, quick: bool) -> list[Case]:
     return cases
 
 
+def sort_case(name: str, lib: Library, quick: bool) -> list[Case]:
+    """Sorting within rows, against a sort of values and then, stably, of rows."""
+    rng = np.random.default_rng(2)
+    lengths = rng.poisson(50, 10_000 if quick else 100_000)
+    values = rng.standard_normal(lengths.sum()).astype(np.float32)
+    rows = np.repeat(np.arange(lengths.size), lengths)
+    arr = scree.from_lengths(lib.asarray(values), lengths)
+    xp, bare, ids = scree.namespace(arr), arr.layout.xp, lib.asarray(rows)
+
+    def by_keys() -> Any:
+        order = bare.argsort(arr.values, stable=True)
+        return wait(bare.take(arr.values, bare.take(order, bare.argsort(bare.take(ids, order), stable=True))))
+
+    wait, what = lib.wait, f"sort within {lengths.size:,} rows, against "
+    if name == "numpy":
+        return [Case(what + "lexsort", lambda: xp.sort(arr, axis=1), lambda: values[np.lexsort((values, rows))], 3)]
+    return [Case(what + "two sorts", lambda: wait(xp.sort(arr, axis=1).values), by_keys, 3)]
+
+
+def rival_cases(quick: bool) -> list[Case]:
+    """awkward-array and scikit-hep's ragged, on NumPy."""
+    import awkward as ak
+    import ragged
+
+    rng = np.random.default_rng(3)
+    lengths = rng.poisson(50, 10_000 if quick else 100_000)
+    arr = scree.from_lengths(rng.standard_normal(lengths.sum()), lengths)
+    per_row, xp = rng.standard_normal((lengths.size, 1)), scree.namespace(arr)
+    offsets = ak.index.Index64(arr.offsets.astype(np.int64))
+    theirs = ak.Array(ak.contents.ListOffsetArray(offsets, ak.contents.NumpyArray(arr.values)))
+    wrapped, wrapped_row = ragged.array(theirs), ragged.array(per_row[:, 0])
+    work: dict[str, tuple[Thunk, Thunk, Thunk]] = {
+        "add": (lambda: arr + arr, lambda: theirs + theirs, lambda: wrapped + wrapped),
+        "sum": (lambda: xp.sum(arr, axis=1), lambda: ak.sum(theirs, axis=1), lambda: ragged.sum(wrapped, axis=1)),
+        "sort": (lambda: xp.sort(arr, axis=1), lambda: ak.sort(theirs, axis=1), lambda: ragged.sort(wrapped, axis=1)),
+        "argmax": (lambda: xp.argmax(arr, axis=1), lambda: ak.argmax(theirs, axis=1), lambda: ragged.argmax(wrapped, axis=1)),
+        "add (n, 1)": (lambda: arr + per_row, lambda: theirs + per_row[:, 0], lambda: wrapped + wrapped_row),
+        "mask": (lambda: arr[arr > 0], lambda: theirs[theirs > 0], lambda: wrapped[wrapped > 0]),
+    }
+    names = ("awkward", "ragged")
+    return [
+        Case(f"{what} of {lengths.size:,} rows, against {who}", calls[0], peer, 1)
+        for what, calls in work.items()
+        for who, peer in zip(names, calls[1:], strict=True)
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases, print a table or JSON, and fail where a limit is passed."""
     parser = argparse.ArgumentParser(prog="scree_bench", description=__doc__)
     parser.add_argument("--backend", choices=[*LIBRARIES, "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, shorter measurement")
+    parser.add_argument("--rivals", action="store_true", help="against awkward-array and ragged, on NumPy")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     options = parser.parse_args(arguments)
     names = list(LIBRARIES) if options.backend == "all" else [options.backend]
     results = []
     for name in names:
         lib = LIBRARIES[name]()
-        for case in general_cases(name, lib, options.quick) + attention_cases(name, lib, options.quick):
+        cases = [case for make in (general_cases, sort_case, attention_cases) for case in make(name, lib, options.quick)]
+        for case in cases + (rival_cases(options.quick) if options.rivals and name == "numpy" else []):
             ours, peer = median_times(case.ours, case.peer, 0.3 if options.quick else 1.5)
             value = ours - peer if case.difference else ours / peer
             results.append({"backend": name, "case": case.name, "ours_s": ours, "peer_s": peer, "value": value,

@@ -272,11 +272,10 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
         nothing = gl.minimum(limit, other - 1) < 0
         lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
-        factor = gl.convert_layout(1.0 / l_sum, gl.SliceLayout(1, LAYOUT_O))
+        factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(before % STAGES), count=1)
-        acc = gl.where(gl.convert_layout(nothing, gl.SliceLayout(1, LAYOUT_O))[:, None], 0.0, acc * factor[:, None])
-        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, LAYOUT_STORE)
+        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc * factor[:, None], row, length, out_stride, LAYOUT_STORE)
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
@@ -369,26 +368,24 @@ def _scores(a, b_s, full, c, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit, offs_n, scale,
+def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale,
              MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
-    """Key tile c, whose scores x are there; returns with the scores of the next one there.
-
-    After the last tile its scores are made once more, which costs less than a branch.
-    """
+    """Key tile c."""
     stage = c % STAGES
+    x = _scores(q, k_s, k_full, c, LAYOUT_S, STAGES)
     dp = _scores(do, v_s, v_full, c, LAYOUT_S, STAGES)
+    x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[:, None])
-    x = _scores(q, k_s, k_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
-    dp = warpgroup_mma_wait(1, deps=(dp, ))
+    dp = warpgroup_mma_wait(0, deps=(dp, ))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if MASK:
         ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
     ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = warpgroup_mma(ds, _rows(k_s.index(stage)), dq, is_async=True)
-    x, dq, ds = warpgroup_mma_wait(0, deps=(x, dq, ds))
+    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    return dq, x
+    return dq
 
 
 @gluon.jit
@@ -434,15 +431,13 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
             limit = query * 0 + (other - 1)
             full = gl.minimum(other // BLOCK_N, tiles)
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        last = c + tiles - 1
-        x = warpgroup_mma_wait(0, deps=(_scores(q, k_s, k_full, c, LAYOUT_S, STAGES), ))
         for j in range(tiles - 1, full - 1, -1):
-            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last,
-                             limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N,
+                          offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         for j in range(full - 1, -1, -1):
-            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit, offs_n,
-                             scale, False, STAGES, LAYOUT_S, LAYOUT_O)
+            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale,
+                          False, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
         _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * (scale * LN2), row, length, dq_stride,

@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     backends = ("numpy", "torch", "jax", "mlx", "array_api_strict", "all")
     demo.add_argument("--backend", choices=backends, default="numpy", help="library to run on; all: every installed one")
     demo.add_argument(
-        "--limit", type=_count, metavar="N", help="paragraphs to embed, 0 for all of them (256, or 64 with --backend all)"
+        "--limit", type=_count, metavar="N", help="paragraphs to embed, 0 for all of them (128, or 64 with --backend all)"
     )
     demo.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: Python's documentation)")
     demo.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
@@ -60,7 +60,7 @@ def _demo(options: argparse.Namespace) -> int:
     from .demo import report, run, text, weights
 
     run.installed(options.backend)  # before anything is fetched
-    limit = options.limit if options.limit is not None else 64 if options.backend == "all" else 256
+    limit = options.limit if options.limit is not None else 64 if options.backend == "all" else 128
     texts = text.sample(text.paragraphs(options.text), limit, options.seed)
     screen = Console(stderr=True)  # where progress is shown; results go to standard output
     with progress.Progress(console=screen, transient=True) as bars:
@@ -82,7 +82,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        report.show(result, Console())
+        report.show(result, Console(width=None if sys.stdout.isatty() else 100))
     return 0 if result.largest_difference <= result.tolerance else 1
 
 

@@ -121,10 +121,14 @@ def test_measure(small, monkeypatch):
     assert steps == [(name, 3 * 3 * run.PASSES) for name in result.backends for _ in range(3 * 3 * run.PASSES)]
 
 
-def test_nearest_pairs_leave_out_repetitions():
-    angles = np.asarray([0.0, 0.001, 0.5, 2.0, 2.4])
-    pairs = run.nearest("abcde", np.stack([np.cos(angles), np.sin(angles)], axis=1))
-    assert [(p.a, p.b) for p in pairs] == [("d", "e"), ("b", "c")]
+def test_nearest_pairs_share_few_words():
+    def words(start: int) -> str:
+        return " ".join(f"w{i}" for i in range(start, start + 10))
+
+    texts = [words(0), words(1), words(100), words(200), words(300), "too few words"]
+    angles = np.asarray([0.0, 0.001, 0.5, 2.0, 2.4, 2.41])
+    pairs = run.nearest(texts, np.stack([np.cos(angles), np.sin(angles)], axis=1))
+    assert [(p.a, p.b) for p in pairs] == [(texts[3], texts[4]), (texts[1], texts[2])]
     assert pairs[0].similarity == pytest.approx(math.cos(0.4))
 
 
@@ -250,14 +254,14 @@ def scree_demo(*options: str, **environment: str) -> subprocess.CompletedProcess
 def test_json(tmp_path):
     pytest.importorskip("rich")
     path = tmp_path / "text"
-    path.write_text("a short line\na line that is a little longer\n")
+    path.write_text("one two three four five six seven eight\nand nine words that are not among those above\n")
     done = scree_demo("--random-weights", "--json", "--text", str(path), "--seed", "4")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() == set(run.Result.__dataclass_fields__)
-    assert (result["paragraphs"], result["weights"], result["seed"], result["tokens"]) == (2, "random", 4, 14)
+    assert (result["paragraphs"], result["weights"], result["seed"], result["tokens"]) == (2, "random", 4, 21)
     assert result["sizes"].keys() == set(run.WAYS)
-    assert result["sizes"]["padded"]["tokens"] == 18
+    assert result["sizes"]["padded"]["tokens"] == 22
     measured = result["backends"]["numpy"]
     assert measured["version"] == np.__version__
     assert all(measured["seconds"][way] > 0 for way in run.WAYS)

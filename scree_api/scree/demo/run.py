@@ -1,8 +1,9 @@
 """The measurement: the same paragraphs as ragged and as padded batches, on one backend after another."""
 
 import itertools
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -24,8 +25,8 @@ BACKENDS = {
 BATCH = 32  # paragraphs a batch, as sentence-transformers has it
 PASSES = 2  # over all batches; the first one warms up, the faster one counts
 TOLERANCE = 1e-5  # between any two embeddings of one paragraph
-PAIRS = 3
-REPEATED = 0.98  # paragraphs that are more alike say the same
+PAIRS = 3  # of paragraphs that are shown, of so many different words, of which at most so large a part is in both
+PAIR_WORDS, PAIR_SHARED = 8, 1 / 3
 
 #: The three ways to run a batch: as ragged rows, padded in the order given, padded after sorting all paragraphs by length.
 WAYS = ("ragged", "padded", "sorted")
@@ -64,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two paragraphs that are each near the other, and the cosine between them."""
+    """Two paragraphs that are alike, and the cosine between their embeddings."""
 
     similarity: float
     a: str
@@ -199,14 +200,17 @@ def _difference(arrays: Any) -> float:
 
 
 def nearest(texts: Sequence[str], embeddings: np.ndarray) -> list[Pair]:
-    """The pairs of paragraphs that are most alike without being the same, no paragraph twice."""
+    """The paragraphs most alike in meaning though not in words, each at most once."""
+    words = [frozenset(re.findall(r"\w+", text.lower())) for text in texts]
     alike = np.triu(embeddings @ embeddings.T, k=1)
-    alike[alike > REPEATED] = 0
-
-    def pairs() -> Iterator[Pair]:
-        while alike.max(initial=0) > 0:
-            i, j = (int(x) for x in np.unravel_index(np.argmax(alike), alike.shape))
-            yield Pair(float(alike[i, j]), texts[i], texts[j])
-            alike[[i, j], :] = alike[:, [i, j]] = 0
-
-    return list(itertools.islice(pairs(), PAIRS))
+    pairs: list[Pair] = []
+    used: set[int] = set()
+    for place in np.argsort(-alike, axis=None).tolist():
+        i, j = divmod(place, len(texts))
+        if len(pairs) == PAIRS or alike[i, j] <= 0:
+            break
+        fewest, shared = min(len(words[i]), len(words[j])), len(words[i] & words[j]) / len(words[i] | words[j])
+        if fewest >= PAIR_WORDS and shared <= PAIR_SHARED and not used & {i, j}:
+            pairs.append(Pair(float(alike[i, j]), texts[i], texts[j]))
+            used |= {i, j}
+    return pairs
