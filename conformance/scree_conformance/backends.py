@@ -40,6 +40,8 @@ class Library:
         Whether offsets on this device can be read without waiting, so that scree compares layouts by value.
     default_float, default_integer
         Names of the default dtypes.
+    compiles
+        Whether it compiles every operation for every shape, so that many shapes are slow to try.
     rough_float64
         Whether its exp, sin and tanh of float64 have the precision of float32.
     generator
@@ -55,6 +57,7 @@ class Library:
     host: bool = True
     default_float: str = "float32"
     default_integer: str = "int64"
+    compiles: bool = False
     rough_float64: bool = False
     generator: Callable[[int], Any] | None = None
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
@@ -126,7 +129,7 @@ def _jax(device: str | None) -> Library:
     return Library(
         "jax", dtypes, array, lambda x: _wide(np.asarray(x)), host=(device or "cpu") == "cpu",
         default_float="float64" if wide else "float32", default_integer="int64" if wide else "int32",
-        generator=jax.random.key,
+        generator=jax.random.key, compiles=True,
     )  # fmt: skip
 
 

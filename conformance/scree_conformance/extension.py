@@ -229,7 +229,7 @@ def attention(
 
 
 for _name, (_sizes, _options) in ATTENTION.items():
-    _where = ALL if _name in ("attention", "attention causal") else (ALL[0], "blocks", "no_rows")
+    _where = ALL if _name in ("attention", "attention causal") else (ALL[0], "blocks", "all_empty")
     operation(_name, _where, kernel="attention")(partial(attention, sizes=_sizes, options=_options))
 for _name in ("attention", "attention causal", "attention causal window", "attention (2, 1)", "attention everything"):
     _sizes, _options = ATTENTION[_name]

@@ -206,7 +206,7 @@ def attention(
         got, logs = np.zeros((*qs.shape[:2], vs.shape[2]), wide), np.full(qs.shape[:2], -math.inf, wide)
         for h in range(heads):
             g = h // (heads // kv_heads)
-            score = stage(qs[:, h] @ ks[:, g].T) * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale)
+            score = stage(qs[:, h] @ ks[:, g].T * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale))
             if softcap is not None:
                 score = wide(softcap) * np.tanh(score / wide(softcap))
             some = seen.any(axis=1)

@@ -171,7 +171,11 @@ def operators(bench: Bench, layout: str, dtype: str) -> None:
             if name in ("floordiv", "mod"):
                 orders[2] = [scalar, bench.like(first, (2,), dtype, draws[1])]
         for args in orders:
-            own = by_library(bench, f, args)
+            try:
+                own = by_library(bench, f, args)
+            except TypeError:
+                assert args[0] is not first, f"{name} is not in the library"
+                continue  # the library itself takes no scalar on the left
             plain = f if name not in ("floordiv", "mod") else {"floordiv": np.floor_divide, "mod": np.remainder}[name]
             got = f(*(a.x if isinstance(a, Data) else a for a in args))
             bench.close(got, *_truth(bench, name, plain, args, own, first), dtype=bench.lib.dtype_name(own), relative=True,
@@ -202,7 +206,7 @@ def reduction(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
     if name == "prod" and integer:
         draw = "twos" if dtype == "uint8" else "sign"
     for dim, axis, keepdims in AXES:
-        whole = axis is None or (isinstance(axis, tuple) and 0 in axis)
+        ragged = dim + 1 in ((0, 1, 2) if axis is None else [a % 3 for a in np.atleast_1d(axis).tolist()])
         x = bench.ragged(layout, (3,), dtype, draw, dim)
         if name in ("mean", "std", "var"):
             out = bench.lib.default_float if integer else dtype
@@ -214,7 +218,7 @@ def reduction(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
             bench.check(
                 lambda a: f(a, axis=axis, keepdims=keepdims, **more),
                 lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, correction=correction, ragged=dim + 1),
-                x, dtype=out, orders=8 if whole and name not in ("any", "all") else 1, note=f"ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
+                x, dtype=out, orders=8 if ragged and name not in ("any", "all") else 1, note=f"ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
             )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from . import extension, laws, standard, structure
 from .backends import Library
+from .layouts import FEW
 from .table import OPERATIONS, Case
 
 MODULES = (standard, extension, structure, laws)  # each puts its operations into the table when it is imported
@@ -20,7 +21,7 @@ def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
     for operation in OPERATIONS:
         if kernel is not None and operation.kernel is None:
             continue
-        dtypes = [name for name in operation.dtypes if name in lib.dtypes]
-        for i, dtype in enumerate(dtypes):
-            for layout in operation.layouts if i == 0 else operation.layouts[:1]:
-                yield Case(operation, layout, dtype)
+        first, *others = [name for name in operation.dtypes if name in lib.dtypes]
+        layouts = operation.layouts[:1] + tuple(x for x in operation.layouts[1:] if not lib.compiles or x in FEW)
+        yield from (Case(operation, layout, first) for layout in layouts)
+        yield from (Case(operation, layouts[0], name) for name in others if not lib.compiles or name in ("bfloat16", "int32"))

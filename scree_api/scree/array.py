@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -176,10 +177,7 @@ class Array:
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for n in self.values.shape:
-            size *= int(n)
-        return size
+        return _size(self.values.shape)
 
     @property
     def dtype(self) -> Any:
@@ -194,7 +192,7 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Bytes of values and offsets together."""
-        return int(self.values.nbytes) + int(self.offsets.nbytes)
+        return sum(_bits(self.layout.xp, x.dtype) // 8 * _size(x.shape) for x in (self.values, self.offsets))
 
     @property
     def mT(self) -> Array:  # noqa: N802 (the standard's name)
@@ -254,6 +252,19 @@ class Array:
 
     def _repr_html_(self) -> str:
         return display.html(self)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return math.prod(map(int, shape))
+
+
+def _bits(xp: Any, dtype: Any) -> int:
+    """Of one element; the standard has no itemsize."""
+    if xp.isdtype(dtype, "bool"):
+        return 8
+    if xp.isdtype(dtype, "complex floating"):
+        return 2 * int(xp.finfo(dtype).bits)
+    return int((xp.iinfo if xp.isdtype(dtype, "integral") else xp.finfo)(dtype).bits)
 
 
 #: Operator -> the standard's function for it.

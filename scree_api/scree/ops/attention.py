@@ -303,6 +303,8 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
             seen = place[:, :, None] <= plan.last[at, :][:, None, :]
             if call.window[0] is not None:
                 seen = seen & (place[:, :, None] >= plan.first[at, :][:, None, :])
+            if plan.rounds is None:  # behind the last tile of a row come those of others, whose NaN no weight of 0 would hide
+                v = xp.where(xp.any(seen, axis=(1, 2))[:, None, None, None], v, 0.0)
             score = xp.reshape(score, (alive, kv, KEYS, groups, size))
             score = xp.reshape(xp.where(seen[:, None, :, None, :], score, minus), (alive, kv, KEYS, groups * size))
         top = xp.max(score, axis=2, keepdims=True)

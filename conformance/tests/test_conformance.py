@@ -1,0 +1,35 @@
+"""The suite on every library: ``SCREE_BACKENDS=numpy,torch`` picks some, and one that is missing is a failure."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+
+import pytest
+from scree_conformance.backends import LIBRARIES, load
+from scree_conformance.bench import Bench
+from scree_conformance.suite import cases
+from scree_conformance.table import Case
+
+BACKENDS = [name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name]
+bench = cache(lambda name: Bench(load(name)))
+
+
+def _all() -> list[object]:
+    found: list[object] = []
+    for name in BACKENDS:
+        try:
+            found += [pytest.param(name, case, id=f"{name}-{case.name}") for case in cases(load(name))]
+        except ImportError:
+            found.append(pytest.param(name, None, id=f"{name}-missing"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "case"), _all())
+def test_conformance(name: str, case: Case | None) -> None:
+    on = bench(name)  # raises where the library is missing: that is a failure, not a reason to skip
+    assert case is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case.run(on)
