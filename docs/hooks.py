@@ -1,23 +1,20 @@
 """What mkdocs does before it renders a page: put the tables in that the code itself holds, so that no copy grows old."""
 
 import re
-import sys
 from inspect import getdoc
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scree_api"))
 
 from scree.kinds import EXTENSIONS, KINDS, Kind
 from scree.lift import LIFTERS
+from scree_conformance.layouts import LAYOUTS
 
 OWN = "Takes no arrays of rows: the library's own."
 
 
-def table(functions: dict[str, Kind]) -> str:
+def functions(kinds: dict[str, Kind]) -> str:
     """One row for the functions of each kind, and for each reason why functions have no ragged form."""
     groups: dict[Kind, list[str]] = {}
-    for name, kind in functions.items():
+    for name, kind in kinds.items():
         groups.setdefault(kind, []).append(name)
     lines = ["| functions | on ragged arrays |", "|---|---|"]
     for kind, names in groups.items():
@@ -27,9 +24,19 @@ def table(functions: dict[str, Kind]) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"kinds": KINDS, **EXTENSIONS}
+def layouts() -> str:
+    """The row lengths that the conformance suite tries."""
+    lines = ["| layout | lengths of the rows |", "|---|---|"]
+    return "\n".join(lines + [f"| {name} | {', '.join(map(str, rows)) or 'none'} |" for name, rows in LAYOUTS.items()])
+
+
+TABLES = {
+    "kinds": functions(KINDS),
+    **{name: functions(kinds) for name, kinds in EXTENSIONS.items()},
+    "layouts": layouts(),
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace `<!-- table: NAME -->` by the table."""
-    return re.sub(r"<!-- table: (\w+) -->", lambda found: table(TABLES[found[1]]), markdown)
+    return re.sub(r"<!-- table: (\w+) -->", lambda found: TABLES[found[1]], markdown)

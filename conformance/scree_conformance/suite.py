@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import extension, laws, standard, structure
+from . import extension, laws, movement, standard, structure
 from .backends import Library
 from .layouts import FEW
 from .table import OPERATIONS, Case
 
-MODULES = (standard, extension, structure, laws)  # each puts its operations into the table when it is imported
+MODULES = (standard, movement, extension, structure, laws)  # each puts its operations into the table when it is imported
 
 
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
@@ -21,7 +21,10 @@ def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
     for operation in OPERATIONS:
         if kernel is not None and operation.kernel is None:
             continue
-        first, *others = [name for name in operation.dtypes if name in lib.dtypes]
+        dtypes = [name for name in operation.dtypes if name in lib.dtypes]
         layouts = operation.layouts[:1] + tuple(x for x in operation.layouts[1:] if not lib.compiles or x in FEW)
-        yield from (Case(operation, layout, first) for layout in layouts)
-        yield from (Case(operation, layouts[0], name) for name in others if not lib.compiles or name in ("bfloat16", "int32"))
+        for i, dtype in enumerate(dtypes):
+            if i == 0:
+                yield from (Case(operation, layout, dtype) for layout in layouts)
+            elif not lib.compiles or dtype in ("bfloat16", "int32"):
+                yield Case(operation, layouts[0], dtype)

@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 
 import pytest
+
 from scree_conformance.backends import LIBRARIES, load
 from scree_conformance.bench import Bench
 from scree_conformance.suite import cases

@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"the demo needs {error.name}: install the extra, pip install 'scree[demo]'"
     except DemoError as error:
         message = str(error)
+    except KeyboardInterrupt:
+        return 130  # as shells have it
     print(f"scree demo: {message}", file=sys.stderr)
     return 1
 
@@ -37,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     backends = ("numpy", "torch", "jax", "mlx", "array_api_strict", "all")
     demo.add_argument("--backend", choices=backends, default="numpy", help="library to run on; all: every installed one")
     demo.add_argument(
-        "--limit", type=_count, metavar="N", help="paragraphs to embed, 0 for all of them (128, or 64 with --backend all)"
+        "--limit", type=count, metavar="N", help="paragraphs to embed, 0 for all of them (128, or 64 with --backend all)"
     )
     demo.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: Python's documentation)")
     demo.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
@@ -46,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A number of things, for argparse."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"expected a number >= 0, got {number}")

@@ -153,7 +153,7 @@ class Layout:
     @_once
     def rows(self) -> Any:
         """(total,) row of each token, clipped, so that it may index any array with one entry a row."""
-        return self.xp.minimum(self.segment_ids, max(self.num_rows - 1, 0))
+        return self._below(self.segment_ids, self.num_rows)
 
     @_once
     def positions(self) -> Any:
@@ -205,7 +205,7 @@ class Layout:
         if ("slots", size) not in self.memo:
             tiles = self.tiles(size).layout
             slots = self.xp.take(tiles.offsets[:-1], self.rows, axis=0) * size + self.positions
-            self.memo["slots", size] = self.xp.minimum(slots, max(tiles.total * size - 1, 0))
+            self.memo["slots", size] = self._below(slots, tiles.total * size)
         return self.memo["slots", size]
 
     def tiles(self, size: int) -> Tiles:
@@ -240,7 +240,10 @@ class Layout:
 
     def clip(self, tokens: Any) -> Any:
         """Token indices, brought into the bounds of the values."""
-        return self.xp.minimum(self.xp.maximum(tokens, 0), max(self.total - 1, 0))
+        return self._below(self.xp.where(tokens > 0, tokens, 0), self.total)
+
+    def _below(self, index: Any, size: int) -> Any:
+        return self.xp.where(index < size, index, max(size - 1, 0))
 
 
 def same(a: Layout, b: Layout) -> bool | None:

@@ -245,7 +245,7 @@ def roll(f: Function, name: str, lib: Backend) -> Function:
             elif x.total_length and x.batch_size:
                 rows = x.layout
                 starts, lengths = (lib.xp.take(n, rows.rows, axis=0) for n in (x.offsets[:-1], rows.lengths))
-                tokens = rows.clip(starts + (rows.positions - by) % lib.xp.maximum(lengths, 1))
+                tokens = rows.clip(starts + (rows.positions - by) % lib.xp.where(lengths > 0, lengths, 1))
                 x = x.with_values(lib.xp.take(x.values, tokens, axis=x.ragged_dim))
         return x
 
@@ -291,7 +291,7 @@ def tile(f: Function, name: str, lib: Backend) -> Function:
         if times[x.ragged_dim + 1] != 1:
             rows = x.layout.times(times[x.ragged_dim + 1])
             starts, lengths = (lib.xp.take(n, rows.rows, axis=0) for n in (x.offsets[:-1], x.layout.lengths))
-            tokens = x.layout.clip(starts + rows.positions % lib.xp.maximum(lengths, 1))
+            tokens = x.layout.clip(starts + rows.positions % lib.xp.where(lengths > 0, lengths, 1))
             x = Array._of(lib.xp.take(x.values, tokens, axis=x.ragged_dim), rows, x.ragged_dim)
         return take_rows(x, np.tile(np.arange(x.batch_size), times[0])) if times[0] != 1 else x
 
@@ -306,9 +306,11 @@ def diff(f: Function, name: str, lib: Backend) -> Function:
         if axis == 0:
             raise ValueError("axis: diff runs over rows or elements, not over the batch; got axis 0")
         if axis != x.ragged_dim + 1:
-            return x.with_values(f(x.values, axis=axis - 1, n=n, prepend=prepend, append=append))
-        ends = [part for part in (prepend, x, append) if part is not None]
-        x = concat(lib.xp.concat, "concat", lib)(ends, axis=axis) if len(ends) > 1 else x
+            ends = {"prepend": prepend, "append": append}
+            ends = {k: part.values if isinstance(part, Array) else part for k, part in ends.items() if part is not None}
+            return x.with_values(f(x.values, axis=axis - 1, n=n, **ends))
+        parts = [part for part in (prepend, x, append) if part is not None]
+        x = concat(lib.xp.concat, "concat", lib)(parts, axis=axis) if len(parts) > 1 else x
         before = (slice(None),) * axis
         for _ in range(n):
             later, earlier = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]

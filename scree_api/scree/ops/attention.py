@@ -293,7 +293,8 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
             done.append([x[alive:, ...] for x in running])
             q, *running = (x[:alive, ...] for x in (q, *running))
         at = slice(part.start, part.start + alive)
-        tile = xp.minimum(plan.tile[at] + j, plan.tile[at] * 0 + (k_tiles.shape[0] - 1))
+        tile = plan.tile[at] + j
+        tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # a query tile that has met all its keys
         k, v = (xp.reshape(xp.take(x, tile, axis=0), (alive, kv, KEYS, -1)) for x in (k_tiles, v_tiles))
         score = xp.matmul(k, q)
         if call.softcap is not None:

@@ -1,0 +1,170 @@
+"""Sorting, searching, picking: within each row, as NumPy does it. NaN counts as the greatest number, ties keep their order."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import oracle
+from .bench import DRAWS, Bench, Data
+from .layouts import ALL, LAYOUTS
+from .oracle import Rows
+from .reshaping import MOVED, by_row, cubes, numbers
+from .table import DTYPES, operation
+
+DRAWS["ties"] = lambda rng, shape: rng.integers(-2, 3, shape)
+DRAWS["gaps"] = lambda rng, shape: rng.choice([-math.inf, math.inf, math.nan, math.nan, 0.0, -0.0, 1.5, 2.0], shape)
+REAL = (*DTYPES, "int32", "int8", "uint8")
+
+
+def drawn(dtype: str) -> tuple[str, ...]:
+    """Draws that make sorting hard."""
+    return ("any", "ties", "gaps") if dtype in DTYPES else ("natural",) if dtype[0] == "u" else ("ties",)
+
+
+def order(row: np.ndarray, axis: int, descending: bool) -> np.ndarray:
+    """The stable order of a row: equal numbers, NaN among them, stay as they stand."""
+    ranks = np.unique(row, return_inverse=True)[1].reshape(row.shape)
+    return np.argsort(-ranks if descending else ranks, axis=axis, kind="stable")
+
+
+def sorting(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+    """Up and down, stable or not, within rows and along elements."""
+    f = getattr(bench.xp, name)
+    index = bench.lib.dtype_name(bench.xp.argsort(bench.lib.make(np.ones(2), dtype)))
+    for dim in (0, 1):
+        for draw in drawn(dtype):
+            x = bench.ragged(layout, (3,), dtype, draw, dim)
+            for axis, descending in ((dim + 1, False), (dim + 1, True), (2 - dim, False), (2 - dim, True), (-1, False)):
+                at = axis % 3 - 1
+                places = by_row(partial(order, axis=at, descending=descending))
+                if name == "argsort":
+                    bench.check(lambda a: f(a, axis=axis, descending=descending), places, x, dtype=index,
+                                note=f"{dim}, {draw}, axis={axis}, descending={descending}: ")
+                    continue
+                bench.check(lambda a: f(a, axis=axis, descending=descending, stable=False),
+                            lambda a: [np.take_along_axis(row, p, at) for row, p in zip(a, places(a), strict=True)], x,
+                            note=f"{dim}, {draw}, axis={axis}, descending={descending}: ")
+
+
+for _name in ("sort", "argsort"):
+    operation(_name, ALL, REAL)(partial(sorting, name=_name))
+
+
+def extremes(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+    """The first of the best in each row, -1 where there is none; the first NaN before all."""
+    f, plain = getattr(bench.xp, name), getattr(np, name)
+    out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
+
+    def one(row: np.ndarray, axis: int, keepdims: bool) -> np.ndarray:
+        if row.shape[axis]:
+            return np.asarray(plain(row, axis=axis, keepdims=keepdims))
+        return np.full_like(row.sum(axis=axis, keepdims=keepdims), -1, dtype=np.int64)
+
+    for dim in (0, 1):
+        for draw in drawn(dtype):
+            x = bench.ragged(layout, (3,), dtype, draw, dim)
+            for keepdims in (False, True):
+                note = f"{dim}, {draw}, keepdims={keepdims}: "
+                bench.check(lambda a: f(a, axis=dim + 1, keepdims=keepdims),
+                            lambda a: a.stack(lambda row: one(row, dim, keepdims)), x, dtype=out, note=note)
+                bench.check(lambda a: f(a, axis=1 - dim - 2, keepdims=keepdims) if not dim else f(a, axis=1, keepdims=keepdims),
+                            by_row(lambda row: one(row, 1 - dim, keepdims)), x, dtype=out, note=f"elements, {note}")
+            if not dim:
+                whole = np.concatenate([x.exact.template, *x.exact])
+                found = bench.lib.read(f(x.x))
+                np.testing.assert_array_equal(found, plain(whole) if whole.size else -1, err_msg=f"axis=None, {draw}")
+
+
+for _name in ("argmax", "argmin"):
+    operation(_name, ALL, REAL)(partial(extremes, name=_name))
+
+
+@operation("nonzero", ALL, ("float32", "int32", "bool"))
+def nonzero(bench: Bench, layout: str, dtype: str) -> None:
+    """The row, the position in the row and the element of each, in the order of the rows."""
+    for token in ((), (3,), (3, 2)):
+        x = bench.ragged(layout, token, dtype, "bool")
+        got = [bench.lib.read(part) for part in bench.xp.nonzero(x.x)]
+        found = [(i, *place) for i, row in enumerate(x.exact) for place in np.argwhere(row).tolist()]
+        np.testing.assert_array_equal(np.stack(got, axis=1), np.asarray(found, np.int64).reshape(-1, len(token) + 2))
+
+
+@operation("searchsorted", ALL, ("float32", "int32"))
+def searchsorted(bench: Bench, layout: str, dtype: str) -> None:
+    """Ragged numbers in one sorted table."""
+    table = np.asarray([-3, -1, 0, 0, 2, 5])
+    own = bench.lib.make(table, dtype)
+    for dim, x in cubes(bench, layout, dtype):
+        for side in ("left", "right"):
+            got = bench.xp.searchsorted(own, x.x, side=side)
+            bench.close(got, [np.searchsorted(table, row, side=side) for row in x.exact], note=f"{dim}, {side}: ")
+
+
+@operation("isin", ALL, ("float32", "int32", "int8"))
+def isin(bench: Bench, layout: str, dtype: str) -> None:
+    """Among dense numbers, or among those of all rows of another ragged array."""
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, "natural", dim)
+        table = bench.dense((4,), dtype, "natural")
+        for invert in (False, True):
+            bench.check(lambda a, b: bench.xp.isin(a, b, invert=invert),
+                        lambda a, b: [np.isin(row, b, invert=invert) for row in a], x, table, dtype="bool")
+        other = bench.ragged([1, 0, 2], (), dtype, "natural")
+        bench.check(bench.xp.isin, lambda a, b: [np.isin(row, np.concatenate(b)) for row in a], x, other, dtype="bool")
+
+
+@operation("unique_values unique_counts unique_inverse unique_all", ALL, ("float32", "int32", "bool"))
+def unique(bench: Bench, layout: str, dtype: str) -> None:
+    """The distinct numbers of all rows together; where each stands is ragged again."""
+    for dim, draw in ((0, "ties"), (1, "ties"), (0, "special")):
+        if draw == "special" and dtype != "float32":
+            continue
+        x = bench.ragged(layout, (3,), dtype, draw, dim)
+        flat = np.concatenate([x.exact.template, *x.exact], axis=dim).ravel()
+        values, first, inverse, counts = np.unique(flat, return_index=True, return_inverse=True, return_counts=True, equal_nan=False)
+        order = np.argsort(values, kind="stable")
+        for name in ("unique_values", "unique_counts", "unique_inverse", "unique_all"):
+            got = getattr(bench.xp, name)(x.x)
+            found = bench.lib.read(got if name == "unique_values" else got.values)
+            mine = np.argsort(found, kind="stable")
+            np.testing.assert_array_equal(found[mine], values[order], err_msg=name)
+            if name in ("unique_counts", "unique_all"):
+                np.testing.assert_array_equal(bench.lib.read(got.counts)[mine], counts[order], err_msg=name)
+            if name in ("unique_inverse", "unique_all"):
+                back = bench.xp.take(got.values, got.inverse_indices) if x.x.size else x.x
+                bench.close(back if dim == 0 or not x.x.size else _taken(bench, got), list(x.exact), note=f"{name}: ")
+            if name == "unique_all" and not dim and draw != "special":
+                np.testing.assert_array_equal(bench.lib.read(got.indices)[mine], first[order])
+    del inverse
+
+
+def _taken(bench: Bench, got: Any) -> Any:
+    index = got.inverse_indices
+    flat = bench.xp.take(got.values, bench.xp.reshape(index.values, (-1,)), axis=0)
+    return index.with_values(bench.xp.reshape(flat, index.values.shape))
+
+
+@operation("take_along_axis", ALL, MOVED)
+def take_along_axis(bench: Bench, layout: str, dtype: str) -> None:
+    """Positions in the row, also from its end, another number of them for each row; and entries of an element axis."""
+    lengths = LAYOUTS[layout]
+    for dim, x in cubes(bench, layout, dtype):
+        counts = [int(bench.rng.integers(0, 4)) if length else 0 for length in lengths]
+        rows = [bench.rng.integers(-n, n, (c, 3) if not dim else (3, c)) if n else np.zeros((0, 3) if not dim else (3, 0), int)
+                for n, c in zip(lengths, counts, strict=True)]
+        whole = np.concatenate([np.zeros((0, 3) if not dim else (3, 0), int), *rows], axis=dim)
+        index = bench.of(bench.lib.make(whole, "int32"), counts, dim)
+        bench.check(lambda a, i: bench.xp.take_along_axis(a, i, axis=dim + 1),
+                    lambda a, i: [np.take_along_axis(row, p, dim) for row, p in zip(a, i, strict=True)], x, index)
+        picks = bench.like(bench.ragged(layout, (2,), "int32", "bool", dim), (2,), "int32", "bool")
+        picks = Data(x.x.with_values(picks.x.values), picks.exact)
+        for axis in (2 - dim, -1 - dim):
+            bench.check(lambda a, i: bench.xp.take_along_axis(a, i, axis=axis),
+                        lambda a, i: [np.take_along_axis(row, p, 1 - dim) for row, p in zip(a, i, strict=True)], x, picks)
+
+
+_: Any = (Rows, oracle, numbers)

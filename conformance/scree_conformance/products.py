@@ -1,0 +1,207 @@
+"""Products and norms: tokens times matrices, one for all or one a row, and the functions of a matrix for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import oracle
+from .backends import HALF
+from .bench import Bench, Data
+from .layouts import ALL, LAYOUTS, SHORT
+from .reshaping import cubes
+from .table import DTYPES, operation
+
+
+def _rough(bench: Bench, dtype: str, truth: Callable[..., Any]) -> Any:
+    """Libraries round the products of half precision once, and some their parts: the reference rounds the result."""
+    if dtype not in HALF:
+        return None
+
+    def rough(*args: Any) -> Any:
+        found = truth(*args)
+        rounded = oracle.rounded(dtype)
+        return [rounded(np.asarray(row)) for row in found] if isinstance(found, list) else rounded(np.asarray(found))
+
+    return rough
+
+
+@operation("grouped matmul linalg.matmul", ALL)
+def grouped(bench: Bench, layout: str, dtype: str) -> None:
+    """Every row times its own matrix; every token times a vector."""
+    n = len(LAYOUTS[layout])
+    x = bench.ragged(layout, (4,), dtype)
+    calls = [bench.xp.matmul, lambda a, b: a @ b] + ([bench.xp.linalg.matmul] if hasattr(bench.xp.linalg, "matmul") else [])
+    for shape in ((n, 4, 3), (4,)):
+        truth = oracle.each(lambda row, m: row @ m)
+        for f in calls:
+            bench.check(f, truth, x, bench.dense(shape, dtype), rough=_rough(bench, dtype, truth), note=f"{shape}: ")
+
+
+@operation("vecdot linalg.vecdot", ALL, (*DTYPES, "int32"))
+def vecdot(bench: Bench, layout: str, dtype: str) -> None:
+    """Within rows and along elements, with ragged and dense vectors on either side."""
+    draw = "integer" if dtype == "int32" else "any"
+    functions = [bench.xp.vecdot] + ([bench.xp.linalg.vecdot] if hasattr(bench.xp.linalg, "vecdot") else [])
+    out = bench.lib.dtype_name(bench.xp.vecdot(*[bench.lib.make(np.ones(2), dtype)] * 2))
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, draw, dim)
+        y = bench.like(x, (3,), dtype, draw)
+        for f in functions:
+            inner = lambda a, b: [(p * q).sum(1 - dim) for p, q in zip(a, b, strict=True)]  # noqa: E731
+            bench.check(lambda a, b: f(a, b, axis=1 - dim - 2), inner, x, y, dtype=out, rough=_rough(bench, dtype, inner),
+                        note=f"{dim}, elements: ")
+            token = np.zeros((0, 3) if not dim else (3, 0))
+            along = lambda a, b: (  # noqa: E731
+                np.stack([(p * q).sum(dim) for p, q in zip(a, b, strict=True)]) if len(a) else np.zeros((0, *token.sum(dim).shape)))
+            bench.check(lambda a, b: f(a, b, axis=dim - 2), along, x, y, dtype=out, orders=1,
+                        rough=_rough(bench, dtype, along), note=f"{dim}, tokens: ")
+    x, v = bench.ragged(layout, (3,), dtype, draw), bench.dense((3,), dtype, draw)
+    right, left = oracle.each(lambda row, v: row @ v), lambda v, a: [row @ v for row in a]
+    bench.check(bench.xp.vecdot, right, x, v, dtype=out, rough=_rough(bench, dtype, right), note="dense second: ")
+    bench.check(bench.xp.vecdot, left, v, x, dtype=out, rough=_rough(bench, dtype, left), note="dense first: ")
+    if dtype == "float32":
+        z, w = (bench.ragged(layout, (3,), "complex64", "complex") for _ in "ab")
+        w = Data(z.x.with_values(w.x.values), w.exact)
+        bench.check(bench.xp.vecdot, lambda a, b: [np.sum(np.conj(p) * q, axis=1) for p, q in zip(a, b, strict=True)], z, w,
+                    rough=lambda a, b: [np.sum(np.conj(p) * q, axis=1) * (1 + 1e-6) for p, q in zip(a, b, strict=True)])
+
+
+@operation("tensordot linalg.tensordot", ALL)
+def tensordot(bench: Bench, layout: str, dtype: str) -> None:
+    """The last element axes against the first of a dense array."""
+    x = bench.ragged(layout, (2, 3), dtype)
+    functions = [bench.xp.tensordot] + ([bench.xp.linalg.tensordot] if hasattr(bench.xp.linalg, "tensordot") else [])
+    for axes, shape in ((1, (3, 4)), (2, (2, 3, 4)), (2, (2, 3)), (0, (2,))):
+        truth = oracle.each(lambda row, m: np.tensordot(row, m, axes=axes))
+        only = lambda a, m: [np.tensordot(row, m, axes=axes) for row in a]  # noqa: E731
+        for f in functions:
+            bench.check(lambda a, m: f(a, m, axes=axes), only, x, bench.dense(shape, dtype), rough=_rough(bench, dtype, truth),
+                        note=f"axes={axes}, {shape}: ")
+
+
+@operation("linalg.vector_norm", ALL)
+def norms(bench: Bench, layout: str, dtype: str) -> None:
+    """Every order, along tokens, elements and both."""
+    f = bench.xp.linalg.vector_norm
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, dim=dim)
+        for axis, keepdims in ((dim + 1, False), (dim + 1, True), (2 - dim, False), (2 - dim, True), ((1, 2), False), (None, False)):
+            for order in (2, 1, np.inf, -np.inf, 0, 3) if axis == dim + 1 and not keepdims else (2, np.inf):
+                axes = (0, 1, 2) if axis is None else tuple(np.atleast_1d(axis).tolist())
+                if order == np.inf and dim + 1 in axes and 0 in LAYOUTS[layout] + ([0] if not LAYOUTS[layout] else []):
+                    continue  # see the operation below
+                inner = tuple(a - 1 for a in axes if a)
+
+                def one(row: np.ndarray) -> np.ndarray:
+                    return _norm(row, order, inner, keepdims)
+
+                def truth(rows: Any) -> Any:
+                    if axis is None:
+                        return one(np.concatenate([rows.template, *rows], axis=dim))
+                    return rows.stack(one) if dim + 1 in axes else [one(row) for row in rows]
+
+                bench.check(lambda a: f(a, axis=axis, keepdims=keepdims, ord=order), truth, x, rough=_rough(bench, dtype, truth),
+                            note=f"{dim}, axis={axis}, keepdims={keepdims}, ord={order}: ")
+
+
+def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
+    size = np.abs(row)
+    with np.errstate(all="ignore"):
+        if order == np.inf:
+            return np.max(size, axis=axis, keepdims=keepdims, initial=0)
+        if order == -np.inf:
+            return np.min(size, axis=axis, keepdims=keepdims, initial=np.inf)
+        if order == 0:
+            return np.sum(size != 0, axis=axis, keepdims=keepdims).astype(row.dtype)
+        return np.asarray(np.sum(size**order, axis=axis, keepdims=keepdims) ** (1 / row.dtype.type(order)))
+
+
+@operation("the largest of nothing linalg.vector_norm", ("empty_between", "no_rows", "all_empty"), ("float32",))
+def norm_of_nothing(bench: Bench, layout: str, dtype: str) -> None:
+    """A vector without entries has the norm 0, whatever the order (but the least of nothing is infinite)."""
+    x = bench.ragged(layout, (3,), dtype)
+    empty = np.asarray(LAYOUTS[layout], int) == 0
+    for order in (1, 2, 3, 0, np.inf):
+        for axis in (1, (1, 2)):
+            got = bench.lib.read(bench.xp.linalg.vector_norm(x.x, axis=axis, ord=order))
+            np.testing.assert_array_equal(got[empty], np.zeros_like(got[empty]), err_msg=f"ord={order}, axis={axis}")
+
+
+# ------------------------------------------------------------------------------------------------ matrices
+def _spd(m: np.ndarray) -> np.ndarray:
+    return m @ m.swapaxes(-1, -2) + 4 * np.eye(m.shape[-1])
+
+
+def _same(*names: str) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(np.linalg, name) for name in names}
+
+
+#: Function of a matrix -> NumPy's; those whose factors are not unique give the product back.
+MATRICES: dict[str, Callable[..., Any]] = {
+    **_same("cholesky", "det", "diagonal", "eigvalsh", "inv", "matrix_norm", "matrix_rank", "pinv", "svdvals", "trace"),
+    "matrix_power": lambda m: np.linalg.matrix_power(m, 3),
+    "slogdet": lambda m: tuple(np.linalg.slogdet(m)),
+    "eigh": lambda m: m, "qr": lambda m: m, "svd": lambda m: m,
+    "solve": lambda m: m, "tril": np.tril, "triu": np.triu,
+}  # fmt: skip
+#: Back to the matrix from its factors.
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "eigh": lambda xp, x: (lambda w, v: v @ (w[..., None] * xp.matrix_transpose(v)))(*(xp.linalg.eigh(x))),
+    "qr": lambda xp, x: (lambda q, r: q @ r)(*xp.linalg.qr(x)),
+    "svd": lambda xp, x: (lambda u, s, v: u @ (s[..., None] * v))(*xp.linalg.svd(x, full_matrices=False)),
+    "matrix_power": lambda xp, x: xp.linalg.matrix_power(x, 3),
+    "slogdet": lambda xp, x: tuple(xp.linalg.slogdet(x)),
+    "solve": lambda xp, x: xp.linalg.solve(x, x @ x),
+}
+
+
+def of_matrices(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+    """The function of the matrix of each token, (n, None, 3, 3), held against NumPy's on each row."""
+    plain = name in ("tril", "triu")
+    if not hasattr(bench.xp if plain else bench.xp.linalg, name):
+        return  # a gap of the library; the page of coverage says so
+    raw = bench.ragged(layout, (3, 3), dtype)
+    exact = _spd(np.concatenate([raw.exact.template, *raw.exact]))
+    x = bench.of(bench.lib.make(exact, dtype), LAYOUTS[layout])
+    call = PRODUCTS.get(name, lambda xp, a: getattr(xp if plain else xp.linalg, name)(a))
+    if name in PRODUCTS and name not in ("matrix_power", "slogdet"):
+        got, values = _by_token(bench, name, x), x.exact
+    else:
+        got, values = call(bench.xp, x.x), [MATRICES[name](row) for row in x.exact]
+    parts = got if isinstance(got, tuple) else (got,)
+    truths = [[v[i] for v in values] for i in range(2)] if name == "slogdet" else [values]
+    for part, truth in zip(parts, truths, strict=True):
+        found = bench.rows(part)
+        assert len(found) == len(truth)
+        assert bench.lib.dtype_name(part) in (dtype, bench.lib.default_integer), f"dtype {bench.lib.dtype_name(part)}"
+        for f, t in zip(found, truth, strict=True):
+            assert f.shape == np.shape(t), f"expected shape {np.shape(t)}, got {f.shape}"
+            np.testing.assert_allclose(f, t, rtol=1e-3 if dtype == "float32" else 1e-9, atol=1e-3 if dtype == "float32" else 1e-9)
+
+
+def _by_token(bench: Bench, name: str, x: Data) -> Any:
+    """The matrices again, put together from the values of ragged factors."""
+    xp, arr = bench.xp, x.x
+    if name == "solve":
+        right = arr.with_values(xp.matmul(arr.values, arr.values))
+        return xp.linalg.solve(arr, right)
+    factors = getattr(xp.linalg, name)(arr) if name != "svd" else xp.linalg.svd(arr, full_matrices=False)
+    values = [part.values for part in factors]
+    if name == "eigh":
+        w, v = values
+        return arr.with_values(xp.matmul(v, xp.expand_dims(w, axis=-1) * xp.matrix_transpose(v)))
+    if name == "qr":
+        return arr.with_values(xp.matmul(*values))
+    u, s, v = values
+    return arr.with_values(xp.matmul(u, xp.expand_dims(s, axis=-1) * v))
+
+
+for _name in MATRICES:
+    _word = _name if _name in ("tril", "triu") else f"linalg.{_name}"
+    operation(_word, SHORT, ("float32", "float64"))(partial(of_matrices, name=_name))
+
+_: Any = cubes
