@@ -1,6 +1,6 @@
 """scree: one ragged array for NumPy, PyTorch, JAX, MLX and every library that follows the Array API standard."""
 
-from . import kinds
+from . import bridges, kinds
 from .array import Array
 from .namespace import namespace
 from .ops import (
@@ -39,6 +39,7 @@ __all__ = [
     "align",
     "at",
     "attention",
+    "bridges",
     "dropout",
     "explain",
     "from_cu_seqlens",

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import backends, display, layout
+from . import backends, checks, display, layout
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,27 +58,19 @@ class Array:
 
     def __post_init__(self) -> None:
         values, offsets = self.values, self.offsets
-        lib, own = backends.backend(values), backends.backend(offsets)
-        if own is not lib:
-            raise TypeError(f"offsets: expected an array of {lib.name} as the values are, got one of {own.name}")
+        lib = backends.backend(values, "values")
+        checks.dense("offsets", offsets, values)
         if values.ndim == 0:
             raise ValueError("values: expected at least one axis, got a 0-d array")
-        if isinstance(self.ragged_dim, bool) or not 0 <= self.ragged_dim < values.ndim:
-            raise ValueError(
-                f"ragged_dim: expected 0 <= ragged_dim < {values.ndim}, the axes of values, got {self.ragged_dim}"
-            )
+        checks.integer("ragged_dim", self.ragged_dim, 0, values.ndim, ", the axes of values")
         if offsets.ndim != 1 or offsets.shape[0] < 1:
             raise ValueError(
                 f"offsets: expected one axis of n + 1 entries, got shape {tuple(offsets.shape)}; an empty batch has [0]"
             )
         if offsets.dtype != lib.xp.int32 and offsets.dtype != lib.xp.int64:
             raise TypeError(f"offsets: expected int32 or int64, got {offsets.dtype}; convert them with astype")
-        if self.max_length is not None and (not isinstance(self.max_length, int) or self.max_length < 0):
-            raise ValueError(f"max_length: expected a Python integer >= 0 or None, got {self.max_length!r}")
-        if lib.apart(values, offsets):
-            raise ValueError(
-                f"offsets: expected device {lib.device(values)} as the values, got {lib.device(offsets)}; move one of them"
-            )
+        if self.max_length is not None:
+            object.__setattr__(self, "max_length", checks.integer("max_length", self.max_length, 0))
         host = self.layout.host
         if host is not None:
             self._check(host)
@@ -112,6 +104,12 @@ class Array:
         ------
         ValueError
             If the offsets do not start at 0, fall or do not end at the number of tokens, or `max_length` is too small.
+
+        Examples
+        --------
+        >>> import numpy as np, scree
+        >>> scree.from_lengths(np.zeros(5), [2, 3]).validate().batch_size
+        2
         """
         self._check(self.layout.read())
         return self
@@ -134,8 +132,16 @@ class Array:
             Dense array of the same library with the same number of tokens along the ragged axis.
         ragged_dim
             The ragged axis of the new values; that of this array by default.
+
+        Examples
+        --------
+        >>> import numpy as np, scree
+        >>> scree.from_lengths(np.arange(5), [2, 3]).with_values(np.zeros((5, 8))).shape
+        (2, None, 8)
         """
         dim = self.ragged_dim if ragged_dim is None else ragged_dim
+        if type(values) is not type(self.values):
+            checks.dense("values", values, self.values)
         if not 0 <= dim < values.ndim or values.shape[dim] != self.total_length:
             raise ValueError(
                 f"values: expected {self.total_length} tokens along axis {dim}, got shape {tuple(values.shape)}"
@@ -212,6 +218,44 @@ class Array:
             self.layout.backend, move(self.offsets, device), self.total_length, self.layout.max_length, self.layout.host
         )
         return Array._of(move(self.values, device), moved, self.ragged_dim)
+
+    def to_backend(self, library: Any, *, device: Any = None) -> Array:
+        """The array in another library, on the same memory where both allow it; see `scree.bridges.to_backend`."""
+        from .bridges.dlpack import to_backend
+
+        return to_backend(self, library, device=device)
+
+    def to_numpy(self) -> Array:
+        """The array on NumPy; see `to_backend`."""
+        return self.to_backend("numpy")
+
+    def to(self, *args: Any, **kwargs: Any) -> Array:
+        """The array with the device or the dtype that `torch.Tensor.to` takes; for PyTorch alone."""
+        from .bridges.torch import to
+
+        return to(self, *args, **kwargs)
+
+    def pin_memory(self, device: Any = None) -> Array:
+        """The array in pinned memory, which a DataLoader asks for; for PyTorch alone."""
+        from .bridges.torch import pin_memory
+
+        return pin_memory(self)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until `stream` has done its work so far; for PyTorch alone."""
+        from .bridges.torch import record_stream
+
+        record_stream(self, stream)
+
+    def __arrow_c_schema__(self) -> Any:
+        from .bridges.arrow import to_arrow
+
+        return to_arrow(self).type.__arrow_c_schema__()
+
+    def __arrow_c_array__(self, requested_schema: Any = None) -> Any:
+        from .bridges.arrow import to_arrow
+
+        return to_arrow(self).__arrow_c_array__(requested_schema)
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         from .namespace import namespace

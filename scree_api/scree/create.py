@@ -9,6 +9,8 @@ import numpy as np
 
 from .array import Array
 from .backends import backend, is_array
+from .checks import integer, integers
+from .fit import ragged
 from .layout import Layout
 from .registry import declare, run
 from .segments import spread
@@ -42,15 +44,16 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
     >>> scree.pack([np.zeros((4, 8)), np.zeros((0, 8)), np.zeros((7, 8))]).offsets
     array([ 0,  4,  4, 11], dtype=int32)
     """
+    if not hasattr(arrays, "__iter__"):
+        raise TypeError(f"arrays: expected a sequence of arrays, got {type(arrays).__name__}")
     arrays = list(arrays)
     if not arrays:
         raise ValueError("arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])")
     first = arrays[0]
-    if not is_array(first):
-        raise TypeError(f"arrays[0]: expected an array, got {type(first).__name__}; convert it with asarray")
-    lib = backend(first)
-    if not 0 <= ragged_dim < first.ndim:
-        raise ValueError(f"ragged_dim: expected 0 <= ragged_dim < {first.ndim}, the axes of arrays[0], got {ragged_dim}")
+    lib = backend(first, "arrays[0]")
+    if first.ndim == 0:
+        raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
+    integer("ragged_dim", ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
     if len(set(map(type, arrays))) > 1:
         _agree("library", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
     if len({x.dtype for x in arrays}) > 1:
@@ -96,7 +99,7 @@ def unpack(arr: Array) -> list[Any]:
     >>> scree.unpack(scree.from_lengths(np.arange(4), [1, 3]))
     [array([0]), array([1, 2, 3])]
     """
-    bounds = arr.layout.read().tolist()
+    bounds = ragged("arr", arr).layout.read().tolist()
     before = (slice(None),) * arr.ragged_dim
     return [arr.values[(*before, slice(a, b), ...)] for a, b in pairwise(bounds)]
 
@@ -138,16 +141,22 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
     >>> scree.from_lengths(np.arange(5), [2, 0, 3]).offsets
     array([0, 2, 2, 5], dtype=int32)
     """
-    lib = backend(values)
-    known = _on_host(lengths)
+    lib = backend(values, "values")
+    known = _on_host("lengths", lengths)
     if known is not None:
-        if known.ndim != 1 or (known.size and known.dtype.kind not in "iu"):
+        if known.ndim != 1 or known.dtype.kind not in "iu":
             raise TypeError(f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}")
         if (known < 0).any():
             raise ValueError(f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}")
+        total, given = _tokens(values, ragged_dim), int(known.sum())
+        if given != total:
+            raise ValueError(f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {given}")
         arr = Array(values, Layout.from_host(lib, known, device=lib.device(values)).offsets, ragged_dim, max_length)
         arr.layout.learn(known)
-        return arr
+        return arr.validate()
+    lengths = integers("lengths", lengths, values)
+    if lengths.ndim != 1:
+        raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
     dtype = lib.xp.int64 if lengths.dtype == lib.xp.int64 else lib.xp.int32
     zero = lib.xp.zeros((1,), dtype=dtype, device=lib.device(lengths))
     offsets = lib.xp.concat([zero, lib.xp.cumulative_sum(lengths, dtype=dtype)])
@@ -176,12 +185,12 @@ def from_segment_ids(
     >>> scree.from_segment_ids(np.arange(4), np.asarray([0, 0, 2, 2]), 4).offsets
     array([0, 2, 2, 4, 4], dtype=int32)
     """
-    lib = backend(values)
-    if segment_ids.ndim != 1 or segment_ids.shape[0] != values.shape[ragged_dim]:
-        raise ValueError(
-            f"segment_ids: expected one id for each of {values.shape[ragged_dim]} tokens, got shape "
-            f"{tuple(segment_ids.shape)}"
-        )
+    lib, total = backend(values, "values"), _tokens(values, ragged_dim)
+    segment_ids = integers("segment_ids", segment_ids, values)
+    if num_segments is not None:
+        num_segments = integer("num_segments", num_segments, 0)
+    if tuple(segment_ids.shape) != (total,):
+        raise ValueError(f"segment_ids: expected one id for each of {total} tokens, got shape {tuple(segment_ids.shape)}")
     host = lib.peek(segment_ids) if num_segments is not None else lib.read(segment_ids)
     if host is not None and host.size:
         falls = np.nonzero(host[1:] < host[:-1])[0]
@@ -191,7 +200,8 @@ def from_segment_ids(
                 f"{int(falls[0])}; scree.group sorts tokens by id"
             )
         if host[0] < 0 or (num_segments is not None and host[-1] >= num_segments):
-            raise ValueError(f"segment_ids: expected ids in [0, {num_segments}), got {host[0]} to {host[-1]}")
+            end = "" if num_segments is None else f" and below num_segments, {num_segments}"
+            raise ValueError(f"segment_ids: expected ids of at least 0{end}, got {host[0]} to {host[-1]}")
     if num_segments is None:
         assert host is not None
         num_segments = int(host[-1]) + 1 if host.size else 0
@@ -221,19 +231,22 @@ def from_padded(padded: Any, mask: Any = None, *, lengths: Any = None, ragged_di
     >>> scree.from_padded(np.arange(6).reshape(2, 3), mask).values
     array([0, 1, 5])
     """
-    lib, axis = backend(padded), ragged_dim + 1
-    if not 1 <= axis < padded.ndim:
-        raise ValueError(f"ragged_dim: expected 0 <= ragged_dim < {padded.ndim - 1} for {padded.ndim} axes, got {ragged_dim}")
+    lib = backend(padded, "padded")
+    if padded.ndim < 2:
+        raise ValueError(f"padded: expected at least two axes, (n, L), got shape {tuple(padded.shape)}")
+    axis = 1 + integer("ragged_dim", ragged_dim, 0, padded.ndim - 1, ", the axes of a padded row")
     if (mask is None) == (lengths is None):
         raise ValueError("mask: expected either mask or lengths, got " + ("neither" if mask is None else "both"))
     n, longest = int(padded.shape[0]), int(padded.shape[axis])
     if mask is None:
-        known = _read(lengths)
-        if known.shape != (n,) or known.dtype.kind not in "iu" or (known < 0).any() or (known > longest).any():
-            raise ValueError(f"lengths: expected {n} integers in [0, {longest}], got {known.dtype} of shape {known.shape}")
+        known = _read("lengths", lengths)
+        if known.shape != (n,) or known.dtype.kind not in "iu":
+            raise ValueError(f"lengths: expected {n} integers, one a row, got {known.dtype} of shape {known.shape}")
+        if known.size and (known.min() < 0 or known.max() > longest):
+            raise ValueError(f"lengths: expected lengths in [0, {longest}], got {known.min()} to {known.max()}")
         real = np.arange(longest) < known[:, None]
     else:
-        real = _read(mask)
+        real = _read("mask", mask)
         if real.shape != (n, longest):
             raise ValueError(f"mask: expected shape {(n, longest)}, the first axes of padded, got {real.shape}")
         if real.dtype.kind not in "biu":
@@ -277,7 +290,11 @@ def to_padded(
     array([[-1, -1,  1],
            [ 2,  3,  4]])
     """
-    layout, xp, n = arr.layout, arr.layout.xp, arr.batch_size
+    layout, xp, n = ragged("arr", arr).layout, arr.layout.xp, arr.batch_size
+    length = None if length is None else integer("length", length, 0)
+    fill_value = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
+    if not isinstance(fill_value, bool | int | float | complex):
+        raise TypeError(f"fill_value: expected a scalar, got {type(fill_value).__name__}")
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
     if length is None and layout.max_length is None:
@@ -306,14 +323,23 @@ def to_padded(
     return (xp.moveaxis(padded, 1, arr.ragged_dim + 1) if arr.ragged_dim else padded), mask
 
 
-def _on_host(x: Any) -> np.ndarray | None:
+def _tokens(values: Any, ragged_dim: int) -> int:
+    return int(values.shape[integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")])
+
+
+def _on_host(name: str, x: Any) -> np.ndarray | None:
     """A list or array of integers as NumPy sees it where that is free, else None."""
-    return backend(x).peek(x) if is_array(x) else _listed(x)
+    return backend(x).peek(x) if is_array(x) else _listed(name, x)
 
 
-def _read(x: Any) -> np.ndarray:
-    return backend(x).read(x) if is_array(x) else _listed(x)
+def _read(name: str, x: Any) -> np.ndarray:
+    return backend(x).read(x) if is_array(x) else _listed(name, x)
 
 
-def _listed(x: Any) -> np.ndarray:
-    return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list is one of integers
+def _listed(name: str, x: Any) -> np.ndarray:
+    if not isinstance(x, Sequence) or isinstance(x, str):
+        raise TypeError(f"{name}: expected an array or a list of numbers, got {type(x).__name__}")
+    try:
+        return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list is one of integers
+    except ValueError as error:
+        raise TypeError(f"{name}: expected a list of numbers, got one of lists of different lengths") from error

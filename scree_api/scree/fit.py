@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import checks
 from . import layout as rows_of
 from .array import Array
 from .backends import is_array
@@ -14,10 +15,19 @@ from .backends import is_array
 Function = Callable[..., Any]
 
 
+def ragged(name: str, x: Any) -> Array:
+    """`x`; raises unless it is a ragged array."""
+    if not isinstance(x, Array):
+        raise TypeError(f"{name}: expected a ragged array, got {type(x).__name__}; see scree.pack and scree.from_cu_seqlens")
+    return x
+
+
 def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
     """The first of the arrays, after a check that all have its layout."""
     first, *others = arrays
     for other in others:
+        if other.layout is not first.layout:
+            checks.dense(name, other.offsets, first.offsets)
         if other.ragged_dim != first.ragged_dim or other.ndim != first.ndim:
             raise ValueError(
                 f"{name}: expected ragged arrays with the same axes, got shapes {first.shape} and {other.shape}; add axes to "
@@ -30,11 +40,12 @@ def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
                 "with_values, or declare it with scree.align(a, like=b)"
             )
         if not same:
-            raise ValueError(f"{name}: expected rows of equal lengths, got {_difference(first, other)}")
+            raise ValueError(f"{name}: expected rows of equal lengths, got {difference(first, other)}")
     return first
 
 
-def _difference(a: Array, b: Array) -> str:
+def difference(a: Array, b: Array) -> str:
+    """How the rows of two arrays differ, for an error."""
     if a.batch_size != b.batch_size:
         return f"{a.batch_size} and {b.batch_size} rows (shapes {a.shape} and {b.shape})"
     if a.layout.host is None or b.layout.host is None:
@@ -48,6 +59,8 @@ def against(name: str, x: Any, like: Array) -> Any:
     """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`."""
     if not is_array(x) or x.ndim == 0:
         return x
+    if type(x) is not type(like.values):
+        checks.dense(name, x, like.values)
     shape, target = tuple(x.shape), like.shape
     pairs = zip(reversed(shape), reversed(target), strict=False)
     if len(shape) > len(target) or not all(a in (1, b) or b == 1 for a, b in pairs):
@@ -71,9 +84,9 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     given = axis if isinstance(axis, tuple) else (axis,)
     for a in given:
-        if not isinstance(a, int) or not -ndim <= a < ndim:
-            raise ValueError(f"axis: expected {name} along axes in [-{ndim}, {ndim}), got {axis}")
-    axes = sorted(a % ndim for a in given)
+        if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -ndim <= a < ndim:
+            raise ValueError(f"axis: expected {name} along axes in [-{ndim}, {ndim}), got {axis!r}")
+    axes = sorted(int(a) % ndim for a in given)
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis: expected every axis once, got {axis}")
     return tuple(axes)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from . import checks
 from .array import Array
 from .backends import backend, is_array
 from .layout import Layout, same
@@ -22,13 +23,16 @@ FULL = slice(None)
 def getitem(arr: Array, key: Any) -> Any:
     """The rows, slices or tokens that `key` names; see `Array`."""
     if isinstance(key, Array):
+        checks.dense("index", key.values, arr.values)
         return _mask(arr, key) if key.layout.xp.isdtype(key.dtype, "bool") else _positions(arr, key)
     keys = key if isinstance(key, tuple) else (key,)
     if any(k is None for k in keys):
         return _new_axes(arr, keys)
     batch, *inner = _expand(arr, keys)
     if _is_integer(batch):
-        return _row(arr, operator.index(batch))[tuple(inner)]
+        row = _row(arr, operator.index(batch))
+        _in_bounds(arr, row.shape, inner)
+        return row[tuple(inner)]
     arr = arr if _is_full(batch) else _rows(arr, batch)
     ragged = inner[arr.ragged_dim]
     arr = _elements(arr, inner)
@@ -43,6 +47,12 @@ def _expand(arr: Array, keys: tuple[Any, ...]) -> list[Any]:
     """One key an axis: the ellipsis and missing keys as full slices."""
     if any(isinstance(k, Array) for k in keys):
         raise TypeError("index: expected a ragged mask or ragged positions alone, as arr[mask], got it among other entries")
+    for k in keys:
+        if isinstance(k, slice):
+            if not all(x is None or hasattr(x, "__index__") for x in (k.start, k.stop, k.step)):
+                raise TypeError(f"index: expected integers in a slice, got {k}")
+            if k.step is not None and operator.index(k.step) == 0:
+                raise ValueError(f"index: expected a slice step other than 0, got {k}")
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
     if len(dots) > 1 or len(keys) - len(dots) > arr.ndim:
         raise IndexError(f"index: expected at most {arr.ndim} entries and one ellipsis for shape {arr.shape}, got {len(keys)}")
@@ -57,6 +67,13 @@ def _is_integer(key: Any) -> bool:
 
 def _is_full(key: Any) -> bool:
     return isinstance(key, slice) and key == FULL
+
+
+def _in_bounds(arr: Array, shape: tuple[int, ...], keys: list[Any]) -> None:
+    """Raise unless the integers among the keys lie within the axes behind the batch; some libraries would clip them."""
+    for axis, (k, size) in enumerate(zip(keys, shape, strict=True), start=1):
+        if isinstance(k, int | np.integer) and not -size <= k < size:
+            raise IndexError(f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}")
 
 
 def _row(arr: Array, i: int) -> Any:
@@ -108,8 +125,6 @@ def _slice(arr: Array, key: slice) -> Array:
     """Each row by the same slice, with Python's rules for negative and missing bounds."""
     old, xp = arr.layout, arr.layout.xp
     step = 1 if key.step is None else operator.index(key.step)
-    if step == 0:
-        raise ValueError("index: expected a slice step other than 0")
     if key == slice(None, None, -1):  # every length stays: nothing to read
         return select(arr, old, old.offsets[1:] - 1, step)
     lengths = np.diff(old.read())
@@ -164,14 +179,35 @@ def _elements(arr: Array, keys: list[Any]) -> Array:
     keys = [FULL if axis == arr.ragged_dim else k for axis, k in enumerate(keys)]
     if all(_is_full(k) for k in keys):
         return arr
+    _in_bounds(arr, arr.values.shape, keys)
     for axis, k in enumerate(keys):  # one array an axis, each on its own, as slices are
         if is_array(k) and k.ndim == 1:
-            chosen = k if not k.dtype == arr.layout.xp.bool else arr.layout.xp.nonzero(k)[0]
+            chosen = _chosen(arr, k, axis)
             arr, keys[axis] = arr.with_values(arr.layout.xp.take(arr.values, chosen, axis=axis)), FULL
         elif not isinstance(k, slice) and not _is_integer(k):
             raise TypeError(f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}")
     gone = sum(_is_integer(k) for k in keys[: arr.ragged_dim])
     return arr.with_values(arr.values[tuple(keys)], ragged_dim=arr.ragged_dim - gone)
+
+
+def _chosen(arr: Array, key: Any, axis: int) -> Any:
+    """The numbers >= 0 of the entries that a 1-D array of integers or booleans names on an axis of the values."""
+    lib, size = arr.layout.backend, int(arr.values.shape[axis])
+    xp, where = lib.xp, f"on axis {axis + 1} of {arr.shape}"
+    if backend(key) is not lib or key.dtype == xp.bool:
+        known = backend(key).read(key)
+        if known.dtype.kind == "b":
+            if known.shape != (size,):
+                raise IndexError(f"index: expected a mask of {size} entries {where}, got {known.shape[0]}")
+            known = np.flatnonzero(known)
+        key = xp.asarray(known, device=arr.device)
+    if not xp.isdtype(key.dtype, "integral"):
+        raise TypeError(f"index: expected integers or booleans {where}, got {key.dtype}")
+    seen = lib.peek(key)
+    if seen is not None and seen.size and (seen.min() < -size or seen.max() >= size):
+        raise IndexError(f"index: expected numbers in [-{size}, {size}) {where}, got {seen.min()} to {seen.max()}")
+    key = xp.astype(key, arr.offsets.dtype, copy=False)
+    return xp.where(key < 0, key + size, key)
 
 
 def _new_axes(arr: Array, keys: tuple[Any, ...]) -> Any:
@@ -212,6 +248,7 @@ def _positions(arr: Array, index: Array) -> Array:
     """Of each row the tokens at the positions in the same row of `index`, (n, None)."""
     if index.ndim != 2 or index.batch_size != arr.batch_size:
         raise IndexError(f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}")
+    checks.integers("index", index.values, arr.values)
     layout, xp = arr.layout, arr.layout.xp
     if 0 in (arr.total_length, index.total_length):
         if index.total_length:

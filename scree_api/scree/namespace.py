@@ -62,16 +62,16 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
     if found is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
     known = _NAMESPACES.get(found.name)
-    return known if known is not None else _build(found)
+    return known if known is not None else build(found)
 
 
 def by_name(library: str) -> ModuleType:
     """The namespace of a library that is imported for it; see `scree.xp`."""
     lib = named(library)
-    return _NAMESPACES.get(lib.name) or _build(lib)
+    return _NAMESPACES.get(lib.name) or build(lib)
 
 
-def _build(lib: Backend) -> ModuleType:
+def build(lib: Backend) -> ModuleType:
     module = ModuleType(f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}.")
     _fill(module, lib.xp, KINDS, lib)
     for name, table in EXTENSIONS.items():

@@ -19,11 +19,19 @@ SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 
 @dataclass(frozen=True, slots=True)
 class SegmentCall:
-    """Reduce the rows of `values`, (total, ...), by `op` (sum, prod, max, min, any, all); one entry a row comes out."""
+    """Reduce the rows of `values`, (total, ...), by `op` (sum, prod, max, min, any, all); one entry a row comes out.
+
+    Reduced is in `dtype`, which is also that of the result; `converted` are the values in it.
+    """
 
     op: str
     values: Any
     layout: Layout
+    dtype: Any
+
+    @property
+    def converted(self) -> Any:
+        return self.layout.xp.astype(self.values, self.dtype, copy=False)
 
 
 def identity(xp: Any, op: str, dtype: Any) -> Any:
@@ -39,14 +47,14 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
     return int(info.min if lowest else info.max)
 
 
-def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None) -> Any:
-    """Reduce each row of `values` (total, ...), whose dtype is kept, to one entry: (n, ...)."""
-    return run("segment_reduce", SegmentCall(op, values, layout), kernel)
+def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None) -> Any:
+    """Reduce each row of `values` (total, ...), in their own dtype unless one is given, to one entry: (n, ...)."""
+    return run("segment_reduce", SegmentCall(op, values, layout, values.dtype if dtype is None else dtype), kernel)
 
 
 @declare("segment_reduce", SegmentCall)
 def _reduce_tiles(call: SegmentCall) -> Any:
-    values, layout = call.values, call.layout
+    values, layout = call.converted, call.layout
     xp = layout.xp
     empty = xp.full((), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.backend.device(values))
     if layout.num_rows == 0 or layout.total == 0:

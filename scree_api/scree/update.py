@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .array import Array
-from .fit import against
-from .layout import Layout
+from .checks import dense
+from .fit import against, difference, ragged
+from .layout import Layout, same
 from .segments import segment_reduce
 
 
@@ -26,7 +27,7 @@ def at(arr: Array) -> At:
     >>> scree.at(arr)[:, 0].add(np.asarray([10.0, 20.0])).values
     array([11., 18.,  3.])
     """
-    return At(arr)
+    return At(ragged("arr", arr))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,24 @@ class Update:
         chosen = arr.with_values(numbers)[self.key]
         places = chosen.values if isinstance(chosen, Array) else chosen
         if isinstance(value, Array):
-            if not isinstance(chosen, Array) or chosen.total_length != value.total_length:
-                raise ValueError(f"value: expected it to fit the entries of shape {chosen.shape}, got {value.shape}")
+            if not isinstance(chosen, Array):
+                raise ValueError(f"value: expected a dense array for entries of shape {places.shape}, got {value.shape}")
+            if same(chosen.layout, value.layout) is False:
+                raise ValueError(f"value: expected the rows of the entries, got {difference(chosen, value)}")
             value = value.values
         elif isinstance(chosen, Array):
             value = against("value", value, chosen)
-        if not hasattr(value, "dtype"):
+        if isinstance(value, bool | int | float | complex):
+            if isinstance(value, float | complex) and not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
+                raise TypeError(f"value: expected a number that {arr.dtype} holds, got {value!r}; convert the array with xp.astype")
             value = xp.full((), value, dtype=arr.dtype, device=device)
-        elif value.dtype != arr.dtype:
+        else:
+            dense("value", value, arr.values)
+        if value.dtype != arr.dtype:
             raise TypeError(f"value: expected dtype {arr.dtype} as the array, got {value.dtype}; convert it with xp.astype")
+        shape, given = tuple(places.shape), tuple(value.shape)
+        if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(given[::-1], shape[::-1], strict=False)):
+            raise ValueError(f"value: expected it to fit the entries of shape {shape}, got {given}")
         size, value = arr.size, xp.reshape(xp.broadcast_to(value, places.shape), (-1,))
         if 0 in (size, value.shape[0]):
             return arr

@@ -7,12 +7,14 @@ through `generic`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 #: Root module of an array's type -> the module of this package that knows its library.
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _standard_device(x: Any) -> Any:
@@ -66,17 +68,22 @@ class Backend:
 
 
 _BY_TYPE: dict[type, Backend] = {}
+_LISTED: dict[str, Backend] = {}
 
 
-def backend(x: Any) -> Backend:
-    """The backend that the array `x` belongs to."""
+def backend(x: Any, name: str = "x") -> Backend:
+    """The backend that the dense array `x` belongs to; `name` is the argument that an error speaks of."""
     found = _BY_TYPE.get(type(x))
-    return found if found is not None else _resolve(x)
+    return found if found is not None else _resolve(x, name)
 
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of some library (and not a Python scalar, a list or a ragged array)."""
-    return type(x) in _BY_TYPE or _library(type(x)) is not None or hasattr(x, "__array_namespace__")
+    return type(x) in _BY_TYPE or _library(type(x)) is not None or _is_standard(x)
+
+
+def _is_standard(x: Any) -> bool:
+    return hasattr(x, "__array_namespace__") and hasattr(x, "__dlpack_device__")  # a ragged array has no DLPack
 
 
 def _library(cls: type) -> str | None:
@@ -89,23 +96,36 @@ def _library(cls: type) -> str | None:
 
 def named(library: str) -> Backend:
     """The backend of a library by its name; imports the library."""
-    if library in LIBRARIES.values():
-        found: Backend = import_module(f"{__name__}.{library}").BACKEND
-        return found
-    return backend(import_module(library).empty(0))
+    return _load(library) if library in LIBRARIES.values() else backend(import_module(library).empty(0))
 
 
-def _resolve(x: Any) -> Backend:
+def constant(f: F) -> F:
+    """Mark a function of constants, so that `torch.compile` calls it instead of tracing it."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+    return f
+
+
+def _load(library: str) -> Backend:
+    _import(library)
+    return _LISTED[library]
+
+
+@constant
+def _import(library: str) -> None:
+    _LISTED[library] = import_module(f"{__name__}.{library}").BACKEND
+
+
+def _resolve(x: Any, name: str) -> Backend:
     found: Backend
     library = _library(type(x))
-    if library is None and not hasattr(x, "__array_namespace__"):
+    if library is None and not _is_standard(x):
         raise TypeError(
-            f"expected an array of a library that follows the Array API standard, got {type(x).__name__}: "
+            f"{name}: expected a dense array of a library that follows the Array API standard, got {type(x).__name__}; "
             "convert it first, for instance with numpy.asarray"
         )
     if library is None:
         found = import_module("scree.backends.generic").make(x)
     else:
-        found = import_module(f"scree.backends.{library}").BACKEND
+        found = _load(library)
     _BY_TYPE[type(x)] = found
     return found

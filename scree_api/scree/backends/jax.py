@@ -59,3 +59,6 @@ def _rejects(call: PackCall) -> str | None:
 def pack(call: PackCall) -> Any:
     """Join on the host: JAX compiles a concatenation anew for every list of shapes, which takes seconds."""
     return xp.asarray(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.axis))
+
+
+from . import jax_attention  # noqa: E402, F401 (registers its kernel)

@@ -36,7 +36,7 @@ def _rejects(call: SegmentCall) -> str | None:
 @register_kernel("segment_reduce", provider="reduceat", rejects=_rejects)
 def reduceat(call: SegmentCall) -> np.ndarray:
     """Row reductions by `ufunc.reduceat`, which knows no empty rows: those are left out and filled in."""
-    values, offsets = call.values, call.layout.offsets
+    values, offsets = call.converted, call.layout.offsets
     filled, ufunc = offsets[1:] > offsets[:-1], UFUNCS[call.op]
     if filled.size and filled.all():
         return ufunc.reduceat(values[: offsets[-1]], offsets[:-1], axis=0, dtype=values.dtype)

@@ -48,8 +48,8 @@ def _rejects(call: SegmentCall) -> str | None:
         return "segment_reduce takes torch tensors only"
     if call.values.device.type != "cpu":
         return "segment_reduce checks its offsets on the host, which would stop the device"
-    if call.op not in ("sum", "prod", "max", "min") or call.values.dtype not in (torch.float32, torch.float64):
-        return f"segment_reduce has no {call.op} of {call.values.dtype}"
+    if call.op not in ("sum", "prod", "max", "min") or call.dtype not in (torch.float32, torch.float64):
+        return f"segment_reduce has no {call.op} of {call.dtype}"
     return None
 
 
@@ -57,9 +57,12 @@ def _rejects(call: SegmentCall) -> str | None:
 def segment_reduce(call: SegmentCall) -> torch.Tensor:
     """Row reductions by `torch.segment_reduce`."""
     return torch.segment_reduce(
-        call.values.contiguous(), call.op, offsets=call.layout.offsets.to(torch.int64), axis=0, unsafe=True,
-        initial=identity(xp, call.op, call.values.dtype),
+        call.converted.contiguous(), call.op, offsets=call.layout.offsets.to(torch.int64), axis=0, unsafe=True,
+        initial=identity(xp, call.op, call.dtype),
     )
 
 
+from ..namespace import build  # noqa: E402
 from . import torch_attention  # noqa: E402, F401 (registers its kernel)
+
+build(BACKEND)  # now, because the first call may stand in a compiled function, where no module can be made

@@ -74,9 +74,15 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
     """Argmax and argmin: along the ragged axis the position in each row, -1 for an empty one; NaN comes first."""
     xp, op = lib.xp, name.removeprefix("arg")
 
+    def whole(x: Array, keepdims: bool) -> Any:
+        if x.ragged_dim:
+            raise ValueError(f"x: expected the ragged axis in front for {name} of all, got shape {x.shape}; use xp.moveaxis")
+        first = f(x.values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.device)) - 1
+        return xp.reshape(first, (1,) * x.ndim) if keepdims else first
+
     def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
         if axis is None:
-            return f(x.values, axis=None, keepdims=keepdims)
+            return whole(x, keepdims)
         (axis,) = axes_of(name, axis, x.ndim)
         if axis == 0:
             raise ValueError(f"axis: {name} over the batch alone would compare unrelated positions of rows; got axis 0")

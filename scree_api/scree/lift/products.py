@@ -124,7 +124,8 @@ def vector_norm(f: Function, name: str, lib: Backend) -> Function:
             return getattr(space, reduce)(x.with_values(values), axis=axes, keepdims=keepdims)
 
         if ord in (float("inf"), -float("inf")):
-            return over("max" if ord > 0 else "min", size)
+            found = over("max" if ord > 0 else "min", size)
+            return xp.maximum(found, xp.zeros_like(found))  # the greatest of nothing is 0 here
         if ord == 0:
             return xp.astype(over("count_nonzero", size), size.dtype)
         wide = xp.astype(size, accumulator(xp, size.dtype), copy=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..backends import Backend, backend
+from ..backends import Backend, backend, constant
 from ..fit import Function, accumulator, against, axes_of
 from ..layout import Layout
 from ..segments import segment_reduce, segment_scan, spread
@@ -21,6 +21,7 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
     xp = lib.xp
     results: dict[Any, Any] = {}
 
+    @constant
     def result_dtype(dtype: Any, options: dict[str, Any]) -> Any:
         """What the library makes of this dtype, asked once: its promotion is ours."""
         key = (dtype, *options.values())
@@ -78,12 +79,11 @@ def _monoid(op: str) -> Function:
 def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
     """(n, ...) reduction over the ragged axis and the element axes in `axes`, in `dtype`."""
     values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
-    values = xp.astype(values, dtype, copy=False)
     inner = tuple(a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1)
     if inner:
         options = {"dtype": dtype} if op in ("sum", "prod") else {}
-        values = getattr(xp, op)(values, axis=inner, **options)
-    out = segment_reduce(op, values, x.layout)
+        values = getattr(xp, op)(xp.astype(values, dtype, copy=False), axis=inner, **options)
+    out = segment_reduce(op, values, x.layout, dtype=dtype)
     return xp.reshape(out, _kept(x, axes)) if keepdims else out
 
 

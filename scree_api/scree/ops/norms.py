@@ -7,6 +7,7 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
+from ..checks import dense, number
 from ..fit import accumulator
 from ..registry import declare, run
 
@@ -21,19 +22,22 @@ class NormCall:
     eps: float
 
     def __post_init__(self) -> None:
-        x = self.x
-        lib = backend(self.values)
+        x, values = self.x, self.values
+        lib = backend(values, "x")
+        if values.ndim == 0:
+            raise ValueError("x: expected at least one axis, got a 0-d array")
         if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:
             raise ValueError(f"x: expected element axes behind the ragged one, got {x.shape}; a norm runs over the last axis")
         if not lib.xp.isdtype(x.dtype, "real floating"):
             raise TypeError(f"x: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
-        width = (int(self.values.shape[-1]),)
-        for name in ("weight", "bias"):
-            found = getattr(self, name)
-            if found is not None and tuple(found.shape) != width:
+        width = (int(values.shape[-1]),)
+        for name, found in (("weight", self.weight), ("bias", self.bias)):
+            if found is None:
+                continue
+            dense(name, found, values)
+            if tuple(found.shape) != width:
                 raise ValueError(f"{name}: expected shape {width}, the last axis of x, got {tuple(found.shape)}")
-        if not self.eps >= 0:
-            raise ValueError(f"eps: expected a number >= 0, got {self.eps}")
+        number("eps", self.eps, low=0)
 
     @property
     def values(self) -> Any:

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend
+from ..checks import integer, integers
+from ..fit import accumulator, difference, ragged
 from ..index import take_rows
-from ..layout import Layout
+from ..layout import Layout, same
 from ..registry import declare, run
 from ..segments import segment_reduce, spread
 
@@ -40,14 +42,18 @@ def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
     >>> scree.gather(arr, scree.from_lengths(np.asarray([2, 0, 2, 1]), [3, 1])).values
     array([12, 10, 12, 11])
     """
-    if axis == 0:
-        if not isinstance(x, Array) or isinstance(index, Array):
-            raise TypeError("index: expected a ragged x and a dense index for rows (axis=0)")
+    if _axis(axis) == 0:
+        ragged("x", x)
+        integers("index", index, x.values)
         rows: Array = x[index]
         return rows
     values = _tokens(x)
-    places = _index(index, "index", int(values.shape[0]))
-    return places.with_values(places.layout.xp.take(values, places.values, axis=0))
+    places = ragged("index", index)
+    if places.ndim != 2:
+        raise ValueError(f"index: expected a ragged array of one number a token, (n, None), got {places.shape}")
+    numbers = integers("index", places.values, values)
+    _in_bounds(places.layout.backend.peek(numbers), "index", int(values.shape[0]))
+    return places.with_values(places.layout.xp.take(values, numbers, axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +93,10 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
     >>> scree.scatter(np.asarray([5, 6]), np.asarray([3, 0]), 4)
     array([6, 0, 0, 5])
     """
-    if axis == 0:
-        return _scatter_rows(x, index, size)
+    if _axis(axis) == 0:
+        if kernel is not None:
+            raise ValueError(f"kernel: expected None for rows (axis=0), which no kernel moves, got {kernel!r}")
+        return _scatter_rows(ragged("x", x), index, integer("size", size, 0))
     return _scatter(x, index, size, False, kernel)
 
 
@@ -135,8 +143,9 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     array([10, 11, 12, 13])
     """
     values, ids = _tokens(x), ids.values if isinstance(ids, Array) else ids
-    lib = backend(values)
+    lib, num_groups = backend(values), integer("num_groups", num_groups, 0)
     xp = lib.xp
+    ids = integers("ids", ids, values)
     if tuple(ids.shape) != (values.shape[0],):
         raise ValueError(f"ids: expected one group for each of {values.shape[0]} tokens, got shape {tuple(ids.shape)}")
     _in_bounds(lib.peek(ids), "ids", num_groups)
@@ -152,19 +161,20 @@ def _sorted(xp: Any, ids: Any, size: int, device: Any) -> tuple[Any, Any]:
     return order, xp.searchsorted(xp.take(ids, order, axis=0), bounds)
 
 
+def _axis(axis: int) -> int:
+    if axis not in (0, 1):
+        raise ValueError(f"axis: expected 1 for tokens or 0 for rows, got {axis!r}")
+    return axis
+
+
 def _tokens(x: Any) -> Any:
     if isinstance(x, Array) and x.ragged_dim:
-        raise ValueError(f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}")
-    return x.values if isinstance(x, Array) else x
-
-
-def _index(index: Any, name: str, size: int) -> Array:
-    if not isinstance(index, Array) or index.ndim != 2:
-        raise TypeError(f"{name}: expected a ragged integer array (n, None), got {getattr(index, 'shape', type(index))}")
-    if not index.layout.xp.isdtype(index.dtype, "integral"):
-        raise TypeError(f"{name}: expected integers, got {index.dtype}")
-    _in_bounds(index.layout.backend.peek(index.values), name, size)
-    return index
+        raise ValueError(f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}; use xp.moveaxis")
+    values = x.values if isinstance(x, Array) else x
+    backend(values, "x")
+    if values.ndim == 0:
+        raise ValueError("x: expected an axis of tokens, got a 0-d array")
+    return values
 
 
 def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:
@@ -173,8 +183,10 @@ def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:
 
 
 def _scatter(x: Any, index: Any, size: int, add: bool, kernel: str | None) -> Any:
-    values = _tokens(x)
-    places = index.values if isinstance(index, Array) else index
+    values, size = _tokens(x), integer("size", size, 0)
+    if isinstance(x, Array) and isinstance(index, Array) and same(x.layout, index.layout) is False:
+        raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
+    places = integers("index", index.values if isinstance(index, Array) else index, values)
     if tuple(places.shape) != (values.shape[0],):
         raise ValueError(f"index: expected one place for each of {values.shape[0]} tokens, got shape {tuple(places.shape)}")
     _in_bounds(backend(values).peek(places), "index", size)
@@ -184,8 +196,6 @@ def _scatter(x: Any, index: Any, size: int, add: bool, kernel: str | None) -> An
 @declare("scatter", ScatterCall)
 def _standard(call: ScatterCall) -> Any:
     """Sort by place; then a place is a row of tokens, of which the sum or the last one is taken."""
-    from ..fit import accumulator
-
     lib = backend(call.x)
     xp, values, device = lib.xp, call.x, lib.device(call.x)
     if values.shape[0] == 0 or call.size == 0:
@@ -201,6 +211,7 @@ def _standard(call: ScatterCall) -> Any:
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:
+    integers("index", index, x.values)
     places = backend(index).read(index)
     if places.shape != (x.batch_size,):
         raise ValueError(f"index: expected one place for each of {x.batch_size} rows, got shape {places.shape}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import layout
 from ..array import Array
+from ..fit import difference, ragged
 
 
 def segment_ids(arr: Array) -> Any:
@@ -17,7 +18,7 @@ def segment_ids(arr: Array) -> Any:
     >>> scree.segment_ids(scree.from_lengths(np.zeros(4), [1, 0, 3]))
     array([0, 2, 2, 2])
     """
-    return arr.layout.segment_ids
+    return ragged("arr", arr).layout.segment_ids
 
 
 def positions(arr: Array) -> Any:
@@ -29,7 +30,7 @@ def positions(arr: Array) -> Any:
     >>> scree.positions(scree.from_lengths(np.zeros(4), [1, 0, 3]))
     array([0, 0, 1, 2], dtype=int32)
     """
-    return arr.layout.positions
+    return ragged("arr", arr).layout.positions
 
 
 def same_layout(a: Array, b: Array) -> bool | None:
@@ -41,7 +42,7 @@ def same_layout(a: Array, b: Array) -> bool | None:
     >>> scree.same_layout(scree.from_lengths(np.zeros(4), [1, 3]), scree.from_lengths(np.ones(4), [1, 3]))
     True
     """
-    return layout.same(a.layout, b.layout)
+    return layout.same(ragged("a", a).layout, ragged("b", b).layout)
 
 
 def align(arr: Array, like: Array) -> Array:
@@ -56,6 +57,6 @@ def align(arr: Array, like: Array) -> Array:
     >>> scree.align(a, like=b).offsets is b.offsets
     True
     """
-    if layout.same(arr.layout, like.layout) is False:
-        raise ValueError(f"arr: expected the rows of like, {like.shape}, got {arr.shape} with other lengths")
+    if layout.same(ragged("arr", arr).layout, ragged("like", like).layout) is False:
+        raise ValueError(f"arr: expected the rows of like, got {difference(arr, like)}")
     return like.with_values(arr.values, ragged_dim=arr.ragged_dim)

@@ -1,0 +1,50 @@
+"""What an argument must be: every message names the argument, what was expected, what came, and the way out."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .backends import backend, is_array
+
+
+def integer(name: str, x: Any, low: int, high: int | None = None, of: str = "") -> int:
+    """`x` as a Python integer; raises unless it is one in [low, high), which `of` may explain."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        hint = "; use int(...), which reads the array" if is_array(x) else ""
+        raise TypeError(f"{name}: expected a Python integer, got {x!r}{hint}")
+    if x < low or (high is not None and x >= high):
+        expected = f"at least {low}" if high is None else f"{low} <= {name} < {high}"
+        raise ValueError(f"{name}: expected {expected}{of}, got {x}")
+    return int(x)
+
+
+def dense(name: str, x: Any, like: Any) -> None:
+    """Raise unless `x` is a dense array of the library, and on the device, of the array `like`."""
+    lib = backend(like)
+    if not is_array(x) or backend(x) is not lib:
+        came = f"one of {backend(x).name}" if is_array(x) else type(x).__name__
+        raise TypeError(f"{name}: expected a dense array of {lib.name}, got {came}; convert it with asarray")
+    if lib.apart(x, like):
+        raise ValueError(f"{name}: expected device {lib.device(like)}, got {lib.device(x)}; move one of them")
+
+
+def integers(name: str, x: Any, like: Any) -> Any:
+    """`x`, besides an array of integers, as int32 or int64: narrower ones cannot count their own entries."""
+    dense(name, x, like)
+    xp = backend(like).xp
+    if x.dtype == xp.int32 or x.dtype == xp.int64:
+        return x
+    if not xp.isdtype(x.dtype, "integral"):
+        raise TypeError(f"{name}: expected integers, got {x.dtype}; convert them with astype")
+    return xp.astype(x, xp.int64 if x.dtype == xp.uint32 or x.dtype == xp.uint64 else xp.int32)
+
+
+def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) -> float:
+    """`x` as a Python number; raises unless it is a finite one, at least `low` and greater than `above`."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.number):
+        raise TypeError(f"{name}: expected a Python number, got {x!r}")
+    if not (math.isfinite(x) and x >= low and x > above):
+        bound = f" > {above}" if above > -math.inf else f" >= {low}" if low > -math.inf else ""
+        raise ValueError(f"{name}: expected a finite number{bound}, got {x}")
+    return float(x)
