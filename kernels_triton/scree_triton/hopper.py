@@ -275,7 +275,8 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(before % STAGES), count=1)
-        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc * factor[:, None], row, length, out_stride, LAYOUT_STORE)
+        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc * factor[:, None], row, length, out_stride,
+                    LAYOUT_STORE)
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
@@ -584,7 +585,7 @@ def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_emp
 def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-                   CAUSAL: gl.constexpr, AHEAD: gl.constexpr):
+                   CAUSAL: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -597,6 +598,9 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     while length > 0:
         k = _rows(k_s.index((i % K_STAGES) * 2 + w))
         v = _rows(v_s.index((i % K_STAGES) * 2 + w))
+        if HELD:
+            k = k.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
+            v = v.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
         low, high = _query_tiles(first, length, other, BLOCK_M, CAUSAL)
         row = first + w * ROWS
         # The first query of each key, and the tiles in which some of this warpgroup's keys meet earlier queries.
@@ -633,8 +637,8 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 @gluon.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride, total, plane,
                 heads, group_size, group, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                AHEAD: gl.constexpr):
+                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+                HELD: gl.constexpr):
     """DK and DV, one key tile and key head at a time, over all query heads that share the key head."""
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(qd.dtype, [STAGES, 1, 1, BLOCK_M, DIM], qd.layout)
@@ -653,10 +657,10 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
     gl.warp_specialize([
         (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL, AHEAD)),
+                          CAUSAL, AHEAD, HELD)),
         (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL, AHEAD)),
+                          CAUSAL, AHEAD, HELD)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                           group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),

@@ -222,7 +222,7 @@ class HopperPlan(Plan):
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, AHEAD=dim < 128), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, AHEAD=dim < 128, HELD=False), options,
             (m, n // 2, n // 2, m))
 
     def _takes(self, dout: torch.Tensor) -> bool:

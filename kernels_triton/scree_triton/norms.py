@@ -1,0 +1,264 @@
+"""RMS norm and layer norm, forward and backward: one kernel each way, `CENTRE` says whether the mean goes.
+
+The forward reads and writes every element once. The backward computes the statistics again from the row that it needs
+anyway, so that the forward saves none; a fixed number of programs walk over the tokens and each keeps its share of the
+gradients of weight and bias, which a second small kernel adds up in a fixed order: equal inputs give equal bits.
+"""
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .host import Kernel, multiprocessors, refuses
+
+_WIDEST = 16384
+
+
+@triton.jit
+def _load(X, tokens, columns, stride, count, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(ROWS, BLOCK) elements in float32, and which of the columns exist."""
+    pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    if ROWS == 1:
+        if D == BLOCK:
+            return tl.load(pointers).to(tl.float32)
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0).to(tl.float32)
+    return tl.load(pointers, mask=(tokens < count)[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(Y, y, tokens, columns, stride, count, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    pointers = Y + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    y = y.to(Y.dtype.element_ty)
+    if ROWS == 1:
+        if D == BLOCK:
+            tl.store(pointers, y)
+        else:
+            tl.store(pointers, y, mask=(columns < D)[None, :])
+    else:
+        tl.store(pointers, y, mask=(tokens < count)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def _vector(W, columns, D: tl.constexpr):
+    return tl.load(W + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _centred(x, columns, D: tl.constexpr, CENTRE: tl.constexpr):
+    if CENTRE:
+        x = x - tl.sum(x, 1, keep_dims=True) / D
+        x = tl.where((columns < D)[None, :], x, 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=("count", "eps"))
+def forward_kernel(X, W, B, Y, x_stride, y_stride, count, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+                   CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    """Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens a program."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    x = _load(X, tokens, columns, x_stride, count, D, BLOCK, ROWS)
+    if WEIGHT:
+        w = _vector(W, columns, D)
+    if BIAS:
+        b = _vector(B, columns, D)
+    x = _centred(x, columns, D, CENTRE)
+    y = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
+    if WEIGHT:
+        y *= w
+    if BIAS:
+        y += b
+    _store(Y, y, tokens, columns, y_stride, count, D, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=("count", "eps"))
+def backward_kernel(X, W, DY, DX, PARTS, x_stride, dy_stride, dx_stride, count, eps, D: tl.constexpr,
+                    BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, DW: tl.constexpr,
+                    DB: tl.constexpr, STAGES: tl.constexpr):
+    """DX; and PARTS (2, programs, D), what each program adds to the gradients of weight and bias."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    if WEIGHT:
+        w = _vector(W, columns, D)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    db = tl.zeros([ROWS, BLOCK], tl.float32)
+    for block in tl.range(program, tl.cdiv(count, ROWS), programs, num_stages=STAGES):
+        tokens = block * ROWS + tl.arange(0, ROWS)
+        x = _load(X, tokens, columns, x_stride, count, D, BLOCK, ROWS)
+        dy = _load(DY, tokens, columns, dy_stride, count, D, BLOCK, ROWS)
+        x = _centred(x, columns, D, CENTRE)
+        scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
+        x *= scale
+        if DW:
+            dw += dy * x
+        if DB:
+            db += dy
+        if WEIGHT:
+            dy *= w
+        dx = dy - x * (tl.sum(dy * x, 1, keep_dims=True) / D)
+        if CENTRE:
+            dx -= tl.sum(dy, 1, keep_dims=True) / D
+        _store(DX, dx * scale, tokens, columns, dx_stride, count, D, BLOCK, ROWS)
+    if DW:
+        tl.store(PARTS + program * D + columns, tl.sum(dw, 0), mask=columns < D)
+    if DB:
+        tl.store(PARTS + (programs + program) * D + columns, tl.sum(db, 0), mask=columns < D)
+
+
+@triton.jit(do_not_specialize=("parts",))
+def add_kernel(PARTS, DW, DB, parts, D: tl.constexpr, DO_DW: tl.constexpr, DO_DB: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr):
+    """The sums of PARTS (2, parts, D) over its parts, COLUMNS columns a program."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    for which in tl.static_range(2):
+        if DO_DB if which else DO_DW:
+            total = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for first in range(0, parts, ROWS):
+                part = first + tl.arange(0, ROWS)
+                inside = (part < parts)[:, None] & (columns < D)[None, :]
+                total += tl.load(PARTS + (which * parts + part)[:, None] * D + columns[None, :], mask=inside, other=0.0)
+            out = DB if which else DW
+            tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < D)
+
+
+_forward, _backward, _add = Kernel(forward_kernel), Kernel(backward_kernel), Kernel(add_kernel)
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """By width: the block, and the tokens and warps of a program."""
+    block = triton.next_power_of_2(width)
+    return block, max(1, 2048 // block), min(max(block // 512, 4), 16)
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
+            centre: bool) -> torch.Tensor:
+    """The norm of x, (tokens, width), over its last axis, contiguous."""
+    count, width = x.shape
+    y = torch.empty((count, width), dtype=x.dtype, device=x.device)
+    block, rows, warps = _shape(width)
+    _forward(triton.cdiv(count, rows), (x, x if weight is None else weight, x if bias is None else bias, y),
+             (x.stride(0), width), (count, eps),
+             dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None), warps)
+    return y
+
+
+def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps: float, centre: bool, weight_too: bool,
+             bias_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, of the weight and of a bias of this dtype."""
+    count, width = x.shape
+    bias_too = bias_dtype is not None
+    block, rows, warps = _shape(width)
+    dx = torch.empty((count, width), dtype=x.dtype, device=x.device)
+    programs = min(triton.cdiv(count, rows), multiprocessors(x.device) * max(1, 16 // warps))
+    parts = torch.empty((2, programs, width), dtype=torch.float32, device=x.device) if weight_too or bias_too else dx
+    _backward(programs, (x, x if weight is None else weight, dy, dx, parts), (x.stride(0), dy.stride(0), width), (count, eps),
+              dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None, DW=weight_too, DB=bias_too,
+                   STAGES=2), warps)
+    dw = torch.empty((width,), dtype=weight.dtype, device=x.device) if weight_too and weight is not None else None
+    db = torch.empty((width,), dtype=bias_dtype, device=x.device) if bias_too else None
+    if dw is not None or db is not None:
+        _add(triton.cdiv(width, 64), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,),
+             dict(D=width, DO_DW=dw is not None, DO_DB=bias_too, ROWS=32, COLUMNS=64))
+    return dx, dw, db
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """(tokens, width) with the elements of a token side by side; a view where that is possible."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, centre):
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.eps, ctx.centre = eps, centre
+        return forward(x, weight, bias, eps, centre)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        _, weight_too, bias_too, *_ = ctx.needs_input_grad
+        return *backward(x, weight, _flat(dy), ctx.eps, ctx.centre, weight_too, ctx.bias_dtype if bias_too else None), None, None
+
+
+@torch.library.custom_op("scree_triton::norm", mutates_args=())
+def _op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centre: bool) -> torch.Tensor:
+    return forward(_flat(x), weight, bias, eps, centre)
+
+
+@_op.register_fake
+def _(x, weight, bias, eps, centre):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("scree_triton::norm_backward", mutates_args=())
+def _backward_op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor, eps: float,
+                 centre: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    none = x.new_empty((0,))
+    dx, dw, db = backward(_flat(x), weight, _flat(dy), eps, centre, weight is not None, None if bias is None else bias.dtype)
+    return dx, none if dw is None else dw, none.clone() if db is None else db
+
+
+@_backward_op.register_fake
+def _(x, weight, bias, dy, eps, centre):
+    return x.new_empty(x.shape), *(x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias))
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, ctx.eps, ctx.centre = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate(ctx, dy):
+    x, weight, bias = ctx.saved_tensors
+    dx, dw, db = _backward_op(x, weight, bias, dy, ctx.eps, ctx.centre)
+    return dx, None if weight is None else dw, None if bias is None else db, None, None
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, eps: float,
+         centre: bool) -> torch.Tensor:
+    """Layer norm, or without `centre` RMS norm, of x over its last axis; weight and bias are contiguous."""
+    flat = _flat(x)
+    if torch.compiler.is_compiling():
+        return _op(flat, weight, bias, eps, centre).reshape(x.shape)
+    wants = x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    if wants and torch.is_grad_enabled():
+        y = _Norm.apply(flat, weight, bias, eps, centre)
+    else:
+        y = forward(flat, weight, bias, eps, centre)
+    return y if x.ndim == 2 else y.view(x.shape)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a norm; None if they do."""
+    width = call.values.shape[-1]
+    if not 1 <= width <= _WIDEST:
+        return f"the Triton kernels take a last axis of 1 to {_WIDEST} elements, not {width}"
+    for x in (call.values, call.weight, call.bias):
+        if x is not None and (reason := refuses(x)):
+            return reason
+    return None
+
+
+def _run(call: Any, centre: bool) -> Any:
+    weight, bias = (None if p is None else p.contiguous() for p in (call.weight, call.bias))
+    y = norm(call.values, weight, bias, eps=call.eps, centre=centre)
+    return y if call.x is call.values else call.x.with_values(y)
+
+
+def layer_norm(call: Any) -> Any:
+    """Run a `NormCall` as layer norm."""
+    return _run(call, True)
+
+
+def rms_norm(call: Any) -> Any:
+    """Run a `NormCall` as RMS norm."""
+    return _run(call, False)

@@ -1,0 +1,193 @@
+"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import shares
+from .host import Kernel, multiprocessors, refuses
+
+_ELEMENTS = 4096  # in a tile
+_MOST_TILES = 16  # that a program reads one after another rather than cut a row
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
+_ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
+OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY, "all": shares.ALL}
+
+_share, _add = Kernel(shares.share_kernel), Kernel(shares.add_kernel)
+
+
+class Rows(NamedTuple):
+    """The rows that a call runs over: offsets, and a bound on the longest that is known on the host, or None."""
+
+    offsets: torch.Tensor
+    max_length: int | None
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up in."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.int32 if dtype == torch.bool else dtype
+
+
+def _identity(op: int, dtype: torch.dtype) -> float | int:
+    if op in (shares.MAX.value, shares.MIN.value, shares.LSE.value):
+        sign = 1 if op == shares.MIN.value else -1
+        if dtype.is_floating_point:
+            return sign * float("inf")
+        info = torch.iinfo(dtype)
+        return info.max if sign == 1 else info.min
+    return int(op in (shares.PROD.value, shares.ALL.value))
+
+
+def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = shares.NONE, *,
+              y: torch.Tensor | None = None, a: torch.Tensor | None = None, b: torch.Tensor | None = None,
+              dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Reduce the rows of x, (total, ...), by `op`, to (n, ...); with `map` give the tokens, (total, ...), that come of it.
+
+    Parameters
+    ----------
+    x, y
+        Values (total, ...), contiguous; y where `op` or `map` has two. With COPY x is what is written.
+    rows
+        The rows.
+    op, map
+        Constants of `shares`.
+    a, b
+        Operands with one entry a row, (n, ...), contiguous.
+    dtype
+        Of the reduction and its result; by default the accumulator's of x.
+    """
+    total, n = x.shape[0], rows.offsets.shape[0] - 1
+    width = math.prod(x.shape[1:])
+    acc = accumulator(x.dtype if dtype is None else dtype)
+    if map.value:
+        out = x if map.value == shares.COPY.value else torch.empty_like(x)
+    else:
+        out = torch.empty((n, *x.shape[1:]), dtype=acc if dtype is None else dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    block = min(triton.next_power_of_2(width), 128)
+    tokens = _ELEMENTS // block
+    blocks = triton.cdiv(width, block)
+    items = total + n + 1
+    mean = max(1, min(tokens, triton.next_power_of_2(triton.cdiv(total, max(n, 1)))))
+    share = max(tokens, triton.cdiv(triton.cdiv(items * blocks, multiprocessors(x.device) * 16), tokens) * tokens)
+    if rows.max_length is not None:
+        share = max(share, rows.max_length)
+    share = min(share, _MOST_TILES * tokens)
+    programs = triton.cdiv(items, share)
+    cut = op.value > 0 and programs > 1 and (rows.max_length is None or rows.max_length > share)
+    stride = 1
+    while stride * shares.WIDE < n + 1:
+        stride *= shares.WIDE
+    kept = out.view(torch.uint8) if out.dtype == torch.bool else out
+    parts = torch.empty((programs, 2, 2, width), dtype=acc, device=x.device) if cut else kept
+    tails = torch.empty((programs,), dtype=torch.int32, device=x.device) if op.value else rows.offsets
+    stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value else kept
+    reads = 2 if y is not None else map.value != shares.COPY.value
+    constants = dict(OP=op.value, MAP=map.value, AGAIN=False, IDENTITY=_identity(op.value, acc), C=width, BC=block,
+                     G=tokens // mean, W=mean, READS=int(reads), HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc])
+    x = x.view(torch.uint8) if x.dtype == torch.bool else x
+    pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, tails,
+                rows.offsets)
+    numbers = (n, total, share)
+    _share(programs * blocks, pointers, (), (*numbers, stride), constants)
+    if cut:
+        _add(programs * blocks, (parts, tails, stats, rows.offsets), (), numbers,
+             dict(OP=op.value, MAP=map.value, IDENTITY=constants["IDENTITY"], C=width, BC=block, F=max(1, 1024 // block),
+                  ACC=_ACC[acc]))
+        if map.value:
+            _share(programs * blocks, pointers, (), (*numbers, stride), {**constants, "AGAIN": True})
+    return out
+
+
+def _reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
+    return over_rows(x.contiguous(), rows, OPS[op], dtype=dtype)
+
+
+def _differentiate(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
+    """The gradient of x; tokens that are all the maximum of their row share its gradient."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if op == "sum":
+        return over_rows(dx, rows, shares.NONE, shares.COPY, a=dout.contiguous())
+    return over_rows(x.contiguous(), rows, shares.EQUAL, shares.PICK, a=out, b=dout.contiguous())
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, op, dtype):
+        out = _reduce(x, rows, op, dtype)
+        ctx.save_for_backward(x, out)
+        ctx.rows, ctx.op = rows, op
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        x, out = ctx.saved_tensors
+        return _differentiate(dout, x, out, ctx.rows, ctx.op), None, None, None
+
+
+@torch.library.custom_op("scree_triton::segment_reduce", mutates_args=())
+def _reduce_op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype) -> torch.Tensor:
+    return _reduce(x, Rows(offsets, max_length), op, dtype)
+
+
+@_reduce_op.register_fake
+def _(x, offsets, max_length, op, dtype):
+    return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]), dtype=dtype)
+
+
+@torch.library.custom_op("scree_triton::segment_reduce_backward", mutates_args=())
+def _reduce_backward_op(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, max_length: int | None,
+                        op: str) -> torch.Tensor:
+    return _differentiate(dout, x, out, Rows(offsets, max_length), op)
+
+
+@_reduce_backward_op.register_fake
+def _(dout, x, out, offsets, max_length, op):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output):
+    x, offsets, ctx.max_length, ctx.op, _ = inputs
+    ctx.save_for_backward(x, output, offsets)
+
+
+_reduce_op.register_autograd(
+    lambda ctx, dout: (_reduce_backward_op(dout, *ctx.saved_tensors, ctx.max_length, ctx.op), None, None, None, None),
+    setup_context=_save)
+
+
+def reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
+    """Reduce the rows of x, (total, ...), in `dtype`, by "sum", "prod", "max", "min", "any" or "all"."""
+    if torch.compiler.is_compiling():
+        return _reduce_op(x, *rows, op, dtype)
+    if x.requires_grad and torch.is_grad_enabled() and op not in ("any", "all"):
+        return _Reduce.apply(x, rows, op, dtype)
+    return _reduce(x, rows, op, dtype)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `SegmentCall`; None if they do."""
+    if reason := refuses(call.values, _DTYPES):
+        return reason
+    if call.dtype not in (*_ACC, torch.bool) or call.dtype.is_floating_point < call.values.dtype.is_floating_point:
+        if call.op not in ("any", "all"):
+            return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"
+    if call.op == "prod" and call.values.requires_grad:
+        return "the Triton kernels have no gradient of prod"
+    return None
+
+
+def segment_reduce(call: Any) -> torch.Tensor:
+    """Run a `SegmentCall`."""
+    return reduce(call.values, rows_of(call.layout), call.op, call.dtype)
+
+
+def rows_of(layout: Any) -> Rows:
+    """The rows of a `scree.layout.Layout`."""
+    return Rows(layout.offsets, layout.max_length)

@@ -1,0 +1,117 @@
+"""Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from . import shares
+from .host import refuses
+from .segments import Rows, over_rows, rows_of
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Kind(NamedTuple):
+    """How tokens come of x, and how the gradient of x comes of `y`, the result or x itself, and the gradient dy."""
+
+    forward: tuple[tl.constexpr, tl.constexpr]
+    backward: tuple[tl.constexpr, tl.constexpr]
+
+
+_KINDS = {
+    "softmax": _Kind((shares.LSE, shares.SOFTMAX), (shares.DOT, shares.SOFTMAX_BACKWARD)),
+    "log_softmax": _Kind((shares.LSE, shares.LOG_SOFTMAX), (shares.SUM_Y, shares.LOG_SOFTMAX_BACKWARD)),
+    "logsumexp": _Kind((shares.LSE, shares.NONE), (shares.LSE, shares.WEIGHTED)),
+}
+
+
+def _forward(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
+    out = over_rows(x.contiguous(), rows, *_KINDS[kind].forward)
+    return out.to(x.dtype)
+
+
+def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
+    """The gradient of x; y is the result, or for logsumexp x."""
+    dy = dy.contiguous()
+    both = dict(a=dy) if kind == "logsumexp" else dict(y=dy)
+    return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **both)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, kind):
+        out = _forward(x, rows, kind)
+        ctx.save_for_backward(x if kind == "logsumexp" else out)
+        ctx.rows, ctx.kind = rows, kind
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None
+
+
+@torch.library.custom_op("scree_triton::softmax", mutates_args=())
+def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str) -> torch.Tensor:
+    return _forward(x, Rows(offsets, max_length), kind)
+
+
+@_op.register_fake
+def _(x, offsets, max_length, kind):
+    return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]) if kind == "logsumexp" else x.shape)
+
+
+@torch.library.custom_op("scree_triton::softmax_backward", mutates_args=())
+def _backward_op(dy: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str) -> torch.Tensor:
+    return _backward(dy, y, Rows(offsets, max_length), kind)
+
+
+@_backward_op.register_fake
+def _(dy, y, offsets, max_length, kind):
+    return y.new_empty(y.shape)
+
+
+def _save(ctx, inputs, output):
+    x, offsets, ctx.max_length, ctx.kind = inputs
+    ctx.save_for_backward(x if ctx.kind == "logsumexp" else output, offsets)
+
+
+_op.register_autograd(
+    lambda ctx, dy: (_backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind), None, None, None), setup_context=_save)
+
+
+def over(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
+    """Softmax, "log_softmax" or "logsumexp" of the rows of x, (total, ...)."""
+    if torch.compiler.is_compiling():
+        return _op(x, *rows, kind)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Softmax.apply(x, rows, kind)
+    return _forward(x, rows, kind)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `SoftmaxCall`; None if they do."""
+    return refuses(call.x.values, _DTYPES)
+
+
+def _run(call: Any, kind: str) -> Any:
+    x, dim = call.x, call.x.ragged_dim
+    out = over(x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout), kind)
+    if kind == "logsumexp":
+        return out
+    return x.with_values(out.movedim(0, dim) if dim else out)
+
+
+def softmax(call: Any) -> Any:
+    """Run a `SoftmaxCall` as softmax."""
+    return _run(call, "softmax")
+
+
+def log_softmax(call: Any) -> Any:
+    """Run a `SoftmaxCall` as log-softmax."""
+    return _run(call, "log_softmax")
+
+
+def logsumexp(call: Any) -> Any:
+    """Run a `SoftmaxCall` as log-sum-exp."""
+    return _run(call, "logsumexp")
