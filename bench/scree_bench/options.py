@@ -1,0 +1,27 @@
+"""The options that subcommands share, so that each means the same everywhere."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few samples: under a minute on two cores.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures; without it, only the table is shown.")]
+Backend = Annotated[str, typer.Option(help="numpy, torch, jax, mlx, or all that are installed.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where PyTorch has it.")]
+Lengths = Annotated[Path | None, typer.Option(help="File with the lengths of your rows: whole numbers, or a JSON list.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+
+
+def numbers(text: str, kind: type = int) -> list[Any]:
+    """A list option: numbers with commas between them.
+
+    Raises
+    ------
+    typer.BadParameter
+        If an entry is no number.
+    """
+    try:
+        return [kind(x) for x in text.split(",") if x.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"expected numbers with commas between them, got {text!r}") from error

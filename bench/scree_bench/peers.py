@@ -1,0 +1,527 @@
+"""Attention by everyone who has one: ours, each library's own on padded batches, and the kernels that can be imported.
+
+A peer gets a `Work` and prepares its own form of it: what is converted there, padding for instance, is not timed. Its results
+come back packed, so that all are compared with the same float64 reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import scree
+
+from .libraries import Function, Library
+from .measure import require
+
+BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
+
+
+@dataclass(frozen=True)
+class Work:
+    """One attention problem: random rows of some lengths.
+
+    Attributes
+    ----------
+    lengths
+        Tokens of each row.
+    heads, kv_heads, dim
+        Heads of the queries, heads of keys and values, and their size.
+    dtype
+        Name of the data type.
+    causal
+        Whether a token sees those before it alone.
+    seed
+        Of the random numbers.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: str = "float32"
+    causal: bool = True
+    seed: int = 0
+
+    @property
+    def total(self) -> int:
+        """Tokens in all."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the forward pass that no exact algorithm can leave out; backward takes 2.5 times it."""
+        pairs = sum(n * (n + 1) / 2 if self.causal else n * n for n in self.lengths)
+        return 4.0 * self.heads * self.dim * pairs
+
+    @property
+    def padded_scores(self) -> float:
+        """Bytes of the scores of a padded batch, float32."""
+        return 4.0 * len(self.lengths) * self.heads * self.longest**2
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """(rows + 1,) int32."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Queries, keys, values and the gradient of the result, (total, heads, dim) float32."""
+        rng = np.random.default_rng(self.seed)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return tuple(rng.standard_normal((self.total, h, self.dim), dtype=np.float32) for h in heads)
+
+    @cached_property
+    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, longest) index of each token, 0 in the padding, and which of them are real."""
+        at = np.arange(self.longest)
+        real = at < np.asarray(self.lengths)[:, None]
+        return np.where(real, self.offsets[:-1, None] + at, 0), real
+
+
+class Prepared(NamedTuple):
+    """What a peer runs: ``function(*args)``, the gradient to send back, and how a result or gradient becomes packed."""
+
+    function: Function
+    args: tuple[Any, ...]
+    cotangent: Any
+    packed: Callable[[Any], Any]
+
+
+class Peer(NamedTuple):
+    """A contender: its name, the library it needs, and how it prepares a work."""
+
+    name: str
+    library: str
+    prepare: Callable[[Library, Work], Prepared]
+    missing: Callable[[Library, Work], str | None] = lambda lib, work: None
+
+
+def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
+    *args, cotangent = (lib.make(x, work.dtype) for x in work.arrays)
+    return tuple(args), cotangent
+
+
+def _ours(kernel: str | None) -> Callable[[Library, Work], Prepared]:
+    def prepare(lib: Library, work: Work) -> Prepared:
+        args, cotangent = _packed(lib, work)
+        offsets = lib.make(work.offsets, "int32")
+        like = scree.Array(args[0], offsets, max_length=work.longest)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            rows = (like.with_values(x) for x in (q, k, v))
+            return scree.attention(*rows, causal=work.causal, kernel=kernel).values
+
+        return Prepared(attend, args, cotangent, lambda x: x)
+
+    return prepare
+
+
+def _ours_traced(lib: Library, work: Work) -> Prepared:
+    """Under `jit`, where the offsets are an argument as they are in training: another batch does not compile again."""
+    (q, k, v), cotangent = _packed(lib, work)
+    offsets = lib.make(work.offsets, "int32")
+    import jax
+
+    @jax.jit
+    def run(offsets: Any, q: Any, k: Any, v: Any) -> Any:
+        like = scree.Array(q, offsets, max_length=work.longest)
+        return scree.attention(like, like.with_values(k), like.with_values(v), causal=work.causal).values
+
+    return Prepared(lambda q, k, v: run(offsets, q, k, v), (q, k, v), cotangent, lambda x: x)
+
+
+# ------------------------------------------------------------------------------------------- padded batches
+def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
+    """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
+    tokens, real = work.tokens
+
+    def pad(x: np.ndarray) -> Any:
+        x = np.where(real[:, :, None, None], x[tokens], 0).transpose(0, 2, 1, 3)
+        return lib.make(np.ascontiguousarray(x), work.dtype)
+
+    xp = lib.xp
+    slots = lib.make(np.flatnonzero(real.reshape(-1)), "int32")
+
+    def packed(x: Any) -> Any:
+        x = xp.permute_dims(x, (0, 2, 1, 3))
+        return xp.take(xp.reshape(x, (-1, *x.shape[2:])), slots, axis=0)
+
+    q, k, v, cotangent = (pad(x) for x in work.arrays)
+    return (q, k, v), cotangent, packed
+
+
+def visible(work: Work) -> np.ndarray:
+    """(rows, 1, longest, longest) which query may see which key; a query in the padding sees the first key, to stay finite."""
+    _, real = work.tokens
+    seen = real[:, None, None, :] & np.ones((work.longest, 1), bool)
+    if work.causal:
+        seen = seen & np.tri(work.longest, dtype=bool)
+    seen[:, :, :, 0] |= ~seen.any(-1)
+    return seen
+
+
+def _naive(lib: Library, work: Work) -> Prepared:
+    require(3 * work.padded_scores, lib.device)
+    args, cotangent, packed = _dense(lib, work)
+    xp, groups = lib.xp, work.heads // work.kv_heads
+    mask = lib.make(visible(work), "bool")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if groups > 1:
+            k, v = xp.repeat(k, groups, axis=1), xp.repeat(v, groups, axis=1)
+        scores = xp.matmul(q, xp.matrix_transpose(k)) * (1 / math.sqrt(work.dim))
+        scores = xp.where(mask, scores, -math.inf)
+        weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+        return xp.matmul(weights / xp.sum(weights, axis=-1, keepdims=True), v)
+
+    return Prepared(attend, args, cotangent, packed)
+
+
+def _einsum(lib: Library, work: Work) -> Prepared:
+    """What a first try in NumPy looks like."""
+    require(3 * work.padded_scores)
+    args, cotangent, packed = _dense(lib, work)
+    mask = visible(work)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = np.where(mask, np.einsum("nhid,nhjd->nhij", q, k) / math.sqrt(work.dim), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("nhij,nhjd->nhid", weights / weights.sum(-1, keepdims=True), v)
+
+    return Prepared(attend, args, cotangent, packed)
+
+
+def _rows(lib: Library, work: Work) -> Prepared:
+    """A Python loop over rows: the plain form, without padding."""
+    args, cotangent = _packed(lib, work)
+    xp, groups, bounds = lib.xp, work.heads // work.kv_heads, work.offsets.tolist()
+    hidden = lib.make(~np.tri(work.longest, dtype=bool), "bool") if work.causal else None
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        outs = []
+        for a, b in zip(bounds, bounds[1:], strict=False):
+            x, y, z = (xp.permute_dims(t[a:b], (1, 0, 2)) for t in (q, k, v))
+            if groups > 1:
+                y, z = xp.repeat(y, groups, axis=0), xp.repeat(z, groups, axis=0)
+            scores = xp.matmul(x, xp.matrix_transpose(y)) * (1 / math.sqrt(work.dim))
+            if hidden is not None:
+                scores = xp.where(hidden[: b - a, : b - a], -math.inf, scores)
+            weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+            out = xp.matmul(weights / xp.sum(weights, axis=-1, keepdims=True), z)
+            outs.append(xp.permute_dims(out, (1, 0, 2)))
+        return xp.concat(outs, axis=0)
+
+    return Prepared(attend, args, cotangent, lambda x: x)
+
+
+def _torch_sdpa(backend: str | None) -> Callable[[Library, Work], Prepared]:
+    """Padded batches in PyTorch. A causal call needs no mask: real tokens come before the padding."""
+
+    def prepare(lib: Library, work: Work) -> Prepared:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        args, cotangent, packed = _dense(lib, work)
+        mask = None if work.causal else lib.make(visible(work), "bool")
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+            )
+
+        if backend is None:
+            return Prepared(attend, args, cotangent, packed)
+
+        def chosen(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return attend(q, k, v)
+
+        return Prepared(chosen, args, cotangent, packed)
+
+    return prepare
+
+
+def _torch_rows(lib: Library, work: Work) -> Prepared:
+    import torch
+
+    args, cotangent = _packed(lib, work)
+    lengths = list(work.lengths)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        outs = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(t.transpose(0, 1)[None] for t in row), is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+            )[0].transpose(0, 1)
+            for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        ]
+        return torch.cat(outs)
+
+    return Prepared(attend, args, cotangent, lambda x: x)
+
+
+def _torch_nested(lib: Library, work: Work) -> Prepared:
+    import torch
+
+    args, cotangent = _packed(lib, work)
+    offsets = lib.make(work.offsets, "int64")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        shape = {"min_seqlen": min(work.lengths), "max_seqlen": work.longest}
+        nested = (torch.nested.nested_tensor_from_jagged(x, offsets, **shape).transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*nested, is_causal=work.causal).transpose(1, 2).values()
+
+    return Prepared(attend, args, cotangent, lambda x: x)
+
+
+def _torch_flex(lib: Library, work: Work) -> Prepared:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    args, cotangent = _packed(lib, work)
+    row = lib.make(np.repeat(np.arange(len(work.lengths)), work.lengths), "int32")
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        same = row[i] == row[j]
+        return same & (i >= j) if work.causal else same
+
+    mask = create_block_mask(seen, None, None, work.total, work.total, device=args[0].device)
+    run = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return run(q, k, v, block_mask=mask, enable_gqa=work.heads != work.kv_heads)[0].transpose(0, 1)
+
+    return Prepared(attend, args, cotangent, lambda x: x)
+
+
+# ---------------------------------------------------------------------------------------- kernels for CUDA
+def _bounds(lib: Library, work: Work) -> tuple[Any, int]:
+    return lib.make(work.offsets, "int32"), work.longest
+
+
+def _fa2(lib: Library, work: Work) -> Prepared:
+    """FlashAttention-2 as PyTorch carries it, without what PyTorch puts around it."""
+    import torch
+
+    args, cotangent = _packed(lib, work)
+    cu, longest = _bounds(lib, work)
+    forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            out, lse, rng, unused, _ = forward(q, k, v, cu, cu, longest, longest, 0.0, work.causal, False)
+            ctx.save_for_backward(q, k, v, out, lse, rng, unused)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            q, k, v, out, lse, rng, unused = ctx.saved_tensors
+            return backward(dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, work.causal, rng, unused)
+
+    return Prepared(Attend.apply, args, cotangent, lambda x: x)
+
+
+def _varlen(lib: Library, work: Work) -> Prepared:
+    from torch.nn.attention.varlen import varlen_attn
+
+    args, cotangent = _packed(lib, work)
+    cu, longest = _bounds(lib, work)
+    window = (-1, 0) if work.causal else (-1, -1)
+    grouped = {"enable_gqa": True} if work.heads != work.kv_heads else {}
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window, **grouped)
+
+    return Prepared(attend, args, cotangent, lambda x: x)
+
+
+def _flash(module: str) -> Callable[[Library, Work], Prepared]:
+    """FlashAttention-3 and -4, which share the names of their arguments."""
+
+    def prepare(lib: Library, work: Work) -> Prepared:
+        from importlib import import_module
+
+        run = import_module(module).flash_attn_varlen_func
+        args, cotangent = _packed(lib, work)
+        cu, longest = _bounds(lib, work)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            out = run(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=work.causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return Prepared(attend, args, cotangent, lambda x: x)
+
+    return prepare
+
+
+def _efficient(lib: Library, work: Work) -> Prepared:
+    """The memory-efficient kernel of xFormers on packed rows: the one that takes float32."""
+    import torch
+
+    args, cotangent = _packed(lib, work)
+    cu, longest = _bounds(lib, work)
+    forward, backward = torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward
+    mask = int(work.causal)
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            out, lse, *ctx.rest = forward(q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True)
+            ctx.save_for_backward(q, k, v, out, lse)
+            return out[0]
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            q, k, v, out, lse = ctx.saved_tensors
+            seed, offset, most_q, most_k = ctx.rest
+            found = backward(dout[None], q[None], k[None], v[None], None, out, cu, cu, most_q, most_k, lse, 0.0, seed, offset,
+                             mask, False)
+            return tuple(x[0] for x in found[:3])
+
+    return Prepared(Attend.apply, args, cotangent, lambda x: x)
+
+
+# ---------------------------------------------------------------------------------------------- JAX and MLX
+def _jax_own(lib: Library, work: Work) -> Prepared:
+    import jax
+
+    tokens, real = work.tokens
+    q, k, v, cotangent = (lib.make(np.where(real[:, :, None, None], x[tokens], 0), work.dtype) for x in work.arrays)
+    lengths, slots = lib.make(work.lengths, "int32"), lib.make(np.flatnonzero(real.reshape(-1)), "int32")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=work.causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+        )
+
+    def packed(x: Any) -> Any:
+        return x.reshape(-1, *x.shape[2:])[slots]
+
+    return Prepared(attend, (q, k, v), cotangent, packed)
+
+
+def _mlx_own(lib: Library, work: Work) -> Prepared:
+    import mlx.core as mx
+
+    args, cotangent, packed = _dense(lib, work)
+    mask = "causal" if work.causal else lib.make(visible(work), "bool")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(work.dim), mask=mask)
+
+    return Prepared(attend, args, cotangent, packed)
+
+
+# ----------------------------------------------------------------------------------------------- who may run
+def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Work], str | None]:
+    def missing(lib: Library, work: Work) -> str | None:
+        if lib.device != "cuda":
+            return "runs on CUDA devices only"
+        if dtypes and work.dtype not in dtypes:
+            return f"takes {' and '.join(dtypes)}, not {work.dtype}"
+        absent = [m for m in modules if not _importable(m)]
+        return f"{' and '.join(absent)} cannot be imported" if absent else None
+
+    return missing
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _compiler(lib: Library, work: Work) -> str | None:
+    from shutil import which
+
+    if lib.device == "cpu" and not (which("g++") or which("clang++") or which("c++")):
+        return "needs a C++ compiler on the CPU"
+    return None
+
+
+def _same_heads(lib: Library, work: Work) -> str | None:
+    return None if work.heads == work.kv_heads else "has no grouped heads"
+
+
+_HALF = ("float16", "bfloat16")
+
+#: All of them, ours first: ratios are against it.
+PEERS: tuple[Peer, ...] = (
+    Peer("scree", "numpy", _ours(None)),
+    Peer("scree", "torch", _ours(None)),
+    Peer("scree (jit)", "jax", _ours_traced),
+    Peer("scree", "mlx", _ours(None)),
+    Peer("scree, standard path", "torch", _ours("standard")),
+    Peer("padded, einsum", "numpy", _einsum),
+    *(Peer("padded, matmul", name, _naive) for name in ("numpy", "torch", "jax", "mlx")),
+    *(Peer("loop over rows", name, _rows) for name in ("numpy", "jax", "mlx")),
+    Peer("padded, SDPA", "torch", _torch_sdpa(None)),
+    Peer("loop over rows, SDPA", "torch", _torch_rows),
+    Peer("torch.nested, SDPA", "torch", _torch_nested, _same_heads),
+    Peer("flex_attention", "torch", _torch_flex, _compiler),
+    Peer("padded, jax.nn", "jax", _jax_own),
+    Peer("padded, mx.fast", "mlx", _mlx_own),
+    *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", _torch_sdpa(b), _on_cuda())
+      for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")),
+    Peer("FA2 (aten)", "torch", _fa2, _on_cuda(*_HALF)),
+    Peer("varlen_attn (FA2)", "torch", _varlen, _on_cuda(*_HALF)),
+    Peer("FA3", "torch", _flash("flash_attn_interface"), _on_cuda(*_HALF, modules=["flash_attn_interface"])),
+    Peer("FA3 (forward only)", "torch", _flash("fa3_fwd_interface"), _on_cuda("bfloat16", modules=["fa3_fwd_interface"])),
+    Peer("FA4", "torch", _flash("flash_attn.cute"), _on_cuda(*_HALF, modules=["flash_attn.cute"])),
+    Peer("efficient, packed", "torch", _efficient, _on_cuda("float32")),
+)  # fmt: skip
+
+
+def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[np.ndarray, ...]:
+    """Result and, on request, the gradients of q, k and v: float64, row by row, on the numbers that the library has."""
+    q, k, v, dout = (lib.arrays.read(lib.make(x, work.dtype)) for x in work.arrays)
+    groups, scale = work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
+    out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
+    for a, n in zip(work.offsets[:-1], work.lengths, strict=True):
+        for h in range(work.heads):
+            g, row = h // groups, slice(a, a + n)
+            scores = q[row, h] @ k[row, g].T * scale
+            if work.causal:
+                scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e300))
+            weights /= weights.sum(-1, keepdims=True)
+            out[row, h] = weights @ v[row, g]
+            if gradients:
+                dweights = dout[row, h] @ v[row, g].T
+                dscores = weights * (dweights - np.sum(dout[row, h] * out[row, h], -1, keepdims=True)) * scale
+                dq[row, h] = dscores @ k[row, g]
+                dk[row, g] += dscores.T @ q[row, h]
+                dv[row, g] += weights.T @ dout[row, h]
+    return (out, dq, dk, dv) if gradients else (out,)
+
+
+def contenders(lib: Library, work: Work) -> tuple[list[Peer], list[tuple[str, str]]]:
+    """The peers that can run a work on a library, and the others with the reason why not."""
+    there, absent = [], []
+    for peer in PEERS:
+        if peer.library == lib.name:
+            why = peer.missing(lib, work)
+            if why is None:
+                there.append(peer)
+            else:
+                absent.append((peer.name, why))
+    return there, absent
+
+
+def distance(found: np.ndarray, right: np.ndarray) -> float:
+    """Norm of the difference over the norm of what is right; NaN where anything is not finite."""
+    return float(np.linalg.norm(found - right) / np.linalg.norm(right))

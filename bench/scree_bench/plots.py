@@ -1,0 +1,124 @@
+"""Pictures of results, each in a light and a dark theme, as SVG with plain text.
+
+A subcommand says what to draw: ``pictures(result)`` of its module gives the name of each picture and a function that draws it
+into a figure. The same pictures come out of the JSON later, so that `report` needs nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .results import Result, Row, unit
+
+Draw = Callable[[Any], None]
+Pictures = dict[str, Draw]
+
+#: Theme -> background, text, grid, and the colors of the series in turn; the first is ours.
+THEMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "light": ("#ffffff", "#1f2328", "#d8dee4",
+              ("#0969da", "#e16f24", "#2da44e", "#8250df", "#bf8700", "#cf222e", "#57606a", "#1b7c83", "#d63384")),
+    "dark": ("#0d1117", "#e6edf3", "#30363d",
+             ("#58a6ff", "#ffa657", "#56d364", "#d2a8ff", "#e3b341", "#ff7b72", "#8b949e", "#39c5cf", "#f778ba")),
+}  # fmt: skip
+SIZE = (8.0, 4.2)  # inches at 100 dots each: the width of a README
+
+
+def draw(result: Result, out: Path, form: str = "svg") -> list[Path]:
+    """Write the pictures of a result into a folder; the paths written."""
+    module = import_module(f"scree_bench.commands.{result.command}")
+    written = []
+    for name, paint in getattr(module, "pictures", lambda _: {})(result).items():
+        written += save(name, paint, out, form)
+    return written
+
+
+def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
+    """Draw one picture in every theme: ``name-light.svg`` and ``name-dark.svg``."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for theme, (back, text, grid, colors) in THEMES.items():
+        style = {
+            "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back, "text.color": text,
+            "axes.labelcolor": text, "axes.edgecolor": grid, "xtick.color": text, "ytick.color": text, "grid.color": grid,
+            "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+            "axes.prop_cycle": mpl.cycler(color=colors), "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
+            "legend.frameon": False, "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5,
+            "svg.fonttype": "none", "svg.hashsalt": "scree", "font.family": "sans-serif",
+        }  # fmt: skip
+        with mpl.rc_context(style):
+            figure = Figure(figsize=SIZE, layout="constrained")
+            paint(figure)
+            path = out / f"{name}-{theme}.{form}"
+            figure.savefig(path, dpi=100, metadata={"Date": None} if form == "svg" else None)
+            written.append(path)
+    return written
+
+
+def series(rows: Iterable[Row], x: str, value: str) -> dict[str, tuple[list[float], list[float]]]:
+    """For each contender, where it was measured and what came out, in order."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if value in row.values and x in row.case:
+            found.setdefault(row.who, {})[row.case[x]] = row.values[value]
+    return {who: (sorted(points), [points[p] for p in sorted(points)]) for who, points in found.items()}
+
+
+def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> None:
+    """A line a contender, both axes by powers of two and ten."""
+    for who, (xs, ys) in series(rows, x, value).items():
+        axes.plot(xs, ys, marker="o", label=who)
+    axes.set(title=title, xlabel=x.replace("_", " "))
+    if axes.lines:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
+        axes.legend()
+    axes.yaxis.set_major_formatter(lambda v, _: unit(value).show(v))
+    axes.yaxis.set_minor_formatter(lambda v, _: "")
+
+
+def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str) -> None:
+    """A group of horizontal bars for each entry, a color for each contender, its value beside each bar."""
+    names = list(dict.fromkeys(who for group in groups.values() for who in group))
+    colors = dict(zip(names, _cycle(axes, len(names)), strict=True))
+    place, ticks, longest = 0.0, [], 0.0
+    for label, group in groups.items():
+        ticks.append((place + (len(group) - 1) / 2, label))
+        for who, x in group.items():
+            axes.barh(place, x, color=colors[who], height=0.8)
+            axes.text(x, place, " " + unit(kind).show(x), va="center", fontsize=9)
+            longest, place = max(longest, x), place + 1
+        place += 0.8
+    axes.set(title=title, xlim=(0, longest * 1.22 or 1), xticks=[])
+    axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.invert_yaxis()
+    if len(names) > 1:
+        handles = [axes.barh(0, 0, color=colors[who], label=who) for who in names]
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=min(4, len(names)))
+    figure = axes.get_figure()
+    figure.set_size_inches(SIZE[0], max(SIZE[1], 0.24 * place + 1.2 + 0.25 * math.ceil(len(names) / 4)))
+
+
+def grouped(rows: Iterable[Row], value: str, label: Callable[[Row], str]) -> dict[str, dict[str, float]]:
+    """Rows as `bars` takes them: one group a label."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if value in row.values:
+            found.setdefault(label(row), {})[row.who] = row.values[value]
+    return found
+
+
+def _cycle(axes: Any, count: int) -> Sequence[str]:
+    import matplotlib as mpl
+
+    colors = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
+    return [colors[i % len(colors)] for i in range(count)]

@@ -1,0 +1,258 @@
+"""The results of a run: what the JSON holds, how it is written, read, checked, shown and compared.
+
+A row says who did what, and with which outcome::
+
+    {"case": {"rows": 16, "dtype": "float32"}, "who": "scree", "status": "ok", "why": "",
+     "values": {"forward_s": 0.0123, "forward_error": 2e-7}, "samples": {"forward_s": [0.0122, 0.0123, 0.0125]}}
+
+The name of a value ends in what it is: see `UNITS`. A value that was sampled is the median of its samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .measure import FAILED, OUT_OF_MEMORY, Failure, median, spread
+
+SCHEMA = "scree-bench/1"
+OK = "ok"
+
+
+class Unit(NamedTuple):
+    """How a value is shown, and whether less or more of it is better (-1, 1; 0 for neither)."""
+
+    show: Callable[[float], str]
+    better: int
+
+
+def _scaled(steps: Sequence[tuple[float, str]], digits: int = 3) -> Callable[[float], str]:
+    def show(x: float) -> str:
+        size, unit = next(((s, u) for s, u in steps if abs(x) >= s), steps[-1])
+        text = f"{x / size:.{digits}g}"
+        return f"{float(text):,.0f} {unit}" if "e" in text else f"{text} {unit}"
+
+    return show
+
+
+#: Last word of a value's name -> its unit.
+UNITS = {
+    "s": Unit(_scaled([(1, "s"), (1e-3, "ms"), (1e-6, "us")]), -1),
+    "bytes": Unit(_scaled([(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")]), -1),
+    "flops": Unit(_scaled([(1e12, "TFLOP/s"), (1e9, "GFLOP/s")]), 1),
+    "rate": Unit(_scaled([(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")]), 1),
+    "tokens": Unit(_scaled([(1e6, "M tokens/s"), (1e3, "k tokens/s"), (1, "tokens/s")]), 1),
+    "saved": Unit(lambda x: f"{x:.1%}", 1),
+    "share": Unit(lambda x: f"{x:.1%}", 0),
+    "error": Unit(lambda x: f"{x:.1e}", -1),
+    "ratio": Unit(lambda x: f"{x:.2f}x", -1),
+    "count": Unit(lambda x: f"{x:,.0f}", 0),
+    "value": Unit(lambda x: f"{x:.6g}", 0),
+}
+
+
+def unit(name: str) -> Unit:
+    """The unit of a value, from its name."""
+    return UNITS[name.rpartition("_")[2]]
+
+
+@dataclass
+class Row:
+    """One contender on one case."""
+
+    case: dict[str, Any]
+    who: str
+    status: str = OK
+    why: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, outcome: Sequence[float] | Failure) -> None:
+        """Put samples in, or why there are none; what was measured before stays."""
+        if isinstance(outcome, Failure):
+            self.status = outcome.status
+            self.why = "; ".join(filter(None, (self.why, f"{name}: {outcome.why}")))
+        else:
+            self.samples[name] = list(outcome)
+            self.values[name] = median(outcome)
+
+
+@dataclass
+class Result:
+    """One run of one subcommand."""
+
+    command: str
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+    schema: str = SCHEMA
+
+    def write(self, path: Path) -> None:
+        """Write the JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> Result:
+    """Read the JSON of a run.
+
+    Raises
+    ------
+    ValueError
+        If it is no result of scree-bench; the message says where it departs.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected JSON of scree-bench, got {error}") from error
+    try:
+        check(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Result(**{**data, "rows": [Row(**row) for row in data["rows"]]})
+
+
+_NUMBER = (int, float)
+_ROW: dict[str, Any] = {
+    "case": {str: (str, int, float, bool, type(None))}, "who": str, "status": (OK, OUT_OF_MEMORY, FAILED), "why": str,
+    "values": {str: _NUMBER}, "samples": {str: [_NUMBER]},
+}  # fmt: skip
+_RESULT: dict[str, Any] = {
+    "schema": (SCHEMA,), "command": str, "config": dict, "machine": dict, "versions": {str: str}, "date": str, "rows": [_ROW],
+    "left_out": [{"what": str, "why": str}], "extra": dict, "complete": bool,
+}  # fmt: skip
+
+
+def check(data: Any, form: Any = None, at: str = "result") -> None:
+    """Raise `ValueError` where JSON departs from the schema, and say where.
+
+    A form is a type or several; the strings that are allowed; ``[form]`` for a list; ``{str: form}`` for any names, and
+    ``{"name": form, ...}`` for exactly these.
+    """
+    form = _RESULT if form is None else form
+    if isinstance(form, list):
+        if not isinstance(data, list):
+            raise ValueError(f"{at}: expected a list, got {type(data).__name__}")
+        for i, x in enumerate(data):
+            check(x, form[0], f"{at}[{i}]")
+    elif isinstance(form, dict):
+        if not isinstance(data, dict):
+            raise ValueError(f"{at}: expected an object, got {type(data).__name__}")
+        if str not in form and data.keys() != form.keys():
+            raise ValueError(f"{at}: expected the names {', '.join(form)}, got {', '.join(data)}")
+        for name, x in data.items():
+            check(x, form.get(name, form.get(str)), f"{at}.{name}")
+            if at.endswith(".values") and name.rpartition("_")[2] not in UNITS:
+                raise ValueError(f"{at}.{name}: expected a name that ends in {', '.join(UNITS)}")
+    elif isinstance(form, tuple) and isinstance(form[0], str):
+        if data not in form:
+            raise ValueError(f"{at}: expected {' or '.join(map(repr, form))}, got {data!r}")
+    elif not isinstance(data, form) or (isinstance(data, bool) and form is _NUMBER):
+        raise ValueError(f"{at}: expected {form}, got {data!r}")
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+class Table(NamedTuple):
+    """A table as text; what all its rows have in common stands in the caption, and below it what failed."""
+
+    caption: str
+    header: list[str]
+    lines: list[list[str]]
+    notes: list[str]
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        rows = [self.header, ["---"] * len(self.header), *([x.replace("|", "\\|") for x in line] for line in self.lines)]
+        caption = [f"For {self.caption}:", ""] if self.caption else []
+        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([*caption, *("| " + " | ".join(row) + " |" for row in rows), *notes])
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def cell(row: Row, name: str, reference: Row | None) -> str:
+    """A value; where it was sampled also the spread, for times and bytes the ratio to the same value of the case's first row."""
+    if name not in row.values:
+        return row.status if row.status != OK and not row.values else ""
+    x, kind = row.values[name], unit(name)
+    text = kind.show(x)
+    if name.endswith("_s") and len(row.samples.get(name, ())) > 1:
+        text += f" ±{spread(row.samples[name]):.0%}"
+    first = reference.values.get(name) if reference is not None and reference is not row else None
+    if first and kind.better < 0 and not name.endswith(("_error", "_ratio")):
+        text += f" ({x / first:.2f}x)"
+    return text
+
+
+def tables(result: Result) -> list[Table]:
+    """Rows side by side, a table for each kind of case: what was measured, on what, and how it went."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in result.rows:
+        groups.setdefault(tuple(row.case), []).append(row)
+    return [_table(list(keys), rows) for keys, rows in groups.items()]
+
+
+def _table(keys: list[str], rows: list[Row]) -> Table:
+    shared = {k: v for k, v in rows[0].case.items() if all(row.case[k] == v for row in rows)}
+    keys = [k for k in keys if k not in shared]
+    names = _unique(name for row in rows for name in row.values)
+    firsts: dict[str, Row] = {}
+    lines, notes = [], []
+    for row in rows:
+        first = firsts.setdefault(repr(row.case), row)
+        lines.append([*(text(row.case[k]) for k in keys), row.who, *(cell(row, name, first) for name in names)])
+        if row.status != OK:
+            notes.append(f"{', '.join([*(text(row.case[k]) for k in keys), row.who])}: {row.status}: {row.why}")
+    titles = [name.rpartition("_")[0].replace("_", " ") or name for name in names]
+    caption = ", ".join(f"{k} {text(v)}" for k, v in shared.items())
+    return Table(caption, [*keys, "", *titles], lines, notes)
+
+
+def text(x: Any) -> str:
+    """A part of a case as text."""
+    return f"{x:,}" if isinstance(x, int) and not isinstance(x, bool) else f"{x:g}" if isinstance(x, float) else str(x)
+
+
+# ---------------------------------------------------------------------------------------------------- compare
+class Move(NamedTuple):
+    """A value that is not what it was."""
+
+    case: dict[str, Any]
+    who: str
+    name: str
+    before: float
+    after: float
+    noise: float
+    better: bool | None
+
+
+def compare(before: Result, after: Result, least: float = 0.05) -> list[Move]:
+    """What moved beyond noise between two runs of one subcommand, the largest moves first.
+
+    Noise is the spread of the samples of both runs together, three times, and at least `least` for what was sampled; what was
+    computed moves when it changes at all.
+    """
+    old = {(repr(row.case), row.who): row for row in before.rows}
+    moves = []
+    for row in after.rows:
+        was = old.get((repr(row.case), row.who))
+        for name in row.values if was else ():
+            if name not in was.values:
+                continue
+            a, b = was.values[name], row.values[name]
+            sampled = name in row.samples
+            noise = max(least, 3 * (spread(was.samples.get(name, [])) + spread(row.samples[name]))) if sampled else 1e-9
+            if abs(b - a) > noise * abs(a):
+                better = unit(name).better
+                moves.append(Move(row.case, row.who, name, a, b, noise, (b - a) * better > 0 if better else None))
+    return sorted(moves, key=lambda m: -abs(m.after / m.before - 1) if m.before else -float("inf"))

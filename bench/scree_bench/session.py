@@ -1,0 +1,169 @@
+"""One run of one subcommand: it measures, shows progress, and keeps what it has, whatever happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from . import machine, plots, results
+from .measure import FEWEST, Failure, Thunk, interleaved
+from .results import Result, Row
+
+#: Builds a contender: what is timed, ready to be called. It may fail, for want of memory or of anything else.
+Build = Callable[[], Thunk]
+
+INTERRUPTED = 130
+
+
+class Session:
+    """A context under which a subcommand measures.
+
+    Parameters
+    ----------
+    command
+        The subcommand.
+    options
+        Its options as the user gave them; `out` and `quick` are taken out of them.
+    device
+        Where it runs, "cpu" or "cuda".
+
+    On leaving, the table goes to the screen and, with ``--out``, JSON and pictures into that folder; also after Ctrl-C, with
+    what was measured until then.
+    """
+
+    def __init__(self, command: str, options: Mapping[str, Any], device: str = "cpu") -> None:
+        self.out: Path | None = options.get("out")
+        self.quick = bool(options.get("quick"))
+        self.device = device
+        config = {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if k != "out"}
+        self.result = Result(command, config, machine.describe(device), machine.versions(), machine.now())
+        self.console = Console()
+        if not self.console.is_terminal:
+            self.console.width = 160
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=Console(stderr=True), transient=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Session:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._progress.stop()
+        self.result.complete = kind is None
+        if kind is not None and not issubclass(kind, KeyboardInterrupt):
+            return
+        self._show()
+        if self.out is not None:
+            self._save(self.out)
+        if kind is not None:
+            self.say("Interrupted: this is what had been measured.")
+            raise typer.Exit(INTERRUPTED)
+
+    # ------------------------------------------------------------------------------------------------ measuring
+    def track(self, items: Iterable[Any], what: str = "") -> Iterator[Any]:
+        """The items, with a bar that shows how far along they are."""
+        found = list(items)
+        task = self._progress.add_task(what or self.result.command, total=len(found))
+        for item in found:
+            yield item
+            self._progress.advance(task)
+
+    def row(self, case: Mapping[str, Any], who: str) -> Row:
+        """The row of a contender on a case; a new one where there is none yet."""
+        for row in reversed(self.result.rows):
+            if row.who == who and row.case == case:
+                return row
+        self.result.rows.append(Row(dict(case), who))
+        return self.result.rows[-1]
+
+    def time(
+        self, case: Mapping[str, Any], name: str, contenders: Mapping[str, Build], *, budget: float = 1.0,
+        wait: Callable[[Any], Any] = lambda x: x,
+    ) -> dict[str, Row]:  # fmt: skip
+        """Time contenders in turn, and put the samples into their rows under `name`.
+
+        Parameters
+        ----------
+        budget
+            Seconds for each contender; a tenth of it with ``--quick``.
+        """
+        thunks: dict[str, Thunk] = {}
+        outcome: dict[str, list[float] | Failure] = {}
+        for who, build in contenders.items():
+            try:
+                thunks[who] = build()
+            except Exception as error:
+                outcome[who] = Failure.of(error)
+        budget, fewest = (budget / 10, 2) if self.quick else (budget, FEWEST)
+        outcome |= interleaved(thunks, budget, wait=wait, device=self.device, fewest=fewest)
+        rows = {who: self.row(case, who) for who in contenders}
+        for who, row in rows.items():
+            row.add(name, outcome[who])
+        return rows
+
+    def value(self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]) -> None:
+        """Put one number that is computed or counted into a row; failing is a result too."""
+        row = self.row(case, who)
+        try:
+            row.values[name] = float(compute())
+        except Exception as error:
+            row.add(name, Failure.of(error))
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Note what could not run here, once."""
+        entry = {"what": what, "why": why}
+        if entry not in self.result.left_out:
+            self.result.left_out.append(entry)
+
+    def limits(self) -> dict[str, float]:
+        """The limits of this machine, measured once a run."""
+        known: dict[str, float] | None = self.result.machine.get("limits")
+        if known is None:
+            known = self.result.machine["limits"] = machine.limits(self.device, self.quick)
+        return known
+
+    # ------------------------------------------------------------------------------------------------ output
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self.console.print(line, highlight=False, markup=False)
+
+    def _show(self) -> None:
+        result, about = self.result, self.result.machine
+        where = about["gpu"] if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
+        self.say(f"{result.command} on {where}, {result.date[:10]}")
+        for found in results.tables(result):
+            shown = Table(box=box.SIMPLE_HEAD, title=found.caption, title_justify="left")
+            for i, title in enumerate(found.header):
+                shown.add_column(title, justify="right" if i else "left")
+            for line in found.lines:
+                shown.add_row(*map(Text, line))
+            self.console.print(shown)
+            for note in found.notes:
+                self.say(f"- {note}")
+        for name, x in about.get("limits", {}).items():
+            self.say(f"limit: {name.rpartition('_')[0].replace('_', ' ')} {results.unit(name).show(x)}")
+        for entry in result.left_out:
+            self.say(f"left out: {entry['what']}: {entry['why']}")
+
+    def _save(self, out: Path) -> None:
+        name = f"{self.result.command}-{machine.tag(self.device)}"
+        self.result.write(out / f"{name}.json")
+        pictures = plots.draw(self.result, out)
+        self.say(f"Wrote {out / name}.json and {len(pictures)} pictures.")
+
+
+def elapsed(thunk: Thunk) -> tuple[Any, float]:
+    """The result of one call, and its seconds."""
+    start = time.perf_counter()
+    return thunk(), time.perf_counter() - start
