@@ -18,7 +18,7 @@ import numpy as np
 import scree
 
 from .backends import EPS, HALF, TINY, Library
-from .layouts import LAYOUTS
+from .layouts import lengths_of
 from .oracle import Rows
 
 FACTOR = 4.0
@@ -85,7 +85,7 @@ class Bench:
         self, layout: str | list[int], shape: tuple[int, ...] = (), dtype: str = "float32", draw: str = "any", dim: int = 0
     ) -> Data:
         """A ragged array of a layout; `shape` is that of one token, `dim` the ragged axis of the values."""
-        lengths = LAYOUTS[layout] if isinstance(layout, str) else layout
+        lengths = lengths_of(layout) if isinstance(layout, str) else layout
         values = DRAWS[draw](self.rng, (*shape[:dim], sum(lengths), *shape[dim:]))
         return self.of(self.lib.make(values, dtype), lengths, dim)
 

@@ -13,14 +13,14 @@ import scree
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
-from .layouts import ALL, LAYOUTS, SHORT
+from .layouts import ALL, SHORT, Layout, lengths_of
 from .table import DTYPES, operation
 
 LARGE = ("float16", "bfloat16")
 
 
 # --------------------------------------------------------------------------------------------------- softmax
-def softmax(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+def softmax(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """Along the ragged axis, whichever of the values it is."""
     for token, dim, draw in (((), 0, "any"), ((2, 3), 0, "any"), ((3,), 1, "any"), ((3,), 0, "large")):
         x = bench.ragged(layout, token, dtype, draw, dim)
@@ -34,7 +34,7 @@ for _name in ("softmax", "log_softmax", "logsumexp"):
 
 # ----------------------------------------------------------------------------------------------------- norms
 @operation("rms_norm", kernel="rms_norm")
-def rms_norm(bench: Bench, layout: str, dtype: str) -> None:
+def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
     """With and without weight, also where x ** 2 is beyond half precision, and on dense arrays."""
     weight = bench.dense((4,), dtype, "positive")
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
@@ -48,7 +48,7 @@ def rms_norm(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("layer_norm", kernel="layer_norm")
-def layer_norm(bench: Bench, layout: str, dtype: str) -> None:
+def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
     """With and without weight and bias, also where the variance is beyond half precision, and on dense arrays."""
     weight, bias = bench.dense((4,), dtype, "positive"), bench.dense((4,), dtype)
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
@@ -64,9 +64,9 @@ def layer_norm(bench: Bench, layout: str, dtype: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------ rope
 @operation("rope", kernel="rope")
-def rope(bench: Bench, layout: str, dtype: str) -> None:
+def rope(bench: Bench, layout: Layout, dtype: str) -> None:
     """Both pairings, another base, and rows that continue."""
-    starts = [3 * i for i in range(len(LAYOUTS[layout]))]
+    starts = [3 * i for i in range(len(lengths_of(layout)))]
     start = bench.lib.make(np.asarray(starts, np.int32), "int32")
     for token in ((8,), (2, 8)):
         x = bench.ragged(layout, token, dtype)
@@ -78,14 +78,14 @@ def rope(bench: Bench, layout: str, dtype: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- routing
-def _places(bench: Bench, layout: str, size: int, distinct: bool) -> Data:
-    total = sum(LAYOUTS[layout])
+def _places(bench: Bench, layout: Layout, size: int, distinct: bool) -> Data:
+    total = sum(lengths_of(layout))
     numbers = bench.rng.permutation(size)[:total] if distinct else bench.rng.integers(0, size, total)
-    return bench.of(bench.lib.make(numbers.astype(np.int32), "int32"), LAYOUTS[layout])
+    return bench.of(bench.lib.make(numbers.astype(np.int32), "int32"), lengths_of(layout))
 
 
 @operation("gather")
-def gather(bench: Bench, layout: str, dtype: str) -> None:
+def gather(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens of ragged and dense arrays by ragged numbers; rows by dense ones."""
     source = bench.ragged([2, 0, 3], (2,), dtype)
     index = _places(bench, layout, 5, distinct=False)
@@ -97,9 +97,9 @@ def gather(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("scatter", kernel="scatter")
-def scatter(bench: Bench, layout: str, dtype: str) -> None:
+def scatter(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens to places of their own, and to shared ones, where the last stays; rows to places."""
-    x, total = bench.ragged(layout, (2,), dtype), sum(LAYOUTS[layout])
+    x, total = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
     for distinct in (True, False):
         size = total + 3
         index = _places(bench, layout, size, distinct)
@@ -113,7 +113,7 @@ def scatter(bench: Bench, layout: str, dtype: str) -> None:
 
         bench.check(lambda a, i: bench.run(bench.xp.ragged.scatter, a, i, size), truth, x, index)
     if bench.kernel is None:
-        n = len(LAYOUTS[layout])
+        n = len(lengths_of(layout))
         places = bench.rng.permutation(n + 2)[:n]
         rows: list[Any] = [x.exact.template] * (n + 2)
         for row, place in zip(x.exact, places.tolist(), strict=True):
@@ -123,9 +123,9 @@ def scatter(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("scatter_add", dtypes=(*DTYPES, "int32"), kernel="scatter")
-def scatter_add(bench: Bench, layout: str, dtype: str) -> None:
+def scatter_add(bench: Bench, layout: Layout, dtype: str) -> None:
     """Sums of the tokens that meet; many meet at few places."""
-    for size in (3, sum(LAYOUTS[layout]) + 3):
+    for size in (3, sum(lengths_of(layout)) + 3):
         x, index = bench.ragged(layout, (2,), dtype), _places(bench, layout, size, distinct=False)
 
         def truth(a: Any, i: Any) -> np.ndarray:
@@ -136,14 +136,14 @@ def scatter_add(bench: Bench, layout: str, dtype: str) -> None:
             return out
 
         bench.check(lambda a, i: bench.run(bench.xp.ragged.scatter_add, a, i, size), truth, x, index)
-        flat = bench.of(index.x.values, LAYOUTS[layout])
+        flat = bench.of(index.x.values, lengths_of(layout))
         bench.check(lambda a: bench.run(bench.xp.ragged.scatter_add, a, flat.x.values, size), lambda a: truth(a, index.exact), x)
 
 
 @operation("group")
-def group(bench: Bench, layout: str, dtype: str) -> None:
+def group(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens sorted into groups and put back: the path of a mixture of experts."""
-    x, total = bench.ragged(layout, (2,), dtype), sum(LAYOUTS[layout])
+    x, total = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
     for groups in (1, 4):
         ids = bench.rng.integers(0, groups, total).astype(np.int32)
         grouped, index = bench.xp.ragged.group(x.x, bench.lib.make(ids, "int32"), groups)
@@ -155,7 +155,7 @@ def group(bench: Bench, layout: str, dtype: str) -> None:
 
 # --------------------------------------------------------------------------------------------------- dropout
 @operation("dropout", ALL)
-def dropout(bench: Bench, layout: str, dtype: str) -> None:
+def dropout(bench: Bench, layout: Layout, dtype: str) -> None:
     """Zeros at the given rate, the others scaled; the same key gives the same zeros. Or a clear refusal."""
     x, generator = bench.ragged(layout, (4,), dtype, "positive"), bench.lib.generator
     if generator is None:
@@ -169,7 +169,7 @@ def dropout(bench: Bench, layout: str, dtype: str) -> None:
     rows = bench.rows(got)
     bench.close(got, [np.where(g == 0, 0, row / 0.75) for g, row in zip(rows, x.exact, strict=True)], dtype=dtype)
     np.testing.assert_array_equal(bench.read(got.values), bench.read(again.values))
-    count = 4 * sum(LAYOUTS[layout])
+    count = 4 * sum(lengths_of(layout))
     if count > 1000:
         zeros = sum(int(np.sum(row == 0)) for row in rows)
         assert abs(zeros - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75), f"{zeros} zeros in {count} numbers at rate 0.25"
@@ -199,12 +199,12 @@ ATTENTION: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 
 
 def attention(
-    bench: Bench, layout: str, dtype: str, *, sizes: tuple[int, int, int, int], options: dict[str, Any], cross: bool = False,
+    bench: Bench, layout: Layout, dtype: str, *, sizes: tuple[int, int, int, int], options: dict[str, Any], cross: bool = False,
     draw: str = "any",
 ) -> None:  # fmt: skip
     """Output and log-sum-exp; with `cross`, keys of another layout, whose empty rows meet queries."""
     heads, kv_heads, dim, value_dim = sizes
-    lengths = LAYOUTS[layout]
+    lengths = lengths_of(layout)
     keys = [*lengths[2:], *lengths[:2]] if cross else lengths
     q = bench.ragged(layout, (heads, dim), dtype, draw)
     if cross:
@@ -243,7 +243,7 @@ operation("attention of large numbers", (ALL[0],), (*LARGE, "float32"), kernel="
 
 
 @operation("attention is O(total)", ("one_long",), ("float32",))
-def memory(bench: Bench, layout: str, dtype: str) -> None:
+def memory(bench: Bench, layout: Layout, dtype: str) -> None:
     """One long row among many short ones costs no scores of n x longest^2: the result is there, in the memory of a test."""
     lengths = [2048] + [16] * 1000  # 1001 x 2048^2 scores would be 17 GB
     q = bench.ragged(lengths, (1, 4), dtype)

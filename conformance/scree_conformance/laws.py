@@ -12,7 +12,7 @@ import scree
 
 from .backends import HALF
 from .bench import Bench
-from .layouts import EMPTY, LAYOUTS
+from .layouts import EMPTY, Layout, lengths_of
 from .table import DTYPES, operation
 
 # ------------------------------------------------------------------------------------------------- empty rows
@@ -24,10 +24,10 @@ NOTHING: dict[str, Any] = {
 
 
 @operation("law: empty rows", EMPTY, ("float32", "int32", "float16", "bfloat16", "int8", "uint8"))
-def empty_rows(bench: Bench, layout: str, dtype: str) -> None:
+def empty_rows(bench: Bench, layout: Layout, dtype: str) -> None:
     """The table of the design, the same on every library."""
     x = bench.ragged(layout, (3,), dtype, "natural")
-    empty = np.asarray(LAYOUTS[layout]) == 0
+    empty = np.asarray(lengths_of(layout)) == 0
     for name, value in NOTHING.items():
         if dtype not in DTYPES and name in ("max", "min"):
             info = np.iinfo(dtype)
@@ -49,7 +49,7 @@ def empty_rows(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("law: nothing at all", ("all_empty", "no_rows"), ("float32",))
-def nothing(bench: Bench, layout: str, dtype: str) -> None:
+def nothing(bench: Bench, layout: Layout, dtype: str) -> None:
     """A reduction over the whole of an array without tokens has the values of an empty row."""
     x = bench.ragged(layout, (3,), dtype)
     for name, value in NOTHING.items():
@@ -82,9 +82,9 @@ ISOLATED: dict[str, Callable[[Any, scree.Array], Any]] = {
 
 
 @operation("law: rows are isolated", ("blocks", "one_long", "empty_between"), ("float32", "float16", "bfloat16"))
-def isolated(bench: Bench, layout: str, dtype: str) -> None:
+def isolated(bench: Bench, layout: Layout, dtype: str) -> None:
     """NaN and infinity in one row leave every other row as it was, to the bit."""
-    lengths = LAYOUTS[layout]
+    lengths = lengths_of(layout)
     x = bench.ragged(layout, (2, 4), dtype)
     whole = np.concatenate(x.exact)
     ends = np.cumsum(lengths)
@@ -143,7 +143,7 @@ SQUARED = ("var", "std")  # dense libraries may square in half precision, or upd
 
 
 @operation("law: equal rows are a dense array", ("plain",), (*DTYPES, "int32", "int8"))
-def equal_rows(bench: Bench, layout: str, dtype: str) -> None:
+def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
     """The same result with the same dtype, to the bit: sums and means of these numbers are exact."""
     numbers = bench.rng.integers(-3, 4, (2, N, LENGTH, WIDTH))
     dense, more = (bench.lib.make(x, dtype) for x in numbers)
@@ -169,7 +169,7 @@ def equal_rows(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("law: dtypes", ("plain",), ("int32", "int8", "uint8", "float16", "bfloat16"))
-def dtype_rules(bench: Bench, layout: str, dtype: str) -> None:
+def dtype_rules(bench: Bench, layout: Layout, dtype: str) -> None:
     """The mean of integers has the default floating-point dtype; half precision keeps its own everywhere."""
     x = bench.ragged(layout, (4,), dtype, "natural").x
     for name in ("mean", "var", "std"):
@@ -185,7 +185,7 @@ def dtype_rules(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("law: half precision does not overflow", ("one_long",), HALF)
-def no_overflow(bench: Bench, layout: str, dtype: str) -> None:
+def no_overflow(bench: Bench, layout: Layout, dtype: str) -> None:
     """|x| is near 300: squares and sums are beyond float16, means, deviations, norms and attention are not."""
     x = bench.ragged(layout, (4,), dtype, "large").x
     xp = bench.xp
@@ -198,7 +198,7 @@ def no_overflow(bench: Bench, layout: str, dtype: str) -> None:
     }  # fmt: skip
     q = x.with_values(xp.expand_dims(x.values, axis=1))
     calls["attention"] = xp.ragged.attention(q, q, q)
-    filled = np.asarray(LAYOUTS[layout]) > 0
+    filled = np.asarray(lengths_of(layout)) > 0
     for name, got in calls.items():
         found = bench.lib.read(got.values if isinstance(got, scree.Array) else got)
         found = found[filled] if found.shape[:1] == filled.shape else found

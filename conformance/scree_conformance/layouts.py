@@ -1,5 +1,8 @@
 """The row lengths that break ragged code."""
 
+#: A layout by its name, or by the lengths of its rows.
+Layout = str | list[int]
+
 #: Name -> row lengths. The three with empty rows hold the same lengths, so that libraries that compile do it once.
 LAYOUTS: dict[str, list[int]] = {
     "plain": [3, 2, 4],
@@ -20,3 +23,8 @@ ALL = ("empty_between", *(name for name in LAYOUTS if name != "empty_between"))
 #: Where every shape costs time to compile: these share their shapes, but for two.
 FEW = ("empty_first", "empty_last", "no_rows", "one_long")
 EMPTY = ("empty_between", "empty_first", "empty_last", "all_empty", "no_rows")
+
+
+def lengths_of(layout: Layout) -> list[int]:
+    """The lengths of the rows."""
+    return LAYOUTS[layout] if isinstance(layout, str) else layout

@@ -12,7 +12,7 @@ import scree
 
 from . import oracle
 from .bench import Bench
-from .layouts import ALL, LAYOUTS
+from .layouts import ALL, Layout, lengths_of
 from .oracle import Rows
 from .table import DTYPES, operation
 
@@ -93,7 +93,7 @@ EACH: dict[str, list[Rule]] = {
 def moving(rules: list[Rule]) -> Callable[[Bench, str, str], None]:
     """The check of functions that make no rounding errors."""
 
-    def check(bench: Bench, layout: str, dtype: str) -> None:
+    def check(bench: Bench, layout: Layout, dtype: str) -> None:
         for i, (call, row) in enumerate(rules):
             x = bench.ragged(layout, (3,), dtype, "natural")
             got = call(bench.xp, x.x)
@@ -107,7 +107,7 @@ for _name, _rules in EACH.items():
 
 
 @operation("argmax argmin", ALL, ("int32", "float32", "bfloat16"))
-def best(bench: Bench, layout: str, dtype: str) -> None:
+def best(bench: Bench, layout: Layout, dtype: str) -> None:
     """The position in the row of the first best token, -1 for an empty row; NaN comes first."""
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, "natural", dim)
@@ -120,10 +120,10 @@ def best(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("rows: flip roll repeat tile unstack", ALL, ("float32",))
-def whole_rows(bench: Bench, layout: str, dtype: str) -> None:
+def whole_rows(bench: Bench, layout: Layout, dtype: str) -> None:
     """Axis 0 moves whole rows."""
     x, xp = bench.ragged(layout, (3,), dtype), bench.xp
-    rows, n = list(x.exact), len(LAYOUTS[layout])
+    rows, n = list(x.exact), len(lengths_of(layout))
     bench.close(xp.flip(x.x, axis=0), rows[::-1])
     bench.close(xp.flip(x.x), [row[::-1, ::-1] for row in rows[::-1]])
     bench.close(xp.roll(x.x, 1, axis=0), [rows[i - 1] for i in range(n)])
@@ -142,7 +142,7 @@ def whole_rows(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("take_along_axis", ALL, ("float32", "int32"))
-def along(bench: Bench, layout: str, dtype: str) -> None:
+def along(bench: Bench, layout: Layout, dtype: str) -> None:
     """Positions within the row; with sort's own positions it sorts."""
     x = bench.ragged(layout, (3,), dtype)
     order = bench.xp.argsort(x.x, axis=1)
@@ -161,7 +161,7 @@ def _offered(call: Callable[[], Any]) -> bool:
 
 
 @operation("nonzero unique_values unique_counts unique_inverse unique_all", ALL, ("int32", "float32"))
-def sets(bench: Bench, layout: str, dtype: str) -> None:
+def sets(bench: Bench, layout: Layout, dtype: str) -> None:
     """Indices by row, position and element; distinct values of all rows together."""
     xp, x = bench.xp, bench.ragged(layout, (3,), dtype, "natural")
     dense = bench.dense((4,), dtype).x
@@ -185,7 +185,7 @@ def sets(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("vecdot tensordot vector_norm")
-def products(bench: Bench, layout: str, dtype: str) -> None:
+def products(bench: Bench, layout: Layout, dtype: str) -> None:
     """Products along the ragged axis and element axes; norms of rows and tokens."""
     xp = bench.xp
     x = bench.ragged(layout, (3,), dtype)
@@ -213,9 +213,9 @@ def products(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("grouped matmul", ALL)
-def grouped(bench: Bench, layout: str, dtype: str) -> None:
+def grouped(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every row times its own matrix."""
-    x, n = bench.ragged(layout, (3,), dtype), len(LAYOUTS[layout])
+    x, n = bench.ragged(layout, (3,), dtype), len(lengths_of(layout))
     weight = bench.dense((n, 3, 2), dtype)
     rough = None
     if dtype in ("float16", "bfloat16"):

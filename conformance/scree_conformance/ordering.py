@@ -10,7 +10,7 @@ import numpy as np
 
 from . import oracle
 from .bench import DRAWS, Bench, Data
-from .layouts import ALL, LAYOUTS
+from .layouts import ALL, Layout, lengths_of
 from .oracle import Rows
 from .reshaping import MOVED, by_row, cubes, numbers
 from .table import DTYPES, operation
@@ -31,7 +31,7 @@ def order(row: np.ndarray, axis: int, descending: bool) -> np.ndarray:
     return np.argsort(-ranks if descending else ranks, axis=axis, kind="stable")
 
 
-def sorting(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+def sorting(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """Up and down, stable or not, within rows and along elements."""
     f = getattr(bench.xp, name)
     index = bench.lib.dtype_name(bench.xp.argsort(bench.lib.make(np.ones(2), dtype)))
@@ -54,7 +54,7 @@ for _name in ("sort", "argsort"):
     operation(_name, ALL, REAL)(partial(sorting, name=_name))
 
 
-def extremes(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+def extremes(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """The first of the best in each row, -1 where there is none; the first NaN before all."""
     f, plain = getattr(bench.xp, name), getattr(np, name)
     out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
@@ -84,7 +84,7 @@ for _name in ("argmax", "argmin"):
 
 
 @operation("nonzero", ALL, ("float32", "int32", "bool"))
-def nonzero(bench: Bench, layout: str, dtype: str) -> None:
+def nonzero(bench: Bench, layout: Layout, dtype: str) -> None:
     """The row, the position in the row and the element of each, in the order of the rows."""
     for token in ((), (3,), (3, 2)):
         x = bench.ragged(layout, token, dtype, "bool")
@@ -94,7 +94,7 @@ def nonzero(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("searchsorted", ALL, ("float32", "int32"))
-def searchsorted(bench: Bench, layout: str, dtype: str) -> None:
+def searchsorted(bench: Bench, layout: Layout, dtype: str) -> None:
     """Ragged numbers in one sorted table."""
     table = np.asarray([-3, -1, 0, 0, 2, 5])
     own = bench.lib.make(table, dtype)
@@ -105,7 +105,7 @@ def searchsorted(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("isin", ALL, ("float32", "int32", "int8"))
-def isin(bench: Bench, layout: str, dtype: str) -> None:
+def isin(bench: Bench, layout: Layout, dtype: str) -> None:
     """Among dense numbers, or among those of all rows of another ragged array."""
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, "natural", dim)
@@ -118,7 +118,7 @@ def isin(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("unique_values unique_counts unique_inverse unique_all", ALL, ("float32", "int32", "bool"))
-def unique(bench: Bench, layout: str, dtype: str) -> None:
+def unique(bench: Bench, layout: Layout, dtype: str) -> None:
     """The distinct numbers of all rows together; where each stands is ragged again."""
     for dim, draw in ((0, "ties"), (1, "ties"), (0, "special")):
         if draw == "special" and dtype != "float32":
@@ -149,9 +149,9 @@ def _taken(bench: Bench, got: Any) -> Any:
 
 
 @operation("take_along_axis", ALL, MOVED)
-def take_along_axis(bench: Bench, layout: str, dtype: str) -> None:
+def take_along_axis(bench: Bench, layout: Layout, dtype: str) -> None:
     """Positions in the row, also from its end, another number of them for each row; and entries of an element axis."""
-    lengths = LAYOUTS[layout]
+    lengths = lengths_of(layout)
     for dim, x in cubes(bench, layout, dtype):
         counts = [int(bench.rng.integers(0, 4)) if length else 0 for length in lengths]
         rows = [bench.rng.integers(-n, n, (c, 3) if not dim else (3, c)) if n else np.zeros((0, 3) if not dim else (3, 0), int)

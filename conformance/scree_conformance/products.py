@@ -11,7 +11,7 @@ import numpy as np
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
-from .layouts import ALL, LAYOUTS, SHORT
+from .layouts import ALL, SHORT, Layout, lengths_of
 from .reshaping import cubes
 from .table import DTYPES, operation
 
@@ -30,9 +30,9 @@ def _rough(bench: Bench, dtype: str, truth: Callable[..., Any]) -> Any:
 
 
 @operation("grouped matmul linalg.matmul", ALL)
-def grouped(bench: Bench, layout: str, dtype: str) -> None:
+def grouped(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every row times its own matrix; every token times a vector."""
-    n = len(LAYOUTS[layout])
+    n = len(lengths_of(layout))
     x = bench.ragged(layout, (4,), dtype)
     calls = [bench.xp.matmul, lambda a, b: a @ b] + ([bench.xp.linalg.matmul] if hasattr(bench.xp.linalg, "matmul") else [])
     for shape in ((n, 4, 3), (4,)):
@@ -42,7 +42,7 @@ def grouped(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("vecdot linalg.vecdot", ALL, (*DTYPES, "int32"))
-def vecdot(bench: Bench, layout: str, dtype: str) -> None:
+def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
     """Within rows and along elements, with ragged and dense vectors on either side."""
     draw = "integer" if dtype == "int32" else "any"
     functions = [bench.xp.vecdot] + ([bench.xp.linalg.vecdot] if hasattr(bench.xp.linalg, "vecdot") else [])
@@ -71,7 +71,7 @@ def vecdot(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("tensordot linalg.tensordot", ALL)
-def tensordot(bench: Bench, layout: str, dtype: str) -> None:
+def tensordot(bench: Bench, layout: Layout, dtype: str) -> None:
     """The last element axes against the first of a dense array."""
     x = bench.ragged(layout, (2, 3), dtype)
     functions = [bench.xp.tensordot] + ([bench.xp.linalg.tensordot] if hasattr(bench.xp.linalg, "tensordot") else [])
@@ -84,7 +84,7 @@ def tensordot(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("linalg.vector_norm", ALL)
-def norms(bench: Bench, layout: str, dtype: str) -> None:
+def norms(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every order, along tokens, elements and both."""
     f = bench.xp.linalg.vector_norm
     for dim in (0, 1):
@@ -92,7 +92,7 @@ def norms(bench: Bench, layout: str, dtype: str) -> None:
         for axis, keepdims in ((dim + 1, False), (dim + 1, True), (2 - dim, False), (2 - dim, True), ((1, 2), False), (None, False)):
             for order in (2, 1, np.inf, -np.inf, 0, 3) if axis == dim + 1 and not keepdims else (2, np.inf):
                 axes = (0, 1, 2) if axis is None else tuple(np.atleast_1d(axis).tolist())
-                if order == np.inf and dim + 1 in axes and 0 in LAYOUTS[layout] + ([0] if not LAYOUTS[layout] else []):
+                if order == np.inf and dim + 1 in axes and 0 in lengths_of(layout) + ([0] if not lengths_of(layout) else []):
                     continue  # see the operation below
                 inner = tuple(a - 1 for a in axes if a)
 
@@ -121,10 +121,10 @@ def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) 
 
 
 @operation("the largest of nothing linalg.vector_norm", ("empty_between", "no_rows", "all_empty"), ("float32",))
-def norm_of_nothing(bench: Bench, layout: str, dtype: str) -> None:
+def norm_of_nothing(bench: Bench, layout: Layout, dtype: str) -> None:
     """A vector without entries has the norm 0, whatever the order (but the least of nothing is infinite)."""
     x = bench.ragged(layout, (3,), dtype)
-    empty = np.asarray(LAYOUTS[layout], int) == 0
+    empty = np.asarray(lengths_of(layout), int) == 0
     for order in (1, 2, 3, 0, np.inf):
         for axis in (1, (1, 2)):
             got = bench.lib.read(bench.xp.linalg.vector_norm(x.x, axis=axis, ord=order))
@@ -159,14 +159,14 @@ PRODUCTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def of_matrices(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+def of_matrices(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """The function of the matrix of each token, (n, None, 3, 3), held against NumPy's on each row."""
     plain = name in ("tril", "triu")
     if not hasattr(bench.xp if plain else bench.xp.linalg, name):
         return  # a gap of the library; the page of coverage says so
     raw = bench.ragged(layout, (3, 3), dtype)
     exact = _spd(np.concatenate([raw.exact.template, *raw.exact]))
-    x = bench.of(bench.lib.make(exact, dtype), LAYOUTS[layout])
+    x = bench.of(bench.lib.make(exact, dtype), lengths_of(layout))
     call = PRODUCTS.get(name, lambda xp, a: getattr(xp if plain else xp.linalg, name)(a))
     if name in PRODUCTS and name not in ("matrix_power", "slogdet"):
         got, values = _by_token(bench, name, x), x.exact

@@ -12,7 +12,7 @@ import numpy as np
 from . import oracle
 from .backends import FLOATS, HALF
 from .bench import Bench, Data
-from .layouts import ALL, LAYOUTS, SHORT
+from .layouts import ALL, SHORT, Layout, lengths_of
 from .oracle import Rows
 from .table import operation
 
@@ -24,7 +24,7 @@ def numbers(dtype: str) -> str:
     return {"bool": "bool", "complex64": "complex"}.get(dtype, "natural" if dtype[0] == "u" else "any" if dtype in FLOATS else "integer")
 
 
-def cubes(bench: Bench, layout: str, dtype: str, token: tuple[int, ...] = (3,)) -> list[tuple[int, Data]]:
+def cubes(bench: Bench, layout: Layout, dtype: str, token: tuple[int, ...] = (3,)) -> list[tuple[int, Data]]:
     """(the ragged axis of a row, an array) for every place that the ragged axis can have."""
     return [(dim, bench.ragged(layout, token, dtype, numbers(dtype), dim)) for dim in range(len(token) + 1)]
 
@@ -36,7 +36,7 @@ def by_row(f: Callable[..., Any]) -> Callable[[Rows], list[np.ndarray]]:
 
 # ------------------------------------------------------------------------------------------------ axes
 @operation("expand_dims squeeze", ALL, MOVED)
-def axes_of_size_one(bench: Bench, layout: str, dtype: str) -> None:
+def axes_of_size_one(bench: Bench, layout: Layout, dtype: str) -> None:
     """A new axis at every place behind the batch, and away again."""
     xp = bench.xp
     for dim, x in cubes(bench, layout, dtype):
@@ -50,7 +50,7 @@ def axes_of_size_one(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("permute_dims moveaxis matrix_transpose linalg.matrix_transpose", ALL, MOVED)
-def permuted(bench: Bench, layout: str, dtype: str) -> None:
+def permuted(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every order of the axes behind the batch, the ragged one among them."""
     xp = bench.xp
     for dim, x in cubes(bench, layout, dtype, (3, 2)):
@@ -67,9 +67,9 @@ def permuted(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("reshape", ALL, MOVED)
-def reshaped(bench: Bench, layout: str, dtype: str) -> None:
+def reshaped(bench: Bench, layout: Layout, dtype: str) -> None:
     """The element axes in other shapes; None stands for the ragged axis, -1 for what follows from the others."""
-    n = len(LAYOUTS[layout])
+    n = len(lengths_of(layout))
     x = bench.ragged(layout, (4, 3), dtype, numbers(dtype))
     for want in ((n, None, 12), (-1, None, 3, 4), (n, None, 2, 2, 3), (n, None, 4, 3)):
         bench.check(lambda a: bench.xp.reshape(a, want), by_row(lambda row: row.reshape(row.shape[0], *want[2:])), x, note=f"{want}: ")
@@ -81,9 +81,9 @@ def reshaped(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("broadcast_to broadcast_arrays", ALL, MOVED)
-def stretched(bench: Bench, layout: str, dtype: str) -> None:
+def stretched(bench: Bench, layout: Layout, dtype: str) -> None:
     """Axes of size 1 stretched; dense operands take the rows of the ragged one."""
-    xp, n = bench.xp, len(LAYOUTS[layout])
+    xp, n = bench.xp, len(lengths_of(layout))
     for dim in (0, 1):
         x = bench.ragged(layout, (1, 3) if not dim else (3, 1), dtype, numbers(dtype), dim)
         shape = (n, None, 4, 3) if not dim else (n, 3, None, 4)
@@ -102,7 +102,7 @@ def stretched(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("unstack", ALL, MOVED)
-def unstacked(bench: Bench, layout: str, dtype: str) -> None:
+def unstacked(bench: Bench, layout: Layout, dtype: str) -> None:
     """Rows, or the entries of an element axis."""
     for dim, x in cubes(bench, layout, dtype):
         rows = bench.xp.unstack(x.x)
@@ -121,7 +121,7 @@ def batch(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[Rows], list[np.nda
 
 
 @operation("flip", ALL, MOVED)
-def flipped(bench: Bench, layout: str, dtype: str) -> None:
+def flipped(bench: Bench, layout: Layout, dtype: str) -> None:
     """Rows reversed, the batch reversed, elements reversed, and all of it at once."""
     for dim, x in cubes(bench, layout, dtype):
         for axis in (1, 2, -1, -2, (1, 2)):
@@ -133,7 +133,7 @@ def flipped(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("roll", ALL, MOVED)
-def rolled(bench: Bench, layout: str, dtype: str) -> None:
+def rolled(bench: Bench, layout: Layout, dtype: str) -> None:
     """By more than a row, backwards, by nothing; several axes at once."""
     for dim, x in cubes(bench, layout, dtype):
         for shift, axis in ((1, 1), (-2, 2), (7, -1), (0, 1), (-601, dim + 1)):
@@ -146,9 +146,9 @@ def rolled(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("repeat", ALL, MOVED)
-def repeated(bench: Bench, layout: str, dtype: str) -> None:
+def repeated(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens, rows and elements; as often as one number says, or each as often as its own."""
-    xp, n = bench.xp, len(LAYOUTS[layout])
+    xp, n = bench.xp, len(lengths_of(layout))
     for dim, x in cubes(bench, layout, dtype):
         for count in (0, 1, 3):
             for axis in (1, 2, -1):
@@ -163,7 +163,7 @@ def repeated(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("tile", ALL, MOVED)
-def tiles(bench: Bench, layout: str, dtype: str) -> None:
+def tiles(bench: Bench, layout: Layout, dtype: str) -> None:
     """Rows end to end, the batch again, elements side by side; missing entries stand for 1."""
     for dim, x in cubes(bench, layout, dtype):
         for times in ((2,), (3, 1), (2, 3), (1, 1, 1), (1, 0, 2), (1, 4, 1), ()):
@@ -174,7 +174,7 @@ def tiles(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("diff", ALL, (*FLOATS, "int32", "int8"))
-def differences(bench: Bench, layout: str, dtype: str) -> None:
+def differences(bench: Bench, layout: Layout, dtype: str) -> None:
     """Within rows and along elements; short rows become empty; rows may be put before and behind."""
     half = dtype in HALF
     for dim, x in cubes(bench, layout, dtype):

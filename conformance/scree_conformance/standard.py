@@ -14,7 +14,7 @@ import scree
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
-from .layouts import ALL, LAYOUTS, SHORT
+from .layouts import ALL, SHORT, Layout, lengths_of
 from .oracle import Rows
 from .table import DTYPES, OPERATIONS, operation
 
@@ -89,7 +89,7 @@ def by_library(bench: Bench, f: Callable[..., Any], args: list[Any]) -> Any:
     return f(*dense)
 
 
-def elementwise(bench: Bench, layout: str, dtype: str, *, name: str, domains: tuple[str, ...]) -> None:
+def elementwise(bench: Bench, layout: Layout, dtype: str, *, name: str, domains: tuple[str, ...]) -> None:
     """One function, with every form of the second operand on either side."""
     f, plain = getattr(bench.xp, name), getattr(np, name)
     forms = FORMS if len(domains) > 1 else {"ragged": FORMS["ragged"]}
@@ -155,7 +155,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 
 
 @operation("operators", SHORT, ("float32", "int32"))
-def operators(bench: Bench, layout: str, dtype: str) -> None:
+def operators(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every operator of the standard, ragged with ragged, and with a scalar on either side."""
     for name, draws in OPERATORS.items():
         if dtype == "float32" and name in ("and_", "or_", "xor", "lshift", "rshift", "invert"):
@@ -198,7 +198,7 @@ REDUCTIONS = {
 }
 
 
-def reduction(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """One reduction over every kind of axis."""
     f = getattr(bench.xp, name)
     integer = dtype not in DTYPES
@@ -227,7 +227,7 @@ for _name, _dtypes in REDUCTIONS.items():
 
 
 @operation("dtype=", SHORT, ("float16", "bfloat16", "int8", "uint8"))
-def with_dtype(bench: Bench, layout: str, dtype: str) -> None:
+def with_dtype(bench: Bench, layout: Layout, dtype: str) -> None:
     """`dtype` of sums, products and scans is the dtype of the result, and what is added up in."""
     wide = "float32" if dtype in HALF else "int32"
     x = bench.ragged(layout, (3,), dtype, "natural" if wide == "int32" else "any")
@@ -239,7 +239,7 @@ def with_dtype(bench: Bench, layout: str, dtype: str) -> None:
                     lambda a: oracle.scan("cumulative_sum", a, axis - 1), x, dtype=wide, note=f"scan, axis={axis}: ")
 
 
-def scanning(bench: Bench, layout: str, dtype: str, *, name: str) -> None:
+def scanning(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """A running sum or product within the rows, or along an element axis."""
     f = getattr(bench.xp, name)
     draw = ("sign" if dtype not in DTYPES else "near1") if name == "cumulative_prod" else "natural" if dtype[0] == "u" else "any"
@@ -258,7 +258,7 @@ for _name in ("cumulative_sum", "cumulative_prod"):
 
 # ------------------------------------------------------------------------------------------------ other kinds
 @operation("astype", SHORT, ("float32", "int32", "bool", "float16"))
-def astype(bench: Bench, layout: str, dtype: str) -> None:
+def astype(bench: Bench, layout: Layout, dtype: str) -> None:
     """Casts between every two dtypes."""
     for to in bench.lib.dtypes:
         if to.startswith("complex") or to == dtype:
@@ -270,7 +270,7 @@ def astype(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("zeros_like ones_like full_like empty_like", SHORT, ("float32", "int32"))
-def filled(bench: Bench, layout: str, dtype: str) -> None:
+def filled(bench: Bench, layout: Layout, dtype: str) -> None:
     """Arrays like another, also of another dtype."""
     x = bench.ragged(layout, (2,), dtype, "natural").x
     for options, out in (({}, dtype), ({"dtype": bench.lib.dtypes["int8"]}, "int8")):
@@ -283,7 +283,7 @@ def filled(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("matmul")
-def matmul(bench: Bench, layout: str, dtype: str) -> None:
+def matmul(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens times a matrix, also with head axes between."""
     b = bench.dense((4, 3), dtype)
     for token in ((4,), (2, 4)):
@@ -296,14 +296,14 @@ def matmul(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("take", ALL, ("float32", "int32"))
-def take(bench: Bench, layout: str, dtype: str) -> None:
+def take(bench: Bench, layout: Layout, dtype: str) -> None:
     """A table by ragged indices, rows of a ragged array, entries of its element axes."""
     table = bench.dense((7, 2), dtype)
     index = bench.ragged(layout, (), "int32", "natural")
     bench.check(lambda t, i: bench.xp.take(t, i, axis=0), lambda t, i: [t[row] for row in i], table, index)
     flat = bench.dense((7,), dtype)
     bench.check(bench.xp.take, lambda t, i: [t[row] for row in i], flat, index)
-    lengths = LAYOUTS[layout]
+    lengths = lengths_of(layout)
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, dim=dim)
         places = [2, 0, 0]
@@ -317,9 +317,9 @@ def take(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("concat", ALL, ("float32", "int32"))
-def concat(bench: Bench, layout: str, dtype: str) -> None:
+def concat(bench: Bench, layout: Layout, dtype: str) -> None:
     """Batches, rows, and element axes put together."""
-    lengths = LAYOUTS[layout]
+    lengths = lengths_of(layout)
     for dim in (0, 1):
         a, b = bench.ragged(layout, (3,), dtype, dim=dim), bench.ragged(lengths[::-1], (3,), dtype, dim=dim)
         c = bench.like(a, (3,), dtype)
@@ -333,7 +333,7 @@ def concat(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("stack", SHORT, ("float32", "int32"))
-def stack(bench: Bench, layout: str, dtype: str) -> None:
+def stack(bench: Bench, layout: Layout, dtype: str) -> None:
     """A new element axis, before or behind the ragged one."""
     for dim in (0, 1):
         a = bench.ragged(layout, (3,), dtype, dim=dim)
@@ -345,7 +345,7 @@ def stack(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("result_type can_cast", ("plain",), ("float32",))
-def dtypes(bench: Bench, layout: str, dtype: str) -> None:
+def dtypes(bench: Bench, layout: Layout, dtype: str) -> None:
     """They see the dtype of a ragged array."""
     x = bench.ragged(layout, (), dtype).x
     for other in ("float32", "float16", "float64", "int32"):
@@ -356,7 +356,7 @@ def dtypes(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("every name of the standard", ("plain",), ("float32",))
-def names(bench: Bench, layout: str, dtype: str) -> None:
+def names(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every name is there, and what ragged arrays do not have says so and serves dense arrays."""
     x, dense = bench.ragged(layout, (2,), dtype).x, bench.dense((3, 2), dtype).x
     own = x.layout.backend.xp

@@ -9,7 +9,7 @@ import numpy as np
 import scree
 
 from .bench import Bench
-from .layouts import ALL, LAYOUTS
+from .layouts import ALL, Layout, lengths_of
 from .oracle import Rows
 from .table import operation
 
@@ -17,7 +17,7 @@ ANY = ("float32", "int32", "bool", "bfloat16")
 
 
 @operation("pack unpack", dtypes=ANY)
-def pack(bench: Bench, layout: str, dtype: str) -> None:
+def pack(bench: Bench, layout: Layout, dtype: str) -> None:
     """Rows in, rows out, for any ragged_dim."""
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, "natural", dim)
@@ -36,9 +36,9 @@ def pack(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("from_offsets from_lengths from_segment_ids", dtypes=("float32",))
-def creation(bench: Bench, layout: str, dtype: str) -> None:
+def creation(bench: Bench, layout: Layout, dtype: str) -> None:
     """Nothing is copied; lengths and ids give the same rows."""
-    lengths, make = LAYOUTS[layout], bench.lib.make
+    lengths, make = lengths_of(layout), bench.lib.make
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, dim=dim)
         for f in (scree.from_offsets, scree.from_cu_seqlens, scree.Array):
@@ -57,9 +57,9 @@ def creation(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("to_padded from_padded", dtypes=ANY)
-def padding(bench: Bench, layout: str, dtype: str) -> None:
+def padding(bench: Bench, layout: Layout, dtype: str) -> None:
     """Padding on both sides, with room to spare, and back by mask and by lengths."""
-    lengths, make, read = LAYOUTS[layout], bench.lib.make, bench.lib.read
+    lengths, make, read = lengths_of(layout), bench.lib.make, bench.lib.read
     n, longest = len(lengths), max(lengths, default=0)
     for dim in (0, 1):
         x = bench.ragged(layout, (2,), dtype, "natural", dim)
@@ -94,9 +94,9 @@ SLICES = [
 
 
 @operation("indexing", dtypes=("float32", "int32", "bool"))
-def indexing(bench: Bench, layout: str, dtype: str) -> None:
+def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every form of `arr[...]`, by Python's rules on lists of rows."""
-    n, make = len(LAYOUTS[layout]), bench.lib.make
+    n, make = len(lengths_of(layout)), bench.lib.make
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, "natural", dim)
         arr, rows = x.x, x.exact
@@ -121,7 +121,7 @@ def indexing(bench: Bench, layout: str, dtype: str) -> None:
             bench.close(arr[..., 1], [row[:, 1] for row in rows], dtype=dtype)
         assert arr[...].values is arr.values
         whole = Rows((row for row in rows if row.shape[dim] >= 1), rows.template)
-        keep = arr[make(np.asarray([length >= 1 for length in LAYOUTS[layout]], bool), "bool")]
+        keep = arr[make(np.asarray([length >= 1 for length in lengths_of(layout)], bool), "bool")]
         for i in (0, -1):
             key = (slice(None), i) if not dim else (slice(None), slice(None), i)
             bench.close(keep[key], whole.stack(lambda row: np.take(row, i, axis=dim) if row.size else row.sum(axis=dim)),
@@ -129,9 +129,9 @@ def indexing(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("layout", dtypes=("float32",))
-def layout_of(bench: Bench, layout: str, dtype: str) -> None:
+def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
     """Lengths, row and position of each token, tiles; and the properties of an array."""
-    lengths = LAYOUTS[layout]
+    lengths = lengths_of(layout)
     n, total = len(lengths), sum(lengths)
     x = bench.ragged(layout, (3, 2), dtype, dim=1).x
     np.testing.assert_array_equal(bench.read(x.lengths), lengths)
@@ -153,14 +153,14 @@ def layout_of(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("same_layout align", dtypes=("float32",))
-def sharing(bench: Bench, layout: str, dtype: str) -> None:
+def sharing(bench: Bench, layout: Layout, dtype: str) -> None:
     """Layouts are shared by identity, compared by value where that is free, and declared elsewhere."""
     a, b = bench.ragged(layout, (2,), dtype), bench.ragged(layout, (2,), dtype)
     same = bench.xp.ragged.same_layout
     assert same(a.x, a.x) is True
     assert same(a.x, a.x + 1) is True
     assert same(a.x, b.x) is (True if bench.lib.host else None)
-    other = bench.ragged([*LAYOUTS[layout], 1], (2,), dtype).x
+    other = bench.ragged([*lengths_of(layout), 1], (2,), dtype).x
     assert same(a.x, other) is False
     joined = bench.xp.ragged.align(b.x, like=a.x)
     assert same(joined, a.x) is True
@@ -171,13 +171,13 @@ def sharing(bench: Bench, layout: str, dtype: str) -> None:
 
 
 @operation("mT with_values to_device", dtypes=("float32",))
-def methods(bench: Bench, layout: str, dtype: str) -> None:
+def methods(bench: Bench, layout: Layout, dtype: str) -> None:
     """Views keep the layout, and values of another shape may take it."""
     x = bench.ragged(layout, (2, 3), dtype)
     bench.close(x.x.mT, [row.swapaxes(1, 2) for row in x.exact])
     y = bench.ragged(layout, (2,), dtype)
     bench.close(y.x.mT, [row.T for row in y.exact])
-    assert y.x.mT.shape == (len(LAYOUTS[layout]), 2, None)
+    assert y.x.mT.shape == (len(lengths_of(layout)), 2, None)
     assert y.x.mT.offsets is y.x.offsets
     moved = x.x.to_device(x.x.device)
     bench.close(moved, list(x.exact))

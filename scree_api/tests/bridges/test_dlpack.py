@@ -1,0 +1,105 @@
+"""Arrays from library to library: nothing changes, memory is shared where both sides can, nothing is narrowed in silence."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+
+import scree
+from scree.bridges import to_backend, to_numpy
+
+PAIRS = list(permutations(INSTALLED, 2))
+LACKS = {"jax": ("int64", "float64"), "array_api_strict": ("float16",)}
+
+
+def make(library: str, values: np.ndarray, lengths: list[int]) -> scree.Array:
+    """An array of a library, made by the library itself."""
+    if library == "torch":
+        import torch
+
+        return scree.from_lengths(torch.tensor(values), lengths)
+    if library == "jax":
+        import jax.numpy as jnp
+
+        return scree.from_lengths(jnp.array(values), lengths)
+    if library == "mlx":
+        import mlx.core as mx
+
+        return scree.from_lengths(mx.array(values), lengths)
+    if library == "array_api_strict":
+        import array_api_strict as xp
+
+        return scree.from_lengths(xp.asarray(values), lengths)
+    return scree.from_lengths(values.copy(), lengths)
+
+
+def address(x: object) -> int:
+    """Where the values begin in memory."""
+    if hasattr(x, "data_ptr"):
+        return x.data_ptr()
+    if hasattr(x, "unsafe_buffer_pointer"):
+        return x.unsafe_buffer_pointer()
+    return np.from_dlpack(x).__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("library", [name for name in INSTALLED if name != "numpy"])
+@few
+@given(arr=arrays())
+def test_there_and_back_is_the_same(library: str, arr: scree.Array) -> None:
+    if str(arr.dtype) in LACKS.get(library, ()):
+        with pytest.raises(TypeError, match=str(arr.dtype)):
+            arr.to_backend(library)
+        return
+    there = arr.to_backend(library)
+    assert there.layout.backend.name == library
+    assert there.max_length == arr.max_length
+    assert there.layout.host is not None  # what was known stays known
+    assert_same(there, arr)
+    assert_same(there.to_numpy(), arr)
+
+
+@pytest.mark.parametrize("source, target", PAIRS)
+def test_memory_is_shared(source: str, target: str) -> None:
+    values = filled((64, 16), "float32")
+    arr = make(source, values, [32, 0, 32])
+    there = arr.to_backend(target)
+    np.testing.assert_array_equal(np.asarray(to_numpy(there).values), values)
+    copies = target == "mlx" or (source, target) == ("mlx", "jax") or (target == "jax" and address(arr.values) % 64)
+    assert (address(there.values) == address(arr.values)) == (not copies)
+
+
+@pytest.mark.parametrize("source, target", [pair for pair in PAIRS if "array_api_strict" not in pair])
+def test_bfloat16_keeps_its_bits(source: str, target: str) -> None:
+    pytest.importorskip("ml_dtypes")
+    bits = np.asarray([0x0000, 0x3F80, 0xC000, 0x7F80, 0x0001, 0x7FC0], dtype=np.uint16)
+    start = scree.from_lengths(bits.view("bfloat16"), [2, 4]).to_backend(source)
+    assert str(start.dtype).endswith("bfloat16")
+    np.testing.assert_array_equal(start.to_backend(target).to_numpy().values.view(np.uint16), bits)
+
+
+def test_a_namespace_names_its_library_too() -> None:
+    import array_api_strict
+
+    arr = scree.from_lengths(np.arange(3.0), [1, 2])
+    assert to_backend(arr, array_api_strict).layout.backend.name == "array_api_strict"
+    assert to_backend(arr, np) is arr
+    assert to_backend(arr, scree.namespace(arr)) is arr
+    with pytest.raises(TypeError, match="library: expected the name"):
+        to_backend(arr, 3)
+
+
+def test_a_gradient_does_not_get_lost_in_silence() -> None:
+    torch = pytest.importorskip("torch")
+    arr = scree.from_lengths(torch.ones(3, requires_grad=True), [1, 2])
+    with pytest.raises(TypeError, match=r"with_values\(arr.values.detach"):
+        arr.to_numpy()
+    assert arr.to_backend(torch) is arr
+
+
+def test_offsets_that_were_never_checked_are_checked_where_reading_is_free() -> None:
+    mx = pytest.importorskip("mlx.core")
+    arr = scree.Array(mx.zeros(3), mx.array([0, 2, 1], dtype=mx.int32))
+    with pytest.raises(ValueError, match="offsets"):
+        arr.to_numpy()

@@ -1,0 +1,141 @@
+"""Nested tensors there and back, with memory and gradients; and a ragged array as the batch of a DataLoader."""
+
+import pytest
+import torch
+from hypothesis import given
+from ragged_cases import arrays, assert_same, few
+
+import scree
+from scree.bridges import from_torch_nested, to_torch_nested
+
+
+def rows() -> scree.Array:
+    values = torch.arange(12.0).reshape(6, 2).requires_grad_()
+    return scree.from_lengths(values, [3, 0, 2, 1])
+
+
+@few
+@given(arr=arrays())
+def test_jagged_there_and_back_shares_everything(arr: scree.Array) -> None:
+    arr = arr.to_backend("torch")
+    nested = to_torch_nested(arr)
+    assert nested.layout == torch.jagged
+    assert nested.size(0) == arr.batch_size
+    for row, component in zip(arr, nested.unbind(), strict=True):
+        assert torch.equal(row, component)
+    back = from_torch_nested(nested)
+    assert back.max_length == arr.layout.max_length
+    assert back.offsets is arr.offsets
+    assert back.values.data_ptr() == arr.values.data_ptr()
+    assert_same(back, arr)
+
+
+@few
+@given(arr=arrays(dtypes=("float32", "float16", "int64", "bool")))
+def test_strided_there_and_back(arr: scree.Array) -> None:
+    arr = arr.to_backend("torch")
+    if not arr.batch_size:
+        with pytest.raises(ValueError, match="at least one row"):
+            to_torch_nested(arr, layout=torch.strided)
+        return
+    nested = to_torch_nested(arr, layout=torch.strided)
+    back = from_torch_nested(nested)
+    if len(set(arr.lengths.tolist())) == 1 and arr.ragged_dim:  # no axis differs: the first counts as ragged
+        assert back.ragged_dim == 0
+    else:
+        assert_same(back, arr)
+    if not back.ragged_dim:
+        assert back.values.data_ptr() == nested.values().data_ptr()
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_gradients_pass_both_ways(layout: torch.layout) -> None:
+    arr = rows()
+    back = from_torch_nested(to_torch_nested(arr, layout=layout))
+    (back.values * torch.arange(6.0)[:, None]).sum().backward()
+    assert torch.equal(arr.values.grad, torch.arange(6.0)[:, None].expand(6, 2))
+
+
+def test_strided_of_another_ragged_axis_passes_gradients() -> None:
+    values = torch.arange(12.0).reshape(2, 6).requires_grad_()
+    arr = scree.from_lengths(values, [3, 0, 2, 1], ragged_dim=1)
+    back = from_torch_nested(to_torch_nested(arr, layout=torch.strided))
+    assert back.ragged_dim == 1
+    (back.values * torch.arange(6.0)).sum().backward()
+    assert torch.equal(values.grad, torch.arange(6.0).expand(2, 6))
+
+
+def test_a_transposed_jagged_tensor_is_shared() -> None:
+    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged).transpose(1, 2)
+    arr = from_torch_nested(nested)
+    assert arr.shape == (2, 3, None)
+    assert arr.values.data_ptr() == nested.values().data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(arr, nested.unbind(), strict=True))
+
+
+def test_holes_are_packed_with_gradients() -> None:
+    dense = torch.arange(24.0).reshape(3, 4, 2).requires_grad_()
+    start, length = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1])
+    nested = torch.nested.narrow(dense, 1, start, length, layout=torch.jagged)
+    assert nested.lengths() is not None
+    arr = from_torch_nested(nested)
+    assert arr.lengths.tolist() == [2, 0, 1]
+    assert torch.equal(arr.values, torch.cat([dense[0, 1:3], dense[2, 2:3]]))
+    arr.values.sum().backward()
+    assert dense.grad.sum() == 6
+    assert torch.equal(dense.grad[0, 1:3], torch.ones(2, 2))
+
+
+def test_two_arrays_on_one_layout_stay_together() -> None:
+    arr = rows()
+    total = to_torch_nested(arr) + to_torch_nested(arr.with_values(arr.values * 2))  # torch refuses other ragged sizes
+    assert torch.equal(total.values(), arr.values * 3)
+
+
+def test_what_is_no_nested_tensor_raises() -> None:
+    with pytest.raises(TypeError, match="nested: expected a nested tensor"):
+        from_torch_nested(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="differ along one axis"):
+        from_torch_nested(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 2)], layout=torch.strided))
+    with pytest.raises(ValueError, match="at least one component"):
+        from_torch_nested(torch.nested.nested_tensor([], layout=torch.strided))
+    with pytest.raises(ValueError, match="layout: expected"):
+        to_torch_nested(rows(), layout=torch.sparse_coo)
+    with pytest.raises(TypeError, match="expected an array on torch, got one on numpy"):
+        scree.from_lengths(rows().values.detach().numpy(), [6]).to("cpu")
+
+
+def test_to_takes_what_a_tensor_takes() -> None:
+    arr = rows()
+    assert arr.to("cpu") is arr
+    half = arr.to("cpu", torch.float16, non_blocking=True)
+    assert half.dtype == torch.float16
+    assert half.layout is arr.layout
+    copied = arr.to(torch.float32, copy=True)
+    assert copied.offsets.data_ptr() != arr.offsets.data_ptr()
+    assert_same(copied, arr)
+    meta = arr.to("meta")
+    assert meta.offsets.device.type == "meta"
+    assert meta.lengths.shape == (4,)
+    assert arr.to(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_a_data_loader_takes_it_for_a_batch() -> None:
+    texts = [torch.arange(n) for n in (3, 1, 4, 1, 5)]
+    loader = torch.utils.data.DataLoader(texts, batch_size=2, collate_fn=scree.pack, num_workers=1)
+    batches = list(loader)
+    assert [batch.lengths.tolist() for batch in batches] == [[3, 1], [4, 1], [5]]
+    assert torch.equal(torch.cat([batch.values for batch in batches]), torch.cat(texts))
+
+
+@pytest.mark.gpu
+def test_pinned_memory_and_streams() -> None:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    arr = pin_memory({"x": rows().to(torch.float32)})["x"]
+    assert arr.values.is_pinned()
+    assert arr.offsets.is_pinned()
+    there = arr.to("cuda", non_blocking=True)
+    there.record_stream(torch.cuda.Stream())
+    assert there.layout.host is not None
+    assert_same(there.with_values(there.values.detach()).to_numpy(), rows())  # off the device by itself
