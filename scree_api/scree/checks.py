@@ -8,12 +8,12 @@ import numpy as np
 from .backends import backend, is_array
 
 
-def integer(name: str, x: Any, low: int, high: int | None = None, of: str = "") -> int:
+def integer(name: str, x: Any, low: int | None = None, high: int | None = None, of: str = "") -> int:
     """`x` as a Python integer; raises unless it is one in [low, high), which `of` may explain."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         hint = "; use int(...), which reads the array" if is_array(x) else ""
         raise TypeError(f"{name}: expected a Python integer, got {x!r}{hint}")
-    if x < low or (high is not None and x >= high):
+    if (low is not None and x < low) or (high is not None and x >= high):
         expected = f"at least {low}" if high is None else f"{low} <= {name} < {high}"
         raise ValueError(f"{name}: expected {expected}{of}, got {x}")
     return int(x)

@@ -104,3 +104,23 @@ def unless_ragged(f: Function, ragged: Function) -> Function:
         return ragged(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
 
     return call
+
+
+def unless_either_ragged(f: Function, ragged: Function) -> Function:
+    """The same for functions of two arrays: to `ragged` if either is one."""
+
+    def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
+        either = isinstance(x1, Array) or isinstance(x2, Array)
+        return ragged(x1, x2, *args, **kwargs) if either else f(x1, x2, *args, **kwargs)
+
+    return call
+
+
+def unless_ragged_among(f: Function, ragged: Function) -> Function:
+    """The same for functions of a list of arrays: to `ragged` if one of them is."""
+
+    def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
+        among = isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays)
+        return ragged(arrays, *args, **kwargs) if among else f(arrays, *args, **kwargs)
+
+    return call

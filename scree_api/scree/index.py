@@ -182,15 +182,15 @@ def _elements(arr: Array, keys: list[Any]) -> Array:
     _in_bounds(arr, arr.values.shape, keys)
     for axis, k in enumerate(keys):  # one array an axis, each on its own, as slices are
         if is_array(k) and k.ndim == 1:
-            chosen = _chosen(arr, k, axis)
-            arr, keys[axis] = arr.with_values(arr.layout.xp.take(arr.values, chosen, axis=axis)), FULL
+            places = entries(arr, k, axis)
+            arr, keys[axis] = arr.with_values(arr.layout.xp.take(arr.values, places, axis=axis)), FULL
         elif not isinstance(k, slice) and not _is_integer(k):
             raise TypeError(f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}")
     gone = sum(_is_integer(k) for k in keys[: arr.ragged_dim])
     return arr.with_values(arr.values[tuple(keys)], ragged_dim=arr.ragged_dim - gone)
 
 
-def _chosen(arr: Array, key: Any, axis: int) -> Any:
+def entries(arr: Array, key: Any, axis: int) -> Any:
     """The numbers >= 0 of the entries that a 1-D array of integers or booleans names on an axis of the values."""
     lib, size = arr.layout.backend, int(arr.values.shape[axis])
     xp, where = lib.xp, f"on axis {axis + 1} of {arr.shape}"

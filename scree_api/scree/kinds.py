@@ -47,10 +47,12 @@ KINDS: dict[str, Kind] = {
         argsort broadcast_arrays broadcast_to concat diff expand_dims flip isin matmul matrix_transpose moveaxis nonzero
         permute_dims repeat reshape roll searchsorted sort squeeze stack take take_along_axis tensordot tile unique_all
         unique_counts unique_inverse unique_values unstack vecdot"""),
+    **unsupported("rows of different lengths are no dense array; use arr.values, scree.unpack or scree.to_padded",
+                  "asarray from_dlpack meshgrid"),
     **_all(Kind("plain"), """
-        arange asarray bool broadcast_shapes complex128 complex64 e empty eye finfo float32 float64 from_dlpack full iinfo
-        inf int16 int32 int64 int8 isdtype linspace meshgrid nan newaxis ones pi uint16 uint32 uint64 uint8 zeros
-        __array_api_version__ __array_namespace_info__"""),
+        arange bool broadcast_shapes complex128 complex64 e empty eye finfo float32 float64 full iinfo inf int16 int32 int64
+        int8 isdtype linspace nan newaxis ones pi uint16 uint32 uint64 uint8 zeros __array_api_version__
+        __array_namespace_info__"""),
 }  # fmt: skip
 
 _SPECTRA = "a transform over rows of different lengths has no common frequencies; use scree.unpack, or arr.values for elements"

@@ -133,9 +133,14 @@ class Layout:
     @property
     def bound(self) -> int:
         """A bound on the longest row that is known without reading."""
-        if self.max_length is None and self.host is not None:
-            self.max_length = int(np.max(self.host[1:] - self.host[:-1], initial=0))
-        return self.total if self.max_length is None else self.max_length
+        if self.max_length is not None:
+            return self.max_length
+        return self.total if self.host is None else self._longest  # type: ignore[no-any-return]
+
+    @_once
+    def _longest(self) -> int:
+        assert self.host is not None
+        return int(np.max(self.host[1:] - self.host[:-1], initial=0))
 
     @_once
     def lengths(self) -> Any:

@@ -10,7 +10,6 @@ from . import lift, ops
 from .array import Array
 from .backends import Backend, backend, is_array, named
 from .kinds import EXTENSIONS, KINDS, Kind
-from .registry import load_plugins
 
 #: Versions of the standard that a namespace may be asked for.
 VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
@@ -81,7 +80,6 @@ def build(lib: Backend) -> ModuleType:
             setattr(module, name, extension)
     module.ragged = ops  # type: ignore[attr-defined]
     _NAMESPACES[lib.name] = module
-    load_plugins(lib.name)
     return module
 
 

@@ -89,15 +89,29 @@ def register_kernel(
 
     def register(run: F) -> F:
         unregister_kernel(operation, provider)
-        _KERNELS.setdefault(operation, []).insert(0, Kernel(provider, rejects, run))
+        _KERNELS[operation].insert(0, Kernel(provider, rejects, run))
         return run
 
     return register
 
 
 def unregister_kernel(operation: str, provider: str) -> None:
-    """Forget a provider's kernel for an operation, if there is one."""
-    _KERNELS[operation] = [k for k in _KERNELS.get(operation, []) if k.provider != provider]
+    """Forget a provider's kernel for an operation, if there is one.
+
+    Examples
+    --------
+    >>> import scree
+    >>> scree.unregister_kernel("attention", "of a package that is not installed")
+    """
+    _declared(operation)
+    if provider == STANDARD:
+        raise ValueError(f"provider: {STANDARD!r} names the standard path, which stays; choose another name")
+    _KERNELS[operation] = [k for k in _KERNELS[operation] if k.provider != provider]
+
+
+def _declared(operation: str) -> None:
+    if operation not in _DESCRIBE:
+        raise ValueError(f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}")
 
 
 def _select(name: str, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
@@ -136,15 +150,23 @@ def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any
     Explanation
         Prints as one line for the provider that runs and one for each that rejects.
     """
-    if operation not in _DESCRIBE:
-        raise ValueError(f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}")
+    _declared(operation)
     chosen, rejected = _select(operation, _DESCRIBE[operation](*args, **kwargs), kernel)
     return Explanation(operation, chosen.provider, rejected)
 
 
 def load_plugins(library: str) -> None:
     """Let every installed package that declares kernels for a library register them, once."""
-    if library not in _LOADED:
-        _LOADED.add(library)
-        for entry in entry_points(group=ENTRY_POINTS, name=library):
+    if library in _LOADED:
+        return
+    _LOADED.add(library)
+    for entry in entry_points(group=ENTRY_POINTS, name=library):
+        try:
             entry.load()()
+        except Exception as error:
+            _LOADED.remove(library)
+            package = entry.dist.name if entry.dist else "an unknown package"
+            raise ImportError(
+                f"the entry point {entry.name} = {entry.value} of {package} in the group {ENTRY_POINTS} does not load: "
+                f"{error}; repair or uninstall {package}"
+            ) from error

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..registry import load_plugins
+
 #: Root module of an array's type -> the module of this package that knows its library.
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
 
@@ -113,6 +115,7 @@ def _load(library: str) -> Backend:
 @constant
 def _import(library: str) -> None:
     _LISTED[library] = import_module(f"{__name__}.{library}").BACKEND
+    load_plugins(library)
 
 
 def _resolve(x: Any, name: str) -> Backend:

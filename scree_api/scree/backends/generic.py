@@ -5,6 +5,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from ..registry import load_plugins
 from . import Backend
 
 _MADE: dict[str, Backend] = {}
@@ -24,4 +25,5 @@ def make(x: Any) -> Backend:
     """The backend of the library that the array `x` comes from."""
     xp = array_api_compat.array_namespace(x)
     name = xp.__name__.rpartition(".")[2]
+    load_plugins(name)
     return _MADE.setdefault(name, Backend(name, xp, _peek, _read))

@@ -1,5 +1,6 @@
-"""JAX: pytree registration, `repeat` with a static length."""
+"""JAX: pytree registration, `repeat` with a static length, one compiled function for what is many operations."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 
 from ..array import Array
 from ..create import PackCall
+from ..layout import Layout
 from ..registry import register_kernel
+from ..segments import SegmentCall, segment_reduce
 from . import Backend
 
 
@@ -29,6 +32,8 @@ def _row_ids(repeats: Any, total: int) -> Any:
 
 
 def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"key: expected a key of jax.random, got {type(key).__name__}")
     return jax.random.uniform(key, shape)
 
 
@@ -59,6 +64,26 @@ def _rejects(call: PackCall) -> str | None:
 def pack(call: PackCall) -> Any:
     """Join on the host: JAX compiles a concatenation anew for every list of shapes, which takes seconds."""
     return xp.asarray(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.axis))
+
+
+def _reduces(call: SegmentCall) -> str | None:
+    if call.layout.backend is not BACKEND:
+        return "only JAX arrays are reduced in one compiled function"
+    if isinstance(call.values, jax.core.Tracer) or isinstance(call.layout.offsets, jax.core.Tracer):
+        return "a traced function is compiled as a whole"
+    return None
+
+
+@register_kernel("segment_reduce", provider="jit", rejects=_reduces)
+def compiled(call: SegmentCall) -> Any:
+    """The standard path as one compiled function: outside of a trace JAX compiles every operation for every shape."""
+    bound = 1 << max(call.layout.bound - 1, 0).bit_length()  # so that rows a little longer find it compiled
+    return _compiled(call.op, call.values, call.layout.offsets, bound, call.dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _compiled(op: str, values: Any, offsets: Any, bound: int, dtype: Any) -> Any:
+    return segment_reduce(op, values, Layout(BACKEND, offsets, int(values.shape[0]), bound), "standard", dtype)
 
 
 from . import jax_attention  # noqa: E402, F401 (registers its kernel)

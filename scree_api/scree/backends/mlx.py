@@ -21,6 +21,8 @@ def _read(x: Any) -> np.ndarray:
 
 
 def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
+    if not isinstance(key, mx.array):
+        raise TypeError(f"key: expected a key of mlx.core.random, got {type(key).__name__}")
     return mx.random.uniform(shape=shape, key=key)
 
 

@@ -396,7 +396,8 @@ def argsort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bo
 
 def _arg(fn: Callable[..., Array]) -> Callable[..., Array]:
     def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
-        return fn(x, axis, keepdims).astype(mx.int32)
+        nothing = x.size == 0 and axis is not None and x.shape[axis] > 0  # MLX refuses arrays without elements
+        return (mx.sum(x, axis, keepdims=keepdims) if nothing else fn(x, axis, keepdims)).astype(mx.int32)
     return arg
 
 

@@ -19,11 +19,19 @@ def _row_ids(repeats: np.ndarray, total: int) -> np.ndarray:
 
 
 def _uniform(key: np.random.Generator, shape: tuple[int, ...], like: Any) -> np.ndarray:
+    if not isinstance(key, np.random.Generator):
+        raise TypeError(f"key: expected a numpy.random.Generator, got {type(key).__name__}")
     return key.random(shape, dtype=np.float32)
 
 
+def _to_device(x: np.ndarray, device: Any) -> np.ndarray:
+    if device != "cpu":
+        raise ValueError(f"device: expected 'cpu', the only one of NumPy, got {device!r}")
+    return x
+
+
 BACKEND = Backend("numpy", xp, peek=_itself, read=_itself, row_ids=_row_ids, device=lambda x: "cpu", uniform=_uniform,
-                  to_device=xp.to_device if hasattr(xp, "to_device") else lambda x, device: x)
+                  to_device=_to_device)
 
 UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "any": np.logical_or,
           "all": np.logical_and}

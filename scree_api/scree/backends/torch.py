@@ -29,6 +29,8 @@ def _row_ids(repeats: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def _uniform(key: torch.Generator, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(key, torch.Generator):
+        raise TypeError(f"key: expected a torch.Generator, got {type(key).__name__}")
     return torch.rand(shape, generator=key, device=like.device)
 
 

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axes_of, unless_ragged
-from ..index import select, take_rows
+from ..fit import Function, axes_of, unless_either_ragged, unless_ragged
+from ..index import entries, select
 from ..segments import identity, segment_reduce, spread
 
 
 def take(f: Function, name: str, lib: Backend) -> Function:
     """A dense table by ragged indices (an embedding), rows of a ragged array, or entries of its element axes."""
 
-    def call(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
+    def ragged(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
         if not isinstance(x, Array):
-            if not isinstance(indices, Array):
-                return f(x, indices, axis=axis) if axis is not None else f(x, indices)
             if indices.ndim != 2 or axis not in (None if x.ndim == 1 else 0, 0):
-                raise ValueError(f"take: expected indices (n, None) along axis 0, got {indices.shape} along {axis}")
-            return indices.with_values(f(x, indices.values, axis=0))
+                raise ValueError(f"indices: expected (n, None) along axis 0, got {indices.shape} along {axis}")
+            return indices.with_values(f(x, _in_table(lib, x, indices.values), axis=0))
         if isinstance(indices, Array):
-            raise TypeError("take: expected dense indices for a ragged array; scree.gather takes tokens by ragged indices")
+            raise TypeError("indices: expected a dense array for a ragged x; scree.gather takes tokens by ragged indices")
+        checks.integers("indices", indices, x.values)
         if axis is None:
             raise ValueError(f"axis: expected the axis of take for shape {x.shape}, got None")
         (axis,) = axes_of(name, axis, x.ndim)
         if axis == 0:
-            return take_rows(x, lib.read(indices))
+            return x[indices]
         if axis == x.ragged_dim + 1:
             raise ValueError("axis: take along the ragged axis has no common index; use arr[:, i] or scree.gather")
-        return x.with_values(f(x.values, indices, axis=axis - 1))
+        return x.with_values(f(x.values, entries(x, indices, axis - 1), axis=axis - 1))
 
-    return call
+    return unless_either_ragged(f, ragged)
+
+
+def _in_table(lib: Backend, table: Any, indices: Any) -> Any:
+    """The indices, after a check of what can be seen of them for free."""
+    indices, size = checks.integers("indices", indices, table), int(table.shape[0])
+    seen = lib.peek(indices)
+    if seen is None or not seen.size:
+        return indices
+    low, high = int(seen.min()), int(seen.max())
+    if low < -size or high >= size:
+        raise IndexError(f"indices: expected numbers in [-{size}, {size}), the rows of x, got {low} to {high}")
+    return lib.xp.where(indices < 0, indices + size, indices) if low < 0 else indices
 
 
 def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
@@ -42,6 +54,7 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
         (axis,) = axes_of(name, axis, x.ndim)
         if not isinstance(indices, Array):
             raise TypeError("indices: expected a ragged array, got a dense one; rows of different lengths have no common index")
+        checks.integers("indices", indices.values, x.values)
         if axis == 0:
             raise ValueError("axis: take_along_axis runs over rows or elements, not over the batch; got axis 0")
         if axis != x.ragged_dim + 1:
@@ -186,22 +199,22 @@ def nonzero(f: Function, name: str, lib: Backend) -> Function:
 def searchsorted(f: Function, name: str, lib: Backend) -> Function:
     """Where ragged values belong in one sorted dense array."""
 
-    def call(x1: Any, x2: Any, /, **options: Any) -> Any:
+    def ragged(x1: Any, x2: Any, /, **options: Any) -> Any:
         if isinstance(x1, Array) or isinstance(options.get("sorter"), Array):
             raise TypeError("searchsorted: expected a dense sorted x1; scree.unpack gives the rows one by one")
-        return x2.with_values(f(x1, x2.values, **options)) if isinstance(x2, Array) else f(x1, x2, **options)
+        return x2.with_values(f(x1, x2.values, **options))
 
-    return call
+    return unless_either_ragged(f, ragged)
 
 
 def isin(f: Function, name: str, lib: Backend) -> Function:
     """Whether each element stands among some values."""
 
-    def call(x1: Any, x2: Any, /, **options: Any) -> Any:
+    def ragged(x1: Any, x2: Any, /, **options: Any) -> Any:
         x2 = x2.values if isinstance(x2, Array) else x2
         return x1.with_values(f(x1.values, x2, **options)) if isinstance(x1, Array) else f(x1, x2, **options)
 
-    return call
+    return unless_either_ragged(f, ragged)
 
 
 def unique_values(f: Function, name: str, lib: Backend) -> Function:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_either_ragged, unless_ragged
 from ..registry import declare, run
 from ..segments import segment_reduce, tiled
 
@@ -18,20 +19,22 @@ WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
 def matmul(f: Function, name: str, lib: Backend) -> Function:
     """Tokens times one matrix, (n, None, ..., k) @ (k, m), or times that of their row, (n, None, k) @ (n, k, m)."""
 
-    def call(a: Any, b: Any, /) -> Any:
-        if not isinstance(a, Array) and not isinstance(b, Array):
-            return f(a, b)
+    def ragged(a: Any, b: Any, /) -> Any:
         fits = isinstance(a, Array) and not isinstance(b, Array) and a.ndim >= 3 and a.ragged_dim < a.values.ndim - 1
-        if fits and b.ndim in (1, 2):
-            return a.with_values(f(a.values, b))
-        if fits and b.ndim == 3 and a.ndim == 3:
+        if not fits or not (b.ndim in (1, 2) or b.ndim == a.ndim == 3):
+            raise TypeError(
+                "matmul: expected a ragged array (n, None, ..., k) and a dense (k,), (k, m) or, one matrix a row, (n, k, m); "
+                f"got {tuple(a.shape)} and {tuple(b.shape)}; where the ragged axis itself is multiplied, use scree.to_padded"
+            )
+        checks.dense("matmul", b, a.values)
+        if b.ndim == 3:
             return run("grouped_matmul", GroupedCall(a, b))
-        raise TypeError(
-            "matmul: expected a ragged array (n, None, ..., k) and a dense (k,), (k, m) or, one matrix a row, (n, k, m); got "
-            f"{a.shape} and {b.shape}; where the ragged axis itself is multiplied, use scree.to_padded"
-        )
+        k = a.values.shape[-1]
+        if b.shape[0] != k:
+            raise ValueError(f"matmul: expected a matrix ({k}, m) or a vector ({k},) for {a.shape}, got {tuple(b.shape)}")
+        return a.with_values(f(a.values, b))
 
-    return call
+    return unless_either_ragged(f, ragged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,8 @@ def _grouped(call: GroupedCall) -> Array:
 def vecdot(f: Function, name: str, lib: Backend) -> Function:
     """The product of vectors along an element axis, or of rows along the ragged axis."""
 
-    def call(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
+    def ragged(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         arrays = [x for x in (x1, x2) if isinstance(x, Array)]
-        if not arrays:
-            return f(x1, x2, axis=axis)
         first = shared_layout(name, arrays)
         (at,) = axes_of(name, axis, first.ndim)
         if at == 0:
@@ -88,22 +89,23 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
         wide = xp.astype(product, accumulator(xp, product.dtype), copy=False)
         return xp.astype(segment_reduce("sum", wide, first.layout), product.dtype, copy=False)
 
-    return call
+    return unless_either_ragged(f, ragged)
 
 
 def tensordot(f: Function, name: str, lib: Backend) -> Function:
     """The last element axes of a ragged array against the first axes of a dense one."""
 
-    def call(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
-        if not isinstance(x1, Array) and not isinstance(x2, Array):
-            return f(x1, x2, axes=axes)
+    def ragged(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
         if not isinstance(x1, Array) or isinstance(x2, Array) or not isinstance(axes, int):
             raise TypeError("tensordot: expected a ragged array, a dense array and a number of axes; see xp.matmul, xp.vecdot")
-        if axes > x1.values.ndim - 1 - x1.ragged_dim:
+        checks.dense("tensordot", x2, x1.values)
+        if not 0 <= axes <= x1.values.ndim - 1 - x1.ragged_dim:
             raise ValueError(f"axes: expected at most the element axes behind the ragged one of {x1.shape}, got {axes}")
+        if tuple(x2.shape[:axes]) != tuple(x1.values.shape[x1.values.ndim - axes :]):
+            raise ValueError(f"axes: expected the last {axes} axes of {x1.shape} to be the first of {tuple(x2.shape)}")
         return x1.with_values(f(x1.values, x2, axes=axes))
 
-    return call
+    return unless_either_ragged(f, ragged)
 
 
 def vector_norm(f: Function, name: str, lib: Backend) -> Function:
@@ -144,6 +146,8 @@ def matrices(f: Function, name: str, lib: Backend) -> Function:
         if any(isinstance(a, Array) for a in args):
             shared_layout(name, [x, *(a for a in args if isinstance(a, Array))])
         out = f(x.values, *(a.values if isinstance(a, Array) else a for a in args), **kwargs)
-        return type(out)(*map(x.with_values, out)) if isinstance(out, tuple) else x.with_values(out)
+        if not isinstance(out, tuple):
+            return x.with_values(out)
+        return getattr(type(out), "_make", type(out))(tuple(map(x.with_values, out)))
 
     return unless_ragged(f, ragged)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import numpy as np
 
+from .. import checks
 from ..array import Array
 from ..backends import Backend
 from ..create import unpack
-from ..fit import Function, against, axes_of, shared_layout, unless_ragged
+from ..fit import Function, against, axes_of, shared_layout, unless_ragged, unless_ragged_among
 from ..index import select, take_rows
 from ..layout import Layout
 
@@ -19,10 +19,7 @@ from ..layout import Layout
 def concat(f: Function, name: str, lib: Backend) -> Function:
     """Batches one after another (axis 0), rows joined pairwise (the ragged axis), or element axes side by side."""
 
-    def call(arrays: Any, /, *, axis: int | None = 0) -> Any:
-        arrays = list(arrays)
-        if not any(isinstance(x, Array) for x in arrays):
-            return f(arrays, axis=axis)
+    def ragged(arrays: Any, /, *, axis: int | None = 0) -> Any:
         if not all(isinstance(x, Array) for x in arrays):
             raise TypeError("arrays: expected ragged arrays only, got dense ones among them; make them ragged first")
         first = arrays[0]
@@ -32,6 +29,7 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
         if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
             raise ValueError(f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}")
         dim = first.ragged_dim
+        _same_elements(arrays, but=axis)
         if axis not in (0, dim + 1):
             shared_layout(name, arrays)
             return first.with_values(f([x.values for x in arrays], axis=axis - 1))
@@ -41,7 +39,16 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
         rows, tokens = _joined([x.layout for x in arrays], lib.xp)
         return Array._of(lib.xp.take(values, tokens, axis=dim), rows, dim)
 
-    return call
+    return unless_ragged_among(f, ragged)
+
+
+def _same_elements(arrays: list[Array], but: int | None = None) -> None:
+    """Raise unless all have the library and the element axes of the first, one of them aside."""
+    first = arrays[0]
+    for i, x in enumerate(arrays):
+        checks.dense(f"arrays[{i}]", x.values, first.values)
+        if any(x.shape[a] != first.shape[a] for a in range(1, first.ndim) if a != but):
+            raise ValueError(f"arrays[{i}]: expected the element axes of arrays[0], {first.shape}, got {x.shape}")
 
 
 def _stacked(layouts: list[Layout]) -> Layout:
@@ -76,20 +83,21 @@ def _joined(layouts: list[Layout], xp: Any) -> tuple[Layout, Any]:
 def stack(f: Function, name: str, lib: Backend) -> Function:
     """Ragged arrays of one layout along a new element axis."""
 
-    def call(arrays: Any, /, *, axis: int = 0) -> Any:
-        arrays = list(arrays)
-        if not any(isinstance(x, Array) for x in arrays):
-            return f(arrays, axis=axis)
+    def ragged(arrays: Any, /, *, axis: int = 0) -> Any:
         if not all(isinstance(x, Array) for x in arrays):
             raise TypeError("arrays: expected ragged arrays only, got dense ones among them")
-        first = shared_layout(name, arrays)
+        first = arrays[0]
+        if axis is None:
+            raise ValueError("axis: expected an axis for ragged arrays, got None")
         (axis,) = axes_of(name, axis, first.ndim + 1)
         if axis == 0:
             raise ValueError("axis: the batch is axis 0 of a ragged array; use concat, or stack along another axis")
+        shared_layout(name, arrays)
+        _same_elements(arrays)
         out = f([x.values for x in arrays], axis=axis - 1)
         return first.with_values(out, ragged_dim=first.ragged_dim + (axis - 1 <= first.ragged_dim))
 
-    return call
+    return unless_ragged_among(f, ragged)
 
 
 # ------------------------------------------------------------------------------------------ axes of an element
@@ -127,7 +135,7 @@ def permute_dims(f: Function, name: str, lib: Backend) -> Function:
     """The axes behind the batch in another order."""
 
     def ragged(x: Array, /, axes: tuple[int, ...]) -> Array:
-        order = tuple(operator.index(a) % x.ndim if -x.ndim <= a < x.ndim else a for a in axes)
+        order = tuple(int(a) % x.ndim if isinstance(a, int | np.integer) and -x.ndim <= a < x.ndim else -1 for a in axes)
         if sorted(order) != list(range(x.ndim)) or order[0] != 0:
             raise ValueError(f"axes: expected 0, the batch, and then the others of {x.ndim} axes in any order, got {axes}")
         order = tuple(a - 1 for a in order[1:])
@@ -144,6 +152,8 @@ def moveaxis(f: Function, name: str, lib: Backend) -> Function:
         if len(pairs[0]) != len(pairs[1]):
             raise ValueError(f"destination: expected as many axes as source, {source}, got {destination}")
         (sources, destinations) = ([_inner(name, x, a)[0] for a in axes] for axes in pairs)
+        if len(set(sources)) < len(sources) or len(set(destinations)) < len(destinations):
+            raise ValueError(f"source: expected every axis once, got {source} to {destination}")
         order = [a for a in range(x.values.ndim) if a not in sources]
         for at, a in sorted(zip(destinations, sources, strict=True)):
             order.insert(at, a)
@@ -157,17 +167,28 @@ def matrix_transpose(f: Function, name: str, lib: Backend) -> Function:
     return unless_ragged(f, lambda x: x.mT)
 
 
+def _shape(shape: Any) -> tuple[Any, ...]:
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"shape: expected a tuple (n, ..., None, ...), got {shape!r}")
+    return tuple(shape)
+
+
 def reshape(f: Function, name: str, lib: Backend) -> Function:
     """Element axes in another shape, ``(n, None, ...)``; None stands where the ragged axis is."""
 
     def ragged(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
-        want = tuple(shape)
+        want = _shape(shape)
         if len(want) < 2 or want[0] not in (x.batch_size, -1) or want.count(None) != 1:
             raise ValueError(f"shape: expected ({x.batch_size}, ..., None, ...) with None for the ragged axis, got {want}")
         dim = want.index(None) - 1
         if math.prod(want[1 : dim + 1]) != math.prod(x.values.shape[: x.ragged_dim]):
             raise ValueError(f"shape: expected the elements before the ragged axis of {x.shape} to stay, got {want}")
-        values = f(x.values, (*want[1 : dim + 1], x.total_length, *want[dim + 2 :]), copy=copy)
+        inner, have = want[dim + 2 :], math.prod(x.values.shape[x.ragged_dim + 1 :])
+        known = math.prod(n for n in inner if n != -1)
+        if inner.count(-1) > 1 or (known == 0 or have % known if -1 in inner else have != known):
+            raise ValueError(f"shape: expected {have} elements behind the ragged axis of {x.shape}, got {want}")
+        inner = tuple(have // known if n == -1 else n for n in inner)  # a batch without tokens does not tell the library
+        values = f(x.values, (*want[1 : dim + 1], x.total_length, *inner), copy=copy)
         return x.with_values(values, ragged_dim=dim)
 
     return unless_ragged(f, ragged)
@@ -177,10 +198,12 @@ def broadcast_to(f: Function, name: str, lib: Backend) -> Function:
     """Element axes of size 1 stretched, to ``(n, None, ...)``."""
 
     def ragged(x: Array, /, shape: Any) -> Array:
-        want = tuple(shape)
+        want = _shape(shape)
         if len(want) != x.ndim or want[0] != x.batch_size or want[x.ragged_dim + 1] is not None:
             raise ValueError(f"shape: expected {x.ndim} axes, {x.batch_size} rows and None for the ragged axis, got {want}")
         values = [x.total_length if n is None else n for n in want[1:]]
+        if any(a not in (1, b) for a, b in zip(x.values.shape, values, strict=True)):
+            raise ValueError(f"shape: expected element axes of {x.shape}, those of size 1 stretched, got {want}")
         return x.with_values(f(x.values, tuple(values)))
 
     return unless_ragged(f, ragged)
@@ -224,7 +247,7 @@ def flip(f: Function, name: str, lib: Backend) -> Function:
         inner = tuple(a - 1 for a in axes if a not in (0, x.ragged_dim + 1))
         x = x.with_values(f(x.values, axis=inner)) if inner else x
         x = select(x, x.layout, x.offsets[1:] - 1, -1) if x.ragged_dim + 1 in axes else x
-        return take_rows(x, np.arange(x.batch_size)[::-1]) if 0 in axes else x
+        return take_rows(x, np.arange(x.batch_size - 1, -1, -1)) if 0 in axes else x
 
     return unless_ragged(f, ragged)
 
@@ -236,8 +259,11 @@ def roll(f: Function, name: str, lib: Backend) -> Function:
         if axis is None:
             raise ValueError(f"axis: expected the axis of roll for shape {x.shape}, got None")
         axes, shifts = ((a if isinstance(a, tuple) else (a,)) for a in (axis, shift))
-        for by, a in zip(shifts * (len(axes) if len(shifts) == 1 else 1), axes, strict=True):
-            (a,) = axes_of(name, a, x.ndim)
+        shifts = shifts * len(axes) if len(shifts) == 1 else shifts
+        if len(shifts) != len(axes):
+            raise ValueError(f"shift: expected one for each axis of {axis}, got {shift}")
+        for by, a in zip(shifts, axes, strict=True):
+            by, (a,) = checks.integer("shift", by), axes_of(name, a, x.ndim)
             if a == 0:
                 x = take_rows(x, np.roll(np.arange(x.batch_size), by))
             elif a != x.ragged_dim + 1:
@@ -259,17 +285,19 @@ def repeat(f: Function, name: str, lib: Backend) -> Function:
         if axis is None:
             raise ValueError(f"axis: expected the axis of repeat for shape {x.shape}, got None")
         (axis,) = axes_of(name, axis, x.ndim)
+        if isinstance(repeats, bool | float | int | np.integer):
+            repeats = checks.integer("repeats", repeats, 0)
+            if axis == x.ragged_dim + 1:
+                return Array._of(f(x.values, repeats, axis=x.ragged_dim), x.layout.times(repeats), x.ragged_dim)
         if axis == 0:
-            counts = repeats if isinstance(repeats, int) else lib.read(repeats)
+            counts = repeats if isinstance(repeats, int) else _counts(repeats, (x.batch_size,), x)
             return take_rows(x, np.repeat(np.arange(x.batch_size), counts))
         if axis != x.ragged_dim + 1:
             return x.with_values(f(x.values, repeats, axis=axis - 1))
-        if isinstance(repeats, int):
-            return Array._of(f(x.values, repeats, axis=x.ragged_dim), x.layout.times(repeats), x.ragged_dim)
         if not isinstance(repeats, Array):
             raise TypeError(f"repeats: expected an integer or a ragged array for tokens, got {type(repeats).__name__}")
         shared_layout(name, (x.with_values(repeats.values, ragged_dim=0), repeats))
-        counts = lib.read(repeats.values)
+        counts = _counts(repeats.values, (x.total_length,), x)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read()]
         rows = Layout.from_host(lib, np.diff(ends), like=x.offsets)
         tokens = np.repeat(np.arange(counts.size), counts)
@@ -279,10 +307,22 @@ def repeat(f: Function, name: str, lib: Backend) -> Function:
     return unless_ragged(f, ragged)
 
 
+def _counts(repeats: Any, shape: tuple[int, ...], x: Array) -> np.ndarray:
+    counts = x.layout.backend.read(checks.integers("repeats", repeats, x.values))
+    if counts.shape not in (shape, (1,)):
+        raise ValueError(f"repeats: expected shape {shape}, got {counts.shape}")
+    if (counts < 0).any():
+        raise ValueError(f"repeats: expected numbers >= 0, got {counts.min()}")
+    return counts
+
+
 def tile(f: Function, name: str, lib: Backend) -> Function:
     """Each row (the ragged axis), the batch (axis 0) or the elements repeated as a whole."""
 
     def ragged(x: Array, repetitions: tuple[int, ...], /) -> Array:
+        if not isinstance(repetitions, tuple | list):
+            raise TypeError(f"repetitions: expected a tuple of integers, got {repetitions!r}")
+        repetitions = tuple(checks.integer("repetitions", n, 0) for n in repetitions)
         if len(repetitions) > x.ndim:
             raise ValueError(f"repetitions: expected at most {x.ndim} entries for shape {x.shape}, got {repetitions}")
         times = (1,) * (x.ndim - len(repetitions)) + tuple(repetitions)

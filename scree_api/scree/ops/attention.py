@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..array import Array
-from ..fit import accumulator, shared_layout
+from ..checks import integer, number
+from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare, run
 from ..segments import tiled
 
@@ -72,9 +73,7 @@ class AttentionCall:
     ) -> AttentionCall:  # fmt: skip
         """Check the arguments of `attention` and bring them into one form."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, Array):
-                raise TypeError(f"{name}: expected a ragged array, got {type(x).__name__}; see scree.from_cu_seqlens")
-            if x.values.ndim != 3 or x.ragged_dim != 0:
+            if ragged(name, x).values.ndim != 3 or x.ragged_dim != 0:
                 raise ValueError(
                     f"{name}: expected values (total, num_heads, head_dim), got shape {tuple(x.values.shape)}; for one head "
                     "use arr.with_values(arr.values[:, None, :])"
@@ -91,32 +90,29 @@ class AttentionCall:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
         shared_layout("attention: k and v", (k, v))
         (_, heads, dim), (_, kv_heads, k_dim), (_, v_heads, _) = (x.values.shape for x in (q, k, v))
+        if dim == 0:
+            raise ValueError("q: expected a head_dim of at least 1, got 0")
         if k_dim != dim:
             raise ValueError(f"k: expected head_dim {dim} as q, got {k_dim}")
         if v_heads != kv_heads:
             raise ValueError(f"v: expected {kv_heads} heads as k, got {v_heads}")
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap: expected a number > 0 or None, got {softcap}")
-        scale = 1 / math.sqrt(dim) if scale is None else float(scale)
+        softcap = None if softcap is None else number("softcap", softcap, above=0)
+        scale = 1 / math.sqrt(dim) if scale is None else number("scale", scale)
         return cls(q, k, v, bool(causal), _window(window, causal), scale, softcap, return_lse)
 
 
 def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
-    if isinstance(window, tuple):
-        left, right = window
-    elif window is None:
-        left = right = None
-    elif not causal:
-        raise ValueError(f"window: expected (left, right) without causal, got {window}")
-    elif window < 1:
-        raise ValueError(f"window: expected at least 1 key, the query's own position, got {window}")
-    else:
-        left, right = window - 1, 0
-    for n in (left, right):
-        if n is not None and n < 0:
-            raise ValueError(f"window: expected numbers >= 0, or None for no bound, got {window}")
+    if window is None:
+        window = (None, None)
+    elif not isinstance(window, tuple):
+        if not causal:
+            raise ValueError(f"window: expected (left, right) without causal, got {window!r}")
+        window = (integer("window", window, 1, of=" key, the query's own position") - 1, 0)
+    elif len(window) != 2:
+        raise ValueError(f"window: expected (left, right), got {window}")
+    left, right = (None if n is None else integer(f"window[{i}]", n, 0) for i, n in enumerate(window))
     return left, 0 if causal else right
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
+from ..checks import number
 
 
 def dropout(x: Any, rate: float, key: Any) -> Any:
@@ -34,13 +35,13 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     array([2., 2., 2., 0., 0., 0.])
     """
     values = x.values if isinstance(x, Array) else x
-    lib = backend(values)
-    if not 0 <= rate < 1:
+    lib = backend(values, "x")
+    if not 0 <= number("rate", rate) < 1:
         raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
     if not lib.xp.isdtype(values.dtype, "real floating"):
         raise TypeError(f"x: expected a real floating-point dtype, got {values.dtype}")
     if lib.uniform is None:
-        raise TypeError(f"dropout: {lib.name} has no random numbers")
+        raise TypeError(f"x: expected an array of a library with random numbers, got one of {lib.name}")
     kept = lib.uniform(key, tuple(values.shape), values) >= rate
     zero = lib.xp.zeros((), dtype=values.dtype, device=lib.device(values))
     out = lib.xp.where(kept, values * (1 / (1 - rate)), zero)

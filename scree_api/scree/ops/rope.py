@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..fit import accumulator
+from ..checks import integers, number
+from ..fit import accumulator, ragged
 from ..registry import declare, run
 
 
@@ -21,17 +22,18 @@ class RopeCall:
     start: Any
 
     def __post_init__(self) -> None:
-        x = self.x
-        if not isinstance(x, Array) or x.ragged_dim != 0 or x.ndim < 3:
-            raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {getattr(x, 'shape', type(x))}")
+        x = ragged("x", self.x)
+        if x.ragged_dim != 0 or x.ndim < 3:
+            raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
         if not x.layout.xp.isdtype(x.dtype, "real floating"):
             raise TypeError(f"x: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
-        if x.values.shape[-1] % 2:
-            raise ValueError(f"x: expected an even head_dim, got {x.values.shape[-1]}")
-        if not self.theta > 0:
-            raise ValueError(f"theta: expected a number > 0, got {self.theta}")
-        if self.start is not None and tuple(self.start.shape) != (x.batch_size,):
-            raise ValueError(f"start: expected shape ({x.batch_size},), a position a row, got {tuple(self.start.shape)}")
+        if x.values.shape[-1] % 2 or x.values.shape[-1] == 0:
+            raise ValueError(f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}")
+        number("theta", self.theta, above=0)
+        if self.start is not None:
+            integers("start", self.start, x.values)
+            if tuple(self.start.shape) != (x.batch_size,):
+                raise ValueError(f"start: expected shape ({x.batch_size},), a position a row, got {tuple(self.start.shape)}")
 
 
 def rope(

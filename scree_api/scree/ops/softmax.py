@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..fit import accumulator, against
+from ..fit import accumulator, against, ragged
 from ..registry import declare, run
 from ..segments import segment_reduce
 
@@ -18,9 +18,7 @@ class SoftmaxCall:
     x: Array
 
     def __post_init__(self) -> None:
-        if not isinstance(self.x, Array):
-            raise TypeError(f"x: expected a ragged array, got {type(self.x).__name__}; see scree.pack")
-        if not self.x.layout.xp.isdtype(self.x.dtype, "real floating"):
+        if not ragged("x", self.x).layout.xp.isdtype(self.x.dtype, "real floating"):
             raise TypeError(f"x: expected a real floating-point dtype, got {self.x.dtype}; convert it with xp.astype")
 
 
