@@ -1,6 +1,7 @@
-"""The same code under the transforms of each library: traced, compiled, differentiated."""
+"""Ragged operations under the transforms of JAX, PyTorch and MLX: what the tests of the three libraries share."""
 
-import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,83 +10,148 @@ import scree
 
 LENGTHS = [4, 0, 2, 70, 1, 33]
 OTHER = [33, 1, 70, 2, 0, 4]
+TOTAL, WIDTH, LONGEST = sum(LENGTHS), 8, 70
+INDEX = np.random.default_rng(0).integers(0, TOTAL, TOTAL).astype(np.int32)
+
+Rows = list[np.ndarray]
 
 
-def block(q: scree.Array, k: scree.Array, v: scree.Array) -> object:
-    """Attention, softmax, norm, reductions and a scan, to one number."""
-    k, v = scree.align(k, like=q), scree.align(v, like=q)
-    xp = scree.namespace(q)
-    out = xp.ragged.attention(q, k, v, causal=True)
-    out = xp.ragged.softmax(out) + xp.ragged.rms_norm(out)
-    return xp.sum(xp.cumulative_sum(out, axis=1)) + xp.sum(xp.sum(out, axis=1))
+def values(seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((TOTAL, WIDTH)).astype(dtype)
 
 
-def tensors(heads: int) -> np.ndarray:
-    return np.random.default_rng(heads).standard_normal((sum(LENGTHS), heads, 8)).astype(np.float32)
+def weights(seed: int = 1, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((WIDTH, WIDTH)).astype(dtype) / 2
 
 
-def jax_arrays(lengths: list[int]) -> list[scree.Array]:
-    import jax.numpy as jnp
+# ---------------------------------------------------- what is transformed: (namespace, tokens, index) -> array
+def attention(xp: Any, x: scree.Array, index: Any) -> Any:
+    """Two groups of two query heads, causal."""
+    q, k = (x.with_values(xp.reshape(part, (TOTAL, -1, 2))) for part in (x.values, x.values[:, :4]))
+    return xp.ragged.attention(q, k, xp.tanh(k), causal=True)
 
-    return [scree.from_lengths(jnp.asarray(tensors(heads)), lengths, max_length=70) for heads in (4, 2, 2)]
+
+def windowed(xp: Any, x: scree.Array, index: Any) -> Any:
+    q = x.with_values(xp.reshape(x.values, (TOTAL, 2, 4)))
+    return xp.ragged.attention(q, q, q, window=(3, 5), softcap=2.0, return_lse=True)[0]
 
 
-def test_jax_jit_gives_the_same_and_never_recompiles() -> None:
-    import jax
+def norms(xp: Any, x: scree.Array, index: Any) -> Any:
+    return xp.ragged.rms_norm(x, x.values[0, :]) + xp.ragged.layer_norm(x, x.values[1, :], x.values[2, :])
 
-    traces = []
 
-    def traced(q: scree.Array, k: scree.Array, v: scree.Array) -> object:
-        traces.append(q.shape)
-        return block(q, k, v)
+def reductions(xp: Any, x: scree.Array, index: Any) -> Any:
+    some = xp.astype(x.lengths, xp.float32)[:, None] > 0
+    found = [f(x, axis=1) for f in (xp.max, xp.mean, xp.var)] + [xp.ragged.logsumexp(x)]
+    found = [xp.where(some, f, xp.zeros_like(f)) for f in found]
+    return xp.concat([xp.sum(x, axis=1), xp.sum(xp.cumulative_sum(x, axis=1), axis=1), *found], axis=0)
 
-    compiled = jax.jit(traced)
+
+def moves(xp: Any, x: scree.Array, index: Any) -> Any:
+    moved = xp.ragged.gather(x, x.with_values(index))
+    return xp.ragged.scatter_add(moved, index, TOTAL) + xp.ragged.scatter(x, index, TOTAL)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "windowed": windowed,
+    "softmax": lambda xp, x, index: xp.ragged.softmax(x) + xp.ragged.log_softmax(x) / 10,
+    "norms": norms,
+    "rope": lambda xp, x, index: xp.ragged.rope(x),
+    "reductions": reductions,
+    "moves": moves,
+}
+
+
+def apply(name: str, x: scree.Array, w: Any, index: Any) -> Any:
+    """An operation on ``x @ w``, as a dense array."""
+    found = OPERATIONS[name](scree.namespace(x), x @ w, index)
+    return found.values if isinstance(found, scree.Array) else found
+
+
+def loss(name: str, x: scree.Array, w: Any, index: Any) -> Any:
+    """One number, which depends on every element of the result in a way of its own."""
+    xp = scree.namespace(x)
+    found = xp.reshape(apply(name, x, w, index), (-1,))
+    place = xp.arange(found.shape[0], dtype=found.dtype, device=x.device)
+    return xp.mean(xp.sin(place) * xp.tanh(found))
+
+
+def everything(x: scree.Array, w: Any, index: Any) -> Any:
+    return sum(loss(name, x, w, index) for name in OPERATIONS)
+
+
+# ------------------------------------------------------------------ the oracle: one plain loop over rows, float64
+def softmax_of(score: np.ndarray) -> np.ndarray:
+    weight = np.exp(score - score.max(axis=-1, keepdims=True))
+    return weight / weight.sum(axis=-1, keepdims=True)
+
+
+def attention_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, left: int, right: int, softcap: float | None) -> np.ndarray:
+    """Of one row; (heads, tokens, dim)."""
+    k, v = (np.repeat(x, q.shape[0] // x.shape[0], axis=0) for x in (k, v))
+    score = q @ np.swapaxes(k, 1, 2) / np.sqrt(q.shape[-1])
+    score = score if softcap is None else softcap * np.tanh(score / softcap)
+    away = np.arange(q.shape[1])[None, :] - np.arange(q.shape[1])[:, None]
+    return np.swapaxes(softmax_of(np.where((away >= -left) & (away <= right), score, -np.inf)) @ v, 0, 1)
+
+
+def heads(row: np.ndarray, dim: int) -> np.ndarray:
+    return np.swapaxes(row.reshape(len(row), -1, dim), 0, 1)
+
+
+def expected(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> np.ndarray:
+    """What `apply` gives."""
+    x = x.astype(np.float64) @ w.astype(np.float64)
+    rows = np.split(x, np.cumsum(lengths)[:-1])
+    some = [row for row in rows if len(row)]
+    if name == "attention":
+        parts = [(heads(row, 2), heads(row[:, :4], 2)) for row in some]
+        return np.concatenate([attention_of(q, k, np.tanh(k), TOTAL, 0, None) for q, k in parts])
+    if name == "windowed":
+        return np.concatenate([attention_of(*[heads(row, 4)] * 3, 3, 5, 2.0) for row in some])
+    if name == "softmax":
+        weight = np.concatenate([softmax_of(row.T).T for row in some])
+        return weight + np.log(weight) / 10
+    if name == "norms":
+        centred = x - x.mean(axis=1, keepdims=True)
+        rms = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * x[0]
+        return rms + centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * x[1] + x[2]
+    if name == "rope":
+        angle = np.concatenate([np.arange(n) for n in lengths])[:, None] * 10000.0 ** (-np.arange(4) / 4)
+        a, b, cos, sin = x[:, :4], x[:, 4:], np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+    if name == "reductions":
+        none = np.zeros(WIDTH)
+        per_row: list[Callable[[np.ndarray], np.ndarray]] = [
+            lambda row: row.sum(axis=0), lambda row: row.cumsum(axis=0).sum(axis=0), lambda row: row.max(axis=0),
+            lambda row: row.mean(axis=0), lambda row: row.var(axis=0), lambda row: np.log(np.exp(row).sum(axis=0)),
+        ]  # fmt: skip
+        return np.stack([f(row) if len(row) else none for f in per_row for row in rows])
+    added, put = np.zeros_like(x), np.zeros_like(x)
+    for to, value, moved in zip(INDEX, x, x[INDEX]):
+        added[to], put[to] = added[to] + moved, value
+    return added + put
+
+
+def expected_loss(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> float:
+    found = expected(name, x, w, lengths).reshape(-1)
+    return float(np.mean(np.sin(np.arange(found.size)) * np.tanh(found)))
+
+
+def slope(name: str, lengths: list[int], step: float = 1e-6) -> tuple[np.ndarray, np.ndarray, float]:
+    """A direction for tokens and weights, and the derivative of the loss along it, by a central difference."""
+    dx, dw = values(2, np.float64), weights(3, np.float64)
+    x, w = values(dtype=np.float64), weights(dtype=np.float64)
+    up, down = (expected_loss(name, x + s * dx, w + s * dw, lengths) for s in (step, -step))
+    return dx, dw, (up - down) / (2 * step)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_oracle_is_what_numpy_gives(name: str) -> None:
     for lengths in (LENGTHS, OTHER):
-        arrays = jax_arrays(lengths)
-        np.testing.assert_allclose(compiled(*arrays), block(*arrays), rtol=1e-5)
-    assert len(traces) == 1
-
-
-def test_jax_gradients_are_the_same_traced_and_not() -> None:
-    import jax
-
-    arrays = jax_arrays(LENGTHS)
-    gradient = jax.grad(block, allow_int=True)
-    eager, traced = gradient(*arrays), jax.jit(gradient)(*arrays)
-    assert isinstance(eager, scree.Array)
-    np.testing.assert_allclose(eager.values, traced.values, atol=1e-4)
-
-
-def test_attention_under_a_trace_asks_for_a_bound() -> None:
-    import jax
-
-    q, k, v = (scree.Array(x.values, x.offsets) for x in jax_arrays(LENGTHS))
-    with pytest.raises(ValueError, match="give max_length=, or call q.validate"):
-        jax.jit(block)(q, k, v)
-
-
-def test_sizes_that_depend_on_the_offsets_raise_under_a_trace() -> None:
-    import jax
-
-    (q, *_) = jax_arrays(LENGTHS)
-    with pytest.raises(TypeError, match="depends on the offsets"):
-        jax.jit(lambda x: x[:, 1:3].values)(q)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_torch_compiles_without_a_break(backward: bool) -> None:
-    import torch
-
-    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return block(*(scree.from_cu_seqlens(x, offsets, max_length=70) for x in (q, k, v)))
-
-    values = [torch.from_numpy(tensors(heads)).requires_grad_(backward) for heads in (4, 2, 2)]
-    offsets = scree.from_lengths(values[0].detach(), LENGTHS).offsets
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Dynamo's own, about the caches of array_api_compat
-        compiled = torch.compile(dense, backend="aot_eager", fullgraph=True)(*values, offsets)
-    plain = dense(*values, offsets)
-    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-3)
-    if backward:
-        one, other = (torch.autograd.grad(x, values) for x in (compiled, plain))
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        x = scree.from_lengths(values(dtype=np.float64), lengths)
+        np.testing.assert_allclose(
+            apply(name, x, weights(dtype=np.float64), INDEX), expected(name, x.values, weights(dtype=np.float64), lengths),
+            rtol=1e-9, atol=1e-9,
+        )  # fmt: skip

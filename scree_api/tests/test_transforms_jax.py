@@ -1,0 +1,215 @@
+"""Under the transforms of JAX: traced once for all offsets, differentiated, mapped, scanned, sharded, donated."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_transforms import (
+    INDEX, LENGTHS, LONGEST, OPERATIONS, OTHER, TOTAL, WIDTH, apply, everything, expected, loss, slope, values, weights,
+)  # fmt: skip
+
+import scree
+
+
+def tokens(lengths: list[int] = LENGTHS) -> scree.Array:
+    return scree.from_lengths(jnp.asarray(values()), lengths, max_length=LONGEST)
+
+
+def counted(f: Callable[..., Any]) -> tuple[Callable[..., Any], list[None]]:
+    """The function, and a list that grows with every trace of it."""
+    traces: list[None] = []
+
+    def call(*args: Any) -> Any:
+        traces.append(None)
+        return f(*args)
+
+    return call, traces
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_trace_serves_all_offsets_of_a_shape(name: str) -> None:
+    """Values and gradients, along one direction, of two batches; the first is not known when the function is compiled."""
+    w, index = jnp.asarray(weights()), jnp.asarray(INDEX)
+    function, traces = counted(lambda x, w: (apply(name, x, w, index), jax.grad(partial(loss, name), (0, 1), allow_int=True)(x, w, index)))
+    compiled = jax.jit(function)
+    for lengths in (LENGTHS, OTHER):
+        found, (of_x, of_w) = compiled(tokens(lengths), w)
+        np.testing.assert_allclose(found, expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5)
+        assert isinstance(of_x, scree.Array)
+        dx, dw, want = slope(name, lengths)
+        assert abs(np.vdot(of_x.values, dx) + np.vdot(of_w, dw) - want) < 1e-5 * max(1, np.linalg.norm(dx))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_vmap_over_parameters(name: str) -> None:
+    x, index, w = tokens(), jnp.asarray(INDEX), jnp.stack([jnp.asarray(weights(seed)) for seed in (1, 5)])
+    found, of_w = jax.jit(jax.vmap(lambda w: jax.value_and_grad(partial(loss, name), 1)(x, w, index)))(w)
+    for i in range(2):
+        one, slope_of = jax.jit(jax.value_and_grad(partial(loss, name), 1))(x, w[i], index)
+        np.testing.assert_allclose(found[i], one, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(of_w[i], slope_of, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_outside_of_a_trace() -> None:
+    x, w, index = tokens(), jnp.asarray(weights()), jnp.asarray(INDEX)
+    both = jax.value_and_grad(partial(loss, "attention"), 1)
+    for one, other in zip(both(x, w, index), jax.jit(both)(x, w, index)):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_of_a_batch_with_tokens_to_spare() -> None:
+    """Tokens behind the last row belong to none: they change nothing, and no gradient reaches them."""
+    w, index, spare = jnp.asarray(weights()), jnp.asarray(INDEX), 5
+    x = scree.from_lengths(jnp.asarray(values()), LENGTHS, max_length=LONGEST)
+
+    def of(values: Any, offsets: Any) -> Any:
+        x = scree.from_cu_seqlens(values, offsets, max_length=LONGEST)
+        return jnp.sum(scree.attention(*[x.with_values((values @ w)[:, None, :])] * 3, causal=True).values[:TOTAL] ** 2)
+
+    more = jnp.concatenate([x.values, jnp.full((spare, WIDTH), 1e3, jnp.float32)])
+    (plain, g), (padded, h) = (jax.jit(jax.value_and_grad(of))(v, x.offsets) for v in (x.values, more))
+    np.testing.assert_allclose(padded, plain, rtol=1e-5)
+    np.testing.assert_allclose(h[:TOTAL], g, rtol=1e-4, atol=1e-5)
+    assert not np.any(h[TOTAL:])
+    assert index.shape == (TOTAL,)
+
+
+def layer(x: scree.Array, w: Any) -> scree.Array:
+    """What a model repeats."""
+    xp = scree.namespace(x)
+    y = xp.ragged.rms_norm(x) @ w
+    q = y.with_values(xp.reshape(y.values, (y.total_length, 2, -1)))
+    out = xp.ragged.attention(xp.ragged.rope(q), q, q, causal=True)
+    return x + xp.ragged.softmax(y) + out.with_values(xp.reshape(out.values, x.values.shape))
+
+
+def model(w: Any, x: scree.Array) -> Any:
+    """Layers one by one: the mean of squares."""
+    for i in range(w.shape[0]):
+        x = layer(x, w[i])
+    return jnp.mean(jnp.sum(x * x, axis=1) if not isinstance(x, scree.Array) else scree.namespace(x).sum(x * x, axis=1))
+
+
+LAYERS = np.stack([weights(seed) for seed in (1, 2, 3)])
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Any, Any]:
+    """The model and its gradient, layer by layer."""
+    return jax.jit(jax.value_and_grad(model))(jnp.asarray(LAYERS), tokens())
+
+
+def agrees(found: Any, plain: Any) -> None:
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(np.abs(other).max()))
+
+
+def test_scan_over_layers_with_checkpoints(plain: Any) -> None:
+    def scanned(w: Any, x: scree.Array) -> Any:
+        x, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)
+        return model(w[:0], x)
+
+    agrees(jax.jit(jax.value_and_grad(scanned))(jnp.asarray(LAYERS), tokens()), plain)
+
+
+def test_donated_batch_and_shapes_without_arrays(plain: Any) -> None:
+    x, w = tokens(), jnp.asarray(LAYERS)
+    shape = jax.eval_shape(layer, x, w[0])
+    assert isinstance(shape, scree.Array)
+    assert shape.shape == x.shape and shape.max_length == LONGEST
+    donating = jax.jit(lambda x, w: x.with_values((layer(x, w[0])).values), donate_argnums=0)
+    kept = np.asarray(jax.jit(layer)(x, w[0]).values)
+    np.testing.assert_allclose(donating(x, w).values, kept, rtol=1e-5, atol=1e-6)
+    assert x.values.is_deleted()
+    agrees(jax.jit(jax.value_and_grad(model))(w, tokens()), plain)
+
+
+def sharded() -> None:
+    """In a process of its own with two devices: rows split over them, weights on both."""
+    from jax.sharding import Mesh, PartitionSpec as P
+
+    mesh = Mesh(np.asarray(jax.devices()), ("rows",))
+    halves = [LENGTHS[:3], LENGTHS[3:]]
+    size = max(map(sum, halves))  # each device has room for as many tokens, of which some belong to no row
+    parts = np.split(values(), [sum(halves[0])])
+    padded = np.concatenate([np.pad(part, ((0, size - len(part)), (0, 0)), constant_values=9.0) for part in parts])
+    offsets = np.concatenate([np.cumsum([0, *half]) for half in halves]).astype(np.int32)
+
+    def total(w: Any, x: scree.Array) -> Any:
+        for i in range(w.shape[0]):
+            x = layer(x, w[i])
+        return jnp.sum(scree.namespace(x).sum(x * x, axis=1))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("rows"), P("rows")), out_specs=P())
+    def both(w: Any, values: Any, offsets: Any) -> Any:
+        x = scree.from_cu_seqlens(values, offsets, max_length=LONGEST)
+        return jax.lax.psum(total(w, x), "rows")
+
+    found = jax.value_and_grad(both)(jnp.asarray(LAYERS), jnp.asarray(padded), jnp.asarray(offsets))
+    agrees(found, jax.jit(jax.value_and_grad(total))(jnp.asarray(LAYERS), tokens()))
+    print("agreed on", len(jax.devices()), "devices")
+
+
+def test_rows_split_over_devices() -> None:
+    here = os.path.dirname(__file__)
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": here
+    }  # fmt: skip
+    code = "import test_transforms_jax as t; t.sharded()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "agreed on 2 devices" in done.stdout
+
+
+def test_attention_holds_tokens_and_tiles_alone() -> None:
+    """By XLA's own account of the compiled function, forward and backward: one long row among short ones is no square."""
+    lengths, heads, dim = [4096] + [16] * 127, 4, 32
+    total = sum(lengths)
+
+    def gradients(q: Any, k: Any, v: Any, offsets: Any) -> Any:
+        q, k, v = (scree.from_cu_seqlens(x, offsets, max_length=4096) for x in (q, k, v))
+        return jnp.sum(scree.attention(q, k, v, causal=True).values ** 2)
+
+    shapes = [jax.ShapeDtypeStruct((total, heads, dim), jnp.float32)] * 3
+    offsets = jax.ShapeDtypeStruct((len(lengths) + 1,), jnp.int32)
+    used = jax.jit(jax.grad(gradients, (0, 1, 2))).lower(*shapes, offsets).compile().memory_analysis().temp_size_in_bytes
+    slots = total + len(lengths) * 128  # every token, and a tile for the end of every row
+    assert used < 40 * slots * heads * dim * 4
+    assert used < 0.05 * len(lengths) * 4096**2 * heads * 4
+
+
+def test_sizes_that_depend_on_the_offsets_say_so() -> None:
+    with pytest.raises(TypeError, match="depends on the offsets"):
+        jax.jit(lambda x: x[:, 1:3].values)(tokens())
+    bare = scree.Array(jnp.asarray(values()[:, None, :]), tokens().offsets)
+    with pytest.raises(ValueError, match=r"give max_length=, or call q\.validate"):
+        jax.jit(lambda x: scree.attention(x, x, x, kernel="standard").values)(bare)
+
+
+def test_second_derivatives_and_forward_mode_by_the_standard_path() -> None:
+    x = scree.from_lengths(jnp.asarray(values()[:9, None, :4]), [2, 0, 7], max_length=7)
+
+    def energy(v: Any) -> Any:
+        y = x.with_values(v)
+        return jnp.sum(scree.attention(y, y, y, kernel="standard").values ** 2)
+
+    direction = jnp.ones_like(x.values)
+    _, forward = jax.jvp(energy, (x.values,), (direction,))
+    np.testing.assert_allclose(forward, jnp.vdot(jax.grad(energy)(x.values), direction), rtol=1e-4)
+    _, second = jax.jvp(jax.grad(energy), (x.values,), (direction,))
+    assert np.all(np.isfinite(second))
+
+
+def test_everything_in_one_function() -> None:
+    x, w, index = tokens(), jnp.asarray(weights()), jnp.asarray(INDEX)
+    parts = sum(float(jax.jit(partial(loss, name))(x, w, index)) for name in OPERATIONS)
+    np.testing.assert_allclose(jax.jit(everything)(x, w, index), parts, rtol=1e-4, atol=1e-6)
