@@ -244,10 +244,11 @@ def _row(X, Y, A, B, ROWS, OUT, row, start, end, n, columns, OP: tl.constexpr, M
          C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
          ACC: tl.constexpr):
     """One whole row."""
-    a, b = _operands(A, B, row + tl.zeros([1], tl.int32), n, columns, C, HAS_A, HAS_B, ACC)
+    one = row + tl.zeros([1], tl.int32)
+    a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
     u, v = _reduce_flat(X, Y, a, start, end if OP != NONE else start, columns, OP, IDENTITY, C, BC, F, READS, ACC)
     if MAP == NONE:
-        _keep(ROWS, _result(u, v, OP), row + tl.zeros([1], tl.int32), row < n, columns, C)
+        _keep(ROWS, _result(u, v, OP), one, one < n, columns, C)
     else:
         if OP == LSE:
             u = _finite(u)
@@ -269,8 +270,7 @@ def _operands(A, B, rows, n, columns, C: tl.constexpr, HAS_A: tl.constexpr, HAS_
 @triton.jit
 def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
     pointers = ROWS + (rows.to(tl.int64)[:, None, None] * C + columns[None, None, :])
-    tl.store(pointers, u.to(ROWS.dtype.element_ty), mask=inside[:, None, None] & (columns < C)[None, None, :]
-             if inside.type.is_block() else inside & (columns < C)[None, None, :])
+    tl.store(pointers, u.to(ROWS.dtype.element_ty), mask=inside[:, None, None] & (columns < C)[None, None, :])
 
 
 @triton.jit(do_not_specialize=("n", "total", "share", "stride"))
