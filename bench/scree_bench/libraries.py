@@ -125,12 +125,14 @@ def allocations(thunk: Callable[[], Any]) -> tuple[list[tuple[float, int]], Any]
 
 
 def _torch_peak(step: Step) -> int:
+    step()  # what is made once and kept is not the call's
     return max((held for _, held in allocations(step)[0]), default=0)
 
 
 def _cuda_peak(step: Step) -> int:
     import torch
 
+    step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -193,6 +195,7 @@ def _mlx(arrays: backends.Library, device: str) -> Library:
         return {"forward": lambda: Step(function, tuple(args)), "both": lambda: Step(both, tuple(args))}
 
     def peak(step: Step) -> int:
+        wait(step())
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -211,7 +214,7 @@ LOADERS: dict[str, Callable[[backends.Library, str], Library]] = {
 }  # fmt: skip
 
 
-def device(wanted: str) -> str:
+def where(wanted: str) -> str:
     """The device for ``--device``."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"--device: expected auto, cpu or cuda, got {wanted!r}")
@@ -226,10 +229,9 @@ def device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load(name: str, where: str = "cpu") -> Library:
+def load(name: str, device: str = "cpu") -> Library:
     """A library by name; `ImportError` where it is not installed."""
-    place = None if where == "cpu" else where
-    return LOADERS[name](backends.load(name, place), where)
+    return LOADERS[name](backends.load(name, None if device == "cpu" else device), device)
 
 
 def wanted(session: Session, names: str, among: Sequence[str] = tuple(LOADERS)) -> list[Library]:

@@ -159,6 +159,7 @@ def traced_peak(thunk: Thunk) -> int:
     """The most bytes of NumPy arrays and Python objects that a call holds at once beside what was there before."""
     import tracemalloc
 
+    thunk()  # what is made once and kept is not the call's
     gc.collect()
     tracemalloc.start()
     try:

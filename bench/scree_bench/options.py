@@ -8,7 +8,7 @@ import typer
 Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few samples: under a minute on two cores.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures; without it, only the table is shown.")]
 Backend = Annotated[str, typer.Option(help="numpy, torch, jax, mlx, or all that are installed.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where PyTorch has it.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda where PyTorch has it.")]
 Lengths = Annotated[Path | None, typer.Option(help="File with the lengths of your rows: whole numbers, or a JSON list.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 

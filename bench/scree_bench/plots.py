@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .results import Result, Row, unit
+from .results import Result, Row, text, unit
 
 Draw = Callable[[Any], None]
 Pictures = dict[str, Draw]
@@ -43,10 +43,10 @@ def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
 
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for theme, (back, text, grid, colors) in THEMES.items():
+    for theme, (back, ink, grid, colors) in THEMES.items():
         style = {
-            "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back, "text.color": text,
-            "axes.labelcolor": text, "axes.edgecolor": grid, "xtick.color": text, "ytick.color": text, "grid.color": grid,
+            "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back, "text.color": ink,
+            "axes.labelcolor": ink, "axes.edgecolor": grid, "xtick.color": ink, "ytick.color": ink, "grid.color": grid,
             "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
             "axes.prop_cycle": mpl.cycler(color=colors), "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
             "legend.frameon": False, "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5,
@@ -96,16 +96,31 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
             axes.text(x, place, " " + unit(kind).show(x), va="center", fontsize=9)
             longest, place = max(longest, x), place + 1
         place += 0.8
-    axes.set(title=title, xlim=(0, longest * 1.22 or 1), xticks=[])
+    axes.set(xlim=(0, longest * 1.2 or 1), xticks=[])
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
+    axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
     axes.invert_yaxis()
+    figure = axes.get_figure()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    columns = min(3, len(names))
     if len(names) > 1:
         handles = [axes.barh(0, 0, color=colors[who], label=who) for who in names]
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=min(4, len(names)))
-    figure = axes.get_figure()
-    figure.set_size_inches(SIZE[0], max(SIZE[1], 0.24 * place + 1.2 + 0.25 * math.ceil(len(names) / 4)))
+        figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+    figure.set_size_inches(SIZE[0], max(2.0, 0.24 * place + 0.6 + 0.25 * math.ceil(len(names) / columns)))
+
+
+def labels(rows: Sequence[Row], *without: str) -> Callable[[Row], str]:
+    """What sets a row's case apart from the others', in at most a few lines."""
+    keys = dict.fromkeys(k for row in rows for k in row.case if k not in without)
+    apart = [k for k in keys if len({repr(row.case.get(k)) for row in rows}) > 1]
+
+    def label(row: Row) -> str:
+        words = [x if isinstance(x := row.case[k], str) else f"{k} {text(x)}" for k in apart if k in row.case]
+        return "\n".join(", ".join(words[i : i + 2]) for i in range(0, len(words), 2))
+
+    return label
 
 
 def grouped(rows: Iterable[Row], value: str, label: Callable[[Row], str]) -> dict[str, dict[str, float]]:

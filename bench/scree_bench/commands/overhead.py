@@ -1,0 +1,100 @@
+"""`overhead`: microseconds that a call costs beside the library's own, on input so small that nothing else counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+import scree
+
+from .. import plots
+from ..libraries import Library, wanted, where
+from ..measure import Thunk
+from ..options import Backend, Device, Out, Quick
+from ..results import Result
+from ..session import Session
+
+LENGTHS = (4, 2, 7)
+IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
+
+
+def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
+    """Name -> our call, and the bare call on the values that it stands for, where there is one."""
+    rng, total = np.random.default_rng(0), sum(LENGTHS)
+    values = lib.make(rng.standard_normal((total, 2, 8), dtype=np.float32))
+    arr = scree.from_lengths(values, LENGTHS)
+    offsets, xp, bare = arr.offsets, scree.namespace(arr), arr.layout.xp
+    weight = lib.make(np.ones(8, np.float32))
+    rows = scree.unpack(arr)
+    return {
+        "namespace": (lambda: scree.namespace(arr), None),
+        "from_cu_seqlens": (lambda: scree.from_cu_seqlens(values, offsets, max_length=7), None),
+        "with_values": (lambda: arr.with_values(values), None),
+        "exp": (lambda: xp.exp(arr), lambda: bare.exp(values)),
+        "add": (lambda: arr + arr, lambda: values + values),
+        "multiply by a number": (lambda: arr * 2.0, lambda: values * 2.0),
+        "sum of rows": (lambda: xp.sum(arr, axis=1), lambda: bare.sum(values, axis=0)),
+        "max of rows": (lambda: xp.max(arr, axis=1), lambda: bare.max(values, axis=0)),
+        "mean of all": (lambda: xp.mean(arr), lambda: bare.mean(values)),
+        "softmax": (lambda: xp.ragged.softmax(arr), None),
+        "rms_norm": (lambda: xp.ragged.rms_norm(arr, weight), None),
+        "attention": (lambda: xp.ragged.attention(arr, arr, arr, causal=True), None),
+        "pack": (lambda: scree.pack(rows), lambda: bare.concat(rows)),
+        "index a row": (lambda: arr[1], lambda: values[4:6]),
+    }
+
+
+def command(
+    backend: Backend = "all", device: Device = "auto", quick: Quick = False, out: Out = None,
+) -> None:  # fmt: skip
+    """Microseconds a call, against the bare library; and how long imports take.
+
+    Thirteen tokens in three rows, so what is measured is what the host does. On libraries that run behind, each call waits.
+    """
+    with Session("overhead", locals(), where(device)) as session:
+        for lib in wanted(session, backend):
+            for what, (ours, bare) in session.track(calls(lib).items(), lib.name):
+                case = {"backend": lib.name, "call": what}
+                contenders: dict[str, Callable[[], Thunk]] = {"scree": lambda x=_values(ours): x}
+                if bare is not None:
+                    contenders["bare"] = lambda x=bare: x
+                rows = session.time(case, "call_s", contenders, budget=0.5, wait=lib.wait)
+                if bare is not None and all("call_s" in row.values for row in rows.values()):
+                    rows["scree"].values["over_s"] = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
+        names = [name for name in IMPORTS if find_spec(name.partition(".")[0]) is not None]
+        commands = {name: lambda x=name: _importer(x) for name in (names[:2] if quick else names)}
+        session.time({"what": "import in a new process"}, "import_s", {"nothing": lambda: _importer(""), **commands}, budget=1.0)
+
+
+def _values(thunk: Thunk) -> Thunk:
+    """What a library waits for: the values of a ragged array; other results as they are."""
+
+    def call() -> Any:
+        found = thunk()
+        return found.values if isinstance(found, scree.Array) else found if hasattr(found, "shape") else ()
+
+    return call
+
+
+def _importer(name: str) -> Thunk:
+    code = f"import {name}" if name else ""
+    return lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """What each call costs."""
+    found = {}
+    for name in dict.fromkeys(row.case["backend"] for row in result.rows if "backend" in row.case):
+        rows = [row for row in result.rows if row.case.get("backend") == name]
+
+        def paint(figure: Any, rows: Any = rows, name: str = name) -> None:
+            groups = plots.grouped(rows, "call_s", plots.labels(rows))
+            plots.bars(figure.add_subplot(), groups, "call_s", f"A call on thirteen tokens, {name}")
+
+        found[f"overhead-{name}"] = paint
+    return found

@@ -1,0 +1,253 @@
+"""`ratios`: scree against the best hand-written form of each library, and a limit for each, which may fail the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+import scree
+
+from ..lengths import adding_up
+from ..libraries import Library, wanted
+from ..measure import Thunk
+from ..options import Backend, Out, Quick
+from ..results import OK, Row
+from ..session import Session
+
+
+class Case(NamedTuple):
+    """`ours` against `peer`; `limit` bounds the ratio of the two, or their difference in seconds."""
+
+    name: str
+    ours: Thunk
+    peer: Thunk
+    limit: float
+    difference: bool = False
+
+
+class Hand(NamedTuple):
+    """How one would do by hand, in one library, what scree does; `to_padded` gets values and mask, `from_padded` both too."""
+
+    pack: Callable[[list[Any]], Any]
+    to_padded: Callable[[Any, Any], Any]
+    from_padded: Callable[[Any, Any], Any]
+
+
+def _numpy() -> Hand:
+    def to_padded(values: Any, mask: Any) -> Any:
+        out = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
+        out[mask] = values
+        return out
+
+    return Hand(np.concatenate, to_padded, lambda padded, mask: padded[mask])
+
+
+def _torch() -> Hand:
+    import torch
+
+    def to_padded(values: Any, mask: Any) -> Any:
+        out = torch.zeros((*mask.shape, *values.shape[1:]), dtype=values.dtype)
+        out[mask] = values
+        return out
+
+    return Hand(torch.cat, to_padded, lambda padded, mask: padded[mask])
+
+
+def _jax() -> Hand:
+    """On the CPU a NumPy detour is the fastest: outside of `jit` every new shape compiles."""
+    import jax.numpy as jnp
+
+    by_numpy = _numpy()
+
+    def pack(rows: list[Any]) -> Any:
+        return jnp.asarray(np.concatenate([np.asarray(x) for x in rows]))
+
+    def to_padded(values: Any, mask: Any) -> Any:
+        return jnp.asarray(by_numpy.to_padded(np.asarray(values), np.asarray(mask)))
+
+    def from_padded(padded: Any, mask: Any) -> Any:
+        return jnp.asarray(np.asarray(padded)[np.asarray(mask)])
+
+    return Hand(pack, to_padded, from_padded)
+
+
+def _mlx() -> Hand:
+    import mlx.core as mx
+
+    by_numpy = _numpy()
+
+    def to_padded(values: Any, mask: Any) -> Any:
+        return mx.array(by_numpy.to_padded(np.asarray(values), np.asarray(mask)))
+
+    def from_padded(padded: Any, mask: Any) -> Any:
+        return mx.array(np.asarray(padded)[np.asarray(mask)])
+
+    return Hand(mx.concatenate, to_padded, from_padded)
+
+
+HANDS: dict[str, Callable[[], Hand]] = {"numpy": _numpy, "torch": _torch, "jax": _jax, "mlx": _mlx}
+
+
+# ---------------------------------------------------------------------------------------------------- cases
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def general_cases(lib: Library, quick: bool) -> list[Case]:
+    """Elementwise overhead, row sums, packing and padding."""
+    rng, hand, wait = np.random.default_rng(0), HANDS[lib.name](), lib.wait
+    small = scree.from_lengths(lib.make(_normal(rng, 13, 8)), [4, 2, 7])
+    xp, bare = scree.namespace(small), small.layout.xp
+    lengths = rng.poisson(50, 10_000 if quick else 100_000)
+    long = scree.from_lengths(lib.make(_normal(rng, lengths.sum())), lengths)
+    counts = rng.poisson(20, 1_000 if quick else 5_000)
+    rows = [lib.make(_normal(rng, int(n), 8)) for n in counts]
+    many = scree.pack(rows)
+    padded, mask = scree.to_padded(many)
+    values = small.values
+
+    def padded_sum() -> Any:
+        return wait(bare.sum(scree.to_padded(long)[0], axis=1))
+
+    def reduceat() -> Any:
+        return np.add.reduceat(long.values, long.offsets[:-1])
+
+    def case(what: str, ours: Thunk, peer: Thunk, limit: float) -> Case:
+        return Case(f"{what} {len(rows):,} rows", lambda: wait(ours()), lambda: wait(peer()), limit)
+
+    return [
+        Case("exp: over the bare call", lambda: wait(xp.exp(small).values), lambda: wait(bare.exp(values)), 25e-6, True),
+        Case("add: over the bare call", lambda: wait((small + small).values), lambda: wait(values + values), 25e-6, True),
+        Case(f"sum of {len(lengths):,} rows, against reduceat", lambda: xp.sum(long, axis=1), reduceat, 2)
+        if lib.name == "numpy"
+        else Case(f"sum of {len(lengths):,} rows, against padding", lambda: wait(xp.sum(long, axis=1)), padded_sum, 1),
+        case("pack", lambda: scree.pack(rows).values, lambda: hand.pack(rows), 3),
+        case("to_padded", lambda: scree.to_padded(many)[0], lambda: hand.to_padded(many.values, mask), 3),
+        case("from_padded", lambda: scree.from_padded(padded, mask).values, lambda: hand.from_padded(padded, mask), 3),
+    ]
+
+
+def attention_cases(lib: Library, quick: bool) -> list[Case]:
+    """16 log-normal sequences, about 2,000 real and 4,500 padded tokens, 4 heads x 32, float32, causal."""
+    rng = np.random.default_rng(11)
+    lengths = adding_up(16, 2_000, rng)
+    arrays = [_normal(rng, lengths.sum(), 4, 32) for _ in range(3)]
+    q = scree.from_lengths(lib.make(arrays[0]), lengths)
+    k, v = (q.with_values(lib.make(x)) for x in arrays[1:])
+    dense = [scree.to_padded(scree.from_lengths(x, lengths))[0].transpose(0, 2, 1, 3) for x in arrays]
+    n = dense[0].shape[2]
+    hidden = np.triu(np.ones((n, n), bool), 1)
+
+    def ours() -> Any:
+        return lib.wait(scree.attention(q, k, v, causal=True).values)
+
+    def weights(score: np.ndarray) -> np.ndarray:
+        score = np.where(hidden, -np.inf, score / math.sqrt(32))
+        score = np.exp(score - score.max(-1, keepdims=True))
+        return score / score.sum(-1, keepdims=True)
+
+    def naive() -> Any:
+        a, b, c = dense
+        return np.einsum("nhij,nhjd->nhid", weights(np.einsum("nhid,nhjd->nhij", a, b)), c)
+
+    def matmul() -> Any:
+        a, b, c = dense
+        return weights(a @ b.transpose(0, 1, 3, 2)) @ c
+
+    naive_limit = 1 / 20 if lib.name in ("numpy", "torch") else 1
+    cases = [
+        Case(f"attention, {lengths.sum():,} of {16 * n:,} tokens, against naive NumPy (einsum)", ours, naive, naive_limit),
+        Case("attention, against padded NumPy (matmul)", ours, matmul, 1),
+    ]
+    if lib.name == "torch":
+        import torch
+
+        a, b, c = (torch.from_numpy(np.ascontiguousarray(x)) for x in dense)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        cases.append(Case("attention, against padded SDPA", ours, lambda: sdpa(a, b, c, is_causal=True), 1))
+    return cases
+
+
+def sort_case(lib: Library, quick: bool) -> list[Case]:
+    """Sorting within rows, against a sort of values and then, stably, of rows."""
+    rng = np.random.default_rng(2)
+    lengths = rng.poisson(50, 10_000 if quick else 100_000)
+    values = _normal(rng, lengths.sum())
+    rows = np.repeat(np.arange(lengths.size), lengths)
+    arr = scree.from_lengths(lib.make(values), lengths)
+    xp, bare, ids = scree.namespace(arr), arr.layout.xp, lib.make(rows, lib.arrays.default_integer)
+
+    def by_keys() -> Any:
+        order = bare.argsort(arr.values, stable=True)
+        return wait(bare.take(arr.values, bare.take(order, bare.argsort(bare.take(ids, order), stable=True))))
+
+    wait, what = lib.wait, f"sort within {lengths.size:,} rows, against "
+    if lib.name == "numpy":
+        return [Case(what + "lexsort", lambda: xp.sort(arr, axis=1), lambda: values[np.lexsort((values, rows))], 3)]
+    return [Case(what + "two sorts", lambda: wait(xp.sort(arr, axis=1).values), by_keys, 3)]
+
+
+def rival_cases(quick: bool) -> list[Case]:
+    """awkward-array and scikit-hep's ragged, on NumPy."""
+    import awkward as ak
+    import ragged
+
+    rng = np.random.default_rng(3)
+    lengths = rng.poisson(50, 10_000 if quick else 100_000)
+    arr = scree.from_lengths(rng.standard_normal(lengths.sum()), lengths)
+    per_row, xp = rng.standard_normal((lengths.size, 1)), scree.namespace(arr)
+    offsets = ak.index.Index64(arr.offsets.astype(np.int64))
+    theirs = ak.Array(ak.contents.ListOffsetArray(offsets, ak.contents.NumpyArray(arr.values)))
+    wrapped, wrapped_row = ragged.array(theirs), ragged.array(per_row[:, 0])
+    work: dict[str, tuple[Thunk, Thunk, Thunk]] = {
+        "add": (lambda: arr + arr, lambda: theirs + theirs, lambda: wrapped + wrapped),
+        "sum": (lambda: xp.sum(arr, axis=1), lambda: ak.sum(theirs, axis=1), lambda: ragged.sum(wrapped, axis=1)),
+        "sort": (lambda: xp.sort(arr, axis=1), lambda: ak.sort(theirs, axis=1), lambda: ragged.sort(wrapped, axis=1)),
+        "argmax": (lambda: xp.argmax(arr, axis=1), lambda: ak.argmax(theirs, axis=1), lambda: ragged.argmax(wrapped, axis=1)),
+        "add (n, 1)": (lambda: arr + per_row, lambda: theirs + per_row[:, 0], lambda: wrapped + wrapped_row),
+        "mask": (lambda: arr[arr > 0], lambda: theirs[theirs > 0], lambda: wrapped[wrapped > 0]),
+    }
+    return [
+        Case(f"{what} of {lengths.size:,} rows, against {who}", calls[0], peer, 1)
+        for what, calls in work.items()
+        for who, peer in zip(("awkward", "ragged"), calls[1:], strict=True)
+    ]
+
+
+def command(
+    backend: Backend = "all", quick: Quick = False, out: Out = None,
+    rivals: Annotated[bool, typer.Option("--rivals", help="Against awkward-array and ragged too, on NumPy.")] = False,
+) -> None:  # fmt: skip
+    """Against the best hand-written form of each library: ratios, and a limit for each.
+
+    The exit status is 1 where a limit is passed, so a script can hold them.
+    """
+    with Session("ratios", locals()) as session:
+        for lib in wanted(session, backend):
+            cases = [case for make in (general_cases, sort_case, attention_cases) for case in make(lib, quick)]
+            if rivals and lib.name == "numpy":
+                cases += rival_cases(quick)
+            for case in session.track(cases, lib.name):
+                _measure(session, lib, case)
+    over = [row for row in session.result.rows if _over(row)]
+    for row in over:
+        session.say(f"over the limit: {row.case['backend']}, {row.case['what']}")
+    raise typer.Exit(1 if over else 0)
+
+
+def _over(row: Row) -> bool:
+    return row.status != OK or any(row.values.get(f"over_{x}", 0) > row.values.get(f"limit_{x}", 0) for x in ("s", "ratio"))
+
+
+def _measure(session: Session, lib: Library, case: Case) -> None:
+    what = {"backend": lib.name, "what": case.name}
+    contenders = {"scree": lambda: case.ours, "by hand": lambda: case.peer}
+    ours, peer = session.time(what, "call_s", contenders, budget=1.5).values()
+    if ours.status == peer.status == OK:
+        a, b = ours.values["call_s"], peer.values["call_s"]
+        name, value = ("over_s", a - b) if case.difference else ("over_ratio", a / b)
+        ours.values |= {name: value, name.replace("over", "limit"): case.limit}
