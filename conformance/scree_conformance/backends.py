@@ -46,6 +46,8 @@ class Library:
         Whether its exp, sin and tanh of float64 have the precision of float32.
     generator
         ``generator(seed)``: what its random functions draw from, or None.
+    gaps
+        Function that it lacks for good, or ``"function-dtype"`` -> why; it must fail there, and the coverage page says so.
     context
         Under which a case runs.
     """
@@ -60,6 +62,7 @@ class Library:
     compiles: bool = False
     rough_float64: bool = False
     generator: Callable[[int], Any] | None = None
+    gaps: dict[str, str] = field(default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def dtype_name(self, x: Any) -> str:
@@ -69,6 +72,10 @@ class Library:
     def make(self, x: Any, dtype: str) -> Any:
         """The NumPy array `x` as an array of the library with a dtype given by name."""
         return self.array(np.asarray(x), self.dtypes[dtype])
+
+    def gap(self, operation: str, dtype: str) -> str | None:
+        """Why it lacks what an operation checks, or None."""
+        return self.gaps.get(f"{operation}-{dtype}") or self.gaps.get(operation)
 
     @property
     def floats(self) -> tuple[str, ...]:
@@ -102,7 +109,7 @@ def _torch(device: str | None) -> Library:
     place = torch.device(device or "cpu")
 
     def read(x: torch.Tensor) -> np.ndarray:
-        x = x.detach().cpu()
+        x = x.detach().cpu().resolve_conj().resolve_neg()
         return _wide((x.to(torch.float64) if x.is_floating_point() else x).numpy())
 
     def array(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -111,6 +118,7 @@ def _torch(device: str | None) -> Library:
     return Library(
         "torch", _named(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")), array, read,
         host=place.type == "cpu", generator=lambda seed: torch.Generator(place).manual_seed(seed),
+        gaps={"unique_all": "PyTorch does not say where a value is first"},
     )  # fmt: skip
 
 
@@ -149,8 +157,9 @@ def _mlx(device: str | None) -> Library:
         return mx.array(x, dtype=mx.float64).astype(dtype) if x.dtype == np.float64 else mx.array(x).astype(dtype)
 
     return Library(
-        "mlx", dtypes, array, read, host=False, default_integer="int32", rough_float64=True, generator=mx.random.key
-    )
+        "mlx", dtypes, array, read, host=False, default_integer="int32", rough_float64=True, generator=mx.random.key,
+        gaps={"complex128": "MLX has no such dtype"},
+    )  # fmt: skip
 
 
 def _strict(device: str | None, **flags: bool) -> Library:
@@ -160,13 +169,21 @@ def _strict(device: str | None, **flags: bool) -> Library:
     cpu = xp.Device("CPU_DEVICE")
     dtypes = {"bool": xp.bool, **_named(xp, tuple(name for name in _ALL if name not in ("bool", *HALF)))}
 
+    gaps = {
+        **dict.fromkeys(("isin-float32", "isin-float64"), "array-api-strict takes integers"),
+        "isin: invert": "array-api-strict does not look at invert",
+    }  # fmt: skip
+    if flags:
+        sizes = "nonzero unique_all unique_counts unique_inverse unique_values".split()
+        gaps |= dict.fromkeys(sizes, "shapes that depend on data are switched off")
+
     def context() -> AbstractContextManager[Any]:
         return xp.ArrayAPIStrictFlags(**flags) if flags else nullcontext()
 
     return Library(
         "strict_minimal" if flags else "array_api_strict", dtypes,
         lambda x, dtype: xp.asarray(x, dtype=dtype, device=place),
-        lambda x: _wide(np.from_dlpack(x.to_device(cpu))), default_float="float64", context=context,
+        lambda x: _wide(np.from_dlpack(x.to_device(cpu))), default_float="float64", gaps=gaps, context=context,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import scree
 
 from .backends import EPS, HALF, TINY, Library
-from .layouts import lengths_of
+from .layouts import Layout, lengths_of
 from .oracle import Rows
 
 FACTOR = 4.0
@@ -69,7 +69,9 @@ class Bench:
         self.lib = lib
         self.kernel = kernel
         self.rng = np.random.default_rng(0)
-        self.xp: Any = scree.namespace(lib.make(np.zeros(1), "float32"))
+        one = self.of(lib.make(np.zeros(1), "float32"), [1]).x
+        self.xp: Any = scree.namespace(one)
+        self.own: Any = one.layout.backend.xp  # the library's namespace that knows no ragged arrays
 
     def start(self, case: str) -> None:
         """Seed the random numbers by the case, so that each case runs alone as it runs among others."""
@@ -82,10 +84,10 @@ class Bench:
         return Data(x, self.lib.read(x))
 
     def ragged(
-        self, layout: str | list[int], shape: tuple[int, ...] = (), dtype: str = "float32", draw: str = "any", dim: int = 0
+        self, layout: Layout, shape: tuple[int, ...] = (), dtype: str = "float32", draw: str = "any", dim: int = 0
     ) -> Data:
         """A ragged array of a layout; `shape` is that of one token, `dim` the ragged axis of the values."""
-        lengths = lengths_of(layout) if isinstance(layout, str) else layout
+        lengths = lengths_of(layout)
         values = DRAWS[draw](self.rng, (*shape[:dim], sum(lengths), *shape[dim:]))
         return self.of(self.lib.make(values, dtype), lengths, dim)
 

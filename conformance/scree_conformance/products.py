@@ -11,7 +11,7 @@ import numpy as np
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
-from .layouts import ALL, SHORT, Layout, lengths_of
+from .layouts import ALL, EMPTY, SHORT, Layout, lengths_of
 from .reshaping import cubes
 from .table import DTYPES, operation
 
@@ -29,7 +29,7 @@ def _rough(bench: Bench, dtype: str, truth: Callable[..., Any]) -> Any:
     return rough
 
 
-@operation("grouped matmul linalg.matmul", ALL)
+@operation("matmul linalg.matmul: one matrix a row", ALL)
 def grouped(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every row times its own matrix; every token times a vector."""
     n = len(lengths_of(layout))
@@ -120,7 +120,7 @@ def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) 
         return np.asarray(np.sum(size**order, axis=axis, keepdims=keepdims) ** (1 / row.dtype.type(order)))
 
 
-@operation("the largest of nothing linalg.vector_norm", ("empty_between", "no_rows", "all_empty"), ("float32",))
+@operation("linalg.vector_norm: nothing", EMPTY, ("float32",))
 def norm_of_nothing(bench: Bench, layout: Layout, dtype: str) -> None:
     """A vector without entries has the norm 0, whatever the order (but the least of nothing is infinite)."""
     x = bench.ragged(layout, (3,), dtype)

@@ -16,7 +16,7 @@ from .backends import HALF
 from .bench import Bench, Data
 from .layouts import ALL, SHORT, Layout, lengths_of
 from .oracle import Rows
-from .table import DTYPES, OPERATIONS, operation
+from .table import DTYPES, operation
 
 # ------------------------------------------------------------------------------------------------ elementwise
 #: Domain -> (domains of the arguments, dtypes); function -> domain. The library's own function, on the same numbers without
@@ -226,7 +226,7 @@ for _name, _dtypes in REDUCTIONS.items():
     operation(_name, ALL, _dtypes)(partial(reduction, name=_name))
 
 
-@operation("dtype=", SHORT, ("float16", "bfloat16", "int8", "uint8"))
+@operation("sum cumulative_sum: dtype=", SHORT, ("float16", "bfloat16", "int8", "uint8"))
 def with_dtype(bench: Bench, layout: Layout, dtype: str) -> None:
     """`dtype` of sums, products and scans is the dtype of the result, and what is added up in."""
     wide = "float32" if dtype in HALF else "int32"
@@ -353,36 +353,3 @@ def dtypes(bench: Bench, layout: Layout, dtype: str) -> None:
             to = bench.lib.dtypes[other]
             assert bench.xp.result_type(x, to) == bench.xp.result_type(x.values, to)
             assert bench.xp.can_cast(x, to) == bench.xp.can_cast(x.dtype, to)
-
-
-@operation("every name of the standard", ("plain",), ("float32",))
-def names(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Every name is there, and what ragged arrays do not have says so and serves dense arrays."""
-    x, dense = bench.ragged(layout, (2,), dtype).x, bench.dense((3, 2), dtype).x
-    own = x.layout.backend.xp
-    for name, kind in scree.kinds.KINDS.items():
-        if not hasattr(own, name):
-            assert (bench.lib.name, name) in GAPS, f"{name} is missing"
-            continue
-        f = getattr(bench.xp, name)
-        if kind.name == "unsupported":
-            try:
-                f(x)
-            except TypeError as error:
-                assert name in str(error) and kind.why in str(error), f"{name}: {error}"
-            else:
-                raise AssertionError(f"{name} took a ragged array")
-    np.testing.assert_array_equal(bench.lib.read(bench.xp.flip(dense, axis=0)), bench.lib.read(dense)[::-1])
-    for extension in ("linalg", "fft"):
-        for name in scree.kinds.EXTENSIONS[extension]:
-            if hasattr(getattr(own, extension), name):
-                assert callable(getattr(getattr(bench.xp, extension), name))
-    for name in scree.ops.__all__:
-        assert getattr(bench.xp.ragged, name) is getattr(scree, name)
-    covered = {word for line in OPERATIONS for word in line.name.split()}
-    missing = {n for n, k in scree.kinds.KINDS.items() if k.name not in ("plain", "unsupported")} - covered
-    assert not missing, f"the suite has no case for {sorted(missing)}"
-
-
-#: What a library lacks for good.
-GAPS = {("mlx", "complex128")}

@@ -16,7 +16,7 @@ from .table import operation
 ANY = ("float32", "int32", "bool", "bfloat16")
 
 
-@operation("pack unpack", dtypes=ANY)
+@operation("ragged.pack ragged.unpack", dtypes=ANY)
 def pack(bench: Bench, layout: Layout, dtype: str) -> None:
     """Rows in, rows out, for any ragged_dim."""
     for dim in (0, 1):
@@ -35,7 +35,7 @@ def pack(bench: Bench, layout: Layout, dtype: str) -> None:
             assert back.shape == x.x.shape
 
 
-@operation("from_offsets from_lengths from_segment_ids", dtypes=("float32",))
+@operation("ragged.from_offsets ragged.from_cu_seqlens ragged.from_lengths ragged.from_segment_ids", dtypes=("float32",))
 def creation(bench: Bench, layout: Layout, dtype: str) -> None:
     """Nothing is copied; lengths and ids give the same rows."""
     lengths, make = lengths_of(layout), bench.lib.make
@@ -56,7 +56,7 @@ def creation(bench: Bench, layout: Layout, dtype: str) -> None:
             bench.close(scree.from_segment_ids(x.x.values, make(ids, "int32"), ragged_dim=dim), list(x.exact))
 
 
-@operation("to_padded from_padded", dtypes=ANY)
+@operation("ragged.to_padded ragged.from_padded", dtypes=ANY)
 def padding(bench: Bench, layout: Layout, dtype: str) -> None:
     """Padding on both sides, with room to spare, and back by mask and by lengths."""
     lengths, make, read = lengths_of(layout), bench.lib.make, bench.lib.read
@@ -128,7 +128,7 @@ def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
                         dtype=dtype, note=f"token {i} of each row: ")
 
 
-@operation("layout", dtypes=("float32",))
+@operation("ragged.segment_ids ragged.positions: tiles and properties", dtypes=("float32",))
 def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
     """Lengths, row and position of each token, tiles; and the properties of an array."""
     lengths = lengths_of(layout)
@@ -152,7 +152,7 @@ def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
         assert tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < max(total, 1))
 
 
-@operation("same_layout align", dtypes=("float32",))
+@operation("ragged.same_layout ragged.align", dtypes=("float32",))
 def sharing(bench: Bench, layout: Layout, dtype: str) -> None:
     """Layouts are shared by identity, compared by value where that is free, and declared elsewhere."""
     a, b = bench.ragged(layout, (2,), dtype), bench.ragged(layout, (2,), dtype)

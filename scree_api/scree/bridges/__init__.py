@@ -15,7 +15,7 @@ NAMES = {
 }
 MODULES = {name: module for module, names in NAMES.items() for name in names}
 
-__all__ = sorted(MODULES)  # noqa: PLE0605
+__all__ = sorted(MODULES)
 
 
 def __getattr__(name: str) -> Any:

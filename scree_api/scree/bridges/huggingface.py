@@ -10,8 +10,8 @@ import numpy as np
 from ..array import Array
 from ..backends import backend
 from ..create import from_padded, to_padded
+from ..fit import shared_layout
 from ..layout import Layout
-from .dlpack import dtype_name
 
 IGNORED = -100  # the label that every loss of transformers leaves out
 
@@ -84,8 +84,7 @@ def to_hf_padded(
     """
     padded, mask = to_padded(arr, side=side, fill_value=fill_value, length=length)
     xp = arr.layout.xp
-    integers = xp.__array_namespace_info__().dtypes(kind="signed integer")
-    return padded, xp.astype(mask, integers.get("int64", xp.int32))
+    return padded, xp.astype(mask, _integer(xp))
 
 
 def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
@@ -115,7 +114,7 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
         raise ValueError(
             f"batch: expected an array (1, total, ...) and cu_seq_lens_q or position_ids, got the names {', '.join(batch)}"
         )
-    total, rows = int(first.shape[1]), None
+    total = int(first.shape[1])
     tokens = {name: x for name, x in batch.items() if getattr(x, "ndim", 0) >= 2}
     for name, x in tokens.items():
         if tuple(x.shape[:2]) != (1, total):
@@ -126,8 +125,8 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
         lib = backend(positions, "position_ids")
         host = lib.read(positions)[0]
         starts = np.flatnonzero(np.diff(host, prepend=host[:1]) != 1)
-        layout = Layout.from_host(lib, np.diff(starts, append=total), device=lib.device(positions))
-        rows = Array._of(first[0, ...], layout)
+        lengths = np.diff(starts, append=total)
+        rows = Array._of(first[0, ...], Layout.from_host(lib, lengths, device=lib.device(positions)))
     return {name: rows.with_values(x[0, ...]) for name, x in tokens.items()}
 
 
@@ -163,16 +162,18 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
         rows.read()
     xp = rows.xp
     cu = xp.astype(rows.offsets, xp.int32, copy=False)
-    positions = rows.positions
-    if dtype_name(positions.dtype) == "int32":
-        positions = xp.astype(positions, xp.__array_namespace_info__().dtypes(kind="signed integer").get("int64", xp.int32))
+    positions = input_ids.with_values(xp.astype(rows.positions, _integer(xp), copy=False))
     batch = {
         "input_ids" if input_ids.ndim == 2 else "inputs_embeds": input_ids.values[None, ...],
-        "position_ids": positions[None, :],
+        "position_ids": positions.values[None, :],
         "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": rows.bound, "max_length_k": rows.bound,
     }  # fmt: skip
     if labels is not None:
-        if labels.layout is not rows and not np.array_equal(labels.layout.read(), rows.read()):
-            raise ValueError(f"labels: expected the rows of input_ids, {input_ids.shape}, got {labels.shape} of other lengths")
-        batch["labels"] = xp.where(rows.positions == 0, IGNORED, labels.values)[None, :]
+        shared_layout("labels", (positions, labels))
+        batch["labels"] = xp.where(positions.values == 0, IGNORED, labels.values)[None, :]
     return batch
+
+
+def _integer(xp: Any) -> Any:
+    """int64, which transformers wants, or int32 in a library that has no int64."""
+    return xp.__array_namespace_info__().dtypes(kind="signed integer").get("int64", xp.int32)

@@ -1,0 +1,201 @@
+"""Hugging Face transformers: models whose attention is scree's, on flattened batches and on padded ones.
+
+The library asks for two functions: one that makes the mask of a whole forward pass, one that attends in each layer. The first
+gives the second what it needs to leave padding out: a number for every token, 0 for padding, and else the sequence it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..array import Array
+from ..backends import backend
+from ..layout import Layout
+from ..ops.attention import attention
+from .flash_attn import rows_of
+
+#: The parts of a mask that attention knows by other ways: causality and the window from the layer, boundaries from the tokens.
+KNOWN = (
+    "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+)  # fmt: skip
+REFUSED = ("s_aux", "position_bias", "cache", "output_attentions")
+ACROSS = ("is_encoder_decoder", "add_cross_attention")  # settings of models that attend to tokens of another batch
+
+
+def register(name: str = "scree") -> None:
+    """Let every model of transformers run on scree: ``from_pretrained(..., attn_implementation="scree")``.
+
+    Parameters
+    ----------
+    name
+        The name to give as ``attn_implementation``.
+
+    Notes
+    -----
+    Flattened batches (`DataCollatorWithFlattening`, `to_hf_flattened`) and padded ones give the same as ``sdpa`` and ``eager`` at
+    every real token, in the forward pass, in its gradients and in `generate` with a cache. At padding the output is 0. Attention
+    dropout, attention sinks, position biases, attention weights and masks other than causal, windowed, padded or packed raise.
+
+    Examples
+    --------
+    >>> import transformers, scree
+    >>> scree.bridges.transformers.register()
+    >>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=2, num_key_value_heads=1, attn_implementation="scree")
+    >>> import torch
+    >>> ids = scree.from_lengths(torch.tensor([7, 8, 4, 5, 6]), [2, 3])
+    >>> transformers.LlamaForCausalLM(config)(**scree.bridges.to_hf_flattened(ids)).logits.shape
+    torch.Size([1, 5, 50])
+    """
+    if any(word in name for word in ("flash", "sdpa", "flex", "eager", "paged")):
+        raise ValueError(f"name: expected one that transformers gives no meaning of its own, got {name!r}")
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None, device: Any = "cpu", **unused: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """What a model makes once for all its layers: the sequence of every key up to the last query, None where there is but one.
+
+    (batch, keys) int32, 0 for padding, equal numbers for the tokens of one sequence.
+    """
+    parts = {part.__qualname__.partition(".")[0]: part for part in _parts(mask_function)}
+    for name in parts:
+        if name not in KNOWN:
+            raise ValueError(f"attention_mask: scree knows no mask like that of {name}; use sdpa or eager for this model")
+    if "packed_sequence_mask_function" in parts:
+        (packed,) = (cell.cell_contents for cell in parts["packed_sequence_mask_function"].__closure__)
+        return packed.to(torch.int32) + 1
+    used = kv_length
+    if "causal_mask_function" in parts:  # a static cache has room behind the last query
+        used = min(kv_length, int(q_offset) - kv_offset + q_length)
+    if attention_mask is None:
+        return None if used == kv_length else torch.ones((batch_size, used), dtype=torch.int32, device=device)
+    real = attention_mask[:, kv_offset : kv_offset + used]
+    real = torch.nn.functional.pad(real, (0, used - real.shape[1]))
+    return None if used == kv_length and bool(real.all()) else real.to(torch.int32)
+
+
+def _parts(function: Any) -> Iterator[Any]:
+    """A mask function and all those that it is made of."""
+    if isinstance(function, tuple):
+        for part in function:
+            yield from _parts(part)
+    elif hasattr(function, "__qualname__"):
+        yield function
+        for cell in function.__closure__ or ():
+            yield from _parts(cell.cell_contents)
+
+
+def forward(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+    position_ids: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None, **more: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """The attention of one layer: (batch, heads, length, head_dim) to (batch, length, heads, value_dim)."""
+    for name, x in {"dropout": dropout or None, **{name: more.get(name) for name in REFUSED}}.items():
+        if x is not None and x is not False:
+            raise ValueError(f"{name}: scree's attention does not support it, got {x!r:.80}; use sdpa or eager for this model")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window = sliding_window or None
+    if not causal:
+        window = window and (window - 1, window - 1)
+
+    def run(q: Array, k: Array, v: Array) -> torch.Tensor:
+        return attention(q, k, v, causal=causal, window=window, scale=scaling, softcap=softcap or None).values
+
+    batch, _, length, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if cu_seq_lens_q is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q: expected a flattened batch (1, total), got {batch} rows")
+        k_rows = rows_of(k, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, max_length_k)
+        return run(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v))[None], None
+    ids = attention_mask
+    if ids is None and position_ids is not None and batch == 1 and position_ids.shape == (1, key.shape[2]):
+        ids = _sequences(position_ids, position_ids._version)
+    if ids is None:
+        q_rows, k_rows = (_even(batch, x.shape[2], x.device) for x in (query, key))
+        return run(Array._of(q, q_rows), Array._of(k, k_rows), Array._of(v, k_rows)).unflatten(0, (batch, length)), None
+    if ids.ndim != 2:
+        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got shape {tuple(ids.shape)}; use sdpa or eager")
+    config = getattr(module, "config", None)
+    across = not causal and (ids.shape[1] != length or any(getattr(config, name, False) for name in ACROSS))
+    plan = _plan(ids, 0 if ids.is_inference() else ids._version, length, key.shape[2], across)
+    if plan.holes and window:
+        raise ValueError("attention_mask: expected padding before or behind the tokens, a window cannot see over gaps in them")
+    q = q if plan.q_tokens is None else q.index_select(0, plan.q_tokens)
+    k, v = (x if plan.k_tokens is None else x.index_select(0, plan.k_tokens) for x in (k, v))
+    out = run(Array._of(q, plan.q_rows), Array._of(k, plan.k_rows), Array._of(v, plan.k_rows))
+    if plan.q_tokens is not None:
+        out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)
+    return out.unflatten(0, (batch, length)), None
+
+
+class _Plan(NamedTuple):
+    """The sequences of a batch, and which of its tokens they are made of, None where of all."""
+
+    q_rows: Layout
+    k_rows: Layout
+    q_tokens: torch.Tensor | None
+    k_tokens: torch.Tensor | None
+    holes: bool
+
+
+@lru_cache(maxsize=8)
+def _plan(ids: torch.Tensor, version: int, length: int, room: int, across: bool) -> _Plan:
+    """The plan of queries at the last `length` of the keys that `ids` numbers, or (`across`) of queries that stand elsewhere.
+
+    Reads the numbers; every layer of a model brings the same tensor, so that is done once. `room` is the length of the keys.
+    """
+    lib = backend(ids)
+    host = lib.read(ids)
+    batch, width = host.shape
+    row, place = np.nonzero(host)
+    new = np.diff(row, prepend=-1) != 0
+    number = host[row, place]
+    new |= np.diff(number, prepend=number[:1]) != 0
+    holes = bool((~new & (np.diff(place, prepend=-1) != 1)).any())
+    if across:
+        k_lengths, q_lengths = np.bincount(row, minlength=batch), np.full(batch, length)
+        q_tokens = np.arange(batch * length)
+    else:
+        of, asks = np.cumsum(new) - 1, place >= width - length
+        k_lengths, q_lengths = (np.bincount(x, minlength=np.count_nonzero(new)) for x in (of, of[asks]))
+        q_tokens = row[asks] * length + place[asks] - (width - length)
+    k_rows = Layout.from_host(lib, k_lengths, device=ids.device)
+    q_rows = k_rows if np.array_equal(q_lengths, k_lengths) else Layout.from_host(lib, q_lengths, device=ids.device)
+
+    def tokens(index: np.ndarray, count: int) -> torch.Tensor | None:
+        return None if index.size == count else torch.from_numpy(index).to(ids.device)
+
+    return _Plan(q_rows, k_rows, tokens(q_tokens, batch * length), tokens(row * room + place, batch * room), holes)
+
+
+@lru_cache(maxsize=8)
+def _even(batch: int, length: int, device: torch.device) -> Layout:
+    lib = backend(torch.empty(0))
+    return Layout.from_host(lib, np.full(batch, length), device=device)
+
+
+@lru_cache(maxsize=8)
+def _sequences(position_ids: torch.Tensor, version: int) -> torch.Tensor | None:
+    """The sequence of each token of a flattened batch whose positions begin anew with every sequence; None for a single one."""
+    places = backend(position_ids).read(position_ids)[0]
+    starts = np.flatnonzero(np.diff(places) != 1) + 1
+    if not starts.size or (places[starts] != places[0]).any():
+        return None
+    number = np.zeros(places.size, np.int32)
+    number[starts] = 1
+    return torch.from_numpy(np.cumsum(number, dtype=np.int32) + 1)[None].to(position_ids.device)

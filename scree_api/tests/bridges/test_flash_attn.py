@@ -1,0 +1,143 @@
+"""FlashAttention's and PyTorch's functions against a loop over sequences in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scree.bridges import flash_attn
+from scree.bridges.flash_attn import flash_attn_varlen_func
+from scree.bridges.varlen import varlen_attn
+
+Q, K = [5, 0, 3, 70, 1], [9, 4, 3, 70, 0]
+
+
+def batch(heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(total: int, heads: int) -> torch.Tensor:
+        return torch.randn(total, heads, 16, generator=generator, dtype=dtype).requires_grad_()
+
+    cu = [torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32) for lengths in (Q, K)]
+    return draw(sum(Q), heads), draw(sum(K), kv_heads), draw(sum(K), kv_heads), *cu, max(Q), max(K)
+
+
+def loop(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float = 0.25, left: float = np.inf, right: float = np.inf,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One sequence after the other, the scores whole."""
+    outs, sums = [], []
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    for a, b, c in zip(q.split(Q), k.split(K), v.split(K), strict=True):
+        score = torch.einsum("qhd,khd->hqk", a, b) * scale
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        apart = torch.arange(len(b))[None, :] - torch.arange(len(a))[:, None] - (len(b) - len(a))
+        score = score.masked_fill((apart < -left) | (apart > right), -torch.inf)
+        sums.append(torch.logsumexp(score, -1).T)
+        outs.append(torch.einsum("hqk,khd->qhd", torch.nan_to_num(torch.softmax(score, -1)), c))
+    return torch.cat(outs), torch.cat(sums)
+
+
+CASES = {
+    "full": ({}, {}),
+    "causal": ({"causal": True}, {"right": 0}),
+    "scale": ({"softmax_scale": 0.1}, {"scale": 0.1}),
+    "window": ({"window_size": (3, 2)}, {"left": 3, "right": 2}),
+    "causal window": ({"causal": True, "window_size": (6, 4)}, {"left": 6, "right": 0}),
+    "left": ({"window_size": (6, -1)}, {"left": 6}),
+    "softcap": ({"softcap": 2.0, "causal": True}, {"softcap": 2.0, "right": 0}),
+    "deterministic": ({"deterministic": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_flash_attn_is_a_loop_over_sequences(case: str, kv_heads: int) -> None:
+    given, meant = CASES[case]
+    q, k, v, *rest = batch(kv_heads=kv_heads)
+    out, lse, probabilities = flash_attn_varlen_func(q, k, v, *rest, **given, return_attn_probs=True)
+    expected, sums = loop(q, k, v, **meant)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, sums.T)
+    assert probabilities is None
+    torch.testing.assert_close(flash_attn_varlen_func(q, k, v, *rest, **given), expected)
+    weight = torch.rand_like(out)
+    ours = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("window, meant", [((-1, -1), {}), ((-1, 0), {"right": 0}), ((5, 0), {"left": 5, "right": 0})])
+def test_varlen_attn_is_a_loop_over_sequences(window: tuple[int, int], meant: dict[str, float]) -> None:
+    from torch.nn.attention.varlen import AuxRequest
+
+    q, k, v, *rest = batch(kv_heads=2)
+    out, lse = varlen_attn(q, k, v, *rest, window_size=window, scale=0.3, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    expected, sums = loop(q, k, v, scale=0.3, **meant)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, sums)
+    some = torch.isfinite(sums)
+    ours = torch.autograd.grad(lse[some].sum(), (q, k))  # which torch's own leaves out
+    theirs = torch.autograd.grad(sums[some].sum(), (q, k))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_keys_go_by_the_boundaries_of_the_queries_if_there_are_no_others() -> None:
+    q, _, _, cu, _, longest, _ = batch()
+    assert torch.equal(varlen_attn(q, q, q, cu, None, longest, longest), varlen_attn(q, q, q, cu, cu, longest, longest))
+
+
+def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
+    q, k, v, cu_q, cu_k, *longest = batch()
+    flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
+    kept = flash_attn.rows_of(q, cu_q, longest[0]).layout
+    assert kept.memo
+    flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
+    assert flash_attn.rows_of(q, cu_q, longest[0]).layout is kept
+    cu_q[1] = 0
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
+    assert torch.equal(out, flash_attn_varlen_func(q, k, v, cu_q.clone(), cu_k, *longest))
+    with torch.inference_mode():
+        assert torch.equal(out, flash_attn_varlen_func(q, k, v, cu_q.clone(), cu_k, *longest))
+
+
+@pytest.mark.parametrize("name, x", [("dropout_p", 0.1), ("alibi_slopes", torch.ones(4)), ("block_table", torch.ones(5, 1))])
+def test_flash_attn_refuses_what_it_does_not_know(name: str, x: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{name}: flash_attn_varlen_func"):
+        flash_attn_varlen_func(*batch(), **{name: x})
+
+
+def test_varlen_attn_refuses_what_it_does_not_know() -> None:
+    for name in ("seqused_k", "block_table", "num_splits"):
+        with pytest.raises(NotImplementedError, match=f"^{name}: varlen_attn"):
+            varlen_attn(*batch(), **{name: 1})
+    with pytest.raises(ValueError, match="key: expected 4 heads"):
+        varlen_attn(*batch(kv_heads=2))
+
+
+def test_boundaries_that_do_not_fit_raise() -> None:
+    q, k, v, cu_q, cu_k, *longest = batch()
+    with pytest.raises(ValueError, match="offsets"):
+        flash_attn_varlen_func(q, k, v, cu_q - 1, cu_k, *longest)
+    with pytest.raises(ValueError, match="max_length: expected at least 70"):
+        flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 70)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+def test_varlen_attn_is_that_of_torch(window: tuple[int, int]) -> None:
+    from torch.nn.attention import varlen
+
+    q, k, v, *rest = batch(dtype=torch.bfloat16)
+    on_device = [x.detach().repeat(1, 1, 4).cuda().requires_grad_() for x in (q, k, v)]
+    cu = [x.cuda() for x in rest[:2]]
+    ours = varlen_attn(*on_device, *cu, *rest[2:], window_size=window)
+    theirs = varlen.varlen_attn(*on_device, *cu, *rest[2:], window_size=window)
+    torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
+    weight = torch.rand_like(ours)
+    gradients = [torch.autograd.grad((x * weight).sum(), on_device) for x in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=2**-5, atol=2**-5)

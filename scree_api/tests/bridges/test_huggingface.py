@@ -1,0 +1,130 @@
+"""Padded and flattened batches of Hugging Face, on every library, and against its own collator and tokenizers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+
+import scree
+from scree.bridges import from_hf_flattened, from_hf_padded, to_hf_flattened, to_hf_padded, to_numpy
+
+LENGTHS = [3, 0, 2, 5]
+
+
+def there(x: np.ndarray, library: str) -> Any:
+    """A dense array in another library."""
+    return scree.from_lengths(x, [len(x)]).to_backend(library).values
+
+
+@few
+@given(arr=arrays(ragged=False), side=st.sampled_from(("right", "left")))
+def test_padded_there_and_back(arr: scree.Array, side: str) -> None:
+    padded, mask = to_hf_padded(arr, side=side, fill_value=1)
+    assert mask.dtype == np.int64
+    assert padded.shape[:2] == mask.shape
+    assert_same(from_hf_padded(padded, mask), arr)
+
+
+@pytest.mark.parametrize("library", INSTALLED)
+@pytest.mark.parametrize("kind", ["right", "left", "anywhere", "none"])
+def test_masks_of_every_kind_on_every_library(library: str, kind: str) -> None:
+    place = np.arange(6)
+    masks = {
+        "right": place < np.asarray([[3], [0], [6]]), "left": place >= np.asarray([[3], [6], [0]]),
+        "anywhere": filled((3, 6), "int64") % 3 != 1, "none": np.zeros((3, 6), bool),
+    }  # fmt: skip
+    mask, hidden = masks[kind], filled((3, 6, 2), "float32")
+    integer = np.int32 if library == "jax" else np.int64
+    arr = to_numpy(from_hf_padded(there(hidden, library), there(mask.astype(integer), library)))
+    np.testing.assert_array_equal(arr.lengths, mask.sum(axis=1))
+    np.testing.assert_array_equal(arr.values, hidden[mask])
+
+
+@pytest.mark.parametrize("library", INSTALLED)
+def test_the_mask_that_comes_out_is_int64_where_there_is_one(library: str) -> None:
+    arr = scree.from_lengths(filled((10,), "float32"), LENGTHS).to_backend(library)
+    padded, mask = to_hf_padded(arr)
+    assert str(mask.dtype).endswith("int32" if library == "jax" else "int64")
+    assert_same(from_hf_padded(padded, mask).to_numpy(), arr.to_numpy())
+
+
+def test_gradients_pass_both_ways() -> None:
+    torch = pytest.importorskip("torch")
+    values = torch.rand(10, 2).requires_grad_()
+    padded, mask = to_hf_padded(scree.from_lengths(values, LENGTHS), side="left")
+    weight = torch.rand(10, 2)
+    (from_hf_padded(padded, mask).values * weight).sum().backward()
+    assert torch.equal(values.grad, weight)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("tensors", ["np", "pt"])
+def test_a_batch_of_a_tokenizer(side: str, tensors: str) -> None:
+    pytest.importorskip("torch")
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]")
+    core = tokenizers.Tokenizer(words)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", padding_side=side)
+    batch = tokenizer(["a b c", "c", "b unseen"], padding=True, return_tensors=tensors)
+    rows = from_hf_padded(batch)
+    assert set(rows) == set(batch) - {"attention_mask"}
+    assert [row.tolist() for row in rows["input_ids"]] == [[2, 3, 4], [4], [3, 1]]
+    assert all(x.layout is rows["input_ids"].layout for x in rows.values())
+    padded, mask = to_hf_padded(rows["input_ids"], side=side, fill_value=tokenizer.pad_token_id)
+    assert padded.tolist() == batch["input_ids"].tolist()
+    assert mask.tolist() == batch["attention_mask"].tolist()
+
+
+@pytest.mark.parametrize("tensors", ["np", "pt"])
+def test_flattened_is_what_the_collator_makes(tensors: str) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    texts = [[5, 6, 7], [8], [9, 10]]
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors=tensors)
+    theirs = collator([{"input_ids": text} for text in texts])
+    ids = from_hf_flattened(theirs)["input_ids"]
+    assert [row.tolist() for row in ids] == texts
+    ours = to_hf_flattened(ids, labels=ids)
+    assert set(ours) == set(theirs)
+    for name, x in theirs.items():
+        if isinstance(x, int):
+            assert ours[name] == x
+        else:
+            assert ours[name].dtype == x.dtype
+            assert ours[name].tolist() == x.tolist()
+
+
+@few
+@given(arr=arrays(ragged=False, dtypes=("int64", "float32"), rests=((), (3,)), strides=("plain",)))
+def test_flattened_there_and_back_shares_memory(arr: scree.Array) -> None:
+    flat = to_hf_flattened(arr)
+    name = "input_ids" if arr.ndim == 2 else "inputs_embeds"
+    back = from_hf_flattened(flat)[name]
+    assert_same(back, arr)
+    assert np.shares_memory(back.values, arr.values) or not arr.size
+    if (np.diff(arr.offsets) > 0).all():
+        del flat["cu_seq_lens_q"]  # the positions alone tell where a sequence begins
+        assert_same(from_hf_flattened(flat)[name], arr)
+
+
+def test_what_does_not_fit_raises() -> None:
+    ids = scree.from_lengths(filled((10,), "int64"), LENGTHS)
+    padded, mask = to_hf_padded(ids)
+    with pytest.raises(ValueError, match="attention_mask: expected a mask, got None"):
+        from_hf_padded(padded)
+    with pytest.raises(ValueError, match="attention_mask: expected one beside or in the batch, got the names input_ids"):
+        from_hf_padded({"input_ids": padded})
+    with pytest.raises(ValueError, match=r"labels: expected shape \(4, 5\)"):
+        from_hf_padded({"input_ids": padded, "labels": mask[0]}, mask)
+    with pytest.raises(ValueError, match="cu_seq_lens_q or position_ids"):
+        from_hf_flattened({"input_ids": padded})
+    with pytest.raises(ValueError, match=r"input_ids: expected shape \(1, 5\)"):
+        from_hf_flattened({"input_ids": padded, "position_ids": padded})
+    with pytest.raises(ValueError, match="labels: expected"):
+        to_hf_flattened(ids, labels=scree.from_lengths(filled((10,), "int64"), [10]))
+    with pytest.raises(ValueError, match="input_ids: expected shape"):
+        to_hf_flattened(scree.Array(filled((2, 10), "float32"), ids.offsets, 1))
