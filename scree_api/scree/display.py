@@ -13,10 +13,11 @@ WIDTH = 88  # characters of a row
 
 
 def _rows(arr: Array) -> list[tuple[str, str, str]]:
-    """(index, length, content) of the rows to show; content is empty where the values are not in host memory."""
-    host = arr.layout.host
+    """(index, length, content) of the rows to show, where their lengths are known; lengths alone off the host."""
+    host, lib = arr.layout.host, arr.layout.backend
     if host is None:
         return []
+    free = lib.peek(arr.offsets) is not None  # the values lie where the offsets do
     n, half = arr.batch_size, ROWS // 2
     shown = list(range(n)) if n <= ROWS else [*range(half), -1, *range(n - half, n)]
     before = (slice(None),) * arr.ragged_dim
@@ -26,7 +27,7 @@ def _rows(arr: Array) -> list[tuple[str, str, str]]:
             rows.append(("...", "", ""))
             continue
         a, b = int(host[i]), int(host[i + 1])
-        rows.append((str(i), str(b - a), _content(arr.values[(*before, slice(a, b), ...)])))
+        rows.append((str(i), str(b - a), _content(arr.values[(*before, slice(a, b), ...)]) if free else f"{b - a} tokens"))
     return rows
 
 

@@ -237,7 +237,7 @@ def _mask(arr: Array, mask: Array) -> Array:
         raise IndexError("index: expected a mask with the rows of the array, got other lengths")
     xp, lib = arr.layout.xp, arr.layout.backend
     real = lib.read(mask.values)
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(real.reshape(real.shape[0], -1).sum(axis=1))])
+    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(real.sum(axis=tuple(range(1, real.ndim))))])
     rows = Layout.from_host(lib, np.diff(counts[arr.layout.read()]), like=arr.offsets)
     flat = xp.reshape(arr.values, (real.size, *arr.values.shape[mask.values.ndim :]))
     index = xp.asarray(np.flatnonzero(real), dtype=arr.offsets.dtype, device=lib.device(arr.offsets))

@@ -40,15 +40,10 @@ class Tiles(NamedTuple):
 
 
 def _once(derive: Callable[[Layout], Any]) -> Any:
-    """A property that is computed at most once; without the lock of `functools.cached_property`, which compilers refuse."""
+    """A property by `Layout.once`; without the lock of `functools.cached_property`, which compilers refuse."""
     name = derive.__name__
 
-    def get(self: Layout) -> Any:
-        if name not in self.memo:
-            self.memo[name] = derive(self)
-        return self.memo[name]
-
-    return property(get, doc=derive.__doc__)
+    return property(lambda self: self.once(name, lambda: derive(self)), doc=derive.__doc__)
 
 
 class Buckets(NamedTuple):
@@ -106,6 +101,13 @@ class Layout:
         longest = int(np.max(lengths)) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
 
+    def once(self, key: Any, derive: Callable[[], Any]) -> Any:
+        """What follows from the offsets alone, computed at most once, and never as part of a trace that they outlive."""
+        if key not in self.memo:
+            with self.backend.outside(self.offsets):
+                self.memo[key] = derive()
+        return self.memo[key]
+
     @property
     def num_rows(self) -> int:
         """Number of rows, a Python integer."""
@@ -114,6 +116,8 @@ class Layout:
     @property
     def host(self) -> np.ndarray | None:
         """The offsets in host memory where looking is free, else None."""
+        if self.backend.compiling():
+            return None
         if self._host is None:
             self._host = self.backend.peek(self.offsets)
         return self._host
@@ -184,9 +188,7 @@ class Layout:
 
         The padding is a third of the tokens at most, and there are at most log(longest) / log(4/3) buckets.
         """
-        if "buckets" not in self.memo:
-            self.memo["buckets"] = self._bucket(self.read().astype(np.int64))
-        found: Buckets = self.memo["buckets"]
+        found: Buckets = self.once("buckets", lambda: self._bucket(self.read().astype(np.int64)))
         return found
 
     def _bucket(self, host: np.ndarray) -> Buckets:
@@ -207,17 +209,17 @@ class Layout:
 
     def tile_slots(self, size: int) -> Any:
         """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""
-        if ("slots", size) not in self.memo:
-            tiles = self.tiles(size).layout
+        tiles = self.tiles(size).layout
+
+        def slots() -> Any:
             slots = self.xp.take(tiles.offsets[:-1], self.rows, axis=0) * size + self.positions
-            self.memo["slots", size] = self._below(slots, tiles.total * size)
-        return self.memo["slots", size]
+            return self._below(slots, tiles.total * size)
+
+        return self.once(("slots", size), slots)
 
     def tiles(self, size: int) -> Tiles:
         """Cut every row into tiles of `size` tokens."""
-        if ("tiles", size) not in self.memo:
-            self.memo["tiles", size] = self._cut(size)
-        found: Tiles = self.memo["tiles", size]
+        found: Tiles = self.once(("tiles", size), lambda: self._cut(size))
         return found
 
     def _cut(self, size: int) -> Tiles:

@@ -5,6 +5,7 @@ through `generic`.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar
@@ -25,6 +26,10 @@ def _standard_device(x: Any) -> Any:
 
 def _standard_to_device(x: Any, device: Any, /) -> Any:
     return x.to_device(device)
+
+
+def _never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +54,12 @@ class Backend:
         The device of an array (None where a trace hides it), and a copy of an array on another device.
     uniform
         ``uniform(key, shape, like)``: random numbers in [0, 1) from an explicit key or generator, or None.
+    compiling
+        Whether a compiler follows every step, so that NumPy must be left alone; where traced arrays have a type of their own,
+        `peek` tells.
+    outside
+        ``outside(offsets)``: the context in which what follows from offsets is computed, so that it lives as long as they do:
+        outside of a trace that does not trace them.
     """
 
     name: str
@@ -59,6 +70,8 @@ class Backend:
     device: Callable[[Any], Any] = _standard_device
     to_device: Callable[[Any, Any], Any] = _standard_to_device
     uniform: Callable[[Any, tuple[int, ...], Any], Any] | None = None
+    compiling: Callable[[], bool] = _never
+    outside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"

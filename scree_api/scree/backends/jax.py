@@ -1,5 +1,6 @@
 """JAX: pytree registration, `repeat` with a static length, one compiled function for what is many operations."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,8 +42,12 @@ def _device(x: Any) -> Any:
     return None if isinstance(x, jax.core.Tracer) else x.device
 
 
+def _outside(offsets: Any) -> AbstractContextManager[Any]:
+    return nullcontext() if isinstance(offsets, jax.core.Tracer) else jax.ensure_compile_time_eval()
+
+
 BACKEND = Backend(
-    "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform
+    "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform, outside=_outside
 )
 
 jax.tree_util.register_pytree_with_keys(

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..array import Array
 from ..fit import accumulator
 from ..layout import Layout
 from ..ops.attention import AttentionCall

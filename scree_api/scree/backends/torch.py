@@ -1,5 +1,6 @@
 """PyTorch: pytree registration and `segment_reduce`; attention stands in `torch_attention`."""
 
+from contextlib import AbstractContextManager, nullcontext
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -34,8 +35,13 @@ def _uniform(key: torch.Generator, shape: tuple[int, ...], like: torch.Tensor) -
     return torch.rand(shape, generator=key, device=like.device)
 
 
+def _outside(offsets: torch.Tensor) -> AbstractContextManager[None]:
+    """Inference mode makes tensors that no later backward pass may keep."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() and not offsets.is_inference() else nullcontext()
+
+
 BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform,
-                  to_device=lambda x, device: x.to(device))
+                  compiling=torch.compiler.is_compiling, outside=_outside, to_device=lambda x, device: x.to(device))
 
 pytree.register_pytree_node(
     Array,

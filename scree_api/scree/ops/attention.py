@@ -184,8 +184,8 @@ def _standard(call: AttentionCall) -> Any:
     if 0 in (q.batch_size, q.total_length, k.total_length):
         return _nothing(call)
     size = min(QUERIES, _static_bound(q, "q"))
-    key = ("attention", "plan", size, id(k.layout), call.window)
-    plan, _ = q.layout.memo.get(key) or q.layout.memo.setdefault(key, (_plan(call, size), k.layout))
+    key = ("attention", "plan", size, id(k.layout), call.window, q.layout.host is None)
+    plan, _ = q.layout.once(key, lambda: (_plan(call, size), k.layout))
     wide = accumulator(xp, q.dtype)
     k_tiles, v_tiles = _key_tiles(call.k, wide), _key_tiles(call.v, wide)
     parts = [_chunk(call, plan, part, k_tiles, v_tiles) for part in _chunks(call, plan)]
