@@ -77,10 +77,6 @@ def loss(name: str, x: scree.Array, w: Any, index: Any) -> Any:
     return xp.mean(xp.sin(place) * xp.tanh(found))
 
 
-def everything(x: scree.Array, w: Any, index: Any) -> Any:
-    return sum(loss(name, x, w, index) for name in OPERATIONS)
-
-
 # ------------------------------------------------------------------ the oracle: one plain loop over rows, float64
 def softmax_of(score: np.ndarray) -> np.ndarray:
     weight = np.exp(score - score.max(axis=-1, keepdims=True))
