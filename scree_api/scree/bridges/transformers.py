@@ -124,7 +124,7 @@ def forward(
         return run(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v))[None], None
     ids = attention_mask
     if ids is None and position_ids is not None and batch == 1 and position_ids.shape == (1, key.shape[2]):
-        ids = _sequences(position_ids, position_ids._version)
+        ids = _sequences(position_ids, _version(position_ids))
     if ids is None:
         q_rows, k_rows = (_even(batch, x.shape[2], x.device) for x in (query, key))
         return run(Array._of(q, q_rows), Array._of(k, k_rows), Array._of(v, k_rows)).unflatten(0, (batch, length)), None
@@ -132,7 +132,7 @@ def forward(
         raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got shape {tuple(ids.shape)}; use sdpa or eager")
     config = getattr(module, "config", None)
     across = not causal and (ids.shape[1] != length or any(getattr(config, name, False) for name in ACROSS))
-    plan = _plan(ids, 0 if ids.is_inference() else ids._version, length, key.shape[2], across)
+    plan = _plan(ids, _version(ids), length, key.shape[2], across)
     if plan.holes and window:
         raise ValueError("attention_mask: expected padding before or behind the tokens, a window cannot see over gaps in them")
     q = q if plan.q_tokens is None else q.index_select(0, plan.q_tokens)
@@ -141,6 +141,11 @@ def forward(
     if plan.q_tokens is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)
     return out.unflatten(0, (batch, length)), None
+
+
+def _version(x: torch.Tensor) -> Any:
+    """What changes when a tensor is written to; something new every time where that leaves no trace."""
+    return object() if x.is_inference() else x._version
 
 
 class _Plan(NamedTuple):
@@ -154,7 +159,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _plan(ids: torch.Tensor, version: int, length: int, room: int, across: bool) -> _Plan:
+def _plan(ids: torch.Tensor, version: Any, length: int, room: int, across: bool) -> _Plan:
     """The plan of queries at the last `length` of the keys that `ids` numbers, or (`across`) of queries that stand elsewhere.
 
     Reads the numbers; every layer of a model brings the same tensor, so that is done once. `room` is the length of the keys.
@@ -190,7 +195,7 @@ def _even(batch: int, length: int, device: torch.device) -> Layout:
 
 
 @lru_cache(maxsize=8)
-def _sequences(position_ids: torch.Tensor, version: int) -> torch.Tensor | None:
+def _sequences(position_ids: torch.Tensor, version: Any) -> torch.Tensor | None:
     """The sequence of each token of a flattened batch whose positions begin anew with every sequence; None for a single one."""
     places = backend(position_ids).read(position_ids)[0]
     starts = np.flatnonzero(np.diff(places) != 1) + 1

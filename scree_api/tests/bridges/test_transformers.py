@@ -1,0 +1,168 @@
+"""Small random models of transformers on scree: the same as on `sdpa` and `eager`, one sequence at a time or padded."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import scree
+from scree.bridges import to_hf_flattened, to_hf_padded
+from scree.bridges import transformers as bridge
+
+SIZE = dict(
+    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
+    pad_token_id=0, bos_token_id=1, eos_token_id=59,
+)
+GROUPED = SIZE | dict(num_key_value_heads=2)
+GEMMA = GROUPED | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
+MODELS: dict[str, Any] = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
+    "bert": lambda: transformers.BertConfig(**SIZE),
+    "modernbert": lambda: transformers.ModernBertConfig(
+        **SIZE, global_attn_every_n_layers=2, local_attention=4, cls_token_id=1, sep_token_id=2
+    ),
+}  # fmt: skip
+DECODERS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
+LENGTHS = [7, 1, 12, 5]
+
+bridge.register()
+
+
+@cache
+def model(name: str, attention: str) -> Any:
+    """The model with one kind of attention; equal weights for all kinds."""
+    config = MODELS[name]()
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModelForMaskedLM
+    return kind.from_config(config, attn_implementation=attention).eval()
+
+
+def tokens() -> scree.Array:
+    generator = torch.Generator().manual_seed(1)
+    return scree.from_lengths(torch.randint(3, 59, (sum(LENGTHS),), generator=generator), LENGTHS)
+
+
+def peers(name: str) -> list[str]:
+    return ["eager"] if name == "gemma2" else ["eager", "sdpa"]  # sdpa has no softcap
+
+
+def gradients(of: Any) -> list[torch.Tensor]:
+    found = [p.grad for p in of.parameters() if p.grad is not None]
+    of.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_batches(name: str, side: str) -> None:
+    ids, mask = to_hf_padded(tokens(), side=side)
+    real = mask.bool()
+    places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
+    found = {}
+    for attention in ("scree", *peers(name)):
+        logits = model(name, attention)(input_ids=ids, attention_mask=mask, **places).logits[real]
+        logits.square().mean().backward()
+        found[attention] = logits, gradients(model(name, attention))
+    for attention in peers(name):
+        torch.testing.assert_close(found["scree"], found[attention])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flattened_batches_are_sequences_one_by_one(name: str) -> None:
+    ids = tokens()
+    flat = to_hf_flattened(ids)
+    if name == "modernbert":
+        del flat["max_length_q"], flat["max_length_k"]
+    ours = model(name, "scree")
+    logits = ours(**flat).logits
+    logits.square().mean().backward()
+    mine = gradients(ours)
+    for attention in peers(name):
+        theirs = model(name, attention)
+        alone = torch.cat([theirs(input_ids=row[None]).logits[0] for row in ids])
+        torch.testing.assert_close(logits[0], alone)
+        alone.square().mean().backward()
+        torch.testing.assert_close(mine, gradients(theirs))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_positions_alone_tell_the_sequences_of_a_flattened_batch(name: str, use_cache: bool) -> None:
+    flat = to_hf_flattened(tokens())
+    whole = model(name, "scree")(**flat).logits
+    some = {key: flat[key] for key in ("input_ids", "position_ids")}
+    torch.testing.assert_close(model(name, "scree")(**some, use_cache=use_cache).logits, whole)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_generate_with_a_cache(name: str, implementation: str) -> None:
+    ids, mask = to_hf_padded(tokens(), side="left")
+    options = dict(
+        attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation=implementation, disable_compile=True,
+        return_dict_in_generate=True, output_logits=True,
+    )
+    ours = model(name, "scree").generate(ids, **options)
+    for attention in peers(name):
+        theirs = model(name, attention).generate(ids, **options)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        torch.testing.assert_close(ours.logits, theirs.logits)
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    config = transformers.BartConfig(
+        vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
+    )
+    ids, mask = to_hf_padded(tokens())
+    logits = []
+    for attention in ("scree", "sdpa", "eager"):
+        torch.manual_seed(0)
+        bart = transformers.BartForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+        logits.append(bart(input_ids=ids, attention_mask=mask, decoder_input_ids=ids.flip(1)).logits)  # every query is real
+    torch.testing.assert_close(logits[0], logits[1])
+    torch.testing.assert_close(logits[0], logits[2])
+
+
+def test_without_padding_and_in_inference_mode() -> None:
+    ids = tokens().values[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(model("llama", "scree")(ids).logits, model("llama", "sdpa")(ids).logits)
+
+
+def test_what_it_cannot_do_raises() -> None:
+    ids, mask = to_hf_padded(tokens())
+    llama = model("llama", "scree")
+    with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, length\) of 0 and 1"):
+        llama(ids, attention_mask=mask[:, None, None, :] * torch.ones(4, 1, 12, 12))
+    with pytest.raises(ValueError, match="cu_seq_lens_q: expected a flattened batch"):
+        llama(ids, cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32))
+    gaps = mask.clone()
+    gaps[2, 4] = 0
+    with pytest.raises(ValueError, match="attention_mask: expected padding before or behind"):
+        model("gemma2", "scree")(ids, attention_mask=gaps)
+    for name in ("dropout", "s_aux", "position_bias", "cache"):
+        with pytest.raises(ValueError, match=f"^{name}: scree's attention does not support it"):
+            bridge.forward(llama, *(torch.ones(1, 1, 2, 8) for _ in range(3)), None, **{name: 0.5})
+    from transformers.masking_utils import causal_mask_function, chunked_overlay, or_masks
+
+    for function in (chunked_overlay(2, torch.zeros(1)), or_masks(causal_mask_function, causal_mask_function)):
+        with pytest.raises(ValueError, match="attention_mask: scree knows no mask like"):
+            bridge.mask(1, 4, 4, mask_function=function)
+    with pytest.raises(ValueError, match="name: expected"):
+        bridge.register("my_flash")
+
+
+def test_gaps_in_a_mask_without_a_window() -> None:
+    ids, mask = to_hf_padded(tokens())
+    mask[2, 4] = mask[0, 0] = 0
+    real = mask.bool()
+    ours, theirs = (model("llama", name)(ids, attention_mask=mask).logits[real] for name in ("scree", "sdpa"))
+    torch.testing.assert_close(ours, theirs)
