@@ -369,31 +369,30 @@ def _scores(a, b_s, full, c, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale,
+def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit, offs_n, scale,
              MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
-    """Key tile c."""
+    """Key tile c, whose scores x are there; on return those of the next tile are, up to tile `last`."""
     stage = c % STAGES
-    x = _scores(q, k_s, k_full, c, LAYOUT_S, STAGES)
     dp = _scores(do, v_s, v_full, c, LAYOUT_S, STAGES)
-    x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[:, None])
-    dp = warpgroup_mma_wait(0, deps=(dp, ))
+    x = _scores(q, k_s, k_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
+    dp = warpgroup_mma_wait(1, deps=(dp, ))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if MASK:
         ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
     ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = warpgroup_mma(ds, _rows(k_s.index(stage)), dq, is_async=True)
-    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+    x, dq, ds = warpgroup_mma_wait(0, deps=(x, dq, ds))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    return dq
+    return dq, x
 
 
 @gluon.jit
 def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT,
                  LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale,
                  BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                 Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr):
+                 Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -431,14 +430,19 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         else:
             limit = query * 0 + (other - 1)
             full = gl.minimum(other // BLOCK_N, tiles)
+        if HELD:
+            q = q.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
+            do = do.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        last = c + tiles - 1
+        x = warpgroup_mma_wait(0, deps=(_scores(q, k_s, k_full, c, LAYOUT_S, STAGES), ))
         for j in range(tiles - 1, full - 1, -1):
-            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N,
-                          offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last,
+                             limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         for j in range(full - 1, -1, -1):
-            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale,
-                          False, STAGES, LAYOUT_S, LAYOUT_O)
+            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit,
+                             offs_n, scale, False, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
         _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * (scale * LN2), row, length, dq_stride,
@@ -452,7 +456,7 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
 def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head, k_head, v_head, do_head, out_stride,
               dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, scale, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr):
+              CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta."""
     q_s = gl.allocate_shared_memory(qd.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     do_s = gl.allocate_shared_memory(dod.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], dod.layout)
@@ -468,10 +472,10 @@ def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head
     gl.warp_specialize([
         (_dq_consumer, (0, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE, DLSE,
                         STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale, BLOCK_M, BLOCK_N,
-                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE)),
+                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE, HELD)),
         (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE, DLSE,
                         STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale, BLOCK_M, BLOCK_N,
-                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE)),
+                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE, HELD)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES,
                         Q_STAGES, CAUSAL)),

@@ -1,11 +1,14 @@
 """Launching a compiled kernel without paying for the JIT's argument inspection at every call."""
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
-from triton.runtime import driver
+from triton.backends.nvidia.driver import make_tensordesc_arg
 
 INTERPRETED = knobs.runtime.interpret
+_MOST_ENCODED = 4096
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Ragged(NamedTuple):
@@ -35,9 +38,10 @@ def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[in
 class Launch:
     """A Triton kernel with its constants fixed.
 
-    One is made for one device. The JIT inspects every argument at every call to choose a variant. Here one variant is kept
-    for the common case, all pointers and strides multiples of 16 and fit for 32 bits, and launched directly; other calls go
-    through the JIT.
+    One is made for one device. The JIT inspects every argument at every call to choose a variant, and Triton encodes every
+    descriptor anew. Here one variant is kept for the common case, all pointers and strides multiples of 16 and fit for 32
+    bits, and launched directly, with descriptors that are encoded once for each tensor they describe; other calls go through
+    the JIT.
 
     Parameters
     ----------
@@ -50,12 +54,13 @@ class Launch:
         The rows of a tile of each descriptor.
     """
 
-    __slots__ = ("compiled", "constants", "kernel", "options", "rows", "values")
+    __slots__ = ("constants", "encoded", "fixed", "index", "kernel", "launch", "metadata", "options", "rows", "values")
 
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any], rows: tuple[int, ...] = ()):
         self.kernel, self.constants, self.options, self.rows = kernel, constants, options, rows
         self.values = tuple(constants.values())
-        self.compiled: Any = None
+        self.launch: Any = None
+        self.encoded: dict[tuple, tuple] = {}
 
     def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
                  numbers: tuple[int | float, ...], descriptors: tuple[Ragged, ...] = ()) -> None:
@@ -63,23 +68,47 @@ class Launch:
         if INTERPRETED:
             self.kernel[(programs,)](*pointers, *strides, *numbers, **self.constants)
             return
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer.data_ptr()
-        size = 0
+        addresses = [pointer.data_ptr() for pointer in pointers]
+        bits = size = 0
+        for address in addresses:
+            bits |= address
         for stride in strides:
             size |= stride
         common = (bits | size) & 15 == 0 and size < 1 << 31 and max(numbers) < 1 << 31
-        kernel = self.compiled if common else None
-        if kernel is None:
-            described = (_typed(d, rows) for d, rows in zip(descriptors, self.rows))
-            kernel = self.kernel[(programs,)](*described, *pointers, *strides, *numbers, **self.constants, **self.options)
-            if common:
-                self.compiled = kernel
+        if common and self.launch is not None:
+            described = [x for i, d in enumerate(descriptors) for x in self._encode(i, d)]
+            function, packed = self.fixed
+            self.launch(programs, 1, 1, _stream(self.index), function, False, False, None, None, packed, None, None, None,
+                        *described, *addresses, *strides, *numbers, *self.values)
             return
-        stream = driver.active.get_current_stream(pointers[0].get_device())
-        kernel.run(programs, 1, 1, stream, kernel.function, kernel.packed_metadata,
-                   None, None, None, *descriptors, *pointers, *strides, *numbers, *self.values)
+        typed = (_typed(d, rows) for d, rows in zip(descriptors, self.rows))
+        compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
+        if common:
+            self._keep(compiled, pointers[0].get_device())
+
+    def _keep(self, compiled: Any, index: int) -> None:
+        """Remember a variant, and the launcher that Triton built for it in C."""
+        run = compiled.run
+        plain = not (run.launch_cooperative_grid or run.launch_pdl or run.global_scratch_size or run.profile_scratch_size)
+        if not plain or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            return
+        launch = run.launch
+        if self.rows:  # what Triton wraps around it encodes the descriptors
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
+        self.fixed = compiled.function, compiled.packed_metadata
+        self.launch = launch
+
+    def _encode(self, i: int, descriptor: Ragged) -> tuple:
+        """The launcher's arguments for descriptor i."""
+        base, shape, strides, *_ = descriptor
+        key = i, base.data_ptr(), shape, strides
+        found = self.encoded.get(key)
+        if found is None:
+            if len(self.encoded) >= _MOST_ENCODED:
+                self.encoded.clear()
+            found = self.encoded[key] = tuple(make_tensordesc_arg(descriptor, self.metadata[i]))
+        return found
 
 
 def _typed(descriptor: Ragged, rows: int) -> Any:

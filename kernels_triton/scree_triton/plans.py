@@ -218,7 +218,8 @@ class HopperPlan(Plan):
             (m // 2, n, n))
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x),
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
+            HELD=dim <= 64),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(

@@ -64,27 +64,27 @@ def _bounds(OFFSETS, row, n, total):
 
 @triton.jit
 def _read(X, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr):
-    """(G, W, BC) elements at tokens (G, W)."""
-    pointers = X + (tokens[:, :, None] * C + columns[None, None, :])
+    """(G, BC, W) elements at tokens (G, W)."""
+    pointers = X + (tokens[:, None, :] * C + columns[None, :, None])
     if C % BC == 0:
-        return tl.load(pointers, mask=valid[:, :, None], other=0)
-    return tl.load(pointers, mask=valid[:, :, None] & (columns < C)[None, None, :], other=0)
+        return tl.load(pointers, mask=valid[:, None, :], other=0)
+    return tl.load(pointers, mask=valid[:, None, :] & (columns < C)[None, :, None], other=0)
 
 
 @triton.jit
 def _write(OUT, y, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr):
-    pointers = OUT + (tokens[:, :, None] * C + columns[None, None, :])
+    pointers = OUT + (tokens[:, None, :] * C + columns[None, :, None])
     if C % BC == 0:
-        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid[:, :, None])
+        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid[:, None, :])
     else:
-        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid[:, :, None] & (columns < C)[None, None, :])
+        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid[:, None, :] & (columns < C)[None, :, None])
 
 
 @triton.jit
 def _operand(A, rows, inside, columns, C: tl.constexpr, ACC: tl.constexpr):
-    """(G, 1, BC) the entries of some rows."""
-    pointers = A + (rows.to(tl.int64)[:, None, None] * C + columns[None, None, :])
-    return tl.load(pointers, mask=inside[:, None, None] & (columns < C)[None, None, :], other=0).to(ACC)
+    """(G, BC, 1) the entries of some rows."""
+    pointers = A + (rows.to(tl.int64)[:, None, None] * C + columns[None, :, None])
+    return tl.load(pointers, mask=inside[:, None, None] & (columns < C)[None, :, None], other=0).to(ACC)
 
 
 @triton.jit
@@ -117,32 +117,32 @@ def _zeros(like, OP: tl.constexpr, IDENTITY: tl.constexpr):
 
 @triton.jit
 def _step(u, v, x, y, a, valid, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """Reduce tokens (G, W, BC) into what the rows have so far, (G, 1, BC)."""
-    valid = valid[:, :, None]
+    """Reduce tokens (G, BC, W) into what the rows have so far, (G, BC, 1)."""
+    valid = valid[:, None, :]
     if OP == LSE:
         x = tl.where(valid, x, -float("inf"))
-        m = tl.maximum(u, tl.max(x, 1, keep_dims=True))
+        m = tl.maximum(u, tl.max(x, 2, keep_dims=True))
         low = _finite(m)
-        v = v * tl.where(u == -float("inf"), 1.0, tl.exp(_finite(u) - low)) + tl.sum(tl.exp(x - low), 1, keep_dims=True)
+        v = v * tl.where(u == -float("inf"), 1.0, tl.exp(_finite(u) - low)) + tl.sum(tl.exp(x - low), 2, keep_dims=True)
         u = m
     elif OP == PROD:
-        u *= tl.reduce(tl.where(valid, x, IDENTITY), 1, _times, keep_dims=True)
+        u *= tl.reduce(tl.where(valid, x, IDENTITY), 2, _times, keep_dims=True)
     elif OP == MAX:
-        u = _greater(u, tl.reduce(tl.where(valid, x, IDENTITY), 1, _greater, keep_dims=True))
+        u = _greater(u, tl.reduce(tl.where(valid, x, IDENTITY), 2, _greater, keep_dims=True))
     elif OP == MIN:
-        u = _less(u, tl.reduce(tl.where(valid, x, IDENTITY), 1, _less, keep_dims=True))
+        u = _less(u, tl.reduce(tl.where(valid, x, IDENTITY), 2, _less, keep_dims=True))
     elif OP == ANY:
-        u = tl.maximum(u, tl.max((valid & (x != 0)).to(u.dtype), 1, keep_dims=True))
+        u = tl.maximum(u, tl.max((valid & (x != 0)).to(u.dtype), 2, keep_dims=True))
     elif OP == ALL:
-        u = tl.minimum(u, tl.min((~valid | (x != 0)).to(u.dtype), 1, keep_dims=True))
+        u = tl.minimum(u, tl.min((~valid | (x != 0)).to(u.dtype), 2, keep_dims=True))
     elif OP == DOT:
-        u += tl.sum(tl.where(valid, x * y, 0.0), 1, keep_dims=True)
+        u += tl.sum(tl.where(valid, x * y, 0.0), 2, keep_dims=True)
     elif OP == SUM_Y:
-        u += tl.sum(tl.where(valid, y, 0.0), 1, keep_dims=True)
+        u += tl.sum(tl.where(valid, y, 0.0), 2, keep_dims=True)
     elif OP == EQUAL:
-        u += tl.sum((valid & (x == a)).to(u.dtype), 1, keep_dims=True)
+        u += tl.sum((valid & (x == a)).to(u.dtype), 2, keep_dims=True)
     else:
-        u += tl.sum(tl.where(valid, x, 0), 1, keep_dims=True)
+        u += tl.sum(tl.where(valid, x, 0), 2, keep_dims=True)
     return u, v
 
 
@@ -177,7 +177,7 @@ def _result(u, v, OP: tl.constexpr):
 @triton.jit
 def _pair(X, Y, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
     if READS == 0:
-        x = tl.zeros([tokens.shape[0], tokens.shape[1], BC], ACC)
+        x = tl.zeros([tokens.shape[0], BC, tokens.shape[1]], ACC)
     else:
         x = _read(X, tokens, valid, columns, C, BC).to(ACC)
     if READS == 2:
@@ -190,7 +190,7 @@ def _pair(X, Y, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr, READS
 @triton.jit
 def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr,
            ACC: tl.constexpr):
-    """Tokens [at, at + F) as a (1, F, BC) tile, and which are in [t0, t1). `at` is a multiple of 16 for single columns."""
+    """Tokens [at, at + F) as a (1, BC, F) tile, and which are in [t0, t1). `at` is a multiple of 16 for single columns."""
     each = tl.arange(0, F)[None, :]
     tokens = at + each
     valid = (tokens >= t0) & (tokens < t1)
@@ -202,8 +202,8 @@ def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.c
         else:
             x = tl.load(X + at + each, mask=valid, other=0)
             y = tl.load((Y if READS == 2 else X) + at + each, mask=valid, other=0)
-        x = x.to(ACC)[:, :, None]
-        y = y.to(ACC)[:, :, None]
+        x = x.to(ACC)[:, None, :]
+        y = y.to(ACC)[:, None, :]
     else:
         x, y = _pair(X + at * C, Y + at * C, each, valid, columns, C, BC, READS, ACC)
     return x, y, valid
@@ -213,7 +213,7 @@ def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.c
 def _reduce_flat(X, Y, a, t0, t1, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
                  F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
     """Reduce the tokens [t0, t1) of one row."""
-    u, v = _zeros(tl.zeros([1, 1, BC], ACC), OP, IDENTITY)
+    u, v = _zeros(tl.zeros([1, BC, 1], ACC), OP, IDENTITY)
     for at in range(t0 // 16 * 16 if C == 1 else t0, t1, F):
         x, y, valid = _chunk(X, Y, at, t0, t1, columns, C, BC, F, READS, ACC)
         u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
@@ -269,8 +269,8 @@ def _operands(A, B, rows, n, columns, C: tl.constexpr, HAS_A: tl.constexpr, HAS_
 
 @triton.jit
 def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
-    pointers = ROWS + (rows.to(tl.int64)[:, None, None] * C + columns[None, None, :])
-    tl.store(pointers, u.to(ROWS.dtype.element_ty), mask=inside[:, None, None] & (columns < C)[None, None, :])
+    pointers = ROWS + (rows.to(tl.int64)[:, None, None] * C + columns[None, :, None])
+    tl.store(pointers, u.to(ROWS.dtype.element_ty), mask=inside[:, None, None] & (columns < C)[None, :, None])
 
 
 @triton.jit(do_not_specialize=("n", "total", "share", "stride"))
@@ -307,7 +307,7 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 one = row + tl.zeros([1], tl.int64)
                 a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
                 if AGAIN or OP == NONE:
-                    u = tl.zeros([1, 1, BC], ACC)
+                    u = tl.zeros([1, BC, 1], ACC)
                     v = u
                     if AGAIN:
                         u = _operand(ROWS, one, one < n, columns, C, ACC)
@@ -315,9 +315,9 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                     _map_flat(X, Y, OUT, u, v, a, b, row < n, t0, t1, columns, MAP, C, BC, F, READS, ACC)
                 else:
                     u, v = _reduce_flat(X, Y, a, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC)
-                    part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, None, :]
-                    tl.store(part, u, mask=(columns < C)[None, None, :])
-                    tl.store(part + C, v, mask=(columns < C)[None, None, :])
+                    part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
+                    tl.store(part, u, mask=(columns < C)[None, :, None])
+                    tl.store(part + C, v, mask=(columns < C)[None, :, None])
         if side == 1 and OP != NONE and not AGAIN:
             tl.store(TAILS + p, tail)
 
@@ -343,7 +343,7 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 at = tl.where(little, starts - base, 0).to(tl.int32)[:, None]
                 longest = tl.max(some, 0)
                 a, b = _operands(A, B, rows, n, columns, C, HAS_A, HAS_B, ACC)
-                u, v = _zeros(tl.zeros([G, 1, BC], ACC), OP, IDENTITY)
+                u, v = _zeros(tl.zeros([G, BC, 1], ACC), OP, IDENTITY)
                 if OP != NONE:
                     for i in range(0, longest, W):
                         valid = i + within < some[:, None]
@@ -379,32 +379,32 @@ def add_kernel(PARTS, TAILS, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, M
     if (row < 0) | (row >= n):
         return
     columns = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
-    inside = (columns < C)[None, None, :]
+    inside = (columns < C)[None, :, None]
     _, end = _bounds(OFFSETS, row, n, total)
-    part = PARTS + columns[None, None, :]
+    part = PARTS + columns[None, :, None]
     u = tl.load(part + (p.to(tl.int64) * 2 + 1) * 2 * C, mask=inside, other=0)
     v = tl.load(part + (p.to(tl.int64) * 2 + 1) * 2 * C + C, mask=inside, other=0)
     stop = (end + row) // share + 1
     for q in range(p.to(tl.int64) + 1, stop, F):
-        parts = q + tl.arange(0, F)[None, :, None]
+        parts = q + tl.arange(0, F)[None, None, :]
         valid = (parts < stop) & inside
         us = tl.load(part + parts * 4 * C, mask=valid, other=IDENTITY)
         vs = tl.load(part + parts * 4 * C + C, mask=valid, other=0)
         if OP == LSE:
-            m = tl.maximum(u, tl.max(us, 1, keep_dims=True))
+            m = tl.maximum(u, tl.max(us, 2, keep_dims=True))
             low = _finite(m)
             v = v * tl.where(u == -float("inf"), 1.0, tl.exp(_finite(u) - low))
-            v += tl.sum(vs * tl.where(us == -float("inf"), 1.0, tl.exp(_finite(us) - low)), 1, keep_dims=True)
+            v += tl.sum(vs * tl.where(us == -float("inf"), 1.0, tl.exp(_finite(us) - low)), 2, keep_dims=True)
             u = m
         elif OP == PROD:
-            u *= tl.reduce(us, 1, _times, keep_dims=True)
+            u *= tl.reduce(us, 2, _times, keep_dims=True)
         elif (OP == MAX) | (OP == ANY):
-            u = _greater(u, tl.reduce(us, 1, _greater, keep_dims=True))
+            u = _greater(u, tl.reduce(us, 2, _greater, keep_dims=True))
         elif (OP == MIN) | (OP == ALL):
-            u = _less(u, tl.reduce(us, 1, _less, keep_dims=True))
+            u = _less(u, tl.reduce(us, 2, _less, keep_dims=True))
         else:
-            u += tl.sum(us, 1, keep_dims=True)
-    out = ROWS + row.to(tl.int64) * C + columns[None, None, :]
+            u += tl.sum(us, 2, keep_dims=True)
+    out = ROWS + row.to(tl.int64) * C + columns[None, :, None]
     if MAP == NONE:
         tl.store(out, _result(u, v, OP).to(ROWS.dtype.element_ty), mask=inside)
     else:
