@@ -93,6 +93,8 @@ def elementwise(bench: Bench, layout: Layout, dtype: str, *, name: str, domains:
     """One function, with every form of the second operand on either side."""
     f, plain = getattr(bench.xp, name), getattr(np, name)
     forms = FORMS if len(domains) > 1 else {"ragged": FORMS["ragged"]}
+    if bench.lib.compiles and name != "add":  # what the other operand becomes has nothing to do with the function
+        forms = {form: FORMS[form] for form in ("ragged", "(n, 1)") if form in forms}
     for form, (token, shape) in forms.items():
         first = bench.ragged(layout, token, _dtype(dtype, domains[0]), domains[0])
         rest = [_operand(bench, first, token, shape, dtype, draw) for draw in domains[1:]]

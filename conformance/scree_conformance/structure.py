@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,114 @@ def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
             key = (slice(None), i) if not dim else (slice(None), slice(None), i)
             bench.close(keep[key], whole.stack(lambda row: np.take(row, i, axis=dim) if row.size else row.sum(axis=dim)),
                         dtype=dtype, note=f"token {i} of each row: ")
+
+
+@operation("indexing: ragged masks", dtypes=("float32", "int32", "bfloat16"))
+def masks(bench: Bench, layout: Layout, dtype: str) -> None:
+    """`arr[mask]` keeps the rows: by token, and by element, whose order is that of the row."""
+    x = bench.ragged(layout, (3,), dtype)
+    tokens = bench.like(x, (), "bool", "bool")
+    bench.close(x.x[tokens.x], [row[keep] for row, keep in zip(x.exact, tokens.exact, strict=True)], dtype=dtype)
+    bench.close(x.x[x.x > 0], [row[row > 0] for row in x.exact], dtype=dtype)
+    none = tokens.x.with_values(bench.xp.zeros_like(tokens.x.values))
+    bench.close(x.x[none], [row[:0] for row in x.exact], dtype=dtype, note="no token: ")
+
+
+@operation("indexing: ragged positions", dtypes=("float32", "bfloat16"))
+def places(bench: Bench, layout: Layout, dtype: str) -> None:
+    """`arr[index]` takes of each row the tokens at the positions in the same row of `index`, counted from its end if negative."""
+    lengths = lengths_of(layout)
+    counts = [int(bench.rng.integers(0, 4)) if n else 0 for n in lengths]
+    rows = [bench.rng.integers(-n, n, k) if k else np.zeros(0, int) for n, k in zip(lengths, counts, strict=True)]
+    index = bench.of(bench.lib.make(np.concatenate([np.zeros(0, int), *rows]), "int32"), counts)
+    for dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, dim=dim)
+        bench.close(x.x[index.x], [np.take(row, place, axis=dim) for row, place in zip(x.exact, rows, strict=True)], dtype=dtype)
+    if sum(lengths) and bench.lib.host:
+        outside = bench.of(bench.lib.make([600], "int32"), [1, *[0] * (len(lengths) - 1)])
+        raises(IndexError, "outside of its row", lambda: x.x[outside.x])
+
+
+@operation("indexing: None, Ellipsis and arrays on element axes", dtypes=("float32",))
+def axes(bench: Bench, layout: Layout, dtype: str) -> None:
+    """New axes of size 1 behind the batch, an ellipsis anywhere, and arrays on the element axes, one at a time."""
+    x = bench.ragged(layout, (4, 3), dtype)
+    arr, make, every = x.x, bench.lib.make, slice(None)
+    keys: list[tuple[Any, ...]] = [
+        (every, None), (every, every, None), (..., None), (every, None, ..., 1), (every, ..., 2, None), (..., 1, every),
+        (every, every, slice(1, 3), None, slice(None, None, 2)), (every, slice(1, None), 0), (every, None, slice(None, 2), None),
+    ]  # fmt: skip
+    for key in keys:
+        bench.close(arr[key], [row[key[1:] if key[0] is not ... else key] for row in x.exact], note=f"arr[{key}]: ")
+    for places in ([2, 0, 0], [-1], []):
+        index = make(np.asarray(places, np.int32), "int32")
+        if min(places, default=0) >= 0:
+            bench.close(arr[..., index], [row[..., places] for row in x.exact], note=f"arr[..., {places}]: ")
+            bench.close(arr[:, :, index], [row[:, places] for row in x.exact], note=f"arr[:, :, {places}]: ")
+
+
+#: Update -> NumPy's, which meets every place once.
+UPDATES = {"set": None, "add": np.add, "multiply": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+@operation("at", dtypes=("float32", "int32"))
+def updates(bench: Bench, layout: Layout, dtype: str) -> None:
+    """`scree.at(arr)[key].set(value)` and its kin: rows, slices, elements, masks; and places that meet many values."""
+    x = bench.ragged(layout, (3,), dtype, "integer")
+    value = bench.dense((), dtype, "natural")
+    n = len(lengths_of(layout))
+    mask = x.x > 0
+    keys: dict[str, tuple[Any, Any]] = {
+        "[:, 1:3]": (np.s_[:, 1:3], lambda i, row: np.s_[1:3]),
+        "[:, ::-2, 1]": (np.s_[:, ::-2, 1], lambda i, row: np.s_[::-2, 1]),
+        "[..., 0]": (np.s_[..., 0], lambda i, row: np.s_[..., 0]),
+        "[arr > 0]": (mask, lambda i, row: row > 0),
+        "[1:]": (np.s_[1:], lambda i, row: np.s_[:] if i else np.s_[:0]),
+    }  # fmt: skip
+    for name, f in UPDATES.items():
+        for note, (key, inner) in keys.items():
+            got = getattr(scree.at(x.x)[key], name)(value.x)
+            rows = [row.copy() for row in x.exact]
+            for i, row in enumerate(rows):
+                at = inner(i, row)
+                row[at] = value.exact if f is None else f(row[at], value.exact)
+            bench.close(got, rows, dtype=dtype, note=f"{note}.{name}: ")
+    per_row = bench.dense((n, 1, 3), dtype, "natural")
+    bench.close(scree.at(x.x)[...].add(per_row.x), [row + v for row, v in zip(x.exact, per_row.exact, strict=True)])
+    bench.close(x.x, list(x.exact), note="the array itself: ")
+    if n:
+        index = bench.of(bench.lib.make(np.asarray([0, -1, 0], np.int32), "int32"), [3] + [0] * (n - 1))
+        if lengths_of(layout)[0]:
+            first = x.exact[0].copy()
+            np.add.at(first, [0, -1, 0], 2)
+            bench.close(scree.at(x.x)[index.x].add(2), [first, *x.exact[1:]], note="a place twice: ")
+
+
+@operation("broadcasting: errors", ("plain", "ones", "one_row", "empty_between"), ("float32",))
+def misfits(bench: Bench, layout: Layout, dtype: str) -> None:
+    """What does not fit says so: a missing axis, other sizes, a dense ragged axis, rows of length 1, other rows."""
+    n, longest = len(lengths_of(layout)), max(lengths_of(layout))
+    x = bench.ragged(layout, (2,), dtype).x
+    misfit = [(5,), (n, 7, 1), (n + 1, 1, 2), (1, n, 1, 2), (n, longest + 1, 2)]
+    for shape in misfit:
+        raises(ValueError, f"shape {shape} does not broadcast", lambda: x + bench.dense(shape, dtype).x)
+    if n > 2:
+        hint = "one entry a row"
+        raises(ValueError, hint, lambda: x + bench.dense((n,), dtype).x)
+        raises(ValueError, hint, lambda: bench.xp.where(x > 0, bench.dense((n,), dtype).x, x))
+    other = bench.ragged([*lengths_of(layout), 1], (2,), dtype).x
+    raises(ValueError, "rows", lambda: x + other)
+    raises(ValueError, "same axes", lambda: x + bench.ragged(layout, (), dtype).x)
+
+
+def raises(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    """A call must raise, and its message hold the text."""
+    try:
+        got = call()
+    except kind as error:
+        assert text in str(error), f"expected {text!r} in the message, got {error}"
+    else:
+        raise AssertionError(f"expected {kind.__name__} with {text!r}, got {got!r}")
 
 
 @operation("ragged.segment_ids ragged.positions: tiles and properties", dtypes=("float32",))
