@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,9 @@ import scree
 
 from .libraries import Function, Library
 from .measure import require
+
+if TYPE_CHECKING:
+    from .session import Session
 
 BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
 
@@ -106,6 +109,7 @@ class Peer(NamedTuple):
     library: str
     prepare: Callable[[Library, Work], Prepared]
     missing: Callable[[Library, Work], str | None] = lambda lib, work: None
+    slow: bool = False  # to compile: not with --quick
 
 
 def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
@@ -453,7 +457,9 @@ def _compiler(lib: Library, work: Work) -> str | None:
     return None
 
 
-def _same_heads(lib: Library, work: Work) -> str | None:
+def _nested(lib: Library, work: Work) -> str | None:
+    if work.causal and lib.device == "cpu":
+        return "is not causal on the CPU"
     return None if work.heads == work.kv_heads else "has no grouped heads"
 
 
@@ -471,8 +477,8 @@ PEERS: tuple[Peer, ...] = (
     *(Peer("loop over rows", name, _rows) for name in ("numpy", "jax", "mlx")),
     Peer("padded, SDPA", "torch", _torch_sdpa(None)),
     Peer("loop over rows, SDPA", "torch", _torch_rows),
-    Peer("torch.nested, SDPA", "torch", _torch_nested, _same_heads),
-    Peer("flex_attention", "torch", _torch_flex, _compiler),
+    Peer("torch.nested, SDPA", "torch", _torch_nested, _nested),
+    Peer("flex_attention", "torch", _torch_flex, _compiler, slow=True),
     Peer("padded, jax.nn", "jax", _jax_own),
     Peer("padded, mx.fast", "mlx", _mlx_own),
     *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", _torch_sdpa(b), _on_cuda())
@@ -509,17 +515,17 @@ def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[np.ndar
     return (out, dq, dk, dv) if gradients else (out,)
 
 
-def contenders(lib: Library, work: Work) -> tuple[list[Peer], list[tuple[str, str]]]:
-    """The peers that can run a work on a library, and the others with the reason why not."""
-    there, absent = [], []
+def contenders(session: Session, lib: Library, work: Work) -> list[Peer]:
+    """The peers that can run a work on a library; the session notes the others with the reason."""
+    found = []
     for peer in PEERS:
         if peer.library == lib.name:
-            why = peer.missing(lib, work)
+            why = "takes long to compile; run without --quick" if session.quick and peer.slow else peer.missing(lib, work)
             if why is None:
-                there.append(peer)
+                found.append(peer)
             else:
-                absent.append((peer.name, why))
-    return there, absent
+                session.leave_out(f"{peer.name} on {lib.name}", why)
+    return found
 
 
 def distance(found: np.ndarray, right: np.ndarray) -> float:

@@ -137,3 +137,10 @@ def _cycle(axes: Any, count: int) -> Sequence[str]:
 
     colors = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
     return [colors[i % len(colors)] for i in range(count)]
+
+
+def ticks(count: int) -> Any:
+    """A locator of at most so many ticks."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(count)

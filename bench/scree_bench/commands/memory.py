@@ -104,8 +104,7 @@ def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Libra
     while work.padded_scores > PEAK_SCORES and len(work.lengths) > 1:  # fewer rows, from the end
         work = _work(batch[: len(work.lengths) - 1])
     what = {**case, "rows": len(work.lengths), "longest": work.longest, "heads": HEADS, "dim": DIM}
-    peers, _ = contenders(lib, work)
-    for peer in peers:
+    for peer in contenders(session, lib, work):
         if peer.name.startswith(("scree", "padded, matmul", "padded, SDPA", "padded, jax", "padded, mx")):
             _peak(session, what, lib, peer, work)
 

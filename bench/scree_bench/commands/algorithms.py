@@ -1,0 +1,145 @@
+"""`algorithms`: time and memory of the study implementations, their estimates against what was measured, and pictures of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .. import plots
+from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
+from ..libraries import Library, wanted, where
+from ..measure import require
+from ..options import Backend, Device, Out, Quick, Seed, numbers
+from ..results import Result, Row
+from ..session import Session
+
+
+
+def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
+    """Random queries, keys and values."""
+    rng = np.random.default_rng(seed)
+    kv = algorithm.kv_heads(shape.heads)
+    return [
+        lib.make(rng.standard_normal((shape.n, heads, shape.length, shape.dim), dtype=np.float32))
+        for heads in (shape.heads, kv, kv)
+    ]
+
+
+def command(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, with commas between them.")] = "256,512,1024,2048,4096,8192",
+    batch: int = 4, heads: int = 12, dim: int = 64, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
+    quick: Quick = False, out: Out = None,
+) -> None:  # fmt: skip
+    """Study implementations of attention: naive, flash v1 and v2, sliding window, grouped and multi-query, padding-masked.
+
+    Written once on the Array API in `scree_bench.algorithms`, to be read. Time, peak memory, and the estimate of that memory;
+    the pictures show which blocks each algorithm visits and how its running maximum and sum grow.
+    """
+    with Session("algorithms", locals(), where(device)) as session:
+        sizes = numbers(lengths)
+        if quick:
+            sizes, batch, heads, dim = [n for n in sizes if n <= 512] or sizes[:1], 1, 4, 32
+        session.result.extra = trace(seed)
+        for lib in wanted(session, backend):
+            for length in session.track(sizes, lib.name):
+                shape = Shape(batch, heads, length, dim)
+                case = {"backend": lib.name, "batch": batch, "heads": heads, "dim": dim, "length": length}
+                steps = {}
+                for name, algorithm in ALGORITHMS.items():
+                    row = session.row(case, name)
+                    row.values["estimate_bytes"] = float(algorithm.estimate_memory(shape))
+                    steps[name] = lambda a=algorithm, s=shape: _step(lib, a, s, seed)
+                session.time(case, "forward_s", steps, budget=0.5, wait=lib.wait)
+                for name, build in steps.items():
+                    if session.row(case, name).status == "ok":
+                        session.value(case, name, "peak_bytes", lambda b=build: lib.peak(b()))
+
+
+def _step(lib: Library, algorithm: Algorithm, shape: Shape, seed: int) -> Any:
+    require(algorithm.estimate_memory(shape) + 4 * shape.output, lib.device)
+    return lib.steps(algorithm.run, inputs(lib, shape, algorithm, seed))["forward"]()
+
+
+# -------------------------------------------------------------------------------------------------- pictures
+def trace(seed: int, length: int = 512) -> dict[str, Any]:
+    """The blocks that each blocked algorithm visits, in order, and the running maximum and sum of the last query."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((1, 1, length, 32)) for _ in range(3))
+    found: dict[str, Any] = {"block": BLOCK, "blocks": length // BLOCK, "visits": {}}
+    for name in ("flash v1", "flash v2", "sliding window"):
+        visits: list[list[float]] = []
+
+        def visit(i: int, j: int, top: Any, total: Any, visits: list[list[float]] = visits) -> None:
+            visits.append([i, j, float(top[0, 0, -1, 0]), float(total[0, 0, -1, 0])])
+
+        ALGORITHMS[name].run(q, k, v, visit)
+        found["visits"][name] = visits
+    return found
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """Memory against length, time against length, both beside the estimates, and the algorithms at work."""
+    found: plots.Pictures = {"algorithms-blocks": lambda figure: _blocks(figure, result), "algorithms-softmax": lambda figure: _softmax(figure, result)}
+    for name in dict.fromkeys(row.case["backend"] for row in result.rows):
+        rows = [row for row in result.rows if row.case["backend"] == name]
+        found[f"algorithms-{name}-memory"] = lambda figure, rows=rows, name=name: plots.curves(
+            figure.add_subplot(), rows, "length", "peak_bytes", f"Peak memory beside the inputs, {name}"
+        )
+        found[f"algorithms-{name}-time"] = lambda figure, rows=rows, name=name: plots.curves(
+            figure.add_subplot(), rows, "length", "forward_s", f"Time of the forward pass, {name}"
+        )
+        found[f"algorithms-{name}"] = lambda figure, rows=rows, name=name: _dashboard(figure, rows, name)
+    return found
+
+
+def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
+    memory, time, estimate, longest = figure.subplots(2, 2).ravel()
+    figure.set_size_inches(plots.SIZE[0] * 1.3, plots.SIZE[1] * 1.8)
+    plots.curves(memory, rows, "length", "peak_bytes", f"Peak memory, {name}")
+    plots.curves(time, rows, "length", "forward_s", f"Time, {name}")
+    ratios = [Row(row.case, row.who, values={"peak_ratio": row.values["peak_bytes"] / row.values["estimate_bytes"]})
+              for row in rows if "peak_bytes" in row.values]  # fmt: skip
+    plots.curves(estimate, ratios, "length", "peak_ratio", "Measured over estimated memory")
+    estimate.axhline(1, color=estimate.xaxis.label.get_color(), linewidth=1, linestyle=":")
+    last = max(row.case["length"] for row in rows)
+    times = {row.who: row.values["forward_s"] for row in rows if row.case["length"] == last and "forward_s" in row.values}
+    longest.barh(list(times), list(times.values()))
+    longest.invert_yaxis()
+    longest.set(title=f"Time at length {last:,}")
+    longest.xaxis.set_major_formatter(lambda v, _: plots.unit("x_s").show(v) if v else "0")
+    longest.xaxis.set_major_locator(plots.ticks(4))
+    handles, names = memory.get_legend_handles_labels()
+    for axes in (memory, time, estimate):
+        if axes.get_legend():
+            axes.get_legend().remove()
+    figure.legend(handles, names, loc="outside lower left", ncols=4)
+
+
+def _blocks(figure: Any, result: Result) -> None:
+    """Which blocks are visited, numbered in order."""
+    visits, blocks = result.extra["visits"], result.extra["blocks"]
+    figure.set_size_inches(plots.SIZE[0], 3.3)
+    for axes, (name, steps) in zip(figure.subplots(1, len(visits)), visits.items(), strict=True):
+        grid = np.full((blocks, blocks), np.nan)
+        for number, (i, j, *_) in enumerate(steps):
+            grid[int(i), int(j)] = number
+            axes.text(j, i, str(number + 1), ha="center", va="center", fontsize=7, color="#1f2328")
+        axes.imshow(grid, cmap="YlGnBu", vmin=-len(steps), vmax=1.6 * len(steps))
+        axes.set(title=name, xlabel="block of keys", xticks=[], yticks=[])
+        axes.grid(visible=False)
+    figure.axes[0].set_ylabel("block of queries")
+
+
+def _softmax(figure: Any, result: Result) -> None:
+    """The running maximum and sum of the last query."""
+    high, total = figure.subplots(1, 2)
+    for name, steps in result.extra["visits"].items():
+        last = [step for step in steps if step[0] == result.extra["blocks"] - 1]
+        at = [step[1] + 1 for step in last]
+        high.plot(at, [step[2] for step in last], marker="o", label=name, alpha=0.8)
+        total.plot(at, [step[3] for step in last], marker="o", label=name, alpha=0.8)
+    high.set(title="Running maximum of one query", xlabel="blocks of keys seen")
+    total.set(title="Running sum of its exponentials", xlabel="blocks of keys seen")
+    high.legend()
