@@ -50,7 +50,7 @@ def text(arr: Array) -> str:
     """The shape, dtype and library, and the first and last rows."""
     if not hasattr(arr.offsets, "shape"):  # inside a transform the parts may be anything
         return f"scree.Array(values={arr.values!r}, offsets={arr.offsets!r})"
-    return "\n".join([f"scree.Array({_head(arr)})"] + [f"  {i:>4}: {content}" for i, _, content in _rows(arr)])
+    return "\n".join([f"scree.Array({_head(arr)})"] + [f"  {i:>4}: {content}".rstrip() for i, _, content in _rows(arr)])
 
 
 def html(arr: Array) -> str:

@@ -1,4 +1,8 @@
-"""Attention on the CPU by PyTorch's fused kernel: rows of similar length together, each bucket padded by a quarter at most."""
+"""Attention on the CPU by PyTorch's fused kernel: rows of similar length together, each bucket padded by a quarter at most.
+
+A compiler cannot look at the lengths, so that there the same buckets stand behind an operator of their own, which `torch.compile`
+and `torch.export` take as one step.
+"""
 
 from typing import Any
 
@@ -6,18 +10,19 @@ import array_api_compat.torch as xp
 import torch
 
 from ..array import Array
-from ..layout import same
+from ..layout import Buckets, Layout, same
 from ..ops.attention import AttentionCall
 from ..registry import register_kernel
+from .torch import BACKEND
 
 
 def rejects(call: AttentionCall) -> str | None:
     """Why PyTorch's fused CPU kernel cannot take the call."""
-    if call.q.layout.backend.xp is not xp:
+    if call.q.layout.backend is not BACKEND:
         return "the fused kernel takes torch tensors only"
     if call.q.values.device.type != "cpu":
         return "length buckets are for the CPU, where the lengths are read for free"
-    if call.q.layout.host is None or not same(call.q.layout, call.k.layout):
+    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(call.q.layout, call.k.layout):
         return "length buckets need q and k with the same rows, known on the host"
     if call.return_lse or call.softcap is not None:
         return "the fused kernel has no softcap and gives no log-sum-exp"
@@ -31,20 +36,108 @@ def rejects(call: AttentionCall) -> str | None:
 @register_kernel("attention", provider="sdpa", rejects=rejects)
 def sdpa(call: AttentionCall) -> Array:
     """`torch.nn.functional.scaled_dot_product_attention` of each bucket."""
+    q, k, v = (x.values for x in (call.q, call.k, call.v))
+    if torch.compiler.is_compiling():
+        return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
     if not call.q.total_length:
         return call.q
-    plan, groups = call.q.layout.buckets(), call.num_heads // call.num_kv_heads
-
-    def padded(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
-        return x if x.shape[1] == call.num_heads else x.repeat_interleave(groups, dim=1)
-
+    plan = call.q.layout.buckets()
     outs: list[Any] = []
     for tokens, real in plan.parts:
         mask = None if call.causal or real is None else real[:, None, None, :]  # a causal query sees no padding behind it
-        q, k, v = (padded(x.values, tokens) for x in (call.q, call.k, call.v))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=call.causal, scale=call.scale
+            *(_padded(x, tokens, call.num_heads) for x in (q, k, v)), attn_mask=mask, is_causal=call.causal, scale=call.scale
         )
-        outs.append(out.transpose(1, 2).reshape(-1, call.num_heads, call.head_dim))
-    return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots))
+        outs.append(_tokens(out))
+    return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
+
+
+def _padded(x: torch.Tensor, tokens: torch.Tensor, heads: int) -> torch.Tensor:
+    """(rows, heads, longest, dim) of one bucket, heads of keys repeated for those of their queries."""
+    x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, longest, ...) -> (rows * longest, heads, ...)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+# ------------------------------------------------------------------------------------ as one step of a compiled function
+def _plan(x: torch.Tensor, offsets: torch.Tensor) -> Buckets:
+    return Layout(BACKEND, offsets, int(x.shape[0])).buckets()
+
+
+def _mask(real: torch.Tensor | None, causal: bool, dtype: torch.dtype) -> torch.Tensor | None:
+    """What is added to the scores."""
+    if causal or real is None:
+        return None
+    return torch.zeros(real.shape, dtype=dtype).masked_fill(~real, -torch.inf)[:, None, None, :]
+
+
+@torch.library.custom_op("scree::attention", mutates_args=())
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and log-sum-exp (total, num_heads)."""
+    plan = _plan(q, offsets)
+    if not plan.parts:
+        return q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=_wide(q.dtype))
+    outs, sums = [], []
+    for tokens, real in plan.parts:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(_padded(x, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, attn_mask=_mask(real, causal, q.dtype), scale=scale
+        )
+        outs.append(_tokens(out))
+        sums.append(_tokens(lse))
+    return torch.cat(outs).index_select(0, plan.slots), torch.cat(sums).index_select(0, plan.slots)
+
+
+@attend.register_fake
+def _(q: Any, k: Any, v: Any, offsets: Any, causal: bool, scale: float) -> Any:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("scree::attention_backward", mutates_args=())
+def attend_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    plan, heads = _plan(q, offsets), q.shape[1]
+    if not plan.parts:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    parts = []
+    for tokens, real in plan.parts:
+        of_out = _padded(grad, tokens, heads)
+        if real is not None:
+            of_out = of_out.masked_fill(~real[:, None, :, None], 0)
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            of_out, *(_padded(x, tokens, heads) for x in (q, k, v, out, lse)), 0.0, causal,
+            attn_mask=_mask(real, causal, q.dtype), scale=scale,
+        )  # fmt: skip
+        parts.append([_tokens(x) for x in found])
+    dq, dk, dv = (torch.cat(x).index_select(0, plan.slots) for x in zip(*parts, strict=True))
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) if x.shape[1] != k.shape[1] else x for x in (dk, dv))
+
+
+@attend_backward.register_fake
+def _(grad: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, offsets, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, offsets, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+    return *attend_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None
+
+
+attend.register_autograd(_differentiate, setup_context=_keep)
