@@ -27,12 +27,12 @@ def weights(seed: int = 1, dtype: Any = np.float32) -> np.ndarray:
 # ---------------------------------------------------- what is transformed: (namespace, tokens, index) -> array
 def attention(xp: Any, x: scree.Array, index: Any) -> Any:
     """Two groups of two query heads, causal."""
-    q, k = (x.with_values(xp.reshape(part, (TOTAL, -1, 2))) for part in (x.values, x.values[:, :4]))
+    q, k = (x.with_values(xp.reshape(part, (-1, part.shape[1] // 2, 2))) for part in (x.values, x.values[:, :4]))
     return xp.ragged.attention(q, k, xp.tanh(k), causal=True)
 
 
 def windowed(xp: Any, x: scree.Array, index: Any) -> Any:
-    q = x.with_values(xp.reshape(x.values, (TOTAL, 2, 4)))
+    q = x.with_values(xp.reshape(x.values, (-1, 2, 4)))
     return xp.ragged.attention(q, q, q, window=(3, 5), softcap=2.0, return_lse=True)[0]
 
 
@@ -49,7 +49,7 @@ def reductions(xp: Any, x: scree.Array, index: Any) -> Any:
 
 def moves(xp: Any, x: scree.Array, index: Any) -> Any:
     moved = xp.ragged.gather(x, x.with_values(index))
-    return xp.ragged.scatter_add(moved, index, TOTAL) + xp.ragged.scatter(x, index, TOTAL)
+    return xp.ragged.scatter_add(moved, index, x.total_length) + xp.ragged.scatter(x, index, x.total_length)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
