@@ -8,10 +8,19 @@ from importlib import import_module
 from typing import Any
 
 #: Module -> what it gives.
-NAMES = {
+NAMES: dict[str, tuple[str, ...]] = {
+    "arrow": ("from_arrow", "to_arrow"),
+    "awkward": ("from_awkward", "from_ragged", "to_awkward", "to_ragged"),
     "dlpack": ("to_backend", "to_jax", "to_mlx", "to_numpy", "to_torch"),
     "huggingface": ("from_hf_flattened", "from_hf_padded", "to_hf_flattened", "to_hf_padded"),
+    "lists": ("from_lists", "from_pandas", "to_lists", "to_pandas"),
+    "scipy": ("from_scipy", "to_scipy"),
+    "serving": ("from_block_table", "from_flashinfer", "slot_mapping", "to_block_table", "to_flashinfer"),
+    "tensorflow": ("from_tensorflow", "to_tensorflow"),
     "torch": ("from_torch_nested", "to_torch_nested"),
+    "flash_attn": (),
+    "transformers": (),
+    "varlen": (),
 }
 MODULES = {name: module for module, names in NAMES.items() for name in names}
 

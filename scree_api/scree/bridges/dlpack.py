@@ -78,6 +78,12 @@ def to_torch(arr: Array) -> Array:
     return to_backend(arr, "torch")
 
 
+def on_host(arr: Array) -> Array:
+    """The array on NumPy with the ragged axis first, as formats want it that know no other; a view where it can be one."""
+    arr = to_backend(arr, "numpy")
+    return arr.with_values(np.moveaxis(arr.values, arr.ragged_dim, 0), ragged_dim=0) if arr.ragged_dim else arr
+
+
 def convert(x: Any, lib: Backend) -> Any:
     """A dense array in another library, by DLPack; bfloat16 goes as its bits where one side is NumPy, which has no such type.
 
@@ -98,6 +104,11 @@ def convert(x: Any, lib: Backend) -> Any:
     if dtype_name(y.dtype) != name:
         raise TypeError(f"values: {lib.name} has no {name} here and would make {dtype_name(y.dtype)} of it; convert with astype")
     return y
+
+
+def widest_integer(xp: Any) -> Any:
+    """int64, or int32 in a library that has no int64 (here, as JAX by default)."""
+    return xp.__array_namespace_info__().dtypes(kind="signed integer").get("int64", xp.int32)
 
 
 def dtype_name(dtype: Any) -> str:

@@ -12,6 +12,7 @@ from ..backends import backend
 from ..create import from_padded, to_padded
 from ..fit import shared_layout
 from ..layout import Layout
+from .dlpack import widest_integer
 
 IGNORED = -100  # the label that every loss of transformers leaves out
 
@@ -84,7 +85,7 @@ def to_hf_padded(
     """
     padded, mask = to_padded(arr, side=side, fill_value=fill_value, length=length)
     xp = arr.layout.xp
-    return padded, xp.astype(mask, _integer(xp))
+    return padded, xp.astype(mask, widest_integer(xp))
 
 
 def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
@@ -162,7 +163,7 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
         rows.read()
     xp = rows.xp
     cu = xp.astype(rows.offsets, xp.int32, copy=False)
-    positions = input_ids.with_values(xp.astype(rows.positions, _integer(xp), copy=False))
+    positions = input_ids.with_values(xp.astype(rows.positions, widest_integer(xp), copy=False))
     batch = {
         "input_ids" if input_ids.ndim == 2 else "inputs_embeds": input_ids.values[None, ...],
         "position_ids": positions.values[None, :],
@@ -172,8 +173,3 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
         shared_layout("labels", (positions, labels))
         batch["labels"] = xp.where(positions.values == 0, IGNORED, labels.values)[None, :]
     return batch
-
-
-def _integer(xp: Any) -> Any:
-    """int64, which transformers wants, or int32 in a library that has no int64."""
-    return xp.__array_namespace_info__().dtypes(kind="signed integer").get("int64", xp.int32)

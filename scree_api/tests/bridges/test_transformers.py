@@ -78,8 +78,6 @@ def test_padded_batches(name: str, side: str) -> None:
 def test_flattened_batches_are_sequences_one_by_one(name: str) -> None:
     ids = tokens()
     flat = to_hf_flattened(ids)
-    if name == "modernbert":
-        del flat["max_length_q"], flat["max_length_k"]
     ours = model(name, "scree")
     logits = ours(**flat).logits
     logits.square().mean().backward()

@@ -1,0 +1,37 @@
+"""TensorFlow's RaggedTensor: the same values, and `row_splits` for offsets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..array import Array
+from .dlpack import on_host
+
+
+def from_tensorflow(tensor: Any) -> Array:
+    """A ragged array on NumPy of a `tf.RaggedTensor` with one ragged axis; eager tensors in host memory are not copied.
+
+    Examples
+    --------
+    ``from_tensorflow(tf.ragged.constant([[1, 2], [], [3]])).lengths`` is ``array([2, 0, 1])``.
+    """
+    if not hasattr(tensor, "row_splits"):
+        raise TypeError(f"tensor: expected a RaggedTensor, got {type(tensor).__name__}; for a dense one use from_padded")
+    if getattr(tensor, "ragged_rank", 1) != 1:
+        raise TypeError(f"tensor: expected one ragged axis, got {tensor.ragged_rank}; merge_dims joins two")
+    return Array(np.asarray(tensor.values), np.asarray(tensor.row_splits))
+
+
+def to_tensorflow(arr: Array) -> Any:
+    """A `tf.RaggedTensor` of the rows, which copies; a ragged axis that is not the first becomes the first.
+
+    Examples
+    --------
+    ``to_tensorflow(scree.from_lengths(np.arange(3), [2, 0, 1]))`` is ``<tf.RaggedTensor [[0, 1], [], [2]]>``.
+    """
+    import tensorflow
+
+    arr = on_host(arr)
+    return tensorflow.RaggedTensor.from_row_splits(arr.values, arr.offsets, validate=False)  # they were checked
