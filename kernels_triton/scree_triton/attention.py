@@ -54,7 +54,7 @@ def run(call: Any) -> Any:
     """
     out, lse = attention(
         call.q.values, call.k.values, call.v.values, call.q.offsets, call.k.offsets, causal=call.causal,
-        window=call.window, scale=call.scale, softcap=call.softcap, memo=_memo(call.q))
+        window=call.window, scale=call.scale, softcap=call.softcap, alibi_slopes=call.alibi_slopes, memo=_memo(call.q))
     if call.return_lse:
         return call.q.with_values(out), call.q.with_values(lse)
     return call.q.with_values(out)
@@ -66,7 +66,8 @@ def _memo(array: Any) -> dict | None:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
               causal: bool = False, window: tuple[int | None, int | None] = (None, None), scale: float,
-              softcap: float | None = None, memo: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+              softcap: float | None = None, alibi_slopes: torch.Tensor | None = None,
+              memo: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Ragged attention on packed tensors.
 
     Parameters
@@ -81,6 +82,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         How many keys before and after its own position a query attends, None for all.
     scale, softcap
         Scores are ``q @ k * scale``, and with a softcap ``softcap * tanh(scores / softcap)``.
+    alibi_slopes
+        float32, shape ``(num_heads,)``: a slope times the distance of query and key is taken off each score, after the
+        softcap. Not differentiated.
     memo
         A dict that lives as long as the rows do; the tile maps are kept in it.
 
@@ -93,21 +97,21 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
     left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window)
     spec = Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
     if torch.compiler.is_compiling():
-        out, lse = _forward_op(q, k, v, cu_q, cu_k, *spec)
+        out, lse = _forward_op(q, k, v, alibi_slopes, cu_q, cu_k, *spec)
         return out, lse.t()
     rows = Rows(cu_q, cu_k, memo)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, rows, spec)
-    out, lse = plan(q, k, v, rows, spec).forward(q, k, v, rows, spec)
+        return _Attention.apply(q, k, v, alibi_slopes, rows, spec)
+    out, lse = plan(q, k, v, rows, spec, alibi_slopes is not None).forward(q, k, v, alibi_slopes, rows, spec)
     return out, lse.t()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, rows, spec):
-        ctx.plan = plan(q, k, v, rows, spec)
-        out, lse = ctx.plan.forward(q, k, v, rows, spec)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx, q, k, v, slopes, rows, spec):
+        ctx.plan = plan(q, k, v, rows, spec, slopes is not None)
+        out, lse = ctx.plan.forward(q, k, v, slopes, rows, spec)
+        ctx.save_for_backward(q, k, v, slopes, out, lse)
         ctx.rows, ctx.spec = rows, spec
         ctx.set_materialize_grads(False)
         return out, lse.t()
@@ -115,7 +119,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
-        return *ctx.plan.backward(*ctx.saved_tensors, dout, dlse, ctx.rows, ctx.spec), None, None
+        return *ctx.plan.backward(*ctx.saved_tensors, dout, dlse, ctx.rows, ctx.spec), None, None, None
 
 
 def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
@@ -125,41 +129,42 @@ def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
 
 
 @torch.library.custom_op("scree_triton::attention", mutates_args=())
-def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, left: int,
-                right: int, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, cu_q: torch.Tensor,
+                cu_k: torch.Tensor, left: int, right: int, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
     rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    return plan(q, k, v, rows, spec).forward(q, k, v, rows, spec)
+    return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
 
 
 @_forward_op.register_fake
-def _(q, k, v, cu_q, cu_k, left, right, scale, softcap):
+def _(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
     total, heads, _ = q.shape
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
 
 @torch.library.custom_op("scree_triton::attention_backward", mutates_args=())
-def _backward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                 dout: torch.Tensor | None, dlse: torch.Tensor | None, cu_q: torch.Tensor, cu_k: torch.Tensor,
-                 left: int, right: int, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, out: torch.Tensor,
+                 lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, cu_q: torch.Tensor,
+                 cu_k: torch.Tensor, left: int, right: int, scale: float,
+                 softcap: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
     dlse = None if dlse is None else dlse.t()
-    return plan(q, k, v, rows, spec).backward(q, k, v, out, lse, dout, dlse, rows, spec)
+    return plan(q, k, v, rows, spec, slopes is not None).backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
 
 
 @_backward_op.register_fake
-def _(q, k, v, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
+def _(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu_q, cu_k, *ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    q, k, v, slopes, cu_q, cu_k, *ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, slopes, *output, cu_q, cu_k)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-    return *_backward_op(q, k, v, out, lse, dout, dlse, cu_q, cu_k, *ctx.spec), *(None,) * 6
+    q, k, v, slopes, out, lse, cu_q, cu_k = ctx.saved_tensors
+    return *_backward_op(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, *ctx.spec), *(None,) * 7
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)

@@ -12,7 +12,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.runtime import driver
+
+from .launch import current_stream
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -31,7 +32,7 @@ def counter(device: torch.device) -> torch.Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, driver.active.get_current_stream(device.index)
+    key = device.index, current_stream(device.index)
     ring = _rings.get(key)
     if ring is None:
         # 16 bytes apart, as alignment is part of what a kernel is compiled for.
@@ -457,7 +458,10 @@ def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head
               dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, scale, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
               CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
-    """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta."""
+    """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta.
+
+    HELD: queries and their gradients stay in registers, which spares the shared memory half of its reads for the scores.
+    """
     q_s = gl.allocate_shared_memory(qd.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     do_s = gl.allocate_shared_memory(dod.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], dod.layout)
     k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
@@ -548,48 +552,37 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 
 
 @gluon.jit
-def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x, c, last, limit, offs_m,
-               scale, MASK: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
-               LAYOUT_O: gl.constexpr):
-    """Query tile c. With AHEAD its scores x (keys by queries) are there, and those of the next tile on return."""
+def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, limit, offs_m, scale,
+               MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+    """Query tile c; scores lie keys by queries."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_O, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = c % STAGES
-    if not AHEAD:
-        x = _scores(k, q_s, q_full, c, LAYOUT_S, STAGES)
+    x = _scores(k, q_s, q_full, c, LAYOUT_S, STAGES)
     dp = _scores(v, do_s, do_full, c, LAYOUT_S, STAGES)
     lse = lse_s.index(stage).load(COLUMN)
-    if not AHEAD:
-        x = warpgroup_mma_wait(1, deps=(x, ))
+    x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[None, :])
     if MASK:
         p = gl.where(offs_m[None, :] >= limit[:, None], p, 0.0)
-    if AHEAD:
-        x = _scores(k, q_s, q_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
     p16 = gl.convert_layout(p.to(q_s.dtype), OPERAND)
     dv = warpgroup_mma(p16, _rows(do_s.index(stage)), dv, is_async=True)
     delta = delta_s.index(stage).load(COLUMN)
-    if AHEAD:
-        dp = warpgroup_mma_wait(2, deps=(dp, ))
-    else:
-        dp = warpgroup_mma_wait(1, deps=(dp, ))
+    dp = warpgroup_mma_wait(1, deps=(dp, ))
     ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_s.dtype), OPERAND)
     dk = warpgroup_mma(ds, _rows(q_s.index(stage)), dk, is_async=True)
-    if AHEAD:
-        x, dv, p16 = warpgroup_mma_wait(1, deps=(x, dv, p16))
-    else:
-        dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
+    dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
     mbarrier.arrive(do_empty.index(stage), count=1)
     dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv, x
+    return dk, dv
 
 
 @gluon.jit
 def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-                   CAUSAL: gl.constexpr, AHEAD: gl.constexpr, HELD: gl.constexpr):
+                   CAUSAL: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -614,20 +607,15 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
             full = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length, 0), BLOCK_M), high)
         dk = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         dv = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        last = c + group_size * (high - low) - 1
-        x = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT_S)
-        if AHEAD and last >= c:
-            x = warpgroup_mma_wait(0, deps=(_scores(k, q_s, q_full, c, LAYOUT_S, STAGES), ))
         for _ in range(group_size):
             if CAUSAL:
                 for j in range(low, full):
-                    dk, dv, x = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x,
-                                           c, last, limit - j * BLOCK_M, offs_m, scale, True, AHEAD, STAGES, LAYOUT_S,
-                                           LAYOUT_O)
+                    dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
+                                        limit - j * BLOCK_M, offs_m, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
                     c += 1
             for j in range(full, high):
-                dk, dv, x = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x, c,
-                                       last, limit, offs_m, scale, False, AHEAD, STAGES, LAYOUT_S, LAYOUT_O)
+                dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, limit,
+                                    offs_m, scale, False, STAGES, LAYOUT_S, LAYOUT_O)
                 c += 1
         mbarrier.arrive(k_empty.index(i % K_STAGES), count=1)
         place = start.to(gl.int64) * dk_stride + head * DIM
@@ -641,9 +629,12 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 @gluon.jit(do_not_specialize=_COUNTS)
 def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride, total, plane,
                 heads, group_size, group, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+                STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
                 HELD: gl.constexpr):
-    """DK and DV, one key tile and key head at a time, over all query heads that share the key head."""
+    """DK and DV, one key tile and key head at a time, over all query heads that share the key head.
+
+    HELD: keys and values stay in registers, which spares the shared memory half of its reads for the scores.
+    """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(qd.dtype, [STAGES, 1, 1, BLOCK_M, DIM], qd.layout)
     do_s = gl.allocate_shared_memory(dod.dtype, [STAGES, 1, 1, BLOCK_M, DIM], dod.layout)
@@ -661,10 +652,10 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
     gl.warp_specialize([
         (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL, AHEAD, HELD)),
+                          CAUSAL, HELD)),
         (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL, AHEAD, HELD)),
+                          CAUSAL, HELD)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                           group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),

@@ -3,12 +3,14 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
-from triton.backends.nvidia.driver import make_tensordesc_arg
 
 INTERPRETED = knobs.runtime.interpret
 _MOST_ENCODED = 4096
-_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# The interface of the launcher that Triton generates in C is its own affair; this is the one that is known here.
+_KNOWN = triton.__version__.startswith("3.6.")
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Ragged(NamedTuple):
@@ -78,12 +80,12 @@ class Launch:
         if common and self.launch is not None:
             described = [x for i, d in enumerate(descriptors) for x in self._encode(i, d)]
             function, packed = self.fixed
-            self.launch(programs, 1, 1, _stream(self.index), function, False, False, None, None, packed, None, None, None,
+            self.launch(programs, 1, 1, current_stream(self.index), function, False, False, None, None, packed, None, None, None,
                         *described, *addresses, *strides, *numbers, *self.values)
             return
         typed = (_typed(d, rows) for d, rows in zip(descriptors, self.rows))
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
-        if common:
+        if common and _KNOWN:
             self._keep(compiled, pointers[0].get_device())
 
     def _keep(self, compiled: Any, index: int) -> None:
@@ -107,6 +109,8 @@ class Launch:
         if found is None:
             if len(self.encoded) >= _MOST_ENCODED:
                 self.encoded.clear()
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
             found = self.encoded[key] = tuple(make_tensordesc_arg(descriptor, self.metadata[i]))
         return found
 

@@ -64,14 +64,14 @@ class _Shape(NamedTuple):
 _PLANS: dict[tuple, "Plan"] = {}
 
 
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec) -> "Plan":
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool) -> "Plan":
     """The plan for a call, from the cache or new."""
     left, right, _, softcap = spec
     total, heads, dim = q.shape
     total_k, k_heads, dim_v = v.shape
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and total > 0 and total_k > 0
     key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
-           right < UNBOUNDED, right == 0, softcap > 0, aligned, rows.q is rows.k)
+           right < UNBOUNDED, right == 0, softcap > 0, alibi, aligned, rows.q is rows.k)
     found = _PLANS.get(key)
     if found is None:
         if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
@@ -82,14 +82,14 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Sp
 
 
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
-          softcap: bool, aligned: bool, same: bool) -> "Plan":
+          softcap: bool, alibi: bool, aligned: bool, same: bool) -> "Plan":
     q, _, v = shapes
     hopper = (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
-              and v.dim == q.dim and dtype != torch.float32 and not left and not softcap and right == causal and aligned
+              and v.dim == q.dim and dtype != torch.float32 and not (left or softcap or alibi) and right == causal and aligned
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper:
         return HopperPlan(device, dtype, shapes, causal, same)
-    return PortablePlan(device, dtype, shapes, left, right, softcap)
+    return PortablePlan(device, dtype, shapes, left, right, softcap, alibi)
 
 
 def _reachable(stride: int, head: int, heads: int) -> bool:
@@ -117,32 +117,32 @@ class Plan:
         self.k_counts = self.heads, shared, _head_group(self.k_heads, self.q.dim)
         self.out_stride = self.heads * self.v.dim
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows,
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
         if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
-                return self.forward(q, k, v, rows, spec)
+                return self.forward(q, k, v, slopes, rows, spec)
         out = q.new_empty((q.shape[0], self.heads, self.v.dim))
         lse = torch.empty((self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
         if q.shape[0] > 0:
-            self._forward(q, k, v, out, lse, rows, spec)
+            self._forward(q, k, v, slopes, out, lse, rows, spec)
         return out, lse
 
-    def backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-                 dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
+    def backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, out: torch.Tensor,
+                 lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
                  spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, contiguous; dlse has the shape (total, heads)."""
         if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
-                return self.backward(q, k, v, out, lse, dout, dlse, rows, spec)
+                return self.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
         if dout is None:
             dout = torch.zeros_like(out)
         elif not self._takes(dout):
             dout = dout.contiguous()
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         stats = torch.empty((2, self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
-        self._backward(q, k, v, out, lse, dout, dlse, stats, grads, rows, spec)
+        self._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
         return grads
 
 
@@ -150,7 +150,7 @@ class PortablePlan(Plan):
     """Plain Triton: one program a tile and head."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool,
-                 right: bool, softcap: bool):
+                 right: bool, softcap: bool, alibi: bool):
         super().__init__(device, dtype, shapes)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.dim, self.v.dim))
@@ -160,7 +160,8 @@ class PortablePlan(Plan):
         def launch(kernel: Any, tile: Tile, **more: Any) -> Launch:
             return Launch(kernel, dict(DIM=self.q.dim, DIM_V=self.v.dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
                                        BLOCK_M=tile.m, BLOCK_N=tile.n, LEFT=left, RIGHT=right,
-                                       SOFTCAP=softcap, **more), dict(num_warps=tile.warps, num_stages=tile.stages))
+                                       SOFTCAP=softcap, ALIBI=alibi, **more),
+                          dict(num_warps=tile.warps, num_stages=tile.stages))
 
         self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
         self.dq_launches = [launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)]
@@ -169,30 +170,33 @@ class PortablePlan(Plan):
     def _takes(self, dout: torch.Tensor) -> bool:
         return dout.stride(2) == 1
 
-    def _forward(self, q, k, v, out, lse, rows, spec):
+    def _forward(self, q, k, v, slopes, out, lse, rows, spec):
         total, block = q.shape[0], self.tiles.forward.m
         tiles = rows.query_tiles(total, block, spec)
-        self.forward_launch(tile_bound(total, rows.q.shape[0] - 1, block) * self.heads, (q, k, v, out, lse, tiles),
+        self.forward_launch(tile_bound(total, rows.q.shape[0] - 1, block) * self.heads,
+                            (q, k, v, q if slopes is None else slopes, out, lse, tiles),
                             (*self.strides, self.out_stride), (total, *self.q_counts, *spec))
 
-    def _backward(self, q, k, v, out, lse, dout, dlse, stats, grads, rows, spec):
+    def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
         plane = self.heads * total
         dout_strides = dout.stride()[:2]
-        slope = lse.t() if dlse is None else dlse
+        dlse_strides = (0, 0) if dlse is None else dlse.stride()
+        slopes = q if slopes is None else slopes
         if total > 0:
             block = self.tiles.dq.m
             tiles = rows.query_tiles(total, block, spec)
             self.dq_launches[dlse is not None](
-                tile_bound(total, n, block) * self.heads, (q, k, v, out, lse, dout, slope, stats, dq, tiles),
+                tile_bound(total, n, block) * self.heads,
+                (q, k, v, slopes, out, lse, dout, lse if dlse is None else dlse, stats, dq, tiles),
                 (*self.strides, self.out_stride, *dout_strides, self.heads * self.q.dim),
-                (*slope.stride(), total, plane, *self.q_counts, *spec))
+                (*dlse_strides, total, plane, *self.q_counts, *spec))
         if total_k > 0:
             block = self.tiles.dkdv.n
             tiles = rows.key_tiles(total_k, block, spec)
             self.dkdv_launch(
-                tile_bound(total_k, n, block) * self.k_heads, (q, k, v, dout, stats, dk, dv, tiles),
+                tile_bound(total_k, n, block) * self.k_heads, (q, k, v, slopes, dout, stats, dk, dv, tiles),
                 (*self.strides, *dout_strides, self.k_heads * self.q.dim, self.k_heads * self.v.dim),
                 (total, plane, *self.k_counts, *spec))
 
@@ -223,7 +227,7 @@ class HopperPlan(Plan):
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, AHEAD=dim < 128, HELD=False), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=dim <= 64), options,
             (m, n // 2, n // 2, m))
 
     def _takes(self, dout: torch.Tensor) -> bool:
@@ -233,7 +237,7 @@ class HopperPlan(Plan):
     def _described(self, *tensors: torch.Tensor) -> tuple[Ragged, ...]:
         return tuple(Ragged(x, *shape) for x, shape in zip(tensors, self.described))
 
-    def _forward(self, q, k, v, out, lse, rows, spec):
+    def _forward(self, q, k, v, slopes, out, lse, rows, spec):
         total, block = q.shape[0], self.tiles.forward[0]
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
@@ -241,20 +245,20 @@ class HopperPlan(Plan):
                             (total, *self.q_counts, spec.scale * LOG2E),
                             self._described(q, k, v))
 
-    def _backward(self, q, k, v, out, lse, dout, dlse, stats, grads, rows, spec):
+    def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
         stride, head, _ = dout.stride()
         descriptors = (*self._described(q, k, v), Ragged(dout, *ragged_shape(self.heads, self.v.dim, stride, head)))
         columns = (*self.columns, head)
         plane, scale = self.heads * total, spec.scale * LOG2E
-        slope = lse.t() if dlse is None else dlse
+        dlse_strides = (0, 0) if dlse is None else dlse.stride()
         block = self.tiles.dq[0]
         tiles = rows.query_tiles(total, block, spec)
         self.dq_launches[dlse is not None](
             min(self.programs, tile_bound(total, n, block) * self.heads),
-            (out, lse, slope, stats, dq, tiles, self.counter(self.device)),
-            (*columns, self.out_stride, self.out_stride), (*slope.stride(), total, plane, *self.q_counts, scale), descriptors)
+            (out, lse, lse if dlse is None else dlse, stats, dq, tiles, self.counter(self.device)),
+            (*columns, self.out_stride, self.out_stride), (*dlse_strides, total, plane, *self.q_counts, scale), descriptors)
         block = self.tiles.dkdv[1]
         tiles = rows.key_tiles(total_k, block, spec)
         self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),

@@ -11,6 +11,8 @@ float32 operands are multiplied as three TF32 products ("tf32x3"), which togethe
 precision ignores the setting.
 
 Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 needs no multiplication of its own.
+
+With ALiBi (Press et al., 2021, arXiv:2108.12409) a head's slope times the distance of query and key is taken off each score.
 """
 import triton
 import triton.language as tl
@@ -99,10 +101,15 @@ def _valid(query, key, k_len, shift, left, right, LEFT: tl.constexpr, RIGHT: tl.
 
 
 @triton.jit
-def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap,
+def _distance(query, key, shift):
+    return tl.abs(query + shift - key).to(tl.float32)
+
+
+@triton.jit
+def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap, slope,
                   DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                   BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-                  MASK: tl.constexpr):
+                  ALIBI: tl.constexpr, MASK: tl.constexpr):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
     x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     if SOFTCAP:
@@ -110,8 +117,11 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
         factor = softcap * LOG2E
     else:
         factor = scale * LOG2E
+    key = j + tl.arange(0, BLOCK_N)
+    if ALIBI:
+        x = x * factor - slope * _distance(query[:, None], key[None, :], shift)
+        factor = 1.0
     if MASK:
-        key = j + tl.arange(0, BLOCK_N)
         x = tl.where(_valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT), x, -float("inf"))
     m_new = tl.maximum(m, tl.max(x, 1) * factor)
     p = tl.exp2(x * factor - m_new[:, None])
@@ -123,10 +133,10 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def forward_kernel(Q, K, V, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, total,
+def forward_kernel(Q, K, V, SLOPES, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, total,
                    heads, group_size, group, left, right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr):
+                   LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """OUT (total, heads, DIM_V) and LSE (heads, total), one query tile and head a program."""
     tile, head, exists = _entry(TILES, heads, group)
     if not exists:
@@ -141,6 +151,7 @@ def forward_kernel(Q, K, V, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head,
     Q += q_start * q_stride + head * q_head
     K += k_start * k_stride + head // group_size * k_head
     V += k_start * v_stride + head // group_size * v_head
+    slope = tl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
     query = first + tl.arange(0, BLOCK_M)
     q = _load_rows(Q, first, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, True)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -150,13 +161,16 @@ def forward_kernel(Q, K, V, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head,
     if LEFT:
         for j in range(low, a, BLOCK_N):
             acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                                      softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, True)
+                                      softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
+                                      True)
     for j in range(a, b, BLOCK_N):
         acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                                  softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, False)
+                                  softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
+                                  False)
     for j in range(b, high, BLOCK_N):
         acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                                  softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, True)
+                                  softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
+                                      True)
     some = l > 0.0
     acc = acc / tl.where(some, l, 1.0)[:, None]
     lse = tl.where(some, (m + tl.log2(tl.where(some, l, 1.0))) * LN2, -float("inf"))
@@ -167,8 +181,11 @@ def forward_kernel(Q, K, V, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head,
 
 
 @triton.jit
-def _score_gradient(x, dp, lse, delta, valid, scale, softcap, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
-    """Probabilities and the gradient of the scaled scores; lse and delta arrive broadcast along the keys."""
+def _score_gradient(x, dp, lse, delta, query, key, valid, shift, scale, softcap, slope, SOFTCAP: tl.constexpr,
+                    ALIBI: tl.constexpr, MASK: tl.constexpr):
+    """Probabilities and the gradient of the scaled scores; query, key and statistics arrive ready to be broadcast."""
+    if ALIBI:
+        lse += slope * _distance(query, key, shift)
     if SOFTCAP:
         x = _tanh(x * (scale / softcap))
         p = tl.exp2(x * (softcap * LOG2E) - lse)
@@ -185,25 +202,27 @@ def _score_gradient(x, dp, lse, delta, valid, scale, softcap, SOFTCAP: tl.conste
 
 
 @triton.jit
-def _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap,
+def _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap, slope,
              DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-             BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr):
+             BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+             MASK: tl.constexpr):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
     v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
     x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     dp = tl.dot(do, tl.trans(v), input_precision="tf32x3")
     key = j + tl.arange(0, BLOCK_N)
     valid = _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT)
-    _, ds = _score_gradient(x, dp, lse[:, None], delta[:, None], valid, scale, softcap, SOFTCAP, MASK)
+    _, ds = _score_gradient(x, dp, lse[:, None], delta[:, None], query[:, None], key[None, :], valid, shift, scale, softcap,
+                            slope, SOFTCAP, ALIBI, MASK)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def dq_kernel(Q, K, V, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head,
+def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head,
               out_stride, do_stride, do_head, dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, left,
               right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
-              RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr):
+              RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, HAS_DLSE: tl.constexpr):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and the softmax's row term
     sum(out * dout) - dlse, through which the gradient of the LSE enters."""
     tile, head, exists = _entry(TILES, heads, group)
@@ -219,6 +238,7 @@ def dq_kernel(Q, K, V, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k
     Q += q_start * q_stride + head * q_head
     K += k_start * k_stride + head // group_size * k_head
     V += k_start * v_stride + head // group_size * v_head
+    slope = tl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
     query = first + tl.arange(0, BLOCK_M)
     inside = query < q_len
     q = _load_rows(Q, first, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, True)
@@ -236,20 +256,23 @@ def dq_kernel(Q, K, V, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k
     if LEFT:
         for j in range(low, a, BLOCK_N):
             dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                          softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, True)
+                          softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
+                          True)
     for j in range(a, b, BLOCK_N):
         dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                      softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, False)
+                      softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
+                      False)
     for j in range(b, high, BLOCK_N):
         dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                      softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, True)
+                      softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
+                          True)
     _store_rows(DQ + q_start * dq_stride + head * DIM, dq * scale, first, q_len, dq_stride, BLOCK_M, DIM, BLOCK_D)
 
 
 @triton.jit
 def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride, do_stride, shift, left, right, scale,
-               softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-               BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+               softcap, slope, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+               BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
                MASK: tl.constexpr):
     query = i + tl.arange(0, BLOCK_M)
     q = _load_rows(Q, i, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, MASK)
@@ -264,18 +287,19 @@ def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride
         lse = tl.load(STATS + query)
         delta = tl.load(STATS + plane + query)
     valid = _valid(query[None, :], key[:, None], k_len, shift, left, right, LEFT, RIGHT)
-    p, ds = _score_gradient(x, dp, lse[None, :], delta[None, :], valid, scale, softcap, SOFTCAP, MASK)
+    p, ds = _score_gradient(x, dp, lse[None, :], delta[None, :], query[None, :], key[:, None], valid, shift, scale, softcap,
+                            slope, SOFTCAP, ALIBI, MASK)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision="tf32x3")
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def dkdv_kernel(Q, K, V, DO, STATS, DK, DV, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride,
+def dkdv_kernel(Q, K, V, SLOPES, DO, STATS, DK, DV, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride,
                 do_head, dk_stride, dv_stride, total, plane, heads, group_size, group, left, right, scale, softcap,
                 DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-                SOFTCAP: tl.constexpr):
+                BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+                ALIBI: tl.constexpr):
     """DK and DV, one key tile and key head a program; it runs over all query heads that share the key head."""
     tile, head, exists = _entry(TILES, heads // group_size, group)
     if not exists:
@@ -299,19 +323,20 @@ def dkdv_kernel(Q, K, V, DO, STATS, DK, DV, TILES, q_stride, q_head, k_stride, k
         Q1 = Q + q_start * q_stride + q_one * q_head
         DO1 = DO + q_start * do_stride + q_one * do_head
         STATS1 = STATS + q_one * total + q_start
+        slope = tl.load(SLOPES + q_one) * LOG2E if ALIBI else 0.0
         if RIGHT:
             for i in range(low, a, BLOCK_M):
                 dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride,
-                                    shift, left, right, scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT,
-                                    RIGHT, SOFTCAP, True)
+                                    shift, left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT,
+                                    RIGHT, SOFTCAP, ALIBI, True)
         for i in range(a, b, BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride, shift,
-                                left, right, scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
-                                SOFTCAP, False)
+                                left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
+                                SOFTCAP, ALIBI, False)
         for i in range(b, high, BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride, shift,
-                                left, right, scale, softcap, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
-                                SOFTCAP, True)
+                                left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
+                                SOFTCAP, ALIBI, True)
     row = k_start * dk_stride
     _store_rows(DK + row + head * DIM, dk * scale, first, k_len, dk_stride, BLOCK_N, DIM, BLOCK_D)
     _store_rows(DV + k_start * dv_stride + head * DIM_V, dv, first, k_len, dv_stride, BLOCK_N, DIM_V, BLOCK_DV)

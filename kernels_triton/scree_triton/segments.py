@@ -9,8 +9,8 @@ import triton.language as tl
 from . import shares
 from .host import Kernel, multiprocessors, refuses
 
-_ELEMENTS = 4096  # in a tile
-_MOST_TILES = 16  # that a program reads one after another rather than cut a row
+_ELEMENTS = 2048  # in a tile
+_MOST_TILES = 32  # that a program reads one after another rather than cut a row
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
 OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY, "all": shares.ALL}

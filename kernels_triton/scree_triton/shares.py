@@ -192,18 +192,16 @@ def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.c
            ACC: tl.constexpr):
     """Tokens [at, at + F) as a (1, BC, F) tile, and which are in [t0, t1). `at` is a multiple of 16 for single columns."""
     each = tl.arange(0, F)[None, :]
-    tokens = at + each
-    valid = (tokens >= t0) & (tokens < t1)
+    valid = (each >= tl.maximum(t0 - at, 0).to(tl.int32)) & (each < tl.minimum(t1 - at, F).to(tl.int32))
     if (C == 1) & (READS > 0):  # without a mask the copy is of 16 bytes a thread
         at = tl.multiple_of(at, 16)
+        line = tl.arange(0, F)[None, None, :]
         if (at >= t0) & (at + F <= t1):
-            x = tl.load(X + at + each)
-            y = tl.load((Y if READS == 2 else X) + at + each)
+            x = tl.load(X + at + line).to(ACC)
+            y = tl.load((Y if READS == 2 else X) + at + line).to(ACC)
         else:
-            x = tl.load(X + at + each, mask=valid, other=0)
-            y = tl.load((Y if READS == 2 else X) + at + each, mask=valid, other=0)
-        x = x.to(ACC)[:, None, :]
-        y = y.to(ACC)[:, None, :]
+            x = tl.load(X + at + line, mask=valid[:, None, :], other=0).to(ACC)
+            y = tl.load((Y if READS == 2 else X) + at + line, mask=valid[:, None, :], other=0).to(ACC)
     else:
         x, y = _pair(X + at * C, Y + at * C, each, valid, columns, C, BC, READS, ACC)
     return x, y, valid
@@ -230,11 +228,12 @@ def _map_flat(X, Y, OUT, u, v, a, b, real, t0, t1, columns, MAP: tl.constexpr, C
         each = tl.arange(0, F)[None, :]
         if C == 1:
             at = tl.multiple_of(at, 16)
-            made = tl.reshape(made.to(OUT.dtype.element_ty), [1, F])
+            line = tl.arange(0, F)[None, None, :]
+            made = made.to(OUT.dtype.element_ty)
             if (at >= t0) & (at + F <= t1):
-                tl.store(OUT + at + each, made)
+                tl.store(OUT + at + line, made)
             else:
-                tl.store(OUT + at + each, made, mask=valid)
+                tl.store(OUT + at + line, made, mask=valid[:, None, :])
         else:
             _write(OUT + at * C, made, each, valid, columns, C, BC)
 

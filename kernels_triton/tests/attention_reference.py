@@ -20,6 +20,7 @@ class Case(NamedTuple):
     softcap: float | None = None
     packed: bool = False  # q, k and v are slices of one tensor
     slack: int = 0  # tokens behind the last row
+    alibi: bool = False
 
     @property
     def name(self) -> str:
@@ -29,6 +30,7 @@ class Case(NamedTuple):
         rows = f"{len(self.q_lengths)}rows{sum(self.q_lengths)}" + ("" if self.k_lengths is None else "x")
         parts = [str(self.dtype)[6:], f"d{self.dim}", f"v{self.dim_v}", f"h{self.heads}/{self.k_heads}", mask, rows]
         parts += [f"cap{self.softcap}"] * bool(self.softcap) + ["packed"] * self.packed + ["slack"] * bool(self.slack)
+        parts += ["alibi"] * self.alibi
         return "-".join(parts)
 
 
@@ -42,6 +44,7 @@ class Problem(NamedTuple):
     cu_k: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor
+    slopes: torch.Tensor | None
 
 
 def problem(case: Case, device: str, seed: int = 0) -> Problem:
@@ -65,7 +68,8 @@ def problem(case: Case, device: str, seed: int = 0) -> Problem:
     cu_k = cu_q if case.k_lengths is None else offsets(k_lengths, device)
     dlse = torch.randn(q.shape[:2], generator=generator, device=device)
     dlse[total_q:] = math.nan
-    return Problem(q, k, v, cu_q, cu_k, values(total_q, case.heads, case.dim_v), dlse)
+    slopes = torch.rand(case.heads, generator=generator, device=device) if case.alibi else None
+    return Problem(q, k, v, cu_q, cu_k, values(total_q, case.heads, case.dim_v), dlse, slopes)
 
 
 def offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:
@@ -94,6 +98,8 @@ def reference(case: Case, p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
             x = case.softcap * torch.tanh(x / case.softcap)
         own = torch.arange(b - a, device=q.device)[:, None] + (d - c) - (b - a)
         key = torch.arange(d - c, device=q.device)
+        if p.slopes is not None:
+            x = x - p.slopes.to(stats)[:, None, None] * (own - key).abs()
         valid = torch.ones_like(own * key, dtype=torch.bool)
         if left is not None:
             valid &= key >= own - left

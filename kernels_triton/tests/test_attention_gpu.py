@@ -32,6 +32,8 @@ CASES = [
     *(Case(dtype, dim, dim, 4, 2, LONG, causal=True, packed=True) for dtype in (f16, f32) for dim in (64, 80, 128)),
     *(Case(dtype, dim, dim, 4, 2, MIXED, causal=causal, slack=slack)
       for dtype in (bf16, f32) for dim in (64, 80, 128) for causal in (False, True) for slack in (1, 300)),
+    *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, alibi=True, **mask)
+      for dtype, dim, k_lengths, mask in itertools.product((f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:3] + MASKS[5:6])),
     *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
     *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
 ]
@@ -50,7 +52,7 @@ def run(case, p):
 
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
     out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
-                         softcap=case.softcap)
+                         softcap=case.softcap, alibi_slopes=p.slopes)
     return out, lse, *torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
 
 
@@ -152,7 +154,7 @@ def test_operator(dim):
 
     p = problem(Case(f32 if dim == 80 else f16, dim, dim, 2, 1, (30, 0, 70)), "cuda")
     args = tuple(x.detach().requires_grad_() for x in (p.q, p.k, p.v))
-    torch.library.opcheck(_forward_op, (*args, p.cu_q, p.cu_k, UNBOUNDED, 0, 0.1, 0.0))
+    torch.library.opcheck(_forward_op, (*args, None, p.cu_q, p.cu_k, UNBOUNDED, 0, 0.1, 0.0))
 
 
 @pytest.mark.parametrize("dim", [64, 80])
@@ -169,7 +171,7 @@ def test_graph(dim):
     with torch.cuda.graph(graph, stream=stream):
         captured = run(case, p)
     fresh = problem(case, "cuda", seed=1)
-    for x, y in zip(p, fresh):
+    for x, y in zip(p[:-1], fresh):
         x.copy_(y)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

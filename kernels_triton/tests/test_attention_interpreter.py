@@ -23,6 +23,8 @@ CASES = [
     Case(f32, 16, 16, 2, 1, (150, 2), (150, 40), causal=True, window=(17, None), softcap=5.0),
     Case(f32, 16, 16, 2, 2, (30, 0, 21), causal=True, packed=True),
     Case(f32, 16, 16, 1, 1, (30, 12), causal=True, slack=70),
+    Case(f32, 16, 16, 2, 1, (40, 3), (33, 50), causal=True, alibi=True),
+    Case(f32, 16, 16, 2, 2, (50, 0, 7), window=(9, 4), softcap=5.0, alibi=True),
     Case(f16, 16, 16, 1, 1, (0, 0), (3, 0)),
     Case(f32, 16, 16, 1, 1, (), (), causal=True),
 ]
@@ -33,7 +35,7 @@ def test_attention(case):
     p = problem(case, DEVICE)
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
     out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
-                         softcap=case.softcap)
+                         softcap=case.softcap, alibi_slopes=p.slopes)
     grads = torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
     assert out.is_contiguous() and lse.shape == out.shape[:2] and lse.dtype == torch.float32
     bound = {f32: 2e-6, f16: 2e-3}[case.dtype]

@@ -1,0 +1,189 @@
+"""The grouped matrix product: every row of a ragged array times its own matrix, and the gradients of both.
+
+The product and the gradient of the rows share a kernel: a tile of a row's tokens against a tile of its matrix. A slot of
+the tile map holds tokens of one row only (block ``j`` of row ``b`` is slot ``offsets[b] // BLOCK_M + b + j``), found by
+bisection. The gradient of a matrix is one program's for each of its tiles, which walks over the tokens of the row: no
+atomics, equal inputs give equal bits. float32 operands are multiplied as three TF32 products, see `portable`.
+"""
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .host import Kernel, refuses
+
+
+@triton.jit(do_not_specialize=("n", "total", "bisections", "tiles_m"))
+def product_kernel(X, W, OUT, OFFSETS, x_stride, w_group, w_k, w_m, n, total, bisections, tiles_m, K: tl.constexpr,
+                   M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                   GROUP: tl.constexpr):
+    """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row."""
+    columns = tl.cdiv(M, BLOCK_M)
+    pid = tl.program_id(0)
+    slots = tl.num_programs(0) // columns
+    # GROUP slots side by side, so that they share the tiles of the matrices in the cache
+    band = pid // (GROUP * columns)
+    first = band * GROUP
+    size = tl.minimum(slots - first, GROUP)
+    slot = first + (pid % (GROUP * columns)) % size
+    column = (pid % (GROUP * columns)) // size
+    low = slot * 0
+    high = low + n + 1
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        if tl.load(OFFSETS + middle) // BLOCK_T + middle <= slot:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(OFFSETS + low).to(tl.int64)
+    end = tl.load(OFFSETS + low + 1, mask=low < n, other=total).to(tl.int64)
+    start += (slot - (start // BLOCK_T + low)) * BLOCK_T
+    if start >= end:
+        return
+    token = tl.arange(0, BLOCK_T)
+    valid = (token < end - start)[:, None]
+    m = column * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    if low < n:
+        x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
+        w = W + low.to(tl.int64) * w_group + k[:, None] * w_k + m[None, :] * w_m
+        for at in range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                a = tl.load(x, mask=valid, other=0.0)
+            else:
+                a = tl.load(x, mask=valid & (at + k < K)[None, :], other=0.0)
+            if (K % BLOCK_K == 0) & (M % BLOCK_M == 0):
+                b = tl.load(w)
+            else:
+                b = tl.load(w, mask=(at + k < K)[:, None] & (m < M)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="tf32x3")
+            x += BLOCK_K
+            w += BLOCK_K * w_k
+    out = OUT + start * M + token[:, None] * M + m[None, :]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=valid & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=("unused",))
+def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constexpr, M: tl.constexpr, BLOCK_T: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
+    columns = tl.cdiv(M, BLOCK_M)
+    tiles = columns * tl.cdiv(K, BLOCK_K)
+    row = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    m = (tile % columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = (tile // columns) * BLOCK_K + tl.arange(0, BLOCK_K)
+    start = tl.load(OFFSETS + row).to(tl.int64)
+    length = (tl.load(OFFSETS + row + 1) - start).to(tl.int32)
+    token = tl.arange(0, BLOCK_T)
+    x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
+    dy = DY + start * dy_stride + token[:, None] * dy_stride + m[None, :]
+    acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+    for at in range(0, length, BLOCK_T):
+        valid = (at + token < length)[:, None]
+        a = tl.load(x, mask=valid & (k < K)[None, :], other=0.0)
+        b = tl.load(dy, mask=valid & (m < M)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision="tf32x3")
+        x += BLOCK_T * x_stride
+        dy += BLOCK_T * dy_stride
+    out = DW + row.to(tl.int64) * (K * M) + k[:, None] * M + m[None, :]
+    tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+_product, _weight = Kernel(product_kernel), Kernel(weight_kernel)
+
+
+def _tile(dtype: torch.dtype, m: int) -> tuple[int, int, int, int]:
+    """Tokens, columns and depth of a tile, and the warps of a program."""
+    if dtype == torch.float32:
+        return 64, 64, 32, 4
+    return (128, 128, 64, 8) if m > 64 else (128, 64, 64, 4)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """x (total, k) times the matrix of each row, weight (n, k, m) of any strides; (total, m), contiguous."""
+    total, (n, k, m) = x.shape[0], weight.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((total, m), dtype=x.dtype, device=x.device)
+    tokens, columns, depth, warps = _tile(x.dtype, m)
+    slots = total // tokens + n + 1
+    _product(slots * triton.cdiv(m, columns) if out.numel() else 0, (x, weight, out, offsets), (x.stride(0), *weight.stride()),
+             (n, total, (n + 1).bit_length(), slots),
+             dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=8), warps)
+    return out
+
+
+def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Of each row, x (tokens, k) turned over times dy (tokens, m): (n, k, m)."""
+    n, k, m = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
+    x, dy = (t if t.stride(1) == 1 else t.contiguous() for t in (x, dy))
+    dw = torch.empty((n, k, m), dtype=x.dtype, device=x.device)
+    depth, columns, tokens, warps = _tile(x.dtype, m)
+    _weight(n * triton.cdiv(k, depth) * triton.cdiv(m, columns), (x, dy, dw, offsets), (x.stride(0), dy.stride(0)), (0,),
+            dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth), warps)
+    return dw
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, offsets):
+        ctx.save_for_backward(x, weight, offsets)
+        return product(x, weight, offsets)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, offsets = ctx.saved_tensors
+        dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
+        return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+@torch.library.custom_op("scree_triton::grouped_product", mutates_args=())
+def _op(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return product(x, weight, offsets)
+
+
+@_op.register_fake
+def _(x, weight, offsets):
+    return x.new_empty((x.shape[0], weight.shape[2]))
+
+
+@torch.library.custom_op("scree_triton::grouped_weight_gradient", mutates_args=())
+def _weight_op(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return weight_gradient(x, dy, offsets)
+
+
+@_weight_op.register_fake
+def _(x, dy, offsets):
+    return x.new_empty((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
+
+
+def _differentiate(ctx, dy):
+    x, weight, offsets = ctx.saved_tensors
+    return _op(dy, weight.mT, offsets), _weight_op(x, dy, offsets), None
+
+
+_op.register_autograd(_differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `GroupedCall`; None if they do."""
+    if 0 in call.weight.shape[1:]:
+        return f"the Triton kernels take matrices of at least one element, not {tuple(call.weight.shape)}"
+    if call.x.ragged_dim:
+        return "the Triton kernels take a grouped product with the ragged axis in front"
+    return refuses(call.x.values)
+
+
+def grouped_matmul(call: Any) -> Any:
+    """Run a `GroupedCall`."""
+    x, weight, offsets = call.x.values, call.weight, call.x.offsets
+    if torch.compiler.is_compiling():
+        out = _op(x, weight, offsets)
+    elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out = _Product.apply(x, weight, offsets)
+    else:
+        out = product(x, weight, offsets)
+    return call.x.with_values(out)
