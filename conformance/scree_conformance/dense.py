@@ -1,4 +1,7 @@
-"""The namespace on dense arrays: every function of the table gives what the library's own gives, errors included."""
+"""Dense arrays in the namespace get the library's own functions, and a ragged array of equal rows is as good as a dense array.
+
+Both laws try every function of the table on the same list of calls.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +11,94 @@ from typing import Any
 
 import numpy as np
 
+import scree
 from scree.kinds import EXTENSIONS, KINDS, Kind
 
+from .backends import EPS
 from .bench import Bench
 from .layouts import Layout
-from .table import operation
+from .table import DTYPES, operation
 
 NAMES: dict[str, Kind] = {**KINDS, **{f"{e}.{name}": kind for e, kinds in EXTENSIONS.items() for name, kind in kinds.items()}}
+N, LENGTH, WIDTH = 4, 5, 2
 
-#: Calls of which each function takes at least one and refuses some; `a` holds arrays by name: x, y, m (a square matrix) of
-#: floating-point numbers, i of integers, b of booleans, c of complex numbers.
-CALLS: list[Callable[[Any, Any, Any], Any]] = [
+
+class Arrays:
+    """The arguments of the calls: three axes, of which the second is ragged if `equal_rows`; `vector` ... are always dense."""
+
+    def __init__(self, bench: Bench, dtype: str, *, equal_rows: bool) -> None:
+        bench.start("the same numbers for each call, some of which write into them")
+        self.equal_rows = equal_rows
+        shape = (N, LENGTH, WIDTH)
+
+        def array(kind: str, draw: str, shape: tuple[int, ...] = shape) -> Any:
+            x = bench.dense(shape, kind, draw).x
+            return bench.of(bench.xp.reshape(x, (-1, *shape[2:])), [LENGTH] * N).x if equal_rows else x
+
+        self.x, self.y = array(dtype, "twos"), array(dtype, "twos")
+        self.integers, self.positions = array("int32", "twos"), array(bench.lib.default_integer, "bool")
+        self.booleans, self.complex = array("bool", "bool"), array("complex64", "complex")
+        skew = bench.rng.uniform(0.1, 0.3, (N * LENGTH, 1, 1)) + 2 * np.eye(WIDTH)
+        matrix = bench.lib.make(skew, dtype if dtype in ("float32", "float64") else "float32")
+        self.matrix = (
+            bench.of(matrix, [LENGTH] * N).x if equal_rows else bench.xp.reshape(matrix, (N, LENGTH, WIDTH, WIDTH))
+        )
+        self.vector, self.per_row = bench.dense((WIDTH,), dtype, "twos").x, bench.dense((N, 1, WIDTH), dtype, "twos").x
+        self.weight, self.weights = (bench.dense(s, dtype, "twos").x for s in ((WIDTH, 3), (N, WIDTH, 3)))
+        self.sorted = bench.lib.make([0, 1, 2, 3], dtype)
+        self.picks = bench.lib.make([1, 0, 0], bench.lib.default_integer)
+
+    def shape(self, *shape: int) -> tuple[int | None, ...]:
+        """A shape for these arrays."""
+        return tuple(None if self.equal_rows and axis == 1 else n for axis, n in enumerate(shape))
+
+
+Call = Callable[[Any, Any, Arrays], Any]
+
+#: Each function takes at least one of these, and refuses some.
+CALLS: list[Call] = [
+    *(lambda xp, f, a, axis=axis: f(a.x, axis=axis) for axis in (1, 2, -1, -2, (1, 2), (0, 1), (0, 1, 2), None, 0, 5)),
+    *(lambda xp, f, a, axis=axis: f(a.x, axis=axis, keepdims=True) for axis in (1, 2, (0, 1), None)),
+    *(lambda xp, f, a, axis=axis: f([a.x, a.y], axis=axis) for axis in (0, 1, 2, -1)),
+    *(lambda xp, f, a, axis=axis: f(a.x, 2, axis=axis) for axis in (0, 1, 2)),
+    *(lambda xp, f, a, axis=axis: f(a.x, a.picks, axis=axis) for axis in (0, 2)),
+    *(lambda xp, f, a, axis=axis: f(a.x, a.positions, axis=axis) for axis in (1, 2)),
+    *(lambda xp, f, a, axis=axis: f(a.booleans, axis=axis) for axis in (1, 2)),
+    *(lambda xp, f, a, order=order: f(a.x, axis=1, ord=order) for order in (1, float("inf"))),
     lambda xp, f, a: f(a.x),
     lambda xp, f, a: f(a.x, a.y),
+    lambda xp, f, a: f(a.x, a.y, axis=1),
     lambda xp, f, a: f(a.x, 2),
-    lambda xp, f, a: f(2.5, a.x),
-    lambda xp, f, a: f(a.x, axis=1),
-    lambda xp, f, a: f(a.x, axis=5),
-    lambda xp, f, a: f(a.x, axis=(0, 1), keepdims=True),
-    lambda xp, f, a: f(a.i),
-    lambda xp, f, a: f(a.i, a.i),
-    lambda xp, f, a: f(a.b),
-    lambda xp, f, a: f(a.b, a.b),
-    lambda xp, f, a: f(a.b, a.x, a.y),
-    lambda xp, f, a: f(a.c),
-    lambda xp, f, a: f(a.m),
-    lambda xp, f, a: f(a.m, a.m),
-    lambda xp, f, a: f(a.m, 3),
-    lambda xp, f, a: f(a.x[0, ...], a.y[1, ...]),
-    lambda xp, f, a: f(a.x, a.i[0, ...], axis=1),
-    lambda xp, f, a: f(a.x, a.i, axis=1),
+    lambda xp, f, a: f(2, a.x),
+    lambda xp, f, a: f(a.x, 1, 2),
+    lambda xp, f, a: f(a.x, a.vector),
+    lambda xp, f, a: f(a.vector, a.x),
+    lambda xp, f, a: f(a.x, a.per_row),
+    lambda xp, f, a: f(a.x, a.weight),
+    lambda xp, f, a: f(a.x, a.weight, axes=1),
+    lambda xp, f, a: f(a.x, a.weights),
+    lambda xp, f, a: f(a.sorted, a.x),
+    lambda xp, f, a: f(a.integers),
+    lambda xp, f, a: f(a.integers, a.integers),
+    lambda xp, f, a: f(a.integers, a.picks),
+    lambda xp, f, a: f(a.booleans),
+    lambda xp, f, a: f(a.booleans, a.booleans),
+    lambda xp, f, a: f(a.booleans, a.x, a.y),
+    lambda xp, f, a: f(a.complex),
+    lambda xp, f, a: f(a.matrix),
+    lambda xp, f, a: f(a.matrix, a.matrix),
+    lambda xp, f, a: f(a.matrix, 3),
     lambda xp, f, a: f(a.x, xp.int32),
-    lambda xp, f, a: f(a.x, 7.0, dtype=xp.float32),
-    lambda xp, f, a: f(a.x, (3, 2)),
-    lambda xp, f, a: f(a.x, (4, 2, 3)),
-    lambda xp, f, a: f(a.x, (1, 0)),
-    lambda xp, f, a: f(a.x, 0, 1),
-    lambda xp, f, a: f([a.x, a.y]),
-    lambda xp, f, a: f([a.x, a.y], axis=1),
-    lambda xp, f, a: f(xp.expand_dims(a.x, axis=0), axis=0),
+    lambda xp, f, a: f(a.x, 7, dtype=xp.float32),
+    lambda xp, f, a: f(a.x, a.shape(N, LENGTH, 1, WIDTH)),
+    lambda xp, f, a: f(xp.expand_dims(a.x, axis=2), a.shape(N, LENGTH, 3, WIDTH)),
+    lambda xp, f, a: f(xp.expand_dims(a.x, axis=2), axis=2),
+    lambda xp, f, a: f(a.x, (0, 2, 1)),
+    lambda xp, f, a: f(a.x, (1, 2, 1)),
+    lambda xp, f, a: f(a.x, 1, 2),
+    lambda xp, f, a: f(a.vector),
+    lambda xp, f, a: f(a.vector, a.vector),
+    lambda xp, f, a: f(xp.ones((3,)), xp.ones((3,))),
     lambda xp, f, a: f((2, 3)),
     lambda xp, f, a: f((2, 3), 5.0),
     lambda xp, f, a: f((2, 3), (3,)),
@@ -60,34 +112,50 @@ CALLS: list[Callable[[Any, Any, Any], Any]] = [
 ]  # fmt: skip
 
 
-FLOATS = CALLS[1]
-
-
-class Arrays:
-    """The arguments of the calls."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.x, self.y = (bench.dense((2, 3), "float32", "positive").x for _ in "xy")
-        self.m = bench.lib.make(2 * np.eye(3) + bench.rng.uniform(0.1, 0.2), "float32")
-        self.i, self.b = bench.dense((2, 3), "int32", "twos").x, bench.dense((2, 3), "bool", "bool").x
-        self.c = bench.dense((2, 3), "complex64", "complex").x
-
-
-def _outcome(bench: Bench, f: Any, call: Callable[..., Any]) -> Any:
-    """What a call gives, in a form that can be compared, or the type of the error."""
-    bench.start("the same numbers for each call, some of which write into them")
+def _outcome(bench: Bench, f: Any, call: Call, dtype: str, *, equal_rows: bool = False) -> Any:
+    """What a call gives, in a form that can be compared, or the error."""
+    arrays = Arrays(bench, dtype, equal_rows=equal_rows)
     try:
-        return _plain(bench, call(bench.own, f, Arrays(bench)))
+        return _plain(bench, call(bench.xp if equal_rows else bench.own, f, arrays))
     except Exception as error:  # any error will do, as long as both raise the same
-        return type(error)
+        return error
 
 
 def _plain(bench: Bench, found: Any) -> Any:
     if isinstance(found, tuple | list):
-        return type(found).__name__, [_plain(bench, x) for x in found]
-    if isinstance(found, type(bench.lib.make(0, "int32"))):
+        return [_plain(bench, x) for x in found]
+    if isinstance(found, scree.Array):
+        rows = bench.rows(found)
+        return str(found.dtype), np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
+    if hasattr(found, "dtype") and hasattr(found, "shape"):
         return str(found.dtype), bench.lib.read(found)
     return found if isinstance(found, bool | int | float) else str(type(found))
+
+
+def _find(xp: Any, name: str) -> Any:
+    for part in name.split("."):
+        xp = getattr(xp, part)
+    return xp
+
+
+# ------------------------------------------------------------------------------------------------ dense arrays
+def same(bench: Bench, name: str, dtype: str) -> None:
+    """Hold a function of the namespace against the library's own, on every call."""
+    ours, own = _find(bench.xp, name), _find(bench.own, name)
+    if not callable(own) or isinstance(own, type):
+        assert ours is own or ours == own or ours != ours, f"{name}: expected {own!r}, got {ours!r}"
+        return
+    works = 0
+    for i, call in enumerate(CALLS):
+        if works and bench.lib.compiles:
+            break
+        expected, again, got = (_outcome(bench, f, call, dtype) for f in (own, own, ours))
+        works += not isinstance(expected, Exception)
+        if isinstance(expected, Exception):
+            assert type(got) is type(expected), f"{name}, call {i}: expected {type(expected).__name__}, got {got!r}"
+        elif _equal(again, expected):  # and not what happened to be in the memory
+            assert _equal(got, expected) or name.startswith("empty"), f"{name}, call {i}: expected {expected}, got {got!r}"
+    assert works, f"{name}: no call of the list is right for it"
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -98,49 +166,24 @@ def _equal(a: Any, b: Any) -> bool:
     return True
 
 
-def same(bench: Bench, name: str) -> None:
-    """Hold a function of the namespace against the library's own, on every call."""
-    ours, own = bench.xp, bench.own
-    for part in name.split("."):
-        ours, own = getattr(ours, part), getattr(own, part)  # an AttributeError is a gap of the library
-    if not callable(own) or isinstance(own, type):
-        assert ours is own or ours == own or ours != ours, f"{name}: expected {own!r}, got {ours!r}"
-        return
-    works = 0
-    for i, call in enumerate(CALLS):
-        if works and bench.lib.compiles:
-            break
-        if name.startswith("take") and call is FLOATS:
-            continue  # a library may read anywhere by such indices
-        expected, again, got = (_outcome(bench, f, call) for f in (own, own, ours))
-        works += not isinstance(expected, type)
-        if not _equal(again, expected):
-            continue  # what was in the memory
-        assert _equal(got, expected) or name.startswith("empty"), f"{name}, call {i}: expected {expected}, got {got}"
-    assert works, f"{name}: no call of the list is right for it"
-
-
 @operation("law: dense arrays get the library's own functions", ("plain",), ("float32",))
 def every(bench: Bench, layout: Layout, dtype: str) -> None:
     """The same results with the same dtypes, and the same errors."""
     for name in NAMES:
         if name not in bench.lib.gaps:
-            same(bench, name)
+            same(bench, name, dtype)
 
 
 def plain(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """A function or constant without arrays of rows: the library's own."""
-    same(bench, name)
+    same(bench, name, dtype)
 
 
 def refused(bench: Bench, layout: Layout, dtype: str, *, name: str, why: str) -> None:
     """A ragged array is refused with the reason of the table, wherever it stands; a dense one is served."""
-    same(bench, name)
-    x, f = bench.ragged(layout, (3,), dtype), bench.xp
-    for part in name.split("."):
-        f = getattr(f, part)
-    dense = bench.dense((3,), dtype)
-    for args in ((x.x,), (x.x, x.x), (dense.x, x.x)):
+    same(bench, name, dtype)
+    x, dense, f = bench.ragged(layout, (3,), dtype).x, bench.dense((3,), dtype).x, _find(bench.xp, name)
+    for args in ((x,), (x, x), (dense, x)):
         try:
             f(*args)
         except TypeError as error:
@@ -154,3 +197,41 @@ for _name, _kind in NAMES.items():
         operation(_name, ("plain",), ("float32",))(partial(plain, name=_name))
     elif _kind.name == "unsupported":
         operation(_name, ("plain",), ("float32",))(partial(refused, name=_name, why=_kind.why))
+
+
+# ------------------------------------------------------------------------------------------------ equal rows
+@operation("law: equal rows are a dense array", ("plain",), (*DTYPES, "int32", "int8"))
+def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Every function that takes ragged arrays gives the same, with the same dtype, or says why it does not."""
+    for name, kind in NAMES.items():
+        if kind.name in ("plain", "unsupported", "dtypes") or name in bench.lib.gaps or name.startswith("empty"):
+            continue
+        f, works = _find(bench.xp, name), 0
+        for i, call in enumerate(CALLS):
+            expected = _outcome(bench, f, call, dtype)
+            if isinstance(expected, Exception) or (works and bench.lib.compiles):
+                continue
+            got, note = _outcome(bench, f, call, dtype, equal_rows=True), f"{name}, call {i}: "
+            if isinstance(got, Exception):
+                assert isinstance(got, TypeError | ValueError), f"{note}{got!r}"
+                continue
+            works += 1
+            _alike(got, expected, note)
+        assert works or name in bench.lib.gaps or dtype not in DTYPES, f"{name}: no call of the list is right for it"
+
+
+def _alike(got: Any, expected: Any, note: str) -> None:
+    if isinstance(expected, list):
+        for g, e in zip(got, expected, strict=True):
+            _alike(g, e, note)
+        return
+    if not isinstance(expected, tuple):
+        assert got == expected, f"{note}expected {expected}, got {got}"
+        return
+    (kind, found), (right, truth) = got, expected
+    assert kind == right, f"{note}expected dtype {right}, got {kind}"
+    if truth.size == len(found) == 0:
+        return  # no rows
+    eps = next((eps for name, eps in EPS.items() if kind.endswith(name)), EPS["float64" if "128" in kind else "float32"])
+    assert np.shape(found) == truth.shape, f"{note}expected shape {truth.shape}, got {np.shape(found)}"
+    np.testing.assert_allclose(found, truth, rtol=16 * eps, atol=16 * eps, err_msg=note)
