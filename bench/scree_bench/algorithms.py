@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import scree
+from scree.backends import backend
 
 BLOCK = 64
 WINDOW = 256
@@ -46,20 +47,23 @@ class Shape(NamedTuple):
         return self.n * self.heads * queries * keys * self.item
 
 
-def _causal(xp: Any, queries: int, keys: int, first: int, like: Any, window: int | None = None) -> Any:
+def _positions(xp: Any, count: int, like: Any) -> Any:
+    """(count,) 0, 1, 2, ... on the device of an array."""
+    return xp.arange(count, device=backend(like).device(like))
+
+
+def _causal(xp: Any, scores: Any, first: int = 0, window: int | None = None) -> Any:
     """(queries, keys) whether a query sees a key; the first query stands `first` positions behind the first key."""
-    ahead = (
-        xp.expand_dims(xp.arange(queries, device=like.device), axis=1) + first
-        - xp.expand_dims(xp.arange(keys, device=like.device), axis=0)
-    )  # fmt: skip
+    queries, keys = (_positions(xp, count, scores) for count in scores.shape[2:])
+    ahead = xp.expand_dims(queries, axis=1) + first - xp.expand_dims(keys, axis=0)
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
 
 def naive(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     """All scores at once: ``softmax(q k^T / sqrt(dim)) v``."""
-    xp, length = scree.namespace(q), q.shape[2]
+    xp = scree.namespace(q)
     scores = xp.matmul(q * (1 / math.sqrt(q.shape[3])), xp.matrix_transpose(k))
-    scores = xp.where(_causal(xp, length, length, 0, q), scores, -math.inf)
+    scores = xp.where(_causal(xp, scores), scores, -math.inf)
     scores = scores - xp.max(scores, axis=-1, keepdims=True)
     scores = xp.exp(scores)
     scores = scores / xp.sum(scores, axis=-1, keepdims=True)
@@ -69,9 +73,9 @@ def naive(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
 def masked(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     """All scores at once, of rows that are padded at the end: a mask says which keys are real. Here the last quarter is not."""
     xp, length = scree.namespace(q), q.shape[2]
-    real = xp.arange(length, device=q.device) < length - length // 4
+    real = _positions(xp, length, q) < length - length // 4
     scores = xp.matmul(q * (1 / math.sqrt(q.shape[3])), xp.matrix_transpose(k))
-    scores = xp.where(_causal(xp, length, length, 0, q) & real, scores, -math.inf)
+    scores = xp.where(_causal(xp, scores) & real, scores, -math.inf)
     scores = scores - xp.max(scores, axis=-1, keepdims=True)
     scores = xp.exp(scores)
     scores = scores / xp.sum(scores, axis=-1, keepdims=True)
@@ -80,8 +84,8 @@ def masked(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
 
 def _start(xp: Any, q: Any) -> tuple[Any, Any, Any]:
     """A running softmax that has seen nothing: maximum, sum, and weighted values."""
-    top = xp.full((*q.shape[:3], 1), -math.inf, dtype=q.dtype, device=q.device)
-    return top, xp.zeros_like(top), xp.zeros_like(q)
+    first = q[:, :, :, :1]
+    return xp.full_like(first, -math.inf), xp.zeros_like(first), xp.zeros_like(q)
 
 
 def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
@@ -102,7 +106,7 @@ def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
             queries = q[:, :, i : i + BLOCK, :]
             scores = xp.matmul(queries, keys)
             if i == j:
-                scores = xp.where(_causal(xp, queries.shape[2], keys.shape[3], 0, q), scores, -math.inf)
+                scores = xp.where(_causal(xp, scores), scores, -math.inf)
             highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
             weights = xp.exp(scores - highest)
             old = total * xp.exp(top - highest)
@@ -126,8 +130,7 @@ def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None) -> A
             keys, values = xp.matrix_transpose(k[:, :, j : j + BLOCK, :]), v[:, :, j : j + BLOCK, :]
             scores = xp.matmul(queries, keys)
             if i == j or window is not None:
-                seen = _causal(xp, queries.shape[2], keys.shape[3], i - j, q, window)
-                scores = xp.where(seen, scores, -math.inf)
+                scores = xp.where(_causal(xp, scores, i - j, window), scores, -math.inf)
             highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
             safe = xp.where(xp.isfinite(highest), highest, 0.0)  # no key of the window so far
             weights, old = xp.exp(scores - safe), xp.exp(top - safe)
@@ -164,37 +167,49 @@ def _all_scores(s: Shape) -> int:
     return s.output + 2 * s.scores
 
 
-def _running(s: Shape) -> int:
-    """The scaled queries, maximum, sum and result of every query, the result once more when they are joined, and blocks."""
-    return 3 * s.output + 2 * (s.output // s.dim) + 3 * s.tile(BLOCK, s.dim)
-
-
 def _one_running(s: Shape) -> int:
-    """The scaled queries, the result twice when its blocks are joined, and the blocks at work."""
-    return 3 * s.output + s.tile(BLOCK, s.dim)
+    """The scaled queries, the result twice while its blocks are joined, and the last block at work."""
+    return 3 * s.output + s.tile(BLOCK, s.dim) + 2 * s.tile(BLOCK, BLOCK)
+
+
+def _all_running(s: Shape) -> int:
+    """As `_one_running`, and the maximum and the sum of every query."""
+    return _one_running(s) + 2 * s.output // s.dim
+
+
+def _groups(kv_heads: Callable[[int], int]) -> Callable[[Shape], int]:
+    """The result twice while the groups are joined; or, if that is more, the groups so far and flash v2 of the last one."""
+
+    def estimate(s: Shape) -> int:
+        last = s._replace(heads=kv_heads(s.heads))
+        return max(2 * s.output, s.output - last.output + _one_running(last))
+
+    return estimate
+
+
+def _quarter(heads: int) -> int:
+    return heads // 4 if heads % 4 == 0 else 1
+
+
+def _one(heads: int) -> int:
+    return 1
 
 
 class Algorithm(NamedTuple):
-    """An algorithm, the most bytes that it holds beside its inputs, and how many heads its keys have of those of the queries."""
+    """An algorithm, its estimate of the most bytes held beside the inputs, and the heads of its keys by those of the queries."""
 
     run: Callable[..., Any]
     estimate_memory: Callable[[Shape], int]
     kv_heads: Callable[[int], int] = lambda heads: heads
 
 
-#: Name -> algorithm. Multi-query attention is grouped-query attention with one group.
+#: Name -> algorithm. Multi-query attention is grouped-query attention with one head of keys and values for all.
 ALGORITHMS = {
     "naive": Algorithm(naive, _all_scores),
     "padding-masked": Algorithm(masked, _all_scores),
-    "flash v1": Algorithm(flash_v1, _running),
+    "flash v1": Algorithm(flash_v1, _all_running),
     "flash v2": Algorithm(flash_v2, _one_running),
     "sliding window": Algorithm(sliding_window, _one_running),
-    "grouped-query": Algorithm(grouped_query, lambda s: 2 * s.output + _one_running(s) // (s.heads // group_heads(s.heads)),
-                               lambda heads: group_heads(heads)),
-    "multi-query": Algorithm(grouped_query, lambda s: 2 * s.output + _one_running(s) // s.heads, lambda heads: 1),
-}  # fmt: skip
-
-
-def group_heads(heads: int) -> int:
-    """Heads of keys and values in the grouped-query form: a quarter, where that divides."""
-    return heads // 4 if heads % 4 == 0 else 1
+    "grouped-query": Algorithm(grouped_query, _groups(_quarter), _quarter),
+    "multi-query": Algorithm(grouped_query, _groups(_one), _one),
+}

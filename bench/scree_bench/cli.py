@@ -5,7 +5,7 @@ from importlib import import_module
 import typer
 
 #: The subcommands, in the order in which help shows them.
-COMMANDS = ("memory", "throughput", "algorithms", "ratios", "overhead")
+COMMANDS = ("memory", "throughput", "attention", "algorithms", "ratios", "overhead")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

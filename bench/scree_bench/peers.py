@@ -117,7 +117,9 @@ def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
     return tuple(args), cotangent
 
 
-def _ours(kernel: str | None) -> Callable[[Library, Work], Prepared]:
+def ours(kernel: str | None) -> Callable[[Library, Work], Prepared]:
+    """`scree.attention` on the kernel that is named, or on the first that accepts."""
+
     def prepare(lib: Library, work: Work) -> Prepared:
         args, cotangent = _packed(lib, work)
         offsets = lib.make(work.offsets, "int32")
@@ -467,11 +469,11 @@ _HALF = ("float16", "bfloat16")
 
 #: All of them, ours first: ratios are against it.
 PEERS: tuple[Peer, ...] = (
-    Peer("scree", "numpy", _ours(None)),
-    Peer("scree", "torch", _ours(None)),
+    Peer("scree", "numpy", ours(None)),
+    Peer("scree", "torch", ours(None)),
     Peer("scree (jit)", "jax", _ours_traced),
-    Peer("scree", "mlx", _ours(None)),
-    Peer("scree, standard path", "torch", _ours("standard")),
+    Peer("scree", "mlx", ours(None)),
+    Peer("scree, standard path", "torch", ours("standard")),
     Peer("padded, einsum", "numpy", _einsum),
     *(Peer("padded, matmul", name, _naive) for name in ("numpy", "torch", "jax", "mlx")),
     *(Peer("loop over rows", name, _rows) for name in ("numpy", "jax", "mlx")),

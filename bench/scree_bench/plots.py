@@ -24,6 +24,7 @@ THEMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "dark": ("#0d1117", "#e6edf3", "#30363d",
              ("#58a6ff", "#ffa657", "#56d364", "#d2a8ff", "#e3b341", "#ff7b72", "#8b949e", "#39c5cf", "#f778ba")),
 }  # fmt: skip
+STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 3)), "-")  # lines may cover each other
 SIZE = (8.0, 4.2)  # inches at 100 dots each: the width of a README
 
 
@@ -48,7 +49,7 @@ def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
             "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back, "text.color": ink,
             "axes.labelcolor": ink, "axes.edgecolor": grid, "xtick.color": ink, "ytick.color": ink, "grid.color": grid,
             "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-            "axes.prop_cycle": mpl.cycler(color=colors), "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
+            "axes.prop_cycle": mpl.cycler(color=colors, linestyle=STYLES), "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
             "legend.frameon": False, "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5,
             "svg.fonttype": "none", "svg.hashsalt": "scree", "font.family": "sans-serif",
         }  # fmt: skip
@@ -72,6 +73,8 @@ def series(rows: Iterable[Row], x: str, value: str) -> dict[str, tuple[list[floa
 
 def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> None:
     """A line a contender, both axes by powers of two and ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for who, (xs, ys) in series(rows, x, value).items():
         axes.plot(xs, ys, marker="o", label=who)
     axes.set(title=title, xlabel=x.replace("_", " "))
@@ -80,8 +83,9 @@ def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> No
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
         axes.legend()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
     axes.yaxis.set_major_formatter(lambda v, _: unit(value).show(v))
-    axes.yaxis.set_minor_formatter(lambda v, _: "")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str) -> None:

@@ -183,7 +183,7 @@ def _unique(names: Iterable[str]) -> list[str]:
 def cell(row: Row, name: str, reference: Row | None) -> str:
     """A value; where it was sampled also the spread, for times and bytes the ratio to the same value of the case's first row."""
     if name not in row.values:
-        return row.status if row.status != OK and not row.values else ""
+        return row.status if row.status != OK else ""
     x, kind = row.values[name], unit(name)
     text = kind.show(x)
     if name.endswith("_s") and len(row.samples.get(name, ())) > 1:
