@@ -2,6 +2,7 @@
 
 from . import bridges, kinds
 from .array import Array
+from .bucket import bucket
 from .namespace import namespace
 from .ops import (
     align,
@@ -30,6 +31,7 @@ from .ops import (
     unpack,
 )
 from .registry import explain, register_kernel, unregister_kernel
+from .storage import load, save
 from .update import at
 
 __version__ = "0.1.0"
@@ -39,6 +41,7 @@ __all__ = [
     "align",
     "at",
     "attention",
+    "bucket",
     "bridges",
     "dropout",
     "explain",
@@ -51,6 +54,7 @@ __all__ = [
     "group",
     "kinds",
     "layer_norm",
+    "load",
     "log_softmax",
     "logsumexp",
     "namespace",
@@ -60,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "same_layout",
+    "save",
     "scatter",
     "scatter_add",
     "segment_ids",

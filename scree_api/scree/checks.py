@@ -44,7 +44,7 @@ def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) 
     """`x` as a Python number; raises unless it is a finite one, at least `low` and greater than `above`."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.number):
         raise TypeError(f"{name}: expected a Python number, got {x!r}")
-    if not (math.isfinite(x) and x >= low and x > above):
+    if not (-math.inf < x < math.inf and x >= low and x > above):  # math.isfinite does not compile
         bound = f" > {above}" if above > -math.inf else f" >= {low}" if low > -math.inf else ""
         raise ValueError(f"{name}: expected a finite number{bound}, got {x}")
     return float(x)

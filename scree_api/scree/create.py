@@ -79,15 +79,15 @@ def _agree(what: str, error: type[Exception], found: list[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackCall:
-    """Join dense arrays of one library along one axis."""
+    """Join dense arrays of one library along `ragged_dim`."""
 
     arrays: list[Any]
-    axis: int
+    ragged_dim: int = 0
 
 
 @declare("pack", PackCall)
 def _join(call: PackCall) -> Any:
-    return backend(call.arrays[0]).xp.concat(call.arrays, axis=call.axis)
+    return backend(call.arrays[0]).xp.concat(call.arrays, axis=call.ragged_dim)
 
 
 def unpack(arr: Array) -> list[Any]:

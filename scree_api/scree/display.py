@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ def text(arr: Array) -> str:
 
 def html(arr: Array) -> str:
     """The same as a table."""
+    from html import escape  # here, because `import scree` should not wait for it
     body = "".join(
         f"<tr><th>{i}</th><td>{length}</td><td><code>{escape(content)}</code></td></tr>"
         for i, length, content in _rows(arr)

@@ -7,7 +7,6 @@ path last.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 #: Third-party packages declare their `register` function in this group, under the name of the library that it serves.
@@ -144,11 +143,19 @@ def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any
         The operation's name, for instance ``"attention"``.
     *args, **kwargs
         The operation's arguments, as one would pass them to ``xp.ragged``.
+    kernel
+        The provider that must run it; by default the first that accepts.
 
     Returns
     -------
     Explanation
         Prints as one line for the provider that runs and one for each that rejects.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> print(scree.explain("rms_norm", scree.from_lengths(np.ones((3, 4)), [1, 2])))
+    rms_norm: runs on 'standard'
     """
     _declared(operation)
     chosen, rejected = _select(operation, _DESCRIBE[operation](*args, **kwargs), kernel)
@@ -157,6 +164,8 @@ def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any
 
 def load_plugins(library: str) -> None:
     """Let every installed package that declares kernels for a library register them, once."""
+    from importlib.metadata import entry_points  # here, because `import scree` should not wait for it
+
     if library in _LOADED:
         return
     _LOADED.add(library)

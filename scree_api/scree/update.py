@@ -83,7 +83,7 @@ class Update:
             value = against("value", value, chosen)
         if isinstance(value, bool | int | float | complex):
             if isinstance(value, float | complex) and not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
-                raise TypeError(f"value: expected a number that {arr.dtype} holds, got {value!r}; convert the array with xp.astype")
+                raise TypeError(f"value: expected a number that {arr.dtype} holds, got {value!r}; see xp.astype for the array")
             value = xp.full((), value, dtype=arr.dtype, device=device)
         else:
             dense("value", value, arr.values)

@@ -68,7 +68,7 @@ def _rejects(call: PackCall) -> str | None:
 @register_kernel("pack", provider="host", rejects=_rejects)
 def pack(call: PackCall) -> Any:
     """Join on the host: JAX compiles a concatenation anew for every list of shapes, which takes seconds."""
-    return xp.asarray(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.axis))
+    return xp.asarray(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim))
 
 
 def _reduces(call: SegmentCall) -> str | None:

@@ -1,6 +1,7 @@
 """PyTorch: pytree registration and `segment_reduce`; attention stands in `torch_attention`."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import array_api_compat.torch as xp
 import numpy as np
@@ -37,7 +38,9 @@ def _uniform(key: torch.Generator, shape: tuple[int, ...], like: torch.Tensor) -
 
 def _outside(offsets: torch.Tensor) -> AbstractContextManager[None]:
     """Inference mode makes tensors that no later backward pass may keep."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() and not offsets.is_inference() else nullcontext()
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or offsets.is_inference():
+        return nullcontext()
+    return torch.inference_mode(False)
 
 
 BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform,
@@ -51,6 +54,41 @@ pytree.register_pytree_node(
 )
 
 
+LONGEST = 4096
+
+
+#: A tensor's method -> the function of the standard that it is on ragged arrays, and whether its arguments change places.
+METHODS = {
+    "add": ("add", False), "mul": ("multiply", False), "sub": ("subtract", False), "__rsub__": ("subtract", True),
+    "div": ("divide", False), "__rdiv__": ("divide", True), "__floordiv__": ("floor_divide", False),
+    "__rfloordiv__": ("floor_divide", True), "remainder": ("remainder", False), "__rmod__": ("remainder", True),
+    "pow": ("pow", False), "__rpow__": ("pow", True), "__eq__": ("equal", False), "eq": ("equal", False),
+    "ne": ("not_equal", False), "lt": ("less", False), "le": ("less_equal", False), "gt": ("greater", False),
+    "ge": ("greater_equal", False), "__and__": ("bitwise_and", False), "bitwise_and": ("bitwise_and", False),
+    "__or__": ("bitwise_or", False), "bitwise_or": ("bitwise_or", False), "__xor__": ("bitwise_xor", False),
+    "bitwise_xor": ("bitwise_xor", False), "__lshift__": ("bitwise_left_shift", False),
+    "__rlshift__": ("bitwise_left_shift", True), "__rshift__": ("bitwise_right_shift", False),
+    "__rrshift__": ("bitwise_right_shift", True), "matmul": ("matmul", True),
+}  # fmt: skip
+
+
+def _operator(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """An operator between a tensor and a ragged array, the tensor first. Python finds ours by itself; Dynamo asks here.
+
+    Dynamo changes the places of both arguments where the tensor stands second, and does not say so for ``matmul``; a tensor
+    times a ragged array is no product, so that it can only be that.
+    """
+    known = METHODS.get(func.__name__)
+    if known is None or not torch.compiler.is_compiling():
+        return NotImplemented
+    name, swapped = known
+    function = getattr(args[1].__array_namespace__(), name)
+    return function(args[1], args[0]) if swapped else function(args[0], args[1])
+
+
+Array.__torch_function__ = classmethod(_operator)  # type: ignore[attr-defined]
+
+
 def _rejects(call: SegmentCall) -> str | None:
     if call.layout.backend is not BACKEND:
         return "segment_reduce takes torch tensors only"
@@ -58,6 +96,8 @@ def _rejects(call: SegmentCall) -> str | None:
         return "segment_reduce checks its offsets on the host, which would stop the device"
     if call.op not in ("sum", "prod", "max", "min") or call.dtype not in (torch.float32, torch.float64):
         return f"segment_reduce has no {call.op} of {call.dtype}"
+    if call.op == "sum" and call.layout.bound > LONGEST:
+        return f"segment_reduce adds one number after the other, which is less exact than a tree in rows beyond {LONGEST}"
     return None
 
 

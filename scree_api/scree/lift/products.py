@@ -120,7 +120,9 @@ def vector_norm(f: Function, name: str, lib: Backend) -> Function:
             gone = 0 if keepdims else sum(a - 1 < x.ragged_dim for a in axes)
             out = f(x.values, axis=tuple(a - 1 for a in axes), keepdims=keepdims, ord=ord)
             return x.with_values(out, ragged_dim=x.ragged_dim - gone)
-        space, size = x.__array_namespace__(), xp.abs(x.values)
+        out = f(xp.ones((1,), dtype=x.dtype)).dtype  # of integers, floating point
+        space = x.__array_namespace__()
+        size = xp.abs(x.values) if xp.isdtype(x.dtype, ("real floating", "complex floating")) else xp.astype(x.values, out)
 
         def over(reduce: str, values: Any) -> Any:
             return getattr(space, reduce)(x.with_values(values), axis=axes, keepdims=keepdims)
@@ -129,10 +131,10 @@ def vector_norm(f: Function, name: str, lib: Backend) -> Function:
             found = over("max" if ord > 0 else "min", size)
             return xp.maximum(found, xp.zeros_like(found))  # the greatest of nothing is 0 here
         if ord == 0:
-            return xp.astype(over("count_nonzero", size), size.dtype)
+            return xp.astype(over("count_nonzero", size), out)
         wide = xp.astype(size, accumulator(xp, size.dtype), copy=False)
         total = over("sum", wide * wide if ord == 2 else wide**ord)
-        return xp.astype(xp.sqrt(total) if ord == 2 else total ** (1 / ord), size.dtype, copy=False)
+        return xp.astype(xp.sqrt(total) if ord == 2 else total ** (1 / ord), out, copy=False)
 
     return unless_ragged(f, ragged)
 

@@ -37,6 +37,8 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
 
     def reduce(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
         axes, ragged = axes_of(name, axis, x.ndim), x.ragged_dim + 1
+        if name in ("std", "var") and xp.isdtype(x.dtype, "complex floating"):
+            raise TypeError(f"x: expected real numbers for {name}, got {x.dtype}; use xp.abs(x - mean)")
         if 0 in axes and ragged not in axes:
             raise ValueError(
                 f"axis: {name} over the batch alone would add up unrelated positions of rows of different lengths; use "

@@ -251,7 +251,9 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
 def _chunks(call: AttentionCall, plan: _Plan) -> Iterator[slice]:
     """Runs of query tiles whose scores against one tile of keys fit into the cache; all tiles at once under a trace."""
     tiles, size = plan.tokens.shape
-    step = tiles if plan.rounds is None else max(1, SCORES // (call.num_heads * size * KEYS))
+    if plan.rounds is None:
+        return iter([slice(0, tiles)])
+    step = max(1, SCORES // (call.num_heads * size * KEYS))
     return (slice(i, min(i + step, tiles)) for i in range(0, tiles, step))
 
 

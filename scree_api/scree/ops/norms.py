@@ -17,9 +17,9 @@ class NormCall:
     """Normalise `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None."""
 
     x: Any
-    weight: Any
-    bias: Any
-    eps: float
+    weight: Any = None
+    bias: Any = None
+    eps: float = 1e-6
 
     def __post_init__(self) -> None:
         x, values = self.x, self.values

@@ -17,9 +17,9 @@ class RopeCall:
     """Rotate the pairs of the last axis of `x`, values (total, ..., head_dim), by angles that grow with the position."""
 
     x: Array
-    theta: float
-    interleaved: bool
-    start: Any
+    theta: float = 10000.0
+    interleaved: bool = False
+    start: Any = None
 
     def __post_init__(self) -> None:
         x = ragged("x", self.x)

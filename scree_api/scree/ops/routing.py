@@ -65,6 +65,18 @@ class ScatterCall:
     size: int
     add: bool
 
+    @classmethod
+    def make(cls, x: Any, index: Any, size: int, *, add: bool = False) -> ScatterCall:
+        """Check the arguments of `scatter` and bring them into one form."""
+        values, size = _tokens(x), integer("size", size, 0)
+        if isinstance(x, Array) and isinstance(index, Array) and same(x.layout, index.layout) is False:
+            raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
+        places = integers("index", index.values if isinstance(index, Array) else index, values)
+        if tuple(places.shape) != (values.shape[0],):
+            raise ValueError(f"index: expected one place for each of {values.shape[0]} tokens, got shape {tuple(places.shape)}")
+        _in_bounds(backend(values).peek(places), "index", size)
+        return cls(values, places, size, add)
+
 
 def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None = None) -> Any:
     """Put tokens or rows at numbered places; the inverse of `gather`. Of tokens that meet, the last one stays.
@@ -97,7 +109,7 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
         if kernel is not None:
             raise ValueError(f"kernel: expected None for rows (axis=0), which no kernel moves, got {kernel!r}")
         return _scatter_rows(ragged("x", x), index, integer("size", size, 0))
-    return _scatter(x, index, size, False, kernel)
+    return run("scatter", ScatterCall.make(x, index, size), kernel)
 
 
 def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> Any:
@@ -111,7 +123,7 @@ def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> 
     >>> scree.scatter_add(np.asarray([5, 6, 7]), np.asarray([3, 0, 3]), 4)
     array([ 6,  0,  0, 12])
     """
-    return _scatter(x, index, size, True, kernel)
+    return run("scatter", ScatterCall.make(x, index, size, add=True), kernel)
 
 
 def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
@@ -182,18 +194,7 @@ def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:
         raise ValueError(f"{name}: expected numbers in [0, {size}), got {host.min()} to {host.max()}")
 
 
-def _scatter(x: Any, index: Any, size: int, add: bool, kernel: str | None) -> Any:
-    values, size = _tokens(x), integer("size", size, 0)
-    if isinstance(x, Array) and isinstance(index, Array) and same(x.layout, index.layout) is False:
-        raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
-    places = integers("index", index.values if isinstance(index, Array) else index, values)
-    if tuple(places.shape) != (values.shape[0],):
-        raise ValueError(f"index: expected one place for each of {values.shape[0]} tokens, got shape {tuple(places.shape)}")
-    _in_bounds(backend(values).peek(places), "index", size)
-    return run("scatter", ScatterCall(values, places, size, add), kernel)
-
-
-@declare("scatter", ScatterCall)
+@declare("scatter", ScatterCall.make)
 def _standard(call: ScatterCall) -> Any:
     """Sort by place; then a place is a row of tokens, of which the sum or the last one is taken."""
     lib = backend(call.x)
