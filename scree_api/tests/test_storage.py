@@ -1,0 +1,205 @@
+"""Files of ragged arrays: there and back, read by others, lazy, and a clear error for every damage."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scree
+
+LENGTHS = [3, 0, 2, 1]
+FORMATS = ("safetensors", "npz")
+BATCHES = {"rows": LENGTHS, "no rows": [], "empty rows": [0, 0], "one row": [4]}
+
+
+def make(dtype: str = "float32", lengths: list[int] = LENGTHS, rest: tuple[int, ...] = (2,), dim: int = 0) -> scree.Array:
+    shape = (*rest[:dim], sum(lengths), *rest[dim:])
+    values = (np.arange(np.prod(shape, dtype=int)) % 5).reshape(shape).astype(dtype)
+    return scree.from_lengths(values, lengths, ragged_dim=dim, max_length=7)
+
+
+def assert_same(a: scree.Array, b: scree.Array) -> None:
+    assert (a.shape, a.dtype, a.ragged_dim, a.max_length) == (b.shape, b.dtype, b.ragged_dim, b.max_length)
+    assert a.offsets.dtype == b.offsets.dtype
+    np.testing.assert_array_equal(a.offsets, b.offsets)
+    np.testing.assert_array_equal(a.values, b.values)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "float64", "complex64"])
+def test_there_and_back(kind: str, batch: str, dtype: str, tmp_path: Path) -> None:
+    for rest, dim in (((), 0), ((2,), 0), ((2, 3), 1)):
+        arr = make(dtype, BATCHES[batch], rest, dim)
+        scree.save(tmp_path / f"x.{kind}", arr)
+        assert_same(scree.load(tmp_path / f"x.{kind}"), arr)
+    assert [path.name for path in tmp_path.iterdir()] == [f"x.{kind}"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_offsets_strides_and_names_are_kept(kind: str, tmp_path: Path) -> None:
+    x = scree.Array(np.asfortranarray(make().values)[::-1], np.cumsum([0, *LENGTHS]).astype(np.int64))
+    batch = {"x": x, "y": x.with_values(np.arange(6)), "other": make("int32", [1, 5])}
+    scree.save(tmp_path / f"batch.{kind}", batch)
+    found = scree.load(tmp_path / f"batch.{kind}")
+    assert list(found) == list(batch)
+    for name, arr in batch.items():
+        assert_same(found[name], arr)
+    assert found["x"].layout is found["y"].layout
+    assert found["x"].layout is not found["other"].layout
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("library", ["torch", "jax", "mlx", "array_api_strict"])
+def test_every_library(kind: str, library: str, tmp_path: Path) -> None:
+    pytest.importorskip({"mlx": "mlx.core"}.get(library, library))
+    arr = make()
+    scree.save(tmp_path / f"x.{kind}", {"a": arr.to_backend(library), "b": arr.to_backend(library)})
+    found = scree.load(tmp_path / f"x.{kind}", library)
+    assert found["a"].layout.backend.name == library
+    assert_same(found["a"].to_numpy(), arr)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    arr = scree.from_lengths(torch.arange(6).to(torch.bfloat16), LENGTHS)
+    scree.save(tmp_path / "x.safetensors", arr)
+    assert torch.equal(scree.load(tmp_path / "x.safetensors", "torch").values, arr.values)
+    with pytest.raises(TypeError, match=r"values: \.npz has no bfloat16; save it as \.safetensors"):
+        scree.save(tmp_path / "x.npz", arr)
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_other_programs_read_it(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arr = make()
+    scree.save(tmp_path / "x.safetensors", {"x": arr})
+    found = safetensors.load_file(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(found["x.values"], arr.values)
+    np.testing.assert_array_equal(found["x.offsets"], arr.offsets)
+    scree.save(tmp_path / "x.npz", arr)
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npz")["values"], arr.values)
+
+
+def test_values_are_mapped_and_never_written_back(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make())
+    before = path.read_bytes()
+    arr = scree.load(path)
+    base = arr.values
+    while not isinstance(base, np.memmap):
+        base = base.base
+    assert base.mode == "c"
+    arr.values[:] = 9
+    assert path.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------------ damage
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_file_that_is_cut_off_anywhere(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{kind}"
+    scree.save(path, make())
+    whole = path.read_bytes()
+    for end in range(0, len(whole), 7):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match=r"path: expected a file that scree\.save wrote"):
+            scree.load(path)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_any_byte_of_the_file_that_is_wrong(kind: str, tmp_path: Path) -> None:
+    """A wrong byte of the values may go unseen in a format without checksums; nothing may crash or be read from outside."""
+    path = tmp_path / f"x.{kind}"
+    scree.save(path, make("uint8"))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        for flip in (0xFF, 0x01):
+            broken = bytearray(whole)
+            broken[at] ^= flip
+            path.write_bytes(broken)
+            try:
+                arr = scree.load(path)
+            except ValueError as error:
+                assert str(error).startswith("path: expected a file that scree.save wrote")
+            else:
+                arr = arr if isinstance(arr, scree.Array) else next(iter(arr.values()))
+                arr.validate()
+                assert arr.values.nbytes + arr.offsets.nbytes <= len(whole)
+
+
+def header(path: Path) -> tuple[dict[str, Any], bytes]:
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    return json.loads(whole[8 : 8 + length]), whole[8 + length :]
+
+
+HEADERS = {
+    "values beyond the end": lambda h: h["values"].update(shape=[600, 2], data_offsets=[0, 4800]),
+    "values before the start": lambda h: h["values"].update(data_offsets=[-48, 0]),
+    "a size that is no number": lambda h: h["values"].update(shape=["6", 2]),
+    "a negative size": lambda h: h["values"].update(shape=[-6, -2]),
+    "a size beyond all bounds": lambda h: h["values"].update(shape=[2**70, 2]),
+    "an unknown dtype": lambda h: h["values"].update(dtype="object"),
+    "no offsets": lambda h: h.pop("offsets"),
+    "no metadata": lambda h: h.pop("__metadata__"),
+    "an entry too many": lambda h: h["values"].update(more=1),
+    "offsets of floats": lambda h: h["offsets"].update(dtype="F32"),
+    "an unknown layout": lambda h: h["__metadata__"].update(scree='{"": {"rows": "x", "ragged_dim": 0, "max_length": null}}'),
+    "an axis too many": lambda h: h["__metadata__"].update(scree='{"": {"rows": "", "ragged_dim": 5, "max_length": null}}'),
+    "metadata of another kind": lambda h: h["__metadata__"].update(scree="[]"),
+}
+
+
+@pytest.mark.parametrize("damage", HEADERS)
+def test_a_header_that_lies(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make())
+    entries, rest = header(path)
+    HEADERS[damage](entries)
+    text = json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + rest)
+    with pytest.raises(ValueError, match=r"path: expected a file that scree\.save wrote"):
+        scree.load(path)
+
+
+def test_offsets_that_fall_are_no_array(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    path = tmp_path / "x.safetensors"
+    scree.save(path, make())
+    about = header(path)[0]["__metadata__"]
+    offsets = np.asarray([0, 9, 3, 5, 6], dtype=np.int32)
+    safetensors.save_file({"values": make().values, "offsets": offsets}, path, metadata=about)
+    with pytest.raises(ValueError, match="never fall"):
+        scree.load(path)
+
+
+def test_a_file_of_pickles_is_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, values=np.asarray([object()]), offsets=np.zeros(1, np.int32), scree=np.frombuffer(b"{}", np.uint8))
+    with pytest.raises(ValueError, match="path: expected"):
+        scree.load(path)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("values", "print(1)")
+    with pytest.raises(ValueError, match="path: expected"):
+        scree.load(path)
+
+
+def test_what_does_not_fit_raises(tmp_path: Path) -> None:
+    for call in (lambda p: scree.save(p, make()), scree.load):
+        with pytest.raises(ValueError, match=r"path: expected a name that ends in .safetensors or .npz, got 'x.pt'"):
+            call(tmp_path / "x.pt")
+    with pytest.raises(FileNotFoundError):
+        scree.load(tmp_path / "none.npz")
+    with pytest.raises(FileNotFoundError):
+        scree.load(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="arrays: expected names without dots"):
+        scree.save(tmp_path / "x.npz", {"a.b": make()})
+    with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
+        scree.save(tmp_path / "x.npz", {"a": np.zeros(3)})
+    with pytest.raises(TypeError, match="values: safetensors has no complex128"):
+        scree.save(tmp_path / "x.safetensors", make("complex128"))
+    assert not list(tmp_path.iterdir())
