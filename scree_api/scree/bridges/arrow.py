@@ -42,7 +42,7 @@ def from_arrow(column: Any) -> Array:
     """
     rows = _one_chunk(column)
     if not pa.types.is_list(rows.type) and not pa.types.is_large_list(rows.type):
-        raise TypeError(f"column: expected list<T> or large_list<T>, got {rows.type}; cast it, as with column.cast(pa.list_(T))")
+        raise TypeError(f"column: expected list<T> or large_list<T>, got {rows.type}; cast it with column.cast")
     _no_nulls(rows, "rows", "fill_null([])")
     offsets = rows.offsets.to_numpy(zero_copy_only=True)
     values, sizes = rows.values.slice(offsets[0], offsets[-1] - offsets[0]), []
@@ -104,4 +104,4 @@ def _one_chunk(column: Any) -> Any:
 
 def _no_nulls(x: Any, what: str, remedy: str) -> None:
     if x.null_count:
-        raise ValueError(f"column: expected no null {what}, got {x.null_count}; drop_null() leaves them out, {remedy} fills them")
+        raise ValueError(f"column: expected no null {what}, got {x.null_count}; use drop_null() or {remedy}")

@@ -38,12 +38,12 @@ def from_awkward(array: Any) -> Array:
     array([2, 0, 1])
     """
     layout = ak.to_layout(array)
-    if layout.is_indexed and not layout.is_option:
-        layout = layout.project()
     if layout.is_option:
-        layout = layout.to_packed() if not ak.any(ak.is_none(array)) else layout
-    if layout.is_option:
-        raise ValueError("array: expected no missing rows, got some; awkward.drop_none leaves them out")
+        missing = int(ak.sum(ak.is_none(array)))
+        if missing:
+            raise ValueError(f"array: expected no missing rows, got {missing}; awkward.drop_none leaves them out")
+        layout = ak.to_layout(ak.drop_none(array, axis=0))
+    layout = layout.project() if layout.is_indexed else layout
     if not layout.is_list:
         raise TypeError(f"array: expected rows of numbers, n * var * T, got {ak.type(array)}")
     layout = layout if isinstance(layout, ak.contents.ListOffsetArray) else layout.to_ListOffsetArray64(True)

@@ -102,7 +102,7 @@ def convert(x: Any, lib: Backend) -> Any:
     y = _take(lib, x.view(own.xp.uint16) if bits else x)
     y = y.view(target) if bits else y
     if dtype_name(y.dtype) != name:
-        raise TypeError(f"values: {lib.name} has no {name} here and would make {dtype_name(y.dtype)} of it; convert with astype")
+        raise TypeError(f"values: {lib.name} would make {dtype_name(y.dtype)} of {name} here; convert with astype")
     return y
 
 

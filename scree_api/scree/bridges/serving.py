@@ -1,4 +1,4 @@
-"""Paged caches of serving engines. A table of pages is itself a ragged array: (n, None) int32 numbers of pages, a row each sequence.
+"""Paged caches of serving engines. A table of pages is itself a ragged array: (n, None) numbers of pages, a row a sequence.
 
 What the engines call ``indptr``, ``cu_seqlens`` or ``query_start_loc`` is `arr.offsets`, and ``seq_lens`` is `arr.lengths`:
 `scree.from_offsets` takes them as they are. The functions here make the rest. The cache itself never passes through scree.
@@ -112,7 +112,7 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
     wide = widest_integer(xp)
     position = xp.astype(rows.positions, wide)
     position = position + (start if isinstance(start, int) else xp.take(xp.astype(start, wide), rows.rows, axis=0))
-    page = pages[Array._of(position // page_size, rows)]
+    page: Array = pages[Array._of(position // page_size, rows)]
     return page.with_values(xp.astype(page.values, wide) * page_size + position % page_size)
 
 

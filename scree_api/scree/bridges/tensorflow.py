@@ -11,7 +11,7 @@ from .dlpack import on_host
 
 
 def from_tensorflow(tensor: Any) -> Array:
-    """A ragged array on NumPy of a `tf.RaggedTensor` with one ragged axis; eager tensors in host memory are not copied.
+    """A ragged array on NumPy of a `tf.RaggedTensor` with one ragged axis, which copies.
 
     Examples
     --------

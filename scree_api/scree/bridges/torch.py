@@ -102,7 +102,7 @@ def to_torch_nested(arr: Array, *, layout: torch.layout = torch.jagged) -> torch
 
 
 def to(arr: Array, *args: Any, **kwargs: Any) -> Array:
-    """`torch.Tensor.to`: a device, a dtype or another tensor, ``non_blocking=``, ``copy=``; the offsets follow the device alone."""
+    """`torch.Tensor.to`: a device, a dtype or a tensor, ``non_blocking=``, ``copy=``; the offsets follow the device alone."""
     _torch(arr, "to")
     values = arr.values.to(*args, **kwargs)
     options = {name: kwargs[name] for name in ("non_blocking", "copy") if name in kwargs}
@@ -131,4 +131,4 @@ def _moved(arr: Array, values: torch.Tensor, offsets: torch.Tensor) -> Array:
 
 def _torch(arr: Array, name: str) -> None:
     if arr.layout.backend.name != "torch":
-        raise TypeError(f"{name}: expected an array on torch, got one on {arr.layout.backend.name}; use to_device or to_backend")
+        raise TypeError(f"{name}: expected an array on torch, got one on {arr.layout.backend.name}; use to_backend")

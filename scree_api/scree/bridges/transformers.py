@@ -39,9 +39,11 @@ def register(name: str = "scree") -> None:
 
     Notes
     -----
-    Flattened batches (`DataCollatorWithFlattening`, `to_hf_flattened`) and padded ones give the same as ``sdpa`` and ``eager`` at
-    every real token, in the forward pass, in its gradients and in `generate` with a cache. At padding the output is 0. Attention
-    dropout, attention sinks, position biases, attention weights and masks other than causal, windowed, padded or packed raise.
+    Flattened batches (`DataCollatorWithFlattening`, `to_hf_flattened`) and padded ones give the same as ``sdpa`` and ``eager``
+    at every real token, in the forward pass, in its gradients and in `generate` with a cache. At padding attention gives 0.
+    What transformers passes on beside, and scree does not have, raises: attention dropout, attention sinks, position biases,
+    attention weights, and masks other than causal, windowed, padded or packed. Encoders such as BERT learn of the sequences of
+    a flattened batch from ``cu_seq_lens_q`` alone, decoders from ``position_ids`` too.
 
     Examples
     --------
@@ -108,9 +110,9 @@ def forward(
         if x is not None and x is not False:
             raise ValueError(f"{name}: scree's attention does not support it, got {x!r:.80}; use sdpa or eager for this model")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = sliding_window or None
-    if not causal:
-        window = window and (window - 1, window - 1)
+    window: Any = sliding_window or None
+    if window and not causal:
+        window = window - 1, window - 1
 
     def run(q: Array, k: Array, v: Array) -> torch.Tensor:
         return attention(q, k, v, causal=causal, window=window, scale=scaling, softcap=softcap or None).values
@@ -126,18 +128,16 @@ def forward(
     if ids is None and position_ids is not None and batch == 1 and position_ids.shape == (1, key.shape[2]):
         ids = _sequences(position_ids, _version(position_ids))
     if ids is None:
-        q_rows, k_rows = (_even(batch, x.shape[2], x.device) for x in (query, key))
-        return run(Array._of(q, q_rows), Array._of(k, k_rows), Array._of(v, k_rows)).unflatten(0, (batch, length)), None
+        plan = _Plan(_even(batch, length, q.device), _even(batch, key.shape[2], k.device), None, None, False)
+        return run(*plan.arrays(q, k, v)).unflatten(0, (batch, length)), None
     if ids.ndim != 2:
-        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got shape {tuple(ids.shape)}; use sdpa or eager")
+        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {tuple(ids.shape)}; use sdpa or eager")
     config = getattr(module, "config", None)
     across = not causal and (ids.shape[1] != length or any(getattr(config, name, False) for name in ACROSS))
     plan = _plan(ids, _version(ids), length, key.shape[2], across)
     if plan.holes and window:
-        raise ValueError("attention_mask: expected padding before or behind the tokens, a window cannot see over gaps in them")
-    q = q if plan.q_tokens is None else q.index_select(0, plan.q_tokens)
-    k, v = (x if plan.k_tokens is None else x.index_select(0, plan.k_tokens) for x in (k, v))
-    out = run(Array._of(q, plan.q_rows), Array._of(k, plan.k_rows), Array._of(v, plan.k_rows))
+        raise ValueError("attention_mask: expected padding before or behind the tokens, a window sees no gaps")
+    out = run(*plan.arrays(q, k, v))
     if plan.q_tokens is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)
     return out.unflatten(0, (batch, length)), None
@@ -156,6 +156,12 @@ class _Plan(NamedTuple):
     q_tokens: torch.Tensor | None
     k_tokens: torch.Tensor | None
     holes: bool
+
+    def arrays(self, *qkv: torch.Tensor) -> Iterator[Array]:
+        """The sequences in queries, keys and values of (batch * length, heads, head_dim)."""
+        rows, tokens = (self.q_rows, self.k_rows, self.k_rows), (self.q_tokens, self.k_tokens, self.k_tokens)
+        for x, own, index in zip(qkv, rows, tokens, strict=True):
+            yield Array._of(x if index is None else x.index_select(0, index), own)
 
 
 @lru_cache(maxsize=8)

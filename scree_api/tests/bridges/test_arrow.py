@@ -1,0 +1,121 @@
+"""Columns of lists of pyarrow, polars, pandas and datasets, there and back, on the same memory."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+
+import scree
+from scree.bridges import from_arrow, to_arrow
+from scree.bridges.dlpack import on_host
+
+SHARED = ("uint8", "int32", "int64", "float16", "float32", "float64")
+
+
+def rows(dtype: str = "float32") -> scree.Array:
+    return scree.from_lengths(filled((6, 2), dtype), [3, 0, 2, 1])
+
+
+@few
+@given(arr=arrays())
+def test_there_and_back(arr: scree.Array) -> None:
+    column = to_arrow(arr)
+    column.validate(full=True)
+    first = on_host(arr)
+    assert column.to_pylist() == [row.tolist() for row in first]
+    back = from_arrow(column)
+    assert back.offsets.dtype == arr.offsets.dtype
+    assert_same(back, scree.Array(first.values, first.offsets))
+
+
+@pytest.mark.parametrize("dtype", SHARED)
+def test_memory_is_shared(dtype: str) -> None:
+    arr = rows(dtype)
+    back = from_arrow(to_arrow(arr))
+    assert np.shares_memory(back.values, arr.values)
+    assert np.shares_memory(back.offsets, arr.offsets)
+
+
+@pytest.mark.parametrize("library", INSTALLED)
+def test_every_library_goes_out(library: str) -> None:
+    assert to_arrow(rows().to_backend(library)).to_pylist() == [row.tolist() for row in rows()]
+
+
+@pytest.mark.parametrize("start, stop", [(1, 4), (2, 2), (0, 2)])
+def test_a_slice_is_rebased_on_the_same_memory(start: int, stop: int) -> None:
+    arr = rows()
+    part = from_arrow(to_arrow(arr)[start:stop])
+    assert_same(part, arr[start:stop])
+    assert not part.size or np.shares_memory(part.values, arr.values)
+
+
+def test_chunks_are_joined() -> None:
+    column = pa.chunked_array([to_arrow(rows()), to_arrow(rows())[1:3]])
+    assert from_arrow(column).lengths.tolist() == [3, 0, 2, 1, 0, 2]
+    empty = from_arrow(pa.chunked_array([], type=pa.list_(pa.int8())))
+    assert empty.shape == (0, None)
+    assert empty.dtype == np.int8
+
+
+def test_an_array_speaks_the_c_interface() -> None:
+    arr = rows()
+    assert pa.array(arr).equals(to_arrow(arr))
+    assert np.shares_memory(from_arrow(pa.array(arr)).values, arr.values)
+    assert pa.field(pa.schema([pa.field("x", to_arrow(arr).type)]).field("x")).type == pa.DataType._import_from_c_capsule(
+        arr.__arrow_c_schema__()
+    )
+    assert_same(from_arrow(arr), arr)
+
+
+@pytest.mark.parametrize("indices", ["int32", "int64"])
+def test_polars(indices: str) -> None:
+    polars = pytest.importorskip("polars")
+    arr = scree.Array(filled((6,), "int64"), np.asarray([0, 3, 3, 6], dtype=indices))
+    series = polars.Series("ids", arr)
+    assert series.to_list() == [row.tolist() for row in arr]
+    back = from_arrow(series)
+    assert_same(back, arr)
+    assert np.shares_memory(back.values, from_arrow(series.to_arrow()).values)  # the memory of the series itself
+    assert_same(from_arrow(polars.DataFrame({"ids": series})["ids"][1:]), arr[1:])
+
+
+def test_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset(pa.table({"ids": pa.array(rows("int64").with_values(filled((6,), "int64")))}))
+    arr = from_arrow(data["ids"])
+    assert arr.lengths.tolist() == [3, 0, 2, 1]
+    assert np.shares_memory(arr.values, from_arrow(data.data.column("ids")).values)
+    assert from_arrow(data.select([2, 0])["ids"]).lengths.tolist() == [2, 3]
+
+
+def test_pandas() -> None:
+    pandas = pytest.importorskip("pandas")
+    series = pandas.Series(pa.array(rows()), dtype=pandas.ArrowDtype(to_arrow(rows()).type))
+    assert_same(scree.bridges.from_pandas(series), rows())
+
+
+@pytest.mark.parametrize(
+    "column, error, words",
+    [
+        (pa.array([[1], None, [2]]), ValueError, r"no null rows, got 1; use drop_null\(\)"),
+        (pa.array([[1, None], [2]]), ValueError, "no null elements, got 1"),
+        (pa.array([[[1, 2], None]], type=pa.list_(pa.list_(pa.int64(), 2))), ValueError, "no null tokens, got 1"),
+        (pa.array([1, 2]), TypeError, r"expected list<T> or large_list<T>, got int64"),
+        (pa.array([[[1], [2, 3]]]), TypeError, "there is one ragged axis"),
+        (pa.array([["a"]]), TypeError, "lists of numbers"),
+        ([[1], [2]], TypeError, "for lists use from_lists"),
+    ],
+)  # fmt: skip
+def test_what_has_no_form_raises(column: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"column: .*{words}"):
+        from_arrow(column)
+
+
+def test_what_arrow_has_no_form_for_raises() -> None:
+    with pytest.raises(ValueError, match="no axes of size 0"):
+        to_arrow(rows().with_values(np.zeros((6, 0))))
+    with pytest.raises(TypeError, match="Arrow has no complex64"):
+        to_arrow(rows("complex64"))

@@ -1,0 +1,58 @@
+"""Lists of lists and columns of objects, there and back."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+
+import scree
+from scree.bridges import from_lists, from_pandas, to_lists, to_pandas
+from scree.bridges.dlpack import on_host
+
+
+@few
+@given(arr=arrays(indices=("int32",)))
+def test_lists_there_and_back(arr: scree.Array) -> None:
+    rows, first = to_lists(arr), on_host(arr)
+    assert rows == [row.tolist() for row in first]
+    if arr.size or arr.ndim == 2:  # lists of nothing know no axes
+        assert_same(from_lists(rows, dtype=arr.dtype), scree.Array(first.values, first.offsets))
+    if rows:
+        assert_same(from_lists(list(first)), scree.Array(first.values, first.offsets))  # rows that are arrays
+
+
+@few
+@given(arr=arrays(indices=("int32",)))
+def test_columns_of_objects_there_and_back(arr: scree.Array) -> None:
+    pandas = pytest.importorskip("pandas")
+    series, first = to_pandas(arr, name="x"), on_host(arr)
+    assert isinstance(series, pandas.Series)
+    assert series.name == "x"
+    assert all(np.shares_memory(row, arr.values) or not row.size for row in series)
+    if arr.batch_size:
+        assert_same(from_pandas(series), scree.Array(first.values, first.offsets))
+
+
+@pytest.mark.parametrize("library", INSTALLED)
+def test_every_library_goes_out(library: str) -> None:
+    arr = scree.from_lengths(filled((6, 2), "float32"), [3, 0, 2, 1])
+    assert to_lists(arr.to_backend(library)) == to_lists(arr)
+
+
+@pytest.mark.parametrize(
+    "rows, error, words",
+    [
+        ([[], []], ValueError, "dtype: expected a dtype"),
+        ([[1], None], TypeError, r"rows\[1\]: expected a list or an array, got NoneType"),
+        ([[1], 2], TypeError, r"rows\[1\]: expected a list or an array, got int"),
+        (["ab"], TypeError, r"rows\[0\]: expected a list or an array, got str"),
+        ([[[1], [2, 3]]], TypeError, "rows: expected elements of one shape"),
+        ([["a"]], TypeError, "rows: expected numbers or booleans"),
+        ([[None]], TypeError, "rows: expected numbers or booleans"),
+    ],
+)
+def test_what_has_no_form_raises(rows: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        from_lists(rows)

@@ -1,0 +1,45 @@
+"""CSR matrices there and back, on the same memory."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from ragged_cases import arrays, assert_same, few, filled
+from scipy import sparse
+
+import scree
+from scree.bridges import from_scipy, to_scipy
+
+
+@few
+@given(columns=arrays(dtypes=("int32", "int64"), ragged=False, rests=((),), strides=("plain",)))
+def test_there_and_back_on_the_same_memory(columns: scree.Array) -> None:
+    columns = scree.Array(columns.values, columns.offsets.astype(columns.dtype))  # SciPy keeps one dtype for both
+    values = columns.with_values(filled((columns.total_length,), "float32") + 1)
+    matrix = to_scipy(columns, values, 97)
+    assert matrix.shape == (columns.batch_size, 97)
+    back = from_scipy(matrix)
+    for found, given_ in zip(back, (columns, values), strict=True):
+        assert_same(found, given_)
+        assert np.shares_memory(found.values, given_.values) or not given_.size
+    assert back[0].layout is back[1].layout
+
+
+def test_a_dense_matrix_is_its_entries() -> None:
+    dense = np.where(filled((5, 7), "int64") % 3 == 0, filled((5, 7), "int64"), 0)
+    dense[2] = 0
+    columns, values = from_scipy(sparse.csr_matrix(dense))
+    for row, where, what in zip(dense, columns, values, strict=True):
+        np.testing.assert_array_equal(where, np.flatnonzero(row))
+        np.testing.assert_array_equal(what, row[row != 0])
+
+
+def test_what_does_not_fit_raises() -> None:
+    columns = scree.from_lengths(np.asarray([0, 3]), [1, 1])
+    with pytest.raises(TypeError, match=r"convert it with tocsr\(\)"):
+        from_scipy(sparse.csc_array(np.eye(2)))
+    with pytest.raises(ValueError, match=r"columns: expected numbers in \[0, 3\), got 0 to 3"):
+        to_scipy(columns, columns, 3)
+    with pytest.raises(ValueError, match="columns: expected"):
+        to_scipy(columns.with_values(np.ones(2)), columns, 4)
+    with pytest.raises(ValueError, match="to_scipy: expected rows of equal lengths"):
+        to_scipy(columns, scree.from_lengths(np.ones(2), [2, 0]), 4)

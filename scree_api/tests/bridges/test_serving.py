@@ -1,0 +1,61 @@
+"""Layouts of paged caches, against a loop over sequences and tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ragged_cases import INSTALLED, assert_same, few
+
+import scree
+from scree.bridges import from_block_table, from_flashinfer, slot_mapping, to_block_table, to_flashinfer, to_numpy
+
+
+def cache(lengths: list[int], page_size: int) -> scree.Array:
+    """Pages of sequences of these lengths, in an order of no kind."""
+    counts = [-(-n // page_size) for n in lengths]
+    pages = np.random.default_rng(0).permutation(sum(counts) + 3)[: sum(counts)].astype(np.int32)
+    return scree.from_lengths(pages, counts)
+
+
+@few
+@given(lengths=st.lists(st.integers(0, 20), max_size=5), page_size=st.integers(1, 6), cached=st.booleans())
+def test_layouts_there_and_back(lengths: list[int], page_size: int, cached: bool) -> None:
+    pages, seq_lens = cache(lengths, page_size), np.asarray(lengths, dtype=np.int32)
+    table = to_block_table(pages, width=25)
+    assert table.shape == (len(lengths), 25)
+    assert_same(from_block_table(table, seq_lens, page_size), pages)
+    indptr, indices, last = to_flashinfer(pages, seq_lens, page_size)
+    assert indptr is pages.offsets
+    assert indices is pages.values
+    assert all(1 <= n <= page_size for n in last)
+    back, tokens = from_flashinfer(indptr, indices, last, page_size)
+    assert_same(back, pages)
+    assert tokens.tolist() == lengths
+
+    start = [n // 2 if cached else 0 for n in lengths]
+    new = scree.from_lengths(np.zeros(sum(lengths) - sum(start)), [n - s for n, s in zip(lengths, start, strict=True)])
+    slots = slot_mapping(pages, new, page_size, start=np.asarray(start, dtype=np.int32) if cached else 0)
+    assert slots.dtype == np.int64
+    assert slots.layout is new.layout
+    expected = [
+        pages[i][p // page_size] * page_size + p % page_size for i, n in enumerate(lengths) for p in range(start[i], n)
+    ]
+    assert slots.values.tolist() == expected
+
+
+@pytest.mark.parametrize("library", INSTALLED)
+def test_on_every_library(library: str) -> None:
+    pages = cache([7, 0, 12], 4)
+    tokens = scree.from_lengths(np.zeros(19, np.float32), [7, 0, 12])
+    there = slot_mapping(pages.to_backend(library), tokens.to_backend(library), 4)
+    np.testing.assert_array_equal(to_numpy(there).values, slot_mapping(pages, tokens, 4).values)
+
+
+def test_what_does_not_fit_raises() -> None:
+    pages = cache([7, 9], 4)
+    with pytest.raises(ValueError, match="page_size: expected at least one token"):
+        to_flashinfer(pages, np.asarray([7, 9]), 0)
+    with pytest.raises(ValueError, match=r"pages: expected shape \(3, None\)"):
+        slot_mapping(pages, cache([1, 2, 3], 4), 4)
+    with pytest.raises(IndexError, match="expected positions within the rows"):
+        slot_mapping(pages, scree.from_lengths(np.zeros(18), [9, 9]), 4)

@@ -1,0 +1,48 @@
+"""RaggedTensors there and back: of TensorFlow where it is installed, and of a stand-in with its attributes everywhere."""
+
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from ragged_cases import arrays, assert_same, few
+
+import scree
+from scree.bridges import from_tensorflow, to_tensorflow
+from scree.bridges.dlpack import on_host
+
+
+class RaggedTensor:
+    """What the bridge uses of `tf.RaggedTensor`."""
+
+    ragged_rank = 1
+
+    @classmethod
+    def from_row_splits(cls, values: np.ndarray, row_splits: np.ndarray, validate: bool) -> Any:
+        self = cls()
+        self.values, self.row_splits = values, row_splits
+        return self
+
+
+@pytest.mark.parametrize("real", [False, True] if find_spec("tensorflow") else [False])
+@few
+@given(arr=arrays())
+def test_there_and_back(real: bool, arr: scree.Array) -> None:
+    first = on_host(arr)
+    with pytest.MonkeyPatch.context() as patch:
+        if not real:
+            patch.setitem(sys.modules, "tensorflow", SimpleNamespace(RaggedTensor=RaggedTensor))
+        tensor = to_tensorflow(arr)
+    back = from_tensorflow(tensor)
+    assert back.offsets.dtype == arr.offsets.dtype
+    assert_same(back, scree.Array(first.values, first.offsets))
+
+
+def test_what_has_no_form_raises() -> None:
+    with pytest.raises(TypeError, match="tensor: expected a RaggedTensor, got ndarray"):
+        from_tensorflow(np.zeros((2, 3)))
+    with pytest.raises(TypeError, match="tensor: expected one ragged axis, got 2"):
+        from_tensorflow(SimpleNamespace(row_splits=None, ragged_rank=2))
