@@ -126,10 +126,15 @@ def add_kernel(PARTS, DW, DB, parts, D: tl.constexpr, DO_DW: tl.constexpr, DO_DB
 _forward, _backward, _add = Kernel(forward_kernel), Kernel(backward_kernel), Kernel(add_kernel)
 
 
-def _shape(width: int) -> tuple[int, int, int]:
-    """By width: the block, and the tokens and warps of a program."""
-    block = triton.next_power_of_2(width)
-    return block, max(1, 2048 // block), min(max(block // 512, 4), 16)
+def _forward_shape(block: int) -> tuple[int, int]:
+    """By the padded width: tokens and warps of a program."""
+    return max(1, 2048 // block), min(max(block // 512, 4), 16)
+
+
+def _backward_shape(block: int) -> tuple[int, int, int, int]:
+    """By the padded width: tokens and warps of a program, programs of a multiprocessor, and stages of its loop."""
+    warps = min(max(block // 512, 4), 16)
+    return max(1, 2048 // block), warps, max(1, 16 // warps), 2
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
@@ -137,7 +142,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     """The norm of x, (tokens, width), over its last axis, contiguous."""
     count, width = x.shape
     y = torch.empty((count, width), dtype=x.dtype, device=x.device)
-    block, rows, warps = _shape(width)
+    block = triton.next_power_of_2(width)
+    rows, warps = _forward_shape(block)
     _forward(triton.cdiv(count, rows), (x, x if weight is None else weight, x if bias is None else bias, y),
              (x.stride(0), width), (count, eps),
              dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None), warps)
@@ -149,13 +155,14 @@ def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps
     """The gradients of x, of the weight and of a bias of this dtype."""
     count, width = x.shape
     bias_too = bias_dtype is not None
-    block, rows, warps = _shape(width)
+    block = triton.next_power_of_2(width)
+    rows, warps, each, stages = _backward_shape(block)
     dx = torch.empty((count, width), dtype=x.dtype, device=x.device)
-    programs = min(triton.cdiv(count, rows), multiprocessors(x.device) * max(1, 16 // warps))
+    programs = min(triton.cdiv(count, rows), multiprocessors(x.device) * each)
     parts = torch.empty((2, programs, width), dtype=torch.float32, device=x.device) if weight_too or bias_too else dx
     _backward(programs, (x, x if weight is None else weight, dy, dx, parts), (x.stride(0), dy.stride(0), width), (count, eps),
               dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None, DW=weight_too, DB=bias_too,
-                   STAGES=2), warps)
+                   STAGES=stages), warps)
     dw = torch.empty((width,), dtype=weight.dtype, device=x.device) if weight_too and weight is not None else None
     db = torch.empty((width,), dtype=bias_dtype, device=x.device) if bias_too else None
     if dw is not None or db is not None:

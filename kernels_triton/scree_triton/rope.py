@@ -118,7 +118,7 @@ def rejects(call: Any) -> str | None:
 def rope(call: Any) -> Any:
     """Run a `RopeCall`."""
     values = call.x.values
-    x = values.reshape(values.shape[0], -1, values.shape[-1])
+    x = values.reshape(values.shape[0], math.prod(values.shape[1:-1]), values.shape[-1])
     args = call.x.offsets, call.start, math.log(call.theta) * 2 / x.shape[2], call.interleaved
     if torch.compiler.is_compiling():
         out = _op(x, *args, 1.0)

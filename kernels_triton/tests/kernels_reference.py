@@ -1,0 +1,148 @@
+"""The operations beside attention by their definitions, a row at a time, in any precision; what the kernels are held against."""
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from attention_reference import distance, offsets
+
+import scree
+import scree_triton
+
+scree.namespace(torch.zeros(1))
+scree_triton.register()  # where scree is not installed, no entry point does it
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INF = math.inf
+
+
+class Operation(NamedTuple):
+    """`run(arr, *parameters)` on a ragged array; `row(values, position of its first token, *parameters)` on one row."""
+
+    run: Callable[..., Any]
+    row: Callable[..., torch.Tensor]
+    tokens: tuple[tuple[int, ...], ...]  # shapes of a token
+    parameters: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], ...]] = lambda token, n: ()
+    per_row: bool = False  # one result a row
+    own: bool = False  # the last parameter has one entry a row
+
+
+def _reduction(name: str) -> Callable[[scree.Array], torch.Tensor]:
+    return lambda x: getattr(scree.namespace(x), name)(x, axis=1)
+
+
+def _rope_row(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, f32)
+    half = x.shape[-1] // 2
+    pair = torch.arange(half, dtype=wide, device=x.device)
+    angle = torch.arange(x.shape[0], dtype=wide, device=x.device)[:, None] * 10000.0 ** (-pair / half)
+    cos, sin = (f(angle)[:, None, :] for f in (torch.cos, torch.sin))
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    a, b = a.to(wide) * cos - b.to(wide) * sin, b.to(wide) * cos + a.to(wide) * sin
+    return (torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)).to(x.dtype)
+
+
+WIDTHS = ((), (3,), (2, 8), (200,))
+OPERATIONS = {
+    "rms_norm": Operation(lambda x, w: scree.rms_norm(x, w, kernel="triton"),
+                          lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), ((64,), (2, 100), (1, 1024), (2050,)),
+                          lambda token, n: (token[-1:],)),
+    "rms_norm alone": Operation(lambda x: scree.rms_norm(x, kernel="triton"),
+                                lambda x: F.rms_norm(x, x.shape[-1:], None, 1e-6), ((96,), (4096,))),
+    "layer_norm": Operation(lambda x, w, b: scree.layer_norm(x, w, b, kernel="triton"),
+                            lambda x, w, b: F.layer_norm(x, w.shape, w, b), ((64,), (2, 100), (1, 1024), (2050,)),
+                            lambda token, n: (token[-1:], token[-1:])),
+    "softmax": Operation(lambda x: scree.softmax(x, kernel="triton"), lambda x: x.softmax(0), WIDTHS),
+    "log_softmax": Operation(lambda x: scree.log_softmax(x, kernel="triton"), lambda x: x.log_softmax(0), WIDTHS),
+    "logsumexp": Operation(lambda x: scree.logsumexp(x, kernel="triton"), lambda x: x.logsumexp(0), WIDTHS, per_row=True),
+    "sum": Operation(_reduction("sum"), lambda x: x.sum(0), WIDTHS, per_row=True),
+    "mean": Operation(_reduction("mean"), lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, f32)).div(x.shape[0] or math.nan),
+                      WIDTHS, per_row=True),
+    "max": Operation(_reduction("max"), lambda x: F.pad(x.movedim(0, -1), (0, 1), value=-INF).amax(-1), WIDTHS, per_row=True),
+    "min": Operation(_reduction("min"), lambda x: F.pad(x.movedim(0, -1), (0, 1), value=INF).amin(-1), WIDTHS, per_row=True),
+    "rope": Operation(lambda x: scree.rope(x, kernel="triton"), lambda x: _rope_row(x, False), ((1, 64), (3, 128), (5, 24))),
+    "rope interleaved": Operation(lambda x: scree.rope(x, interleaved=True, kernel="triton"), lambda x: _rope_row(x, True),
+                                  ((1, 64), (3, 128), (5, 24))),
+    "grouped_matmul": Operation(lambda x, w: x @ w, lambda x, w: x @ w, ((64,), (40,), (128,)),
+                                lambda token, n: ((n, token[0], 96),), own=True),
+}
+
+
+class Case(NamedTuple):
+    """One operation on one layout."""
+
+    name: str
+    dtype: torch.dtype
+    token: tuple[int, ...]
+    lengths: tuple[int, ...]
+    slack: int = 0  # tokens behind the last row
+    bounded: bool = False  # the longest row is known on the host
+    wide: bool = False  # int64 offsets
+    sliced: bool = False  # values are columns of a wider tensor
+
+    @property
+    def id(self) -> str:
+        """A readable test id."""
+        rows = f"{len(self.lengths)}rows{sum(self.lengths)}"
+        parts = [self.name.replace(" ", "_"), str(self.dtype)[6:], "x".join(map(str, self.token)) or "1", rows]
+        return "-".join(parts + [k for k in ("bounded", "wide", "sliced") if getattr(self, k)] + ["slack"] * bool(self.slack))
+
+
+def inputs(case: Case, device: str, seed: int = 0) -> tuple[scree.Array, list[torch.Tensor], torch.Tensor]:
+    """The ragged array, the parameters and the gradient of the result. Tokens behind the last row hold NaN."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    operation, n, total = OPERATIONS[case.name], len(case.lengths), sum(case.lengths)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
+
+    values = random(total + case.slack, *case.token)
+    if case.sliced:
+        values = random(total + case.slack, *case.token[:-1], 2 * case.token[-1])[..., : case.token[-1]]
+    values[total:] = math.nan
+    cu = offsets(case.lengths, device).to(torch.int64 if case.wide else torch.int32)
+    x = scree.from_offsets(values.requires_grad_(), cu, max_length=max(case.lengths, default=0) if case.bounded else None)
+    parameters = [random(*shape).requires_grad_() for shape in operation.parameters(case.token, n)]
+    y = run(case, x, parameters)[0]
+    return x, parameters, random(*y.shape)
+
+
+def run(case: Case, x: scree.Array, parameters: list[torch.Tensor], dy: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The result, and with dy the gradients of all inputs."""
+    y = OPERATIONS[case.name].run(x, *parameters)
+    y = y.values if isinstance(y, scree.Array) else y
+    return [y, *([] if dy is None else torch.autograd.grad(y, [x.values, *parameters], dy))]
+
+
+def reference(case: Case, x: scree.Array, parameters: list[torch.Tensor], dy: torch.Tensor,
+              dtype: torch.dtype) -> list[torch.Tensor]:
+    """What `run` gives, by the definition, in `dtype`; NaN behind the last row, whatever stands there."""
+    operation = OPERATIONS[case.name]
+    leaves = [p.detach().to(dtype).requires_grad_() for p in (x.values, *parameters)]
+    rows = leaves[0][: sum(case.lengths)].split(case.lengths) if case.lengths else ()
+    out = []
+    for i, row in enumerate(rows):
+        out.append(operation.row(row, *(p[i] if operation.own else p for p in leaves[1:])))
+    shape = dy.shape[1:]
+    y = leaves[0].new_zeros((0, *shape)) if not out else torch.stack(out) if operation.per_row else torch.cat(out)
+    gradients = torch.autograd.grad(y, leaves, dy[: y.shape[0]].to(y.dtype), allow_unused=True) if out else [None] * len(leaves)
+    gradients = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, leaves)]
+    return [y.detach(), *gradients]
+
+
+def check(case: Case, device: str) -> None:
+    """The error is at most about that of the eager functions of this dtype, and nothing reads what no row holds."""
+    x, parameters, dy = inputs(case, device)
+    found = run(case, x, parameters, dy)
+    exact, eager = (reference(case, x, parameters, dy, dtype) for dtype in (f64, case.dtype))
+    floor = {f16: 3e-4, bf16: 2.4e-3, f32: 4e-7}[case.dtype]
+    for i, (got, right, rough) in enumerate(zip(found, exact, eager)):
+        assert got.dtype == case.dtype
+        total = right.shape[0] if i == 0 else sum(case.lengths)
+        got, right, rough = (p[:total] if i < 2 else p for p in (got, right, rough))
+        nan = right.isnan()
+        assert torch.equal(got.isnan(), nan), f"result {i}: NaN in other places"
+        got, right, rough = (p.masked_fill(nan, 0) for p in (got, right, rough))
+        error, allowed = distance(got, right), 2 * distance(rough, right) + floor
+        assert error <= allowed, f"result {i}: error {error:.2g}, allowed {allowed:.2g}"

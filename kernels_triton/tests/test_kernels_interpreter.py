@@ -1,0 +1,66 @@
+"""The kernels beside attention on a small fixed set; without a GPU in Triton's interpreter."""
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from kernels_reference import OPERATIONS, Case, check, f16, f32
+
+import scree
+from scree_triton import segments
+from scree_triton.launch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+LAYOUTS = ((5, 0, 33, 70, 1), (0, 0), ())
+CASES = [
+    *(Case(name, f32, operation.tokens[0], LAYOUTS[0], wide=True) for name, operation in OPERATIONS.items()),
+    *(Case(name, f16, operation.tokens[1], (3, 0, 20), bounded=True)
+      for name, operation in OPERATIONS.items()),
+    *(Case(name, f32, operation.tokens[0], lengths) for name, operation in OPERATIONS.items() for lengths in LAYOUTS[1:]),
+    *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "softmax", "sum")),
+    Case("rope", f32, (2, 16), (4, 3), sliced=True),
+    Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
+]
+LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
+        for name in ("softmax", "log_softmax", "logsumexp", "sum", "max") for token in ((), (3,))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_error(case):
+    check(case, DEVICE)
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda c: c.id)
+def test_rows_longer_than_a_share(case, monkeypatch):
+    monkeypatch.setattr(segments, "_ELEMENTS", 64)
+    monkeypatch.setattr(segments, "_MOST_TILES", 2)
+    check(case, DEVICE)
+
+
+@pytest.mark.parametrize("name, dtype", [
+    ("any", torch.bool), ("all", torch.bool),
+    *((name, dtype) for name in ("any", "all", "sum", "prod", "max", "min") for dtype in (torch.int32, torch.int64))])
+def test_integers(name, dtype):
+    lengths = [3, 0, 40, 1]
+    x = scree.from_lengths(torch.randint(-3, 4, (44, 2), device=DEVICE).to(dtype), lengths)
+    assert scree.explain("segment_reduce", name, x.values, x.layout, x.dtype).provider == "triton"
+    found = getattr(scree.namespace(x), name)(x, axis=1)
+    limit = torch.iinfo(dtype) if dtype != torch.bool else None
+    for row, got in zip(x.values.split(lengths), found):
+        row = row.to(torch.int64) if dtype != torch.bool else row
+        if name in ("max", "min"):
+            worst = limit.min if name == "max" else limit.max
+            expected = (row.amax(0) if name == "max" else row.amin(0)) if len(row) else torch.full_like(got, worst)
+        else:
+            expected = getattr(row, name)(0)
+        assert torch.equal(got.to(torch.int64), expected.to(torch.int64))
+
+
+def test_reasons():
+    x = scree.from_lengths(torch.zeros(3, 4, dtype=torch.float64, device=DEVICE), [3])
+    with pytest.raises(ValueError, match="float64"):
+        scree.rms_norm(x, kernel="triton")
+    assert scree.explain("rms_norm", x, None, None, 1e-6).provider == "standard"
