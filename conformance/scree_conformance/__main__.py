@@ -15,12 +15,13 @@ from typing import Any
 
 import scree
 
-from . import loopback
+from . import coverage, loopback
 from .backends import LIBRARIES, load
 from .bench import Bench, Rejected
 from .suite import cases
+from .table import Absent
 
-OUTCOMES = ("passed", "failed", "rejected")
+OUTCOMES = ("passed", "failed", "rejected", "absent")
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Line:
     passed: int = 0
     failed: int = 0
     rejected: int = 0
+    absent: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -48,6 +50,9 @@ def run(backend: str, device: str | None = None, kernel: str | None = None, only
                 line.passed += 1
             except Rejected as reason:
                 line.rejected += 1
+                line.notes.append(f"{case.name}: {reason}")
+            except Absent as reason:
+                line.absent += 1
                 line.notes.append(f"{case.name}: {reason}")
             except Exception as error:  # a case may fail in any way, and the others still run
                 line.failed += 1
@@ -87,7 +92,7 @@ def show(title: str, lines: dict[str, Line]) -> None:
         return
     table = Table("operation", *OUTCOMES, title=title)
     for name, line in lines.items():
-        style = "red" if line.failed else "yellow" if line.rejected else ""
+        style = "red" if line.failed else "yellow" if line.rejected or line.absent else ""
         table.add_row(escape(name), *(str(getattr(line, outcome) or "") for outcome in OUTCOMES), style=style)
     console = Console()
     console.print(table)
@@ -104,6 +109,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--kernel", help="run only operations that have kernels, on this provider")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
     parser.add_argument("--report", type=Path, metavar="FILE", help="FILE.md or FILE.json; both without a suffix")
+    parser.add_argument("--coverage", type=Path, metavar="FILE", help="put the outcome of each function into this JSON file")
     options = parser.parse_args(None if arguments is None else list(arguments))
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -120,6 +126,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
         about = {"scree": scree.__version__, "backend": options.backend, "device": options.device, "kernel": options.kernel}
         for path in write(options.report, title, {**about, **counts}, lines):
             print(f"wrote {path}")
+    if options.coverage is not None:
+        coverage.update(options.coverage, options.backend, lines)
+        print(f"wrote {options.coverage}")
     return 1 if counts["failed"] or not counts["passed"] else 0
 
 

@@ -1,0 +1,74 @@
+"""The table of functions and libraries: what became of each function on each library, kept in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from .table import FUNCTIONS, OPERATIONS
+
+#: Variants of an operation that are an outcome of their own; every other one counts as eager.
+VARIANTS = ("eager", "jitted", "differentiated")
+#: What the versions of each library are called.
+PACKAGES = {
+    "numpy": ("numpy",), "torch": ("torch",), "jax": ("jax", "jaxlib"), "mlx": ("mlx",), "array_api_strict": ("array-api-strict",),
+    "strict_minimal": ("array-api-strict",),
+}  # fmt: skip
+
+
+class Counts(Protocol):
+    """What became of the cases of one operation."""
+
+    passed: int
+    failed: int
+    absent: int
+    notes: list[str]
+
+
+def outcomes(lines: Mapping[str, Counts]) -> dict[str, dict[str, list[Any]]]:
+    """Function -> variant -> ``[passed, failed, absent, why]``, added up over the operations that check it."""
+    found: dict[str, dict[str, list[Any]]] = {name: {} for name in FUNCTIONS}
+    for operation in OPERATIONS:
+        line = lines.get(operation.name)
+        if line is None:
+            continue
+        variant = operation.variant if operation.variant in VARIANTS else "eager"
+        for name in operation.functions:
+            cell = found[name].setdefault(variant, [0, 0, 0, ""])
+            for i, count in enumerate((line.passed, line.failed, line.absent)):
+                cell[i] += count
+            if line.notes:
+                cell[3] = cell[3] or line.notes[0].partition(": ")[2]
+    return found
+
+
+def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
+    """Put the column of one library into the file, with its date and versions."""
+    table = json.loads(path.read_text()) if path.exists() else {}
+    table[backend] = {
+        "date": date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("scree", *PACKAGES[backend])}},
+        "functions": outcomes(lines),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = [f"{json.dumps(name)}: {_column(table[name])}" for name in PACKAGES if name in table]
+    path.write_text("{\n" + ",\n".join(columns) + "\n}\n")
+
+
+def _column(column: dict[str, Any]) -> str:
+    """JSON with a function a line."""
+    rows = [f"  {json.dumps(name)}: {json.dumps(cells)}" for name, cells in column["functions"].items()]
+    head = [f" {json.dumps(key)}: {json.dumps(column[key])}" for key in ("date", "versions")]
+    return "{\n" + ",\n".join([*head, ' "functions": {\n' + ",\n".join(rows) + "\n }"]) + "\n}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
