@@ -4,8 +4,10 @@ from importlib import import_module
 
 import typer
 
-#: The subcommands, in the order in which help shows them.
-COMMANDS = ("memory", "throughput", "attention", "algorithms", "ratios", "overhead")
+from .commands import report
+
+#: The subcommands that measure, a module each, in the order in which help and the report show them.
+MEASURING = ("memory", "throughput", "attention", "algorithms", "norms", "kernels", "precision", "collectives", "ratios", "overhead")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -15,5 +17,7 @@ def about() -> None:
     """Measure what scree saves and costs on this machine, beside everything else that does the same."""
 
 
-for name in COMMANDS:
+for name in MEASURING:
     app.command(name)(import_module(f"scree_bench.commands.{name}").command)
+app.command("report")(report.command)
+app.command("compare")(report.compare)

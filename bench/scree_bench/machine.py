@@ -54,7 +54,7 @@ def versions() -> dict[str, str]:
 def describe(device: str) -> dict[str, Any]:
     """The machine, as it goes into the results."""
     found: dict[str, Any] = {
-        "device": device, "cpu": processor(), "cores": cores(), "system": f"{platform.system()} {platform.machine()}",
+        "device": device, "tag": tag(device), "cpu": processor(), "cores": cores(), "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     if device.startswith("cuda"):
         found["gpu"] = gpu()

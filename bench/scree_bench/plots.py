@@ -33,7 +33,7 @@ def draw(result: Result, out: Path, form: str = "svg") -> list[Path]:
     module = import_module(f"scree_bench.commands.{result.command}")
     written = []
     for name, paint in getattr(module, "pictures", lambda _: {})(result).items():
-        written += save(name, paint, out, form)
+        written += save(f"{name}-{result.machine['tag']}", paint, out, form)
     return written
 
 

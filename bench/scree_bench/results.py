@@ -213,9 +213,15 @@ def _table(keys: list[str], rows: list[Row]) -> Table:
         lines.append([*(text(row.case[k]) for k in keys), row.who, *(cell(row, name, first) for name in names)])
         if row.status != OK:
             notes.append(f"{', '.join([*(text(row.case[k]) for k in keys), row.who])}: {row.status}: {row.why}")
-    titles = [name.rpartition("_")[0].replace("_", " ") or name for name in names]
+    titles = [_title(name) for name in names]
     caption = ", ".join(f"{k} {text(v)}" for k, v in shared.items())
     return Table(caption, [*keys, "", *titles], lines, notes)
+
+
+def _title(name: str) -> str:
+    """The heading of a value; what its numbers show anyway is left out."""
+    words, last = name.rpartition("_")[0].replace("_", " "), name.rpartition("_")[2]
+    return words + {"s": "", "bytes": "", "value": "", "flops": " rate"}.get(last, f" {last}")
 
 
 def text(x: Any) -> str:

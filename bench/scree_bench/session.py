@@ -157,7 +157,7 @@ class Session:
             self.say(f"left out: {entry['what']}: {entry['why']}")
 
     def _save(self, out: Path) -> None:
-        name = f"{self.result.command}-{machine.tag(self.device)}"
+        name = f"{self.result.command}-{self.result.machine['tag']}"
         self.result.write(out / f"{name}.json")
         pictures = plots.draw(self.result, out)
         self.say(f"Wrote {out / name}.json and {len(pictures)} pictures.")

@@ -1,0 +1,136 @@
+"""`collectives`: time and bandwidth of what processes of a group exchange: gloo on the CPU, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import plots
+from ..libraries import where
+from ..measure import Failure
+from ..options import Device, Out, Quick, numbers
+from ..results import Result
+from ..session import Session
+
+#: Name -> bytes that must pass each link, over the bytes of the whole buffer, for a group of n processes.
+BUS = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+}
+
+
+def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[str, Any]:
+    """What each process calls; buffers of `size` bytes in all, a share a process."""
+    count = max(1, size // 4 // world)
+    whole, part = torch.ones(count * world, device=device), torch.ones(count, device=device)
+    other = torch.empty_like(whole)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before PyTorch 2.13
+    return {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "all-gather": lambda: dist.all_gather_into_tensor(other, part),
+        "reduce-scatter": lambda: scatter(part, whole),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+    }
+
+
+def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, folder: str) -> None:
+    """One process of a group; the first writes what it measured, a line a size and operation."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    with open(Path(folder) / f"times-{rank}", "w", encoding="utf-8") as file:
+        for size in sizes:
+            for name, call in _calls(dist, torch, size, world, device).items():
+
+                try:
+                    found: Any = [_seconds(call, dist, torch, device) for _ in range(samples + 1)][1:]
+                except Exception as error:  # all processes meet it alike
+                    found = Failure.of(error).why
+                file.write(json.dumps([size, name, found]) + "\n")
+                file.flush()
+    dist.destroy_process_group()
+
+
+def _seconds(call: Any, dist: Any, torch: Any, device: str) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def command(
+    sizes: Annotated[str, typer.Option(help="Megabytes of the buffers, with commas between them.")] = "1,10,100,1000",
+    worlds: Annotated[str, typer.Option(help="Processes of a group, with commas between them.")] = "2,4",
+    samples: int = 10, device: Device = "auto", quick: Quick = False, out: Out = None,
+) -> None:  # fmt: skip
+    """All-reduce, all-gather, reduce-scatter, all-to-all: time and bus bandwidth, by buffer and number of processes.
+
+    Bus bandwidth is what a link has to carry: it does not depend on the number of processes. A sample is the time of the first
+    process, which starts with the others behind a barrier.
+    """
+    with Session("collectives", locals(), where(device)) as session:
+        if find_spec("torch") is None:
+            return session.leave_out("collectives", "needs PyTorch, which is not installed")
+        megabytes, groups = numbers(sizes, float), numbers(worlds)
+        if quick:
+            megabytes, groups, samples = megabytes[:1], groups[:1], 3
+        for world in session.track(groups):
+            _group(session, world, [int(x * 1e6) for x in megabytes], samples)
+    return None
+
+
+def _group(session: Session, world: int, sizes: list[int], samples: int) -> None:
+    import torch
+    import torch.multiprocessing as processes
+
+    if session.device == "cuda" and torch.cuda.device_count() < world:
+        return session.leave_out(f"{world} processes", f"there are {torch.cuda.device_count()} GPUs")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world, sizes, session.device, samples, folder)
+        failed = ""
+        try:
+            processes.spawn(worker, arguments, nprocs=world)
+        except Exception as error:
+            failed = " ".join(str(error).split())[-300:]
+        written = Path(folder) / "times-0"
+        lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
+        for size, name, seconds in map(json.loads, lines):
+            case = {"processes": world, "bytes": size, "device": session.device}
+            if isinstance(seconds, str):
+                session.leave_out(f"{name}, {world} processes, {size:,} bytes", seconds)
+                continue
+            row = session.row(case, name)
+            row.add("call_s", seconds)
+            row.values["bus_rate"] = BUS[name](world) * size / row.values["call_s"]
+        if failed:
+            session.leave_out(f"the rest of {world} processes", failed)
+    return None
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """Bus bandwidth against the size of the buffer."""
+
+    def paint(figure: Any) -> None:
+        worlds = list(dict.fromkeys(row.case["processes"] for row in result.rows))
+        for axes, world in zip(figure.subplots(1, len(worlds), squeeze=False)[0], worlds, strict=True):
+            rows = [row for row in result.rows if row.case["processes"] == world]
+            plots.curves(axes, rows, "bytes", "bus_rate", f"Bus bandwidth, {world} processes")
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda v, _: plots.unit("x_bytes").show(v))
+
+    return {"collectives": paint} if result.rows else {}

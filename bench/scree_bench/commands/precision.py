@@ -1,0 +1,141 @@
+"""`precision`: what each data type costs in accuracy: accumulation, softmax, norms and sums, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import scree
+
+from .. import plots
+from ..lengths import adding_up
+from ..libraries import Library, wanted, where
+from ..options import Backend, Device, Out, Quick, Seed
+from ..peers import distance
+from ..results import Result
+from ..session import Session
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SCALES = (1.0, 300.0)  # at 300 the square of a number no longer fits float16
+EPS = 1e-6
+
+#: The sum of a thousand times 0.01: data type of the sum, that of the number, and that to which it is converted before adding.
+ACCUMULATIONS = (
+    ("float32", "float32", "float32"),
+    ("float16", "float16", "float16"),
+    ("float32", "float16", "float16"),
+    ("float32", "float16", "float32"),
+)
+
+
+def _softmax(xp: Any, x: Any) -> Any:
+    x = xp.exp(x - xp.max(x, axis=0, keepdims=True))
+    return x / xp.sum(x, axis=0, keepdims=True)
+
+
+def _rms_norm(xp: Any, x: Any) -> Any:
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + EPS)
+
+
+def _layer_norm(xp: Any, x: Any) -> Any:
+    x = x - xp.mean(x, axis=-1, keepdims=True)
+    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + EPS)
+
+
+#: Name -> on a ragged array, and on one row in plain functions of a namespace, of which the truth is made too.
+OPERATIONS: dict[str, tuple[Callable[[Any, scree.Array], Any], Callable[[Any, Any], Any]]] = {
+    "softmax": (lambda xp, x: xp.ragged.softmax(x).values, _softmax),
+    "rms_norm": (lambda xp, x: xp.ragged.rms_norm(x, eps=EPS).values, _rms_norm),
+    "layer_norm": (lambda xp, x: xp.ragged.layer_norm(x, eps=EPS).values, _layer_norm),
+    "sum": (lambda xp, x: xp.sum(x, axis=1), lambda xp, x: xp.sum(x, axis=0)),
+    "mean": (lambda xp, x: xp.mean(x, axis=1), lambda xp, x: xp.mean(x, axis=0)),
+}
+
+
+def accumulate(lib: Library, total: str, number: str, added: str) -> float:
+    """A thousand times 0.01, added one by one."""
+    kinds, xp = lib.arrays.dtypes, lib.xp
+    sum_so_far, x = (xp.asarray(value, dtype=kinds[name]) for value, name in ((0.0, total), (0.01, number)))
+    x = xp.astype(x, kinds[added])
+    for _ in range(1000):
+        sum_so_far = xp.astype(sum_so_far + x, kinds[total], copy=False)
+    return float(lib.arrays.read(sum_so_far))
+
+
+def command(
+    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None
+) -> None:
+    """Accumulation in four combinations of data types; softmax, norms and sums in each, against float64.
+
+    An error is the norm of the difference over the norm of what is right, on inputs that the data type can hold. Beside scree
+    stands the same formula in the data type itself, row by row; what overflows is not finite.
+    """
+    with Session("precision", locals(), where(device)) as session:
+        rng = np.random.default_rng(seed)
+        lengths = adding_up(8 if quick else 32, 400 if quick else 20_000, rng)
+        values = rng.standard_normal((int(lengths.sum()), 16)) + 0.5
+        for lib in wanted(session, backend):
+            for combination in ACCUMULATIONS:
+                _accumulation(session, lib, combination)
+            for dtype in session.track(DTYPES, lib.name):
+                if dtype not in lib.arrays.dtypes:
+                    session.leave_out(f"{dtype} on {lib.name}", "the library does not have it as it is set up")
+                    continue
+                for scale in SCALES:
+                    _operations(session, lib, dtype, scale, values * scale, lengths)
+
+
+def _accumulation(session: Session, lib: Library, combination: tuple[str, str, str]) -> None:
+    if not set(combination) <= set(lib.arrays.dtypes):
+        return
+    case = dict(zip(("sum in", "numbers in", "added as"), combination, strict=True))
+    session.value(case, lib.name, "sum_value", lambda: accumulate(lib, *combination))
+    row = session.row(case, lib.name)
+    if "sum_value" in row.values:
+        row.values["sum_error"] = abs(row.values["sum_value"] - 10) / 10
+
+
+def _operations(session: Session, lib: Library, dtype: str, scale: float, values: np.ndarray, lengths: np.ndarray) -> None:
+    x = lib.make(values, dtype)
+    arr, ends = scree.from_lengths(x, lengths), np.cumsum(lengths)[:-1]
+    exact, rows, xp = np.split(lib.arrays.read(x), ends), scree.unpack(arr), lib.xp
+    join = {"sum": np.stack, "mean": np.stack}
+    for name, (ragged, row) in OPERATIONS.items():
+        case = {"operation": name, "dtype": dtype, "size of numbers": scale, "backend": lib.name}
+        put = join.get(name, np.concatenate)
+        truth = put([row(np, part) for part in exact])
+
+        def ours(ragged: Any = ragged, truth: Any = truth) -> float:
+            return _distance(lib.arrays.read(ragged(xp, arr)), truth)
+
+        def plain(row: Any = row, put: Any = put, truth: Any = truth) -> float:
+            with np.errstate(all="ignore"):
+                return _distance(put([lib.arrays.read(row(xp, part)) for part in rows]), truth)
+
+        session.value(case, "scree", "relative_error", ours)
+        session.value(case, "in the dtype itself", "relative_error", plain)
+
+
+def _distance(found: np.ndarray, truth: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        return distance(found, truth)
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """Errors by operation and data type, on numbers of about 1."""
+    rows = [row for row in result.rows if row.case.get("size of numbers") == 1.0 and np.isfinite(row.values.get("relative_error", np.nan))]
+
+    def paint(figure: Any) -> None:
+        axes = figure.add_subplot()
+        names = list(dict.fromkeys((row.case["operation"], row.case["dtype"]) for row in rows))
+        for who, marker in (("scree", "o"), ("in the dtype itself", "x")):
+            points = [(names.index((row.case["operation"], row.case["dtype"])), row.values["relative_error"])
+                      for row in rows if row.who == who and row.values["relative_error"] > 0]  # fmt: skip
+            axes.plot(*zip(*points, strict=True), marker=marker, linestyle="", label=who)
+        axes.set(yscale="log", title="Relative error against float64, all libraries")
+        axes.set_xticks(range(len(names)), [f"{a}, {b}" for a, b in names], rotation=60, ha="right", fontsize=9)
+        axes.legend()
+
+    return {"precision-errors": paint} if rows else {}
