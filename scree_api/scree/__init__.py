@@ -1,6 +1,6 @@
 """scree: one ragged array for NumPy, PyTorch, JAX, MLX and every library that follows the Array API standard."""
 
-from . import bridges, kinds
+from . import bridges, data, kinds
 from .array import Array
 from .bucket import bucket
 from .namespace import namespace
@@ -41,8 +41,9 @@ __all__ = [
     "align",
     "at",
     "attention",
-    "bucket",
     "bridges",
+    "bucket",
+    "data",
     "dropout",
     "explain",
     "from_cu_seqlens",

@@ -55,9 +55,9 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     new = Layout.from_host(rows.backend, np.concatenate([lengths, filler]), like=arr.offsets)
     new.max_length = longest
     shape = (*arr.values.shape[: arr.ragged_dim], padding, *arr.values.shape[arr.ragged_dim + 1 :])
-    fill = rows.xp.asarray(np.full(shape, fill_value), dtype=arr.dtype, device=arr.device)
+    fill = rows.backend.from_host(np.full(shape, fill_value), arr.dtype, arr.device)
     values = run("pack", PackCall([arr.values, fill], arr.ragged_dim))
-    real = rows.xp.asarray(np.arange(count) < rows.num_rows, device=arr.device)
+    real = rows.backend.from_host(np.arange(count) < rows.num_rows, rows.xp.bool, arr.device)
     return Array._of(values, new, arr.ragged_dim), real
 
 

@@ -153,7 +153,7 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
             raise ValueError(f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {given}")
         arr = Array(values, Layout.from_host(lib, known, device=lib.device(values)).offsets, ragged_dim, max_length)
         arr.layout.learn(known)
-        return arr.validate()
+        return arr if max_length is None else arr.validate()
     lengths = integers("lengths", lengths, values)
     if lengths.ndim != 1:
         raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .array import Array
-from .backends import is_array
-from .bridges.dlpack import to_backend
+from .backends import backend, is_array
+from .bridges.dlpack import backend_of, convert, to_backend
 from .bridges.lists import from_lists
+from .checks import integer
 from .create import pack
 from .index import select
 from .layout import Layout
@@ -70,13 +71,354 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
 
 
 def _field(name: str, parts: Sequence[Any], library: Any) -> Any:
-    if all(isinstance(x, bool | int | float | np.generic) or getattr(x, "ndim", None) == 0 for x in parts):
-        dense = from_lists([[x.item() if hasattr(x, "item") else x] for x in parts])
-        like = next((x for x in parts if is_array(x)), None)
-        target = library if library is not None else like.__array_namespace__() if like is not None else "numpy"
-        return to_backend(dense, target).values
+    numbers = all(isinstance(x, bool | int | float | np.generic) for x in parts)
+    if numbers or all(is_array(x) and x.ndim == 0 for x in parts):
+        dense = np.asarray(parts) if numbers else backend(parts[0]).xp.stack(list(parts))
+        return dense if library is None else convert(dense, backend_of(library))
     try:
-        found = pack(list(parts)) if is_array(parts[0]) else from_lists(parts)
+        found = pack(parts) if is_array(parts[0]) else from_lists(parts)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
     return found if library is None else to_backend(found, library)
+
+
+class TokenBudgetSampler:
+    """Batches of rows with at most so many tokens; ``batch_sampler`` of a DataLoader.
+
+    Parameters
+    ----------
+    lengths
+        (n,) tokens of each row; a ragged array stands for its lengths.
+    budget
+        The most tokens of a batch.
+    shuffle
+        Whether the rows come in another order in every epoch.
+    seed
+        What the orders follow from, with the number of the epoch; the same on every rank.
+    rank, num_ranks
+        Which of how many processes this is. All make the same number of batches, of nearly equal tokens, and every row comes
+        once in an epoch, in one of them; rows come again only where there are fewer rows than ranks.
+    drop_last
+        Leave out the rows of the last batches, where those are not full.
+
+    Attributes
+    ----------
+    epoch
+        Counted up when an epoch ends.
+
+    Raises
+    ------
+    ValueError
+        If a row is longer than the budget; see `truncate` and `chunk`.
+
+    Notes
+    -----
+    `state_dict` counts the batches that were handed out. A DataLoader with workers asks for some ahead; one that keeps the
+    state of its sampler itself, as that of torchdata, saves the right one.
+
+    Examples
+    --------
+    >>> from scree.data import TokenBudgetSampler
+    >>> list(TokenBudgetSampler([4, 3, 2, 5, 1, 1], budget=8, shuffle=False))
+    [[0, 1], [2, 3, 4], [5]]
+    """
+
+    def __init__(
+        self, lengths: Any, budget: int, *, shuffle: bool = True, seed: int = 0, rank: int = 0, num_ranks: int = 1,
+        drop_last: bool = False,
+    ) -> None:  # fmt: skip
+        self.lengths = _lengths(lengths)
+        self.budget = integer("budget", budget, 1)
+        self.num_ranks = integer("num_ranks", num_ranks, 1)
+        self.rank = integer("rank", rank, 0, num_ranks)
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = self.position = 0
+        self._plans: tuple[int, list[np.ndarray]] | None = None
+        if self.lengths.size and self.lengths.max() > budget:
+            i = int(self.lengths.argmax())
+            raise ValueError(f"lengths: expected at most {budget}, the budget, got {self.lengths[i]} at {i}; cut or chunk that row")
+
+    def __len__(self) -> int:
+        return len(self._plan())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plan = self._plan()
+        while self.position < len(plan):
+            self.position += 1
+            yield plan[self.position - 1].tolist()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
+        self.epoch, self.position = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where in which epoch the sampler is."""
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from where `state_dict` was taken, with the same lengths, budget and number of ranks."""
+        self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
+        self._plans = None
+
+    def _plan(self) -> list[np.ndarray]:
+        """The batches of this rank in this epoch."""
+        if self._plans is None or self._plans[0] != self.epoch:
+            self._plans = self.epoch, self._deal(self._cut())
+        return self._plans[1]
+
+    def _cut(self) -> list[np.ndarray]:
+        """The batches of all ranks, as many of each."""
+        order = np.arange(self.lengths.size)
+        if self.shuffle:
+            np.random.default_rng([self.seed, self.epoch]).shuffle(order)
+        ends, first, batches = np.cumsum(self.lengths[order]), 0, []
+        while first < order.size:
+            before = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, before + self.budget, side="right"))
+            batches.append(order[first:last])
+            first = last
+        if self.drop_last and batches:
+            batches.pop()
+        if self.drop_last:
+            return batches[: len(batches) // self.num_ranks * self.num_ranks]
+        while len(batches) % self.num_ranks:  # a batch more, of half the rows of the largest
+            i = max(range(len(batches)), key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum()))
+            batch = batches[i]
+            halves = split_balanced(self.lengths[batch], 2) if batch.size > 1 else [np.zeros(1, np.int64)] * 2
+            batches[i : i + 1] = [batch[half] for half in halves]
+        return batches
+
+    def _deal(self, batches: list[np.ndarray]) -> list[np.ndarray]:
+        """The batches of this rank: of every `num_ranks` the largest goes to the rank with the fewest tokens so far."""
+        total, mine = np.zeros(self.num_ranks, np.int64), []
+        for i in range(0, len(batches), self.num_ranks):
+            tokens = np.asarray([self.lengths[batch].sum() for batch in batches[i : i + self.num_ranks]])
+            ranks, order = np.argsort(total, kind="stable"), np.argsort(-tokens, kind="stable")
+            total[ranks] += tokens[order]
+            mine.append(batches[i + int(order[np.flatnonzero(ranks == self.rank)[0]])])
+        return mine
+
+
+def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
+    """Divide rows into k parts of nearly equal cost.
+
+    Parameters
+    ----------
+    arr
+        Ragged array, whose offsets are read; or (n,) lengths.
+    k
+        Number of parts.
+    cost
+        "tokens": the length of a row. "attention": its square. Or (n,) costs of your own, such as ``6 * h * n + n * n``.
+
+    Returns
+    -------
+    list
+        k arrays of row numbers, rising, which together hold every row once: ``[arr[rows] for rows in split_balanced(arr, k)]``.
+        Parts are empty only where there are fewer rows than parts.
+
+    Notes
+    -----
+    The differencing method of Karmarkar and Karp (1982) for k parts: the two most uneven partial divisions are joined, the
+    heavy parts of the one with the light parts of the other, until there is one.
+
+    Examples
+    --------
+    >>> import scree.data
+    >>> scree.data.split_balanced([8, 1, 4, 3], 2)
+    [array([1, 2, 3]), array([0])]
+    """
+    lengths, k = _lengths(arr), integer("k", k, 1)
+    if isinstance(cost, str):
+        if cost not in ("tokens", "attention"):
+            raise ValueError(f"cost: expected 'tokens', 'attention' or one number a row, got {cost!r}")
+        costs = lengths if cost == "tokens" else lengths.astype(np.float64) ** 2
+    else:
+        costs = np.asarray(cost)
+        if costs.shape != lengths.shape or costs.dtype.kind not in "iuf" or not (costs >= 0).all():
+            raise ValueError(f"cost: expected {lengths.size} numbers >= 0, got {costs.dtype} of shape {costs.shape}")
+    part = np.zeros(lengths.size, np.int64)
+    for number, rows in enumerate(_differences(costs.tolist(), k)):
+        part[rows] = number
+    return _no_empty_part([np.flatnonzero(part == number) for number in range(k)])
+
+
+def _differences(costs: list[float], k: int) -> list[list[int]]:
+    """Rows of each part. A partial division is its k loads, falling, less the lightest, each with a tree of its rows."""
+    nothing: list[tuple[float, Any]] = [(0, None)] * (k - 1)
+    heap = [(-c, i, [(c, i), *nothing]) for i, c in enumerate(costs)]
+    heapq.heapify(heap)
+    count = len(heap)
+    while len(heap) > 1:
+        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [(x + y, s if t is None else t if s is None else (s, t)) for (x, s), (y, t) in zip(a, reversed(b), strict=True)]
+        joined.sort(key=lambda part: -part[0])
+        lightest, count = joined[-1][0], count + 1
+        heapq.heappush(heap, (lightest - joined[0][0], count, [(x - lightest, t) for x, t in joined]))
+    return [_leaves(tree) for _, tree in heap[0][2]] if heap else []
+
+
+def _leaves(tree: Any) -> list[int]:
+    rows, stack = [], [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple):
+            stack.extend(node)
+        elif node is not None:
+            rows.append(node)
+    return rows
+
+
+def _no_empty_part(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Rows without cost may all be in one part: give one of them to each part that is empty."""
+    for i, part in enumerate(parts):
+        fullest = max(range(len(parts)), key=lambda j: parts[j].size)
+        if not part.size and parts[fullest].size > 1:
+            parts[i], parts[fullest] = parts[fullest][-1:], parts[fullest][:-1]
+    return parts
+
+
+def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
+    """At most `length` tokens of each row.
+
+    Parameters
+    ----------
+    arr
+        Ragged array; its offsets are read.
+    length
+        The most tokens that a row keeps; `max_length` of the result.
+    side
+        "right" or "left": where tokens are cut off.
+
+    Examples
+    --------
+    >>> import numpy as np, scree.data
+    >>> scree.data.truncate(scree.from_lengths(np.arange(5), [1, 4]), 2, side="left").values
+    array([0, 3, 4])
+    """
+    length = integer("length", length, 0)
+    if side not in ("right", "left"):
+        raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
+    lengths = np.diff(arr.layout.read())
+    kept = np.minimum(lengths, length)
+    starts = arr.offsets[:-1]
+    if side == "left":
+        starts = starts + _like_offsets(arr, lengths - kept)
+    return select(arr, Layout.from_host(arr.layout.backend, kept, like=arr.offsets), starts)
+
+
+def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
+    """Each row as windows of at most `size` tokens, a row each, of which the next begins `overlap` tokens before the end.
+
+    Parameters
+    ----------
+    arr
+        Ragged array; its offsets are read.
+    size
+        Tokens of a window; the last of a row may be shorter.
+    overlap
+        Tokens that a window shares with the next, less than `size`.
+
+    Returns
+    -------
+    windows, rows
+        The windows of the first row, then of the second ...; and (windows,) the row that each is of. An empty row has none.
+
+    Examples
+    --------
+    >>> import numpy as np, scree.data
+    >>> windows, rows = scree.data.chunk(scree.from_lengths(np.arange(7), [5, 2]), 3, overlap=1)
+    >>> scree.unpack(windows), rows
+    ([array([0, 1, 2]), array([2, 3, 4]), array([5, 6])], array([0, 0, 1], dtype=int32))
+    """
+    size, overlap = integer("size", size, 1), integer("overlap", overlap, 0, size, ", the size of a window")
+    host = arr.layout.read().astype(np.int64)
+    lengths, step = np.diff(host), size - overlap
+    counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
+    rows = np.repeat(np.arange(lengths.size), counts)
+    first = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
+    windows = Layout.from_host(arr.layout.backend, np.minimum(size, lengths[rows] - first), like=arr.offsets)
+    return select(arr, windows, _like_offsets(arr, host[rows] + first)), _like_offsets(arr, rows)
+
+
+class Interleaved(NamedTuple):
+    """A batch of several modalities: three ragged arrays on one layout.
+
+    Attributes
+    ----------
+    tokens
+        (n, None, ...) what the segments hold, end to end.
+    modality
+        (n, None) int32, the modality of each token. ``modality == 1`` is the mask of one of them, and ``tokens[modality == 1]``
+        its tokens, row by row.
+    segment
+        (n, None) int32, the number of each token's segment in its row.
+    """
+
+    tokens: Array
+    modality: Array
+    segment: Array
+
+
+def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
+    """Rows of segments, such as text and images in turn, as one ragged batch that knows what each token is.
+
+    Parameters
+    ----------
+    samples
+        For each row its segments in order, each a number for the modality and an array (tokens, ...); all arrays of one library,
+        dtype and element shape, such as embeddings.
+
+    Returns
+    -------
+    Interleaved
+        The tokens, their modality and their segment, on one layout.
+
+    Examples
+    --------
+    >>> import numpy as np, scree.data
+    >>> text, image = 0, 1
+    >>> batch = scree.data.interleave([
+    ...     [(text, np.asarray([5, 6])), (image, np.asarray([90, 91, 92])), (text, np.asarray([7]))],
+    ...     [(image, np.asarray([93]))],
+    ... ])
+    >>> batch.tokens.lengths, batch.tokens[batch.modality == image].values
+    (array([6, 1], dtype=int32), array([90, 91, 92, 93]))
+    """
+    kinds = np.asarray([modality for sample in samples for modality, _ in sample])
+    parts = [tokens for sample in samples for _, tokens in sample]
+    if not parts:
+        raise ValueError("samples: expected at least one segment, got none")
+    if kinds.dtype.kind not in "iu":
+        raise TypeError(f"samples: expected a number for each segment's modality, got {kinds.dtype}")
+    flat = pack(parts)
+    counts = np.asarray([len(sample) for sample in samples])
+    lengths, ends = np.diff(flat.layout.read()), np.cumsum(counts)
+    tokens_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    rows = np.diff(tokens_before[ends], prepend=0)
+    tokens = Array._of(flat.values, Layout.from_host(flat.layout.backend, rows, like=flat.offsets))
+    number = np.arange(lengths.size) - np.repeat(ends - counts, counts)
+    xp, device = flat.layout.xp, flat.layout.backend.device(flat.values)
+    modality, segment = (
+        tokens.with_values(xp.asarray(np.repeat(x, lengths).astype(np.int32), dtype=xp.int32, device=device))
+        for x in (kinds, number)
+    )
+    return Interleaved(tokens, modality, segment)
+
+
+def _lengths(x: Any) -> np.ndarray:
+    """Lengths of rows on the host, of a ragged array, an array or a list."""
+    if isinstance(x, Array):
+        return np.diff(x.layout.read()).astype(np.int64)
+    found = backend(x).read(x) if is_array(x) else np.asarray(x, dtype=None if len(x) else np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
+        raise ValueError(f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}")
+    return found.astype(np.int64)
+
+
+def _like_offsets(arr: Array, x: np.ndarray) -> Any:
+    """Numbers of tokens or rows, as the offsets are."""
+    lib = arr.layout.backend
+    host = x.astype(np.int64 if arr.offsets.dtype == lib.xp.int64 else np.int32)
+    return lib.xp.asarray(host, dtype=arr.offsets.dtype, device=lib.device(arr.offsets))

@@ -97,7 +97,7 @@ class Layout:
         wide = host[-1] > np.iinfo(np.int32).max or (like is not None and like.dtype == backend.xp.int64)
         host = host if wide else host.astype(np.int32)
         device = device if like is None else backend.device(like)
-        offsets = backend.xp.asarray(host, dtype=backend.xp.int64 if wide else backend.xp.int32, device=device)
+        offsets = backend.from_host(host, backend.xp.int64 if wide else backend.xp.int32, device)
         longest = int(np.max(lengths)) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
 

@@ -54,6 +54,8 @@ class Backend:
         The device of an array (None where a trace hides it), and a copy of an array on another device.
     uniform
         ``uniform(key, shape, like)``: random numbers in [0, 1) from an explicit key or generator, or None.
+    place
+        ``place(host, dtype, device)``: an array from one in host memory, where the library has something better than `asarray`.
     compiling
         Whether a compiler follows every step, so that NumPy must be left alone; where traced arrays have a type of their own,
         `peek` tells.
@@ -70,11 +72,16 @@ class Backend:
     device: Callable[[Any], Any] = _standard_device
     to_device: Callable[[Any, Any], Any] = _standard_to_device
     uniform: Callable[[Any, tuple[int, ...], Any], Any] | None = None
+    place: Callable[[np.ndarray, Any, Any], Any] | None = None
     compiling: Callable[[], bool] = _never
     outside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"
+
+    def from_host(self, host: np.ndarray, dtype: Any, device: Any) -> Any:
+        """An array of the library on a device."""
+        return self.place(host, dtype, device) if self.place else self.xp.asarray(host, dtype=dtype, device=device)
 
     def apart(self, x: Any, y: Any) -> bool:
         """Whether two arrays are known to lie on different devices."""

@@ -47,7 +47,8 @@ def _outside(offsets: Any) -> AbstractContextManager[Any]:
 
 
 BACKEND = Backend(
-    "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform, outside=_outside
+    "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform, outside=_outside,
+    place=lambda host, dtype, device: jax.device_put(np.asarray(host, dtype=dtype), device),  # asarray compiles for every shape
 )
 
 jax.tree_util.register_pytree_with_keys(

@@ -208,6 +208,8 @@ def rejects(call: AttentionCall) -> str | None:
     """Why these loops cannot take the call."""
     if call.q.layout.backend is not BACKEND:
         return "the loops are those of JAX"
+    if call.alibi_slopes is not None:
+        return "the loops have no ALiBi"
     if 0 in (call.q.batch_size, call.q.total_length, call.k.total_length):
         return "there is nothing to loop over"
     return None

@@ -1,23 +1,29 @@
 """PyTorch: pytree registration and `segment_reduce`; attention stands in `torch_attention`."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import array_api_compat.torch as xp
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..array import Array
+from ..layout import Layout
 from ..registry import register_kernel
 from ..segments import SegmentCall, identity
 from . import Backend
 
 
 def _peek(x: torch.Tensor) -> np.ndarray | None:
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.device.type != "cpu" or wrapped(x):
         return None
-    return np.asarray(x.detach())
+    with _outside(x):
+        return np.asarray(x)
 
 
 def _read(x: torch.Tensor) -> np.ndarray:
@@ -36,11 +42,17 @@ def _uniform(key: torch.Generator, shape: tuple[int, ...], like: torch.Tensor) -
     return torch.rand(shape, generator=key, device=like.device)
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        yield
+
+
 def _outside(offsets: torch.Tensor) -> AbstractContextManager[None]:
-    """Inference mode makes tensors that no later backward pass may keep."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or offsets.is_inference():
+    """Transforms wrap all that is computed inside of them, and inference mode makes tensors that no backward pass may keep."""
+    if torch.compiler.is_compiling() or wrapped(offsets) or offsets.is_inference():
         return nullcontext()
-    return torch.inference_mode(False)
+    return _plainly() if torch.is_inference_mode_enabled() or peek_interpreter_stack() else nullcontext()
 
 
 BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform,
@@ -94,7 +106,7 @@ def _rejects(call: SegmentCall) -> str | None:
         return "segment_reduce takes torch tensors only"
     if call.values.device.type != "cpu":
         return "segment_reduce checks its offsets on the host, which would stop the device"
-    if call.op not in ("sum", "prod", "max", "min") or call.dtype not in (torch.float32, torch.float64):
+    if call.op not in ("sum", "max", "min") or call.dtype not in (torch.float32, torch.float64):
         return f"segment_reduce has no {call.op} of {call.dtype}"
     if call.op == "sum" and call.layout.bound > LONGEST:
         return f"segment_reduce adds one number after the other, which is less exact than a tree in rows beyond {LONGEST}"
@@ -104,10 +116,41 @@ def _rejects(call: SegmentCall) -> str | None:
 @register_kernel("segment_reduce", provider="torch", rejects=_rejects)
 def segment_reduce(call: SegmentCall) -> torch.Tensor:
     """Row reductions by `torch.segment_reduce`."""
-    return torch.segment_reduce(
-        call.converted.contiguous(), call.op, offsets=call.layout.offsets.to(torch.int64), axis=0, unsafe=True,
-        initial=identity(xp, call.op, call.dtype),
+    return _Reduce.apply(  # type: ignore[no-any-return]
+        call.converted.contiguous(), call.layout.offsets.to(torch.int64), call.op, identity(xp, call.op, call.dtype)
     )
+
+
+class _Reduce(torch.autograd.Function):
+    """`torch.segment_reduce` with a backward pass that can be differentiated in its turn."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: torch.Tensor, offsets: torch.Tensor, op: str, empty: float) -> torch.Tensor:
+        return torch.segment_reduce(values, op, offsets=offsets, axis=0, unsafe=True, initial=empty)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        values, offsets, ctx.op, _ = inputs
+        ctx.total = values.shape[0]
+        ctx.save_for_backward(offsets, *((values, output) if ctx.op != "sum" else ()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        offsets, *kept = ctx.saved_tensors
+        rows = Layout(BACKEND, offsets, ctx.total).segment_ids
+
+        def per_token(x: torch.Tensor) -> torch.Tensor:
+            """What belongs to the row of each token; 0 behind the last row."""
+            return torch.index_select(torch.cat([x, x.new_zeros((1, *x.shape[1:]))]), 0, rows)
+
+        if ctx.op == "sum":
+            return per_token(grad), None, None, None
+        values, best = kept  # those that share the maximum share its gradient
+        chosen = values == per_token(best)
+        shares = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:])).index_add(0, rows, chosen.to(grad.dtype))[:-1]
+        return torch.where(chosen, per_token(grad / shares.clamp(min=1)), 0.0), None, None, None
 
 
 from ..namespace import build  # noqa: E402

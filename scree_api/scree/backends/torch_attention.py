@@ -24,8 +24,8 @@ def rejects(call: AttentionCall) -> str | None:
         return "length buckets are for the CPU, where the lengths are read for free"
     if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(call.q.layout, call.k.layout):
         return "length buckets need q and k with the same rows, known on the host"
-    if call.return_lse or call.softcap is not None:
-        return "the fused kernel has no softcap and gives no log-sum-exp"
+    if call.return_lse or call.softcap is not None or call.alibi_slopes is not None:
+        return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
     if call.window != (None, 0 if call.causal else None):
         return "the fused kernel has no window"
     if call.v.values.shape[2] != call.head_dim:

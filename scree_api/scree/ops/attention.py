@@ -47,6 +47,10 @@ class AttentionCall:
         ``softcap * tanh(score / softcap)`` replaces the score, or None.
     return_lse
         Whether the log-sum-exp of the scores, (total_q, num_heads) float32, is returned too.
+    alibi_slopes
+        (num_heads,) slopes: a slope times the distance of query and key is taken off each score, after the softcap. Or None.
+    deterministic
+        Equal inputs must give equal bits, in gradients too. A kernel that cannot promise it rejects the call.
     """
 
     q: Array
@@ -57,6 +61,8 @@ class AttentionCall:
     scale: float
     softcap: float | None
     return_lse: bool
+    alibi_slopes: Any = None
+    deterministic: bool = False
     num_heads: int = field(init=False)
     num_kv_heads: int = field(init=False)
     head_dim: int = field(init=False)
@@ -69,9 +75,10 @@ class AttentionCall:
     @classmethod
     def make(
         cls, q: Array, k: Array, v: Array, *, causal: bool = False, window: Window = None, scale: float | None = None,
-        softcap: float | None = None, return_lse: bool = False,
+        softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None, deterministic: bool = False,
+        return_lse: bool = False,
     ) -> AttentionCall:  # fmt: skip
-        """Check the arguments of `attention` and bring them into one form."""
+        """Check the arguments of `attention` and bring them into one form. Sinks need no kernel but the log-sum-exp."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             if ragged(name, x).values.ndim != 3 or x.ragged_dim != 0:
                 raise ValueError(
@@ -100,7 +107,15 @@ class AttentionCall:
             raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}")
         softcap = None if softcap is None else number("softcap", softcap, above=0)
         scale = 1 / math.sqrt(dim) if scale is None else number("scale", scale)
-        return cls(q, k, v, bool(causal), _window(window, causal), scale, softcap, return_lse)
+        for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+            if x is not None and tuple(getattr(x, "shape", ())) != (heads,):
+                raise ValueError(f"{name}: expected an array of shape ({heads},), one number a head, got {_described(x)}")
+        return cls(q, k, v, bool(causal), _window(window, causal), scale, softcap, return_lse or sinks is not None,
+                   alibi_slopes, bool(deterministic))
+
+
+def _described(x: Any) -> str:
+    return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else type(x).__name__
 
 
 def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -118,7 +133,8 @@ def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
 
 def attention(
     q: Array, k: Array, v: Array, *, causal: bool = False, window: Window = None, scale: float | None = None,
-    softcap: float | None = None, return_lse: bool = False, kernel: str | None = None,
+    softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None, deterministic: bool = False,
+    return_lse: bool = False, kernel: str | None = None,
 ) -> Any:  # fmt: skip
     """Scaled dot-product attention within each row: ``softmax(q k^T * scale) v``, memory O(total).
 
@@ -140,6 +156,15 @@ def attention(
         Factor of the scores; ``1 / sqrt(head_dim)`` by default.
     softcap
         Scores become ``softcap * tanh(score / softcap)``.
+    alibi_slopes
+        (num_heads,): with a slope m, m times the distance of query and key is taken off each score, after the softcap (Press
+        et al., 2021). A constant: it has no gradient on a kernel of its own.
+    sinks
+        (num_heads,): one more score for each query of a head, whose value is 0; it takes part in the softmax and in the
+        log-sum-exp (Xiao et al., 2023). It has a gradient.
+    deterministic
+        Ask for the same bits each time, in gradients too; kernels that cannot promise it step aside. The standard path is as
+        deterministic as its library.
     return_lse
         Also return the natural log-sum-exp of each query's scores, float32 (float64 for float64).
     kernel
@@ -149,7 +174,7 @@ def attention(
     -------
     out or (out, lse)
         (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). A query that sees no key gives 0, and
-        -inf.
+        -inf, or its sink.
 
     Examples
     --------
@@ -160,9 +185,25 @@ def attention(
            [2., 3.]])
     """
     call = AttentionCall.make(
-        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, return_lse=return_lse
-    )
-    return run("attention", call, kernel)
+        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
+    if sinks is None:
+        return run("attention", call, kernel)
+    out, lse = _with_sinks(*run("attention", call, kernel), sinks)
+    return (out, lse) if return_lse else out
+
+
+def _with_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
+    """One more score with the value 0 shrinks the output by its share of the softmax."""
+    xp, wide = lse.layout.xp, lse.dtype
+    sinks = xp.broadcast_to(xp.astype(sinks, wide, copy=False), lse.values.shape)
+    some = lse.values > -float("inf")
+    scores = xp.where(some, lse.values, sinks)
+    total = xp.logaddexp(scores, sinks)
+    share = xp.exp(scores - total)[..., None]
+    values = xp.astype(xp.astype(out.values, wide, copy=False) * share, out.dtype, copy=False)
+    return out.with_values(values), lse.with_values(xp.where(some, total, sinks))
 
 
 class _Plan(NamedTuple):
@@ -170,6 +211,7 @@ class _Plan(NamedTuple):
 
     slots: Any  # (total_q,) where each query stands in the tiles
     tokens: Any  # (tiles, QUERIES) index into q
+    own: Any  # (tiles, QUERIES) key position on which each query sits
     first: Any  # (tiles, QUERIES) first and last key position that each query sees
     last: Any
     keys: Any  # (tiles,) position of the first key that any of them may see, rounded down to a tile of keys
@@ -234,7 +276,7 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     tile = per_tile(k.tiles(KEYS).layout.offsets[:-1]) + keys // KEYS
     slots = q.tile_slots(size)
     if q.host is None or k.host is None:
-        return _Plan(slots, tiles.tokens, first, last, keys, tile, None, None)
+        return _Plan(slots, tiles.tokens, place, first, last, keys, tile, None, None)
     begin, low, high = (q.backend.read(x) for x in (keys, first, last))
     rounds = np.maximum(-(-(high.max(axis=1) + 1 - begin) // KEYS), 1)
     seen_by_all = np.where(high < 0, high.max(axis=1, keepdims=True), high).min(axis=1) + 1 - begin
@@ -242,10 +284,12 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     order = np.argsort(-rounds, kind="stable")
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
-    sort, place = (xp.asarray(x, dtype=q.offsets.dtype, device=q.backend.device(q.offsets)) for x in (order, inverse))
-    slots = xp.take(place, slots // size, axis=0) * size + slots % size
-    tokens, first, last, keys, tile = (xp.take(x, sort, axis=0) for x in (tiles.tokens, first, last, keys, tile))
-    return _Plan(slots, tokens, first, last, keys, tile, rounds[order], whole[order])
+    sort, slot = (xp.asarray(x, dtype=q.offsets.dtype, device=q.backend.device(q.offsets)) for x in (order, inverse))
+    slots = xp.take(slot, slots // size, axis=0) * size + slots % size
+    tokens, own, first, last, keys, tile = (
+        xp.take(x, sort, axis=0) for x in (tiles.tokens, place, first, last, keys, tile)
+    )  # fmt: skip
+    return _Plan(slots, tokens, own, first, last, keys, tile, rounds[order], whole[order])
 
 
 def _chunks(call: AttentionCall, plan: _Plan) -> Iterator[slice]:
@@ -297,8 +341,13 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
         score = xp.matmul(k, q)
         if call.softcap is not None:
             score = xp.tanh(score / call.softcap) * call.softcap
+        place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
+        if call.alibi_slopes is not None:
+            away = xp.astype(xp.abs(place[:, :, None] - plan.own[at, :][:, None, :]), wide)[:, None, :, None, :]
+            slopes = xp.reshape(xp.astype(call.alibi_slopes, wide, copy=False), (1, kv, 1, groups, 1))
+            score = xp.reshape(score, (alive, kv, KEYS, groups, size)) - slopes * away
+            score = xp.reshape(score, (alive, kv, KEYS, groups * size))
         if masked:
-            place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
             seen = place[:, :, None] <= plan.last[at, :][:, None, :]
             if call.window[0] is not None:
                 seen = seen & (place[:, :, None] >= plan.first[at, :][:, None, :])
