@@ -2,6 +2,7 @@
 
 import doctest
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,13 @@ def blocks(page: Path) -> list[tuple[str, int]]:
     return [(code, line) for code, line in found if not code.startswith("--8<--")]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def runs(page: Path) -> bool:
+    """Whether a page has blocks, and the libraries are there that it needs beside NumPy."""
+    needs = re.match(r"<!-- needs: (.*) -->", page.read_text(encoding="utf-8"))
+    return bool(blocks(page)) and all(map(find_spec, needs[1].split() if needs else ()))
+
+
+@pytest.mark.parametrize("page", filter(runs, PAGES), ids=lambda page: page.name)
 def test_blocks_run(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     said: list[str] = []

@@ -199,7 +199,8 @@ CASES: dict[str, Case] = {
     "stack other rows": (lambda x: x.xp.stack([x.r(ROWS), x.r([3, 0, 2])], axis=1), ValueError, ("stack: expected rows of",)),
     "stack the batch": (lambda x: x.xp.stack([x.r(ROWS), x.r(ROWS)], axis=0), ValueError,
                         ("axis: the batch is axis 0", "concat")),
-    **{f"{name} along {axis!r}": (lambda x, name=name, axis=axis: getattr(x.xp, name)(x.r(ROWS), axis=axis), ValueError, message)
+    **{f"{name} along {axis!r}": (lambda x, name=name, axis=axis: getattr(x.xp, name)(x.r(ROWS), axis=axis),
+                                  ValueError, message)
        for name in ("sum", "var", "cumulative_sum", "sort", "argmax", "flip", "diff", "unstack")
        for axis, message in ((2, (f"axis: expected {name} along axes in [-2, 2), got 2",)), (-3, ("[-2, 2), got -3",)),
                              (1.0, ("got 1.0",)), (True, ("got True",)), ((0, 0), ("axis: expected every axis once",)))},

@@ -6,6 +6,7 @@ import ast
 import doctest
 import inspect
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -34,15 +35,19 @@ create index
 update lift ops
 bucket namespace
 bridges
-storage
+data storage
 backends xp
 demo __init__
 __main__
 """
 
 
-def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+def python(code: str, cache: Path | None = None) -> str:
+    """What the code prints; `cache` keeps compiled modules, as an installed package has them."""
+    env = dict(os.environ)
+    if cache is not None:
+        env |= {"PYTHONPYCACHEPREFIX": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
 
 
 # --------------------------------------------------------------------------------------------------------- import
@@ -52,12 +57,13 @@ def test_import_loads_no_library() -> None:
     assert not (LIBRARIES | EXTRAS) & set(loaded)
 
 
-def test_import_costs_little_more_than_its_dependencies() -> None:
+def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
     def cost(what: str) -> float:
-        return float(python(f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"))
+        code = f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"
+        return float(python(code, tmp_path))
 
-    both = [(cost("numpy, array_api_compat"), cost("scree")) for _ in range(6)]  # interleaved; other work only adds
-    least, ours = map(min, zip(*both, strict=True))
+    both = [(cost("numpy, array_api_compat"), cost("scree")) for _ in range(7)]  # interleaved; the first ones compile
+    least, ours = map(min, zip(*both, strict=True))  # other work on the machine only adds
     assert ours < 1.5 * least, f"import scree takes {ours:.3f} s, its dependencies {least:.3f} s"
 
 
@@ -101,8 +107,10 @@ def test_imports_point_one_way(name: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- names
 PUBLIC = [name for name in scree.__all__ if callable(getattr(scree, name))]
-SHORT = {"log_softmax", "logsumexp", "segment_ids", "positions", "same_layout", "unregister_kernel", "unpack", "align", "at",
-         "scatter_add", "from_offsets", "from_cu_seqlens", "namespace"}  # what a sentence and an example say in full  # fmt: skip
+#: What a sentence and an example say in full.
+SHORT = set("""
+    align at from_cu_seqlens from_offsets log_softmax logsumexp namespace positions same_layout scatter_add segment_ids unpack
+    unregister_kernel""".split())
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -120,7 +128,7 @@ def test_public_names_are_documented(name: str) -> None:
 def test_all_is_sorted_and_true() -> None:
     assert scree.__all__ == sorted(scree.__all__)
     assert all(hasattr(scree, name) for name in scree.__all__)
-    assert {name for name in scree.ops.__all__} <= set(scree.__all__), "xp.ragged stands in scree too"
+    assert set(scree.ops.__all__) <= set(scree.__all__), "xp.ragged stands in scree too"
     assert [getattr(scree, name) is getattr(scree.ops, name) for name in scree.ops.__all__] == [True] * len(scree.ops.__all__)
 
 

@@ -1,0 +1,226 @@
+"""Batches: collated, within a budget of tokens, even over ranks, cut, in windows, of several modalities."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import scree
+from scree.data import TokenBudgetSampler, chunk, collate, interleave, split_balanced, truncate
+
+LENGTHS = [5, 0, 1, 3, 12]
+
+
+def rows(dim: int = 0) -> scree.Array:
+    values = np.arange(42).reshape(21, 2) if dim == 0 else np.arange(42).reshape(2, 21)
+    return scree.from_lengths(values, LENGTHS, ragged_dim=dim)
+
+
+def log_normal(n: int, sigma: float = 1.0, seed: int = 0) -> np.ndarray:
+    return np.maximum(np.random.default_rng(seed).lognormal(np.log(256), sigma, n).astype(np.int64), 1)
+
+
+# ----------------------------------------------------------------------------------------------------- collate
+def test_collate_shares_layouts_and_keeps_dtypes() -> None:
+    samples = [
+        {"ids": np.arange(n), "labels": np.ones(n, np.int8), "image": np.zeros((n + 1, 2), np.float32), "weight": n / 2, "n": n}
+        for n in (3, 0, 2)
+    ]
+    batch = collate(samples)
+    assert list(batch) == list(samples[0])
+    assert batch["ids"].layout is batch["labels"].layout
+    assert batch["ids"].layout is not batch["image"].layout
+    assert batch["image"].shape == (3, None, 2)
+    assert [batch[name].dtype for name in batch] == [np.int64, np.int8, np.float32, np.float64, np.int64]
+    for i, sample in enumerate(samples):
+        assert all(np.array_equal(batch[name][i], sample[name]) for name in batch)
+
+
+def test_collate_of_a_data_loader() -> None:
+    torch = pytest.importorskip("torch")
+    data = [{"ids": torch.arange(n), "label": torch.tensor(n)} for n in LENGTHS]
+    sampler = TokenBudgetSampler(LENGTHS, budget=12, seed=1)
+    seen = []
+    for batch in torch.utils.data.DataLoader(data, batch_sampler=sampler, collate_fn=collate):
+        assert batch["ids"].total_length <= 12
+        assert torch.equal(batch["ids"].lengths, batch["label"].to(torch.int32))
+        seen += batch["label"].tolist()
+    assert sorted(seen) == sorted(LENGTHS)
+    assert collate([[1, 2], [3]], torch).values.dtype == torch.int64
+    assert collate([{"x": 1}], "torch")["x"].dtype == torch.int64
+
+
+def test_collate_says_which_field_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="samples: expected at least one"):
+        collate([])
+    with pytest.raises(ValueError, match=r"samples\[1\]: expected the names \['x'\], got \['y'\]"):
+        collate([{"x": [1]}, {"y": [1]}])
+    with pytest.raises(TypeError, match=r"x: arrays\[1\]: expected the dtype"):
+        collate([{"x": np.zeros(1)}, {"x": np.zeros(1, int)}])
+    with pytest.raises(TypeError, match=r"x: rows\[1\]: expected a list"):
+        collate([{"x": [1]}, {"x": None}])
+
+
+# ----------------------------------------------------------------------------------------------------- sampler
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("n", [1, 7, 500])
+def test_every_row_once_in_batches_within_the_budget(num_ranks: int, shuffle: bool, n: int) -> None:
+    lengths, budget = np.minimum(log_normal(n), 2000), 2048
+    ranks = [
+        list(TokenBudgetSampler(lengths, budget, shuffle=shuffle, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    batches = list(itertools.chain(*ranks))
+    assert all(batch and lengths[batch].sum() <= budget for batch in batches)
+    found = sorted(itertools.chain(*batches))
+    if n >= num_ranks:
+        assert found == list(range(n))
+    else:
+        assert set(found) == set(range(n))
+    if n == 500:
+        tokens = [sum(lengths[batch].sum() for batch in batches) for batches in ranks]
+        assert max(tokens) - min(tokens) <= budget
+        assert len(batches) <= 1.4 * lengths.sum() / budget + num_ranks
+    if not shuffle and num_ranks == 1:
+        assert list(itertools.chain(*batches)) == found
+
+
+def test_it_goes_on_where_it_was_and_orders_differ() -> None:
+    sampler = TokenBudgetSampler(LENGTHS * 10, 20, seed=3)
+    whole = list(sampler)
+    assert sampler.epoch == 1
+    other = list(sampler)
+    assert whole != other
+    again = TokenBudgetSampler(LENGTHS * 10, 20, seed=3)
+    first = list(itertools.islice(again, 3))
+    state = again.state_dict()
+    resumed = TokenBudgetSampler(LENGTHS * 10, 20)
+    resumed.load_state_dict(state)
+    assert first + list(resumed) == whole
+    assert list(resumed) == other
+    resumed.set_epoch(0)
+    assert list(resumed) == whole
+    assert len(whole) == len(again)
+
+
+def test_the_last_batches_may_be_left_out() -> None:
+    lengths = [5] * 11
+    batches = [list(TokenBudgetSampler(lengths, 10, rank=r, num_ranks=2, drop_last=True)) for r in range(2)]
+    assert [len(x) for x in batches] == [2, 2]
+    assert all(len(batch) == 2 for batch in itertools.chain(*batches))
+    assert list(TokenBudgetSampler([], 10)) == []
+
+
+def test_sampler_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="lengths: expected at most 11, the budget, got 12 at 4"):
+        TokenBudgetSampler(rows(), 11)
+    with pytest.raises(ValueError, match="rank: expected"):
+        TokenBudgetSampler(LENGTHS, 20, rank=2, num_ranks=2)
+    with pytest.raises(ValueError, match="lengths: expected one axis of integers"):
+        TokenBudgetSampler([1.5], 20)
+
+
+# ------------------------------------------------------------------------------------------------------- split
+@pytest.mark.parametrize("cost", ["tokens", "attention", "both"])
+@pytest.mark.parametrize("k, n", [(2, 64), (8, 128), (8, 1000), (64, 2000)])
+@pytest.mark.parametrize("sigma", [0.6, 1.0])
+def test_parts_are_within_two_percent_of_the_best(cost: str, k: int, n: int, sigma: float) -> None:
+    lengths = log_normal(n, sigma, seed=k)
+    costs = {"tokens": lengths, "attention": lengths**2, "both": 6 * 384 * lengths + lengths**2}[cost].astype(float)
+    parts = split_balanced(lengths, k, costs if cost == "both" else cost)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(n))
+    assert all((np.diff(part) > 0).all() for part in parts)
+    top = np.sort(costs)[::-1]
+    bound = max(costs.sum() / k, top[0], top[k - 1] + top[k])  # of k + 1 rows, two are in one part
+    assert max(costs[part].sum() for part in parts) <= 1.02 * bound
+
+
+def test_parts_of_few_or_free_rows() -> None:
+    assert [part.tolist() for part in split_balanced([3], 3)].count([]) == 2
+    assert [part.size for part in split_balanced([], 2)] == [0, 0]
+    assert all(part.size for part in split_balanced([5, 0, 0], 3))
+    assert sorted(part.size for part in split_balanced([0] * 7, 3))[0] >= 1
+    assert [part.tolist() for part in split_balanced(rows(), 1)] == [[0, 1, 2, 3, 4]]
+    assert [rows()[part].total_length for part in split_balanced(rows(), 2)] == [12, 9]
+    with pytest.raises(ValueError, match="cost: expected 'tokens', 'attention'"):
+        split_balanced(rows(), 2, "money")
+    with pytest.raises(ValueError, match="cost: expected 5 numbers >= 0"):
+        split_balanced(rows(), 2, [1, 2, 3, 4, -1])
+    with pytest.raises(ValueError, match="k: expected at least 1"):
+        split_balanced(rows(), 0)
+
+
+# -------------------------------------------------------------------------------------- truncate, chunk, interleave
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [0, 1, 4, 99])
+def test_truncate_is_a_slice_of_each_row(dim: int, length: int) -> None:
+    arr = rows(dim)
+    for side, cut in (("right", slice(0, length)), ("left", slice(-length or None, None if length else 0))):
+        found = truncate(arr, length, side=side)
+        assert found.layout.max_length is not None
+        assert found.layout.max_length <= length
+        for row, whole in zip(found, arr, strict=True):
+            np.testing.assert_array_equal(row, whole[cut] if dim == 0 else whole[:, cut])
+    with pytest.raises(ValueError, match="side: expected"):
+        truncate(arr, 1, side="up")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size, overlap", [(3, 0), (3, 1), (4, 3), (1, 0), (50, 10)])
+def test_chunks_are_windows_of_each_row(dim: int, size: int, overlap: int) -> None:
+    arr = rows(dim)
+    windows, of = chunk(arr, size, overlap=overlap)
+    expected, numbers = [], []
+    for i, row in enumerate(arr):
+        row, start = np.moveaxis(row, dim, 0), 0
+        while start < len(row):
+            expected.append(np.moveaxis(row[start : start + size], 0, dim))
+            numbers.append(i)
+            if start + size >= len(row):
+                break
+            start += size - overlap
+    assert of.tolist() == numbers
+    assert windows.batch_size == len(expected)
+    for found, meant in zip(windows, expected, strict=True):
+        np.testing.assert_array_equal(found, meant)
+    with pytest.raises(ValueError, match="overlap: expected"):
+        chunk(arr, size, overlap=size)
+
+
+def test_interleaved_segments_know_what_they_are() -> None:
+    text, image = 0, 4
+    samples: list[list[tuple[int, Any]]] = [
+        [(text, np.ones((2, 3))), (image, np.full((3, 3), 2.0)), (text, np.full((1, 3), 3.0))],
+        [],
+        [(image, np.full((2, 3), 4.0)), (text, np.zeros((0, 3)))],
+        [(text, np.full((1, 3), 5.0))],
+    ]
+    tokens, modality, segment = interleave(samples)
+    assert tokens.lengths.tolist() == [6, 0, 2, 1]
+    assert modality.layout is tokens.layout is segment.layout
+    for i, sample in enumerate(samples):
+        assert np.array_equal(tokens[i], np.concatenate([np.zeros((0, 3)), *(x for _, x in sample)]))
+        assert modality[i].tolist() == [kind for kind, x in sample for _ in x]
+        assert segment[i].tolist() == [j for j, (_, x) in enumerate(sample) for _ in x]
+    images = tokens[modality == image]
+    assert images.lengths.tolist() == [3, 0, 2, 0]
+    changed = scree.at(tokens)[modality == image].set(0.0)
+    assert changed.values.sum() == tokens.values.sum() - images.values.sum()
+    with pytest.raises(ValueError, match="samples: expected at least one segment"):
+        interleave([[]])
+    with pytest.raises(TypeError, match="samples: expected a number for each segment's modality"):
+        interleave([[("text", np.ones(2))]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("library", ["torch", "jax", "mlx", "array_api_strict"])
+def test_on_every_library(library: str) -> None:
+    pytest.importorskip({"mlx": "mlx.core"}.get(library, library))
+    arr = rows().with_values(rows().values.astype(np.int32))
+    there = arr.to_backend(library)
+    np.testing.assert_array_equal(truncate(there, 3, side="left").to_numpy().values, truncate(arr, 3, side="left").values)
+    np.testing.assert_array_equal(chunk(there, 4, overlap=2)[0].to_numpy().values, chunk(arr, 4, overlap=2)[0].values)
+    segments = [[(i, row)] for i, row in enumerate(there)]
+    assert interleave(segments).modality.to_numpy().values.tolist() == np.repeat(range(5), LENGTHS).tolist()
+    assert [part.tolist() for part in split_balanced(there, 2)] == [part.tolist() for part in split_balanced(arr, 2)]

@@ -1,0 +1,211 @@
+"""Under the transforms of PyTorch: compiled once for all lengths, exported, differentiated twice, mapped, checkpointed, wrapped."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_transforms import INDEX, LENGTHS, LONGEST, OPERATIONS, OTHER, apply, expected, loss, slope, values, weights
+from torch._dynamo.utils import counters
+
+import scree
+
+BATCHES = [LENGTHS, OTHER, [5, 9, 2], [70, 70, 1, 0, 3], [1, 2]]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo's own, about the caches of array_api_compat
+        yield
+
+
+def compiled(f: Callable[..., Any], **options: Any) -> Any:
+    return torch.compile(f, backend="aot_eager", fullgraph=True, **options)
+
+
+def offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, weights and index."""
+    return torch.tensor(values()).to(dtype), torch.tensor(weights()).to(dtype), torch.tensor(INDEX)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_one_graph_serves_all_lengths(name: str) -> None:
+    """No break; no new graph for other offsets, totals or numbers of rows; values and gradients are those of the oracle."""
+
+    def step(v: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> Any:
+        x = scree.from_cu_seqlens(v, offsets, max_length=LONGEST)
+        return apply(name, x, w, index), loss(name, x, w, index)
+
+    step(*tensors()[:2], offsets(LENGTHS), tensors()[2])  # PyTorch has been met before
+    function = compiled(step, dynamic=True)
+    for lengths in BATCHES[:2] if name in ("windowed", "reductions") else BATCHES:
+        v, w, index = tensors()
+        if sum(lengths) != len(v):
+            rng = torch.Generator().manual_seed(0)
+            v = torch.randn((sum(lengths), 8), generator=rng)
+            index = torch.randint(0, len(v), (len(v),), generator=rng, dtype=torch.int32)
+        v, w = v.requires_grad_(), w.requires_grad_()
+        found, energy = function(v, w, offsets(lengths), index)
+        of_v, of_w = torch.autograd.grad(energy, (v, w))
+        if sum(lengths) != sum(LENGTHS):
+            torch.testing.assert_close(found, step(v, w, offsets(lengths), index)[0], rtol=1e-4, atol=1e-5)
+            continue
+        np.testing.assert_allclose(found.detach(), expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5)
+        dx, dw, want = slope(name, lengths)
+        assert abs(np.vdot(of_v, dx) + np.vdot(of_w, dw) - want) < 1e-5 * np.linalg.norm(dx)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+COLD = """
+import torch, scree
+def f(v, offsets):
+    x = scree.from_cu_seqlens(v, offsets, max_length=3)
+    xp = scree.namespace(x)
+    return xp.sum(2 * x + v[0, :], axis=1)
+args = torch.ones(5, 2), torch.tensor([0, 2, 5], dtype=torch.int32)
+assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(*args), f(*args))
+"""
+
+
+def test_the_first_call_of_all_may_be_compiled() -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COLD], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_operators_between_ragged_arrays_and_tensors_compile() -> None:
+    import operator as op
+
+    def f(v: torch.Tensor, n: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+        x, i = scree.from_cu_seqlens(v, offsets), scree.from_cu_seqlens(n, offsets)
+        real = [op.add, op.sub, op.mul, op.truediv, op.floordiv, op.mod, op.pow, op.lt, op.le, op.gt, op.ge, op.eq, op.ne]
+        whole = [op.and_, op.or_, op.xor, op.lshift, op.rshift]
+        pairs = [(o, a, b) for o in real for a, b in ((x, v[0]), (v[0], x))] + [(o, a, b) for o in whole for a, b in ((i, n[0]), (n[0], i))]
+        return [o(a, b).values for o, a, b in pairs] + [(x @ v[:3]).values]
+
+    args = torch.rand(5, 3) + 1, torch.randint(1, 4, (5, 3)), offsets([2, 3])
+    for one, other in zip(compiled(f)(*args), f(*args), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Block(torch.nn.Module):
+    """A layer of a transformer on ragged arrays, which come and go as pytrees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 16), torch.nn.Linear(8, 8)
+
+    def forward(self, x: scree.Array) -> scree.Array:
+        xp = scree.namespace(x)
+        y = x.with_values(self.qkv(xp.ragged.rms_norm(x).values))
+        q, k, v = (y.with_values(part.unflatten(1, (-1, 2))) for part in y.values.split([8, 4, 4], dim=1))
+        z = xp.ragged.attention(xp.ragged.rope(q), xp.ragged.rope(k), v, causal=True)
+        return x + x.with_values(self.out(z.values.flatten(1)))
+
+
+def energy(x: scree.Array) -> torch.Tensor:
+    return scree.namespace(x).sum(x * x, axis=1).sum()
+
+
+def batch(lengths: list[int] = LENGTHS) -> scree.Array:
+    generator = torch.Generator().manual_seed(0)
+    return scree.from_cu_seqlens(torch.randn((sum(lengths), 8), generator=generator), offsets(lengths), max_length=LONGEST)
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block()
+
+
+def gradients(f: Callable[[scree.Array], torch.Tensor], block: torch.nn.Module, x: scree.Array) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(f(x), list(block.parameters())))
+
+
+def test_a_block_of_a_transformer_is_one_graph(block: Block) -> None:
+    plain, function = (lambda x: energy(block(x))), compiled(lambda x: energy(block(x)), dynamic=True)
+    for lengths in BATCHES:
+        x = batch(lengths)
+        torch.testing.assert_close(gradients(function, block, x), gradients(plain, block, x), rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_block_is_exported_for_all_lengths(block: Block) -> None:
+    from torch.export import Dim
+
+    class Dense(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.block(scree.from_cu_seqlens(values, offsets, max_length=LONGEST)).values
+
+    x = batch()
+    dims = {"values": {0: Dim("total", min=2, max=4096)}, "offsets": {0: Dim("n", min=3, max=512)}}
+    program = torch.export.export(Dense(), (x.values, x.offsets), dynamic_shapes=dims)
+    for lengths in BATCHES:
+        x = batch(lengths)
+        torch.testing.assert_close(program.module()(x.values, x.offsets), block(x).values)
+
+
+def test_checkpoints_autocast_and_inference_mode(block: Block) -> None:
+    x = batch()
+    with torch.inference_mode():
+        once = block(x).values
+    plain = gradients(lambda x: energy(block(x)), block, x)  # on the layout that inference mode has met first
+    kept = gradients(lambda x: energy(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)), block, x)
+    torch.testing.assert_close(kept, plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = block(x).values
+        found = gradients(lambda x: energy(block(x)), block, x)
+    assert low.dtype == torch.float32
+    epsilon = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(low, once, rtol=8 * epsilon, atol=8 * epsilon)
+    for one, other in zip(found, plain, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=0.1, atol=8 * epsilon * float(other.abs().max()))
+
+
+def test_a_wrapped_module_sees_the_tensors_of_a_batch(block: Block, tmp_path: Path) -> None:
+    plain = gradients(lambda x: energy(block(x)), block, batch())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(block)
+        energy(model(batch())).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close([p.grad for p in block.parameters()], plain)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_first_and_second_derivatives(name: str) -> None:
+    where, index = offsets([4, 0, 2, 3]), torch.tensor([3, 0, 8, 8, 1, 2, 5, 4, 0])
+    v, w = (torch.tensor(x, requires_grad=True) for x in (values(4, np.float64)[:9], weights(dtype=np.float64)))
+    function = partial(apply_to, name, where, index)
+    assert torch.autograd.gradcheck(function, (v, w), fast_mode=True)
+    if name == "attention":  # PyTorch's fused kernel has no second derivative
+        pytest.MonkeyPatch  # noqa: B018
+        with without("attention", "sdpa"):
+            assert torch.autograd.gradcheck(function, (v, w), fast_mode=True)
+            assert torch.autograd.gradgradcheck(function, (v, w), fast_mode=True)
+    else:
+        assert torch.autograd.gradgradcheck(function, (v, w), fast_mode=True)
+
+
+def apply_to(name: str, where: torch.Tensor, index: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return apply(name, scree.from_cu_seqlens(v, where), w, index)
