@@ -48,7 +48,7 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     >>> np.shares_memory(scree.bridges.to_numpy(there).values, arr.values)
     True
     """
-    lib, rows = _library(library), arr.layout
+    lib, rows = backend_of(library), arr.layout
     if lib is not rows.backend:
         values, offsets = convert(arr.values, lib), convert(_offsets(arr, lib), lib)
         if rows.host is None:  # unchecked so far
@@ -149,7 +149,8 @@ def _bfloat16(lib: Backend) -> Any:
     return bfloat16
 
 
-def _library(library: Any) -> Backend:
+def backend_of(library: Any) -> Backend:
+    """The backend of a library that is given by its name or its namespace."""
     if isinstance(library, str):
         return named(library)
     if not hasattr(library, "zeros"):
