@@ -26,22 +26,34 @@ def register() -> None:
         _register(operation, module, values)
 
 
+def _unusable() -> str | None:
+    """Why no kernel can run here at all."""
+    import torch
+
+    if not find_spec("triton"):
+        return "the Triton kernels need the package triton: pip install 'scree[triton]'"
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the Triton kernels run on CUDA devices, and there is none"
+    return None
+
+
 def _register(operation: str, module: str, values: Callable[[Any], Any]) -> None:
+    import torch
     from scree import register_kernel
 
-    absent = None if find_spec("triton") else "the Triton kernels need the package triton: pip install 'scree[triton]'"
+    unusable = _unusable()
+    # Imported now, because the first call may stand in a compiled function.
+    kernels = None if unusable else import_module(f".{module}", __name__)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
     def rejects(call: Any) -> str | None:
-        import torch
-
+        if kernels is None:
+            return unusable
         x = values(call)
         if not isinstance(x, torch.Tensor):
             return "the Triton kernels take torch tensors"
-        if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        if x.device.type != "cuda" and not interpreted:
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
-        return absent or import_module(f".{module}", __name__).rejects(call)  # type: ignore[no-any-return]
+        return kernels.rejects(call)  # type: ignore[no-any-return]
 
-    @register_kernel(operation, provider="triton", rejects=rejects)
-    def run(call: Any) -> Any:
-        kernels = import_module(f".{module}", __name__)
-        return getattr(kernels, operation if hasattr(kernels, operation) else "run")(call)
+    register_kernel(operation, provider="triton", rejects=rejects)(getattr(kernels, operation, getattr(kernels, "run", rejects)))

@@ -5,17 +5,19 @@ the tile map holds tokens of one row only (block ``j`` of row ``b`` is slot ``of
 bisection. The gradient of a matrix is one program's for each of its tiles, which walks over the tokens of the row: no
 atomics, equal inputs give equal bits. float32 operands are multiplied as three TF32 products, see `portable`.
 """
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import Kernel, refuses
+from .host import refuses, start
+from .launch import Launch
 
 
-@triton.jit(do_not_specialize=("n", "total", "bisections", "tiles_m"))
-def product_kernel(X, W, OUT, OFFSETS, x_stride, w_group, w_k, w_m, n, total, bisections, tiles_m, K: tl.constexpr,
+@triton.jit(do_not_specialize=("n", "total", "bisections"))
+def product_kernel(X, W, OUT, OFFSETS, x_stride, w_group, w_k, w_m, n, total, bisections, K: tl.constexpr,
                    M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
                    GROUP: tl.constexpr):
     """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row."""
@@ -92,14 +94,25 @@ def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constex
     tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
 
 
-_product, _weight = Kernel(product_kernel), Kernel(weight_kernel)
+#: Tokens, columns and depth of a tile, warps and stages, by bytes of an element: of the product, and (depth, columns, tokens)
+#: of the gradient of the matrices.
+PRODUCT = {2: (128, 256, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+WEIGHT = {2: (128, 256, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+GROUP = 8
 
 
-def _tile(dtype: torch.dtype, m: int) -> tuple[int, int, int, int]:
-    """Tokens, columns and depth of a tile, and the warps of a program."""
-    if dtype == torch.float32:
-        return 64, 64, 32, 4
-    return (128, 128, 64, 8) if m > 64 else (128, 64, 64, 4)
+@cache
+def _product_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int) -> Launch:
+    tokens, columns, depth, warps, stages = PRODUCT[dtype.itemsize]
+    return Launch(product_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
+                  dict(num_warps=warps, num_stages=stages))
+
+
+@cache
+def _weight_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int) -> Launch:
+    depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
+    return Launch(weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+                  dict(num_warps=warps, num_stages=stages))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -107,11 +120,10 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     total, (n, k, m) = x.shape[0], weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((total, m), dtype=x.dtype, device=x.device)
-    tokens, columns, depth, warps = _tile(x.dtype, m)
-    slots = total // tokens + n + 1
-    _product(slots * triton.cdiv(m, columns) if out.numel() else 0, (x, weight, out, offsets), (x.stride(0), *weight.stride()),
-             (n, total, (n + 1).bit_length(), slots),
-             dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=8), warps)
+    if out.numel():
+        tokens, columns = PRODUCT[x.dtype.itemsize][:2]
+        start(_product_launch(x.device, x.dtype, offsets.dtype, k, m), (total // tokens + n + 1) * -(-m // columns),
+              (x, weight, out, offsets), (x.stride(0), *weight.stride()), (n, total, (n + 1).bit_length()))
     return out
 
 
@@ -120,9 +132,10 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     n, k, m = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
     x, dy = (t if t.stride(1) == 1 else t.contiguous() for t in (x, dy))
     dw = torch.empty((n, k, m), dtype=x.dtype, device=x.device)
-    depth, columns, tokens, warps = _tile(x.dtype, m)
-    _weight(n * triton.cdiv(k, depth) * triton.cdiv(m, columns), (x, dy, dw, offsets), (x.stride(0), dy.stride(0)), (0,),
-            dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth), warps)
+    if n:
+        depth, columns = WEIGHT[x.dtype.itemsize][:2]
+        start(_weight_launch(x.device, x.dtype, offsets.dtype, k, m), n * -(-k // depth) * -(-m // columns),
+              (x, dy, dw, offsets), (x.stride(0), dy.stride(0)), (0,))
     return dw
 
 

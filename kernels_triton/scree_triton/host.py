@@ -1,6 +1,5 @@
 """What the kernels beside attention share on the host side."""
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -9,32 +8,15 @@ from .launch import INTERPRETED, Launch
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Kernel:
-    """A Triton kernel with a `Launch` for each device, dtypes of its pointers and constants that it has met.
-
-    The parameters of the jitted function come in the order that `Launch` asks for.
-    """
-
-    __slots__ = ("jitted", "launches")
-
-    def __init__(self, jitted: Any):
-        self.jitted = jitted
-        self.launches: dict[tuple, Launch] = {}
-
-    def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
-                 numbers: tuple[int | float, ...], constants: dict[str, Any], warps: int = 4) -> None:
-        """Launch on the device of the pointers; nothing happens for 0 programs."""
-        device = pointers[0].device
-        if programs == 0:
-            return
-        if not INTERPRETED and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self(programs, pointers, strides, numbers, constants, warps)
-        key = (device, warps, *[x.dtype for x in pointers], *constants.values())
-        found = self.launches.get(key)
-        if found is None:
-            found = self.launches[key] = Launch(self.jitted, constants, dict(num_warps=warps))
-        found(programs, pointers, strides, numbers)
+def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
+          numbers: tuple[int | float, ...]) -> None:
+    """Launch on the device of the pointers, whichever is the current one."""
+    index = pointers[0].get_device()
+    if INTERPRETED or index == torch.cuda.current_device():
+        launch(programs, pointers, strides, numbers)
+    else:
+        with torch.cuda.device(index):
+            launch(programs, pointers, strides, numbers)
 
 
 @cache

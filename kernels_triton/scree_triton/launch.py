@@ -80,8 +80,8 @@ class Launch:
         if common and self.launch is not None:
             described = [x for i, d in enumerate(descriptors) for x in self._encode(i, d)]
             function, packed = self.fixed
-            self.launch(programs, 1, 1, current_stream(self.index), function, False, False, None, None, packed, None, None, None,
-                        *described, *addresses, *strides, *numbers, *self.values)
+            self.launch(programs, 1, 1, current_stream(self.index), function, False, False, None, None, packed, None, None,
+                        None, *described, *addresses, *strides, *numbers, *self.values)
             return
         typed = (_typed(d, rows) for d, rows in zip(descriptors, self.rows))
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)

@@ -4,15 +4,18 @@ The forward reads and writes every element once. The backward computes the stati
 anyway, so that the forward saves none; a fixed number of programs walk over the tokens and each keeps its share of the
 gradients of weight and bias, which a second small kernel adds up in a fixed order: equal inputs give equal bits.
 """
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import Kernel, multiprocessors, refuses
+from .host import multiprocessors, refuses, start
+from .launch import Launch
 
 _WIDEST = 16384
+_COLUMNS = 16  # of a program that adds up
 
 
 @triton.jit
@@ -123,9 +126,6 @@ def add_kernel(PARTS, DW, DB, parts, D: tl.constexpr, DO_DW: tl.constexpr, DO_DB
             tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < D)
 
 
-_forward, _backward, _add = Kernel(forward_kernel), Kernel(backward_kernel), Kernel(add_kernel)
-
-
 def _forward_shape(block: int) -> tuple[int, int]:
     """By the padded width: tokens and warps of a program."""
     return max(1, 2048 // block), min(max(block // 512, 4), 16)
@@ -134,7 +134,31 @@ def _forward_shape(block: int) -> tuple[int, int]:
 def _backward_shape(block: int) -> tuple[int, int, int, int]:
     """By the padded width: tokens and warps of a program, programs of a multiprocessor, and stages of its loop."""
     warps = min(max(block // 512, 4), 16)
-    return max(1, 2048 // block), warps, max(1, 16 // warps), 2
+    return max(1, 2048 // block), warps, max(1, 16 // warps), 3
+
+
+@cache
+def _forward_launch(device: torch.device, x: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None, width: int,
+                    centre: bool) -> tuple[Launch, int]:
+    """The forward for these dtypes, and how many tokens a program has."""
+    block = triton.next_power_of_2(width)
+    rows, warps = _forward_shape(block)
+    return Launch(forward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None,
+                                       BIAS=bias is not None), dict(num_warps=warps)), rows
+
+
+@cache
+def _backward_launches(device: torch.device, x: torch.dtype, dy: torch.dtype, weight: torch.dtype | None,
+                       bias: torch.dtype | None, width: int, centre: bool,
+                       weight_too: bool) -> tuple[Launch, Launch, int, int]:
+    """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
+    block = triton.next_power_of_2(width)
+    rows, warps, each, stages = _backward_shape(block)
+    first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None,
+                                         DW=weight_too, DB=bias is not None, STAGES=stages), dict(num_warps=warps))
+    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=128, COLUMNS=_COLUMNS),
+                    dict(num_warps=4))
+    return first, second, rows, multiprocessors(device) * each
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
@@ -142,32 +166,31 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     """The norm of x, (tokens, width), over its last axis, contiguous."""
     count, width = x.shape
     y = torch.empty((count, width), dtype=x.dtype, device=x.device)
-    block = triton.next_power_of_2(width)
-    rows, warps = _forward_shape(block)
-    _forward(triton.cdiv(count, rows), (x, x if weight is None else weight, x if bias is None else bias, y),
-             (x.stride(0), width), (count, eps),
-             dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None), warps)
+    if count > 0:
+        launch, rows = _forward_launch(x.device, x.dtype, None if weight is None else weight.dtype,
+                                       None if bias is None else bias.dtype, width, centre)
+        start(launch, -(-count // rows), (x, x if weight is None else weight, x if bias is None else bias, y),
+              (x.stride(0), width), (count, eps))
     return y
 
 
 def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps: float, centre: bool, weight_too: bool,
              bias_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, of the weight and of a bias of this dtype."""
-    count, width = x.shape
-    bias_too = bias_dtype is not None
-    block = triton.next_power_of_2(width)
-    rows, warps, each, stages = _backward_shape(block)
-    dx = torch.empty((count, width), dtype=x.dtype, device=x.device)
-    programs = min(triton.cdiv(count, rows), multiprocessors(x.device) * each)
-    parts = torch.empty((2, programs, width), dtype=torch.float32, device=x.device) if weight_too or bias_too else dx
-    _backward(programs, (x, x if weight is None else weight, dy, dx, parts), (x.stride(0), dy.stride(0), width), (count, eps),
-              dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None, DW=weight_too, DB=bias_too,
-                   STAGES=stages), warps)
-    dw = torch.empty((width,), dtype=weight.dtype, device=x.device) if weight_too and weight is not None else None
-    db = torch.empty((width,), dtype=bias_dtype, device=x.device) if bias_too else None
-    if dw is not None or db is not None:
-        _add(triton.cdiv(width, 64), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,),
-             dict(D=width, DO_DW=dw is not None, DO_DB=bias_too, ROWS=32, COLUMNS=64))
+    (count, width), device = x.shape, x.device
+    first, second, rows, most = _backward_launches(device, x.dtype, dy.dtype, None if weight is None else weight.dtype,
+                                                   bias_dtype, width, centre, weight_too)
+    programs = min(-(-count // rows), most)
+    dx = torch.empty((count, width), dtype=x.dtype, device=device)
+    dw = torch.empty((width,), dtype=weight.dtype, device=device) if weight_too and weight is not None else None
+    db = torch.empty((width,), dtype=bias_dtype, device=device) if bias_dtype is not None else None
+    summed = dw is not None or db is not None
+    parts = torch.empty((2, programs, width), dtype=torch.float32, device=device) if summed else dx
+    if programs > 0:
+        start(first, programs, (x, x if weight is None else weight, dy, dx, parts), (x.stride(0), dy.stride(0), width),
+              (count, eps))
+    if summed:
+        start(second, -(-width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
     return dx, dw, db
 
 

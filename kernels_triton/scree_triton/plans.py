@@ -15,6 +15,7 @@ from .tuned import GLUON, Tile, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
+GLUON_KNOWN = triton.__version__.startswith("3.6.")  # Gluon changes between versions, and so does what it compiles to
 
 
 class Spec(NamedTuple):
@@ -84,7 +85,7 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Sp
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
           softcap: bool, alibi: bool, aligned: bool, same: bool) -> "Plan":
     q, _, v = shapes
-    hopper = (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
+    hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
               and v.dim == q.dim and dtype != torch.float32 and not (left or softcap or alibi) and right == causal and aligned
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper:
@@ -154,6 +155,9 @@ class PortablePlan(Plan):
         super().__init__(device, dtype, shapes)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.dim, self.v.dim))
+        if any(stride % 16 for x in shapes for stride in (x.stride, x.head)):
+            # Loads of such strides are not pipelined, and then Triton 3.6 gives too little shared memory to two widths.
+            block_d = block_dv = max(block_d, block_dv)
         self.tiles = portable_tiles(capability, dtype.itemsize, max(block_d, block_dv))
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
@@ -222,12 +226,12 @@ class HopperPlan(Plan):
             (m // 2, n, n))
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
-            HELD=dim <= 64),
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=dim <= 64), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, AHEAD=causal and dim < 128),
+            options,
             (m, n // 2, n // 2, m))
 
     def _takes(self, dout: torch.Tensor) -> bool:

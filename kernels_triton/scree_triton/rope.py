@@ -5,23 +5,25 @@ token is found by bisection, so that positions restart in each row without an ar
 are slices of one tensor (total, heads, head_dim) are turned by one launch on both.
 """
 import math
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import Kernel, refuses
+from .host import refuses, start
+from .launch import Launch
 
-_HEADS = 4096  # elements that a program turns at a time
+_ELEMENTS = 4096  # elements that a program turns at a time
 _TOKENS = 8  # of a program
 
 
-@triton.jit(do_not_specialize=("n", "total", "bisections", "heads", "rate", "sign"))
-def rope_kernel(X, OUT, OFFSETS, START, x_stride, x_head, n, total, bisections, heads, rate, sign, DIM: tl.constexpr,
-                HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr,
-                HAS_START: tl.constexpr):
-    """OUT (total, heads, DIM): pair i of the token at position p turned by ``sign * p * exp(-rate * i)``."""
+@triton.jit(do_not_specialize=("n", "total", "bisections", "heads", "sign"))
+def rope_kernel(X, OUT, OFFSETS, START, x_stride, x_head, n, total, bisections, heads, sign, DIM: tl.constexpr,
+                HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, RATE: tl.constexpr,
+                INTERLEAVED: tl.constexpr, HAS_START: tl.constexpr):
+    """OUT (total, heads, DIM): pair i of the token at position p turned by ``sign * p * exp(-RATE * i)``."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     low = tl.zeros([TOKENS], tl.int32)
     high = tl.zeros([TOKENS], tl.int32) + n
@@ -34,7 +36,8 @@ def rope_kernel(X, OUT, OFFSETS, START, x_stride, x_head, n, total, bisections, 
     if HAS_START:
         position += tl.load(START + low)
     pair = tl.arange(0, HALF)
-    angle = position.to(tl.float32)[:, None] * (tl.exp(pair.to(tl.float32) * -rate) * sign)[None, :]
+    # The rates in float64: an angle is thousands of turns, and its error that of the rate.
+    angle = (position * sign).to(tl.float32)[:, None] * tl.exp(pair.to(tl.float64) * -RATE).to(tl.float32)[None, :]
     cos = tl.cos(angle)[:, None, :]
     sin = tl.sin(angle)[:, None, :]
     for first in range(0, heads, HEADS):
@@ -57,22 +60,27 @@ def rope_kernel(X, OUT, OFFSETS, START, x_stride, x_head, n, total, bisections, 
             tl.store(out + DIM // 2 + each, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=inside)
 
 
-_rope = Kernel(rope_kernel)
+@cache
+def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None, heads: int, dim: int,
+            rate: float, interleaved: bool) -> Launch:
+    half = triton.next_power_of_2(dim // 2)
+    at_once = min(triton.next_power_of_2(heads), max(1, _ELEMENTS // (2 * half * _TOKENS)))
+    return Launch(rope_kernel, dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=_TOKENS, RATE=rate, INTERLEAVED=interleaved,
+                                    HAS_START=start_dtype is not None), dict(num_warps=4))
 
 
-def turn(x: torch.Tensor, offsets: torch.Tensor, start: torch.Tensor | None, rate: float, interleaved: bool,
-         sign: float) -> torch.Tensor:
+def turn(x: torch.Tensor, offsets: torch.Tensor, first: torch.Tensor | None, rate: float, interleaved: bool,
+         sign: int) -> torch.Tensor:
     """Turn x, (total, heads, dim), by `sign` times the angles that grow with the position; contiguous."""
     if x.stride(2) != 1:
         x = x.contiguous()
     total, heads, dim = x.shape
     out = torch.empty((total, heads, dim), dtype=x.dtype, device=x.device)
-    half = triton.next_power_of_2(dim // 2)
-    n = offsets.shape[0] - 1
-    at_once = min(triton.next_power_of_2(heads), max(1, _HEADS // (2 * half * _TOKENS)))
-    _rope(triton.cdiv(total, _TOKENS) if out.numel() else 0, (x, out, offsets, offsets if start is None else start), x.stride()[:2],
-          (n, total, n.bit_length(), heads, rate, sign),
-          dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=_TOKENS, INTERLEAVED=interleaved, HAS_START=start is not None))
+    if out.numel():
+        n = offsets.shape[0] - 1
+        launch = _launch(x.device, x.dtype, offsets.dtype, None if first is None else first.dtype, heads, dim, rate, interleaved)
+        start(launch, -(-total // _TOKENS), (x, out, offsets, offsets if first is None else first), x.stride()[:2],
+              (n, total, n.bit_length(), heads, sign))
     return out
 
 
@@ -80,17 +88,17 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *args):
         ctx.args = args
-        return turn(x, *args, 1.0)
+        return turn(x, *args, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return turn(dy, *ctx.args, -1.0), None, None, None, None
+        return turn(dy, *ctx.args, -1), None, None, None, None
 
 
 @torch.library.custom_op("scree_triton::rope", mutates_args=())
 def _op(x: torch.Tensor, offsets: torch.Tensor, start: torch.Tensor | None, rate: float, interleaved: bool,
-        sign: float) -> torch.Tensor:
+        sign: int) -> torch.Tensor:
     return turn(x, offsets, start, rate, interleaved, sign)
 
 
@@ -121,9 +129,9 @@ def rope(call: Any) -> Any:
     x = values.reshape(values.shape[0], math.prod(values.shape[1:-1]), values.shape[-1])
     args = call.x.offsets, call.start, math.log(call.theta) * 2 / x.shape[2], call.interleaved
     if torch.compiler.is_compiling():
-        out = _op(x, *args, 1.0)
+        out = _op(x, *args, 1)
     elif x.requires_grad and torch.is_grad_enabled():
         out = _Rope.apply(x, *args)
     else:
-        out = turn(x, *args, 1.0)
+        out = turn(x, *args, 1)
     return call.x.with_values(out.view(values.shape))

@@ -1,5 +1,6 @@
 """Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
 import math
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -7,16 +8,14 @@ import triton
 import triton.language as tl
 
 from . import shares
-from .host import Kernel, multiprocessors, refuses
+from .host import FLOATS, multiprocessors, refuses, start
+from .launch import Launch
 
 _ELEMENTS = 2048  # in a tile
 _MOST_TILES = 32  # that a program reads one after another rather than cut a row
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
 OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY, "all": shares.ALL}
-
-_share, _add = Kernel(shares.share_kernel), Kernel(shares.add_kernel)
-
 
 class Rows(NamedTuple):
     """The rows that a call runs over: offsets, and a bound on the longest that is known on the host, or None."""
@@ -61,7 +60,6 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
         Of the reduction and its result; by default the accumulator's of x.
     """
     total, n = x.shape[0], rows.offsets.shape[0] - 1
-    width = math.prod(x.shape[1:])
     acc = accumulator(x.dtype if dtype is None else dtype)
     if map.value:
         out = x if map.value == shares.COPY.value else torch.empty_like(x)
@@ -69,39 +67,71 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
         out = torch.empty((n, *x.shape[1:]), dtype=acc if dtype is None else dtype, device=x.device)
     if out.numel() == 0:
         return out
-    block = min(triton.next_power_of_2(width), 128)
-    tokens = _ELEMENTS // block
-    blocks = triton.cdiv(width, block)
+    width = math.prod(x.shape[1:])
+    plan = _plan(x.device, total, n, rows.max_length, width)
+    dtypes = tuple(p if p is None else p.dtype for p in (x, y, a, b, out, rows.offsets))
+    first, add, again = _launches(x.device, dtypes, acc, op.value, map.value, plan.group, plan.mean, width)
+    cut = plan.cut and op.value > 0
+    x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+    parts = torch.empty((plan.shares, 2, 2, width), dtype=acc, device=x.device) if cut else kept
+    tails = torch.empty((plan.shares,), dtype=torch.int32, device=x.device) if op.value else rows.offsets
+    stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value else kept
+    pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, tails,
+                rows.offsets)
+    start(first, plan.programs, pointers, (), plan.numbers)
+    if cut:
+        start(add, plan.programs, (parts, tails, stats, rows.offsets), (), plan.numbers[:3])
+        if map.value:
+            start(again, plan.programs, pointers, (), plan.numbers)
+    return out
+
+
+class _Plan(NamedTuple):
+    """How a batch is cut: what it depends on is known on the host."""
+
+    shares: int
+    programs: int
+    cut: bool  # whether rows may be longer than a share
+    group: int  # rows beside each other in a tile
+    mean: int  # and the tokens of each
+    numbers: tuple[int, int, int, int]
+
+
+@lru_cache(1024)
+def _plan(device: torch.device, total: int, n: int, max_length: int | None, width: int) -> _Plan:
+    block = _block(width)
+    tokens, blocks = _ELEMENTS // block, -(-width // block)
     items = total + n + 1
-    mean = max(1, min(tokens, triton.next_power_of_2(triton.cdiv(total, max(n, 1)))))
-    share = max(tokens, triton.cdiv(triton.cdiv(items * blocks, multiprocessors(x.device) * 16), tokens) * tokens)
-    if rows.max_length is not None:
-        share = max(share, rows.max_length)
+    mean = min(tokens, triton.next_power_of_2(-(-total // max(n, 1)))) if total else 1
+    share = -(-items * blocks // (multiprocessors(device) * 16 * tokens)) * tokens
+    if max_length is not None:
+        share = max(share, max_length)
     share = min(share, _MOST_TILES * tokens)
-    programs = triton.cdiv(items, share)
-    cut = op.value > 0 and programs > 1 and (rows.max_length is None or rows.max_length > share)
+    count = -(-items // share)
     stride = 1
     while stride * shares.WIDE < n + 1:
         stride *= shares.WIDE
-    kept = out.view(torch.uint8) if out.dtype == torch.bool else out
-    parts = torch.empty((programs, 2, 2, width), dtype=acc, device=x.device) if cut else kept
-    tails = torch.empty((programs,), dtype=torch.int32, device=x.device) if op.value else rows.offsets
-    stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value else kept
-    reads = 2 if y is not None else map.value != shares.COPY.value
-    constants = dict(OP=op.value, MAP=map.value, AGAIN=False, IDENTITY=_identity(op.value, acc), C=width, BC=block,
-                     G=tokens // mean, W=mean, READS=int(reads), HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc])
-    x = x.view(torch.uint8) if x.dtype == torch.bool else x
-    pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, tails,
-                rows.offsets)
-    numbers = (n, total, share)
-    _share(programs * blocks, pointers, (), (*numbers, stride), constants)
-    if cut:
-        _add(programs * blocks, (parts, tails, stats, rows.offsets), (), numbers,
-             dict(OP=op.value, MAP=map.value, IDENTITY=constants["IDENTITY"], C=width, BC=block, F=max(1, 1024 // block),
-                  ACC=_ACC[acc]))
-        if map.value:
-            _share(programs * blocks, pointers, (), (*numbers, stride), {**constants, "AGAIN": True})
-    return out
+    return _Plan(count, count * blocks, count > 1 and (max_length is None or max_length > share), tokens // mean, mean,
+                 (n, total, share, stride))
+
+
+def _block(width: int) -> int:
+    return min(triton.next_power_of_2(width), 128)
+
+
+@cache
+def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], acc: torch.dtype, op: int, map: int, group: int,
+              mean: int, width: int) -> tuple[Launch, Launch, Launch]:
+    """The first visit, what adds the parts of long rows up, and the second visit, for x, y, a, b, ... of these dtypes."""
+    _, y, a, b, *_ = dtypes
+    block = _block(width)
+    reads = 2 if y is not None else int(map != shares.COPY.value)
+    same = dict(IDENTITY=_identity(op, acc), C=width, BC=block)
+    more = dict(G=group, W=mean, READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc])
+    visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, AGAIN=again, **same, **more), dict(num_warps=4))
+              for again in (False, True)]
+    add = Launch(shares.add_kernel, dict(OP=op, MAP=map, **same, F=max(1, 1024 // block), ACC=_ACC[acc]), dict(num_warps=4))
+    return visits[0], add, visits[1]
 
 
 def _reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
@@ -175,9 +205,9 @@ def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SegmentCall`; None if they do."""
     if reason := refuses(call.values, _DTYPES):
         return reason
-    if call.dtype not in (*_ACC, torch.bool) or call.dtype.is_floating_point < call.values.dtype.is_floating_point:
-        if call.op not in ("any", "all"):
-            return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"
+    narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
+    if call.op not in ("any", "all") and (narrower or call.dtype not in (*FLOATS, *_ACC)):
+        return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"
     if call.op == "prod" and call.values.requires_grad:
         return "the Triton kernels have no gradient of prod"
     return None

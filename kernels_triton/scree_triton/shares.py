@@ -332,40 +332,55 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
             within = tl.arange(0, W)[None, :]
             for group in range(first, last, G):
                 rows = group + each
-                starts = tl.load(OFFSETS + rows, mask=rows < last, other=0).to(tl.int64)
-                ends = tl.load(OFFSETS + rows + 1, mask=(rows < last) & (rows < n), other=total).to(tl.int64)
                 base = tl.load(OFFSETS + group).to(tl.int64)
+                starts = (tl.load(OFFSETS + rows, mask=rows < last, other=0) - base).to(tl.int32)
+                ends = tl.load(OFFSETS + rows + 1, mask=(rows < last) & (rows < n), other=total) - base
+                ends = tl.minimum(ends, starts + (share + 1)).to(tl.int32)
                 whole = (rows < last) & (ends - starts <= share)
-                lengths = tl.where(whole, ends - starts, 0).to(tl.int32)
-                little = whole & (lengths <= 2 * W)
-                some = tl.where(little, lengths, 0)
-                at = tl.where(little, starts - base, 0).to(tl.int32)[:, None]
-                longest = tl.max(some, 0)
+                lengths = tl.where(whole, ends - starts, 0)
+                longest = tl.max(lengths, 0)
                 a, b = _operands(A, B, rows, n, columns, C, HAS_A, HAS_B, ACC)
                 u, v = _zeros(tl.zeros([G, BC, 1], ACC), OP, IDENTITY)
-                if OP != NONE:
-                    for i in range(0, longest, W):
-                        valid = i + within < some[:, None]
-                        x, y = _pair(X + base * C, Y + base * C, at + i + within, valid, columns, C, BC, READS, ACC)
+                real = (rows < n)[:, None, None]
+                if longest <= W:  # every row is read once
+                    at = tl.where(whole, starts, 0)[:, None] + within
+                    valid = within < lengths[:, None]
+                    x, y = _pair(X + base * C, Y + base * C, at, valid, columns, C, BC, READS, ACC)
+                    if OP != NONE:
                         u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
-                if MAP == NONE:
-                    _keep(ROWS, _result(u, v, OP), rows, little & (rows < n), columns, C)
-                else:
-                    if OP == LSE:
-                        u = _finite(u)
-                    real = (rows < n)[:, None, None]
-                    for i in range(0, longest, W):
-                        valid = i + within < some[:, None]
-                        x, y = _pair(X + base * C, Y + base * C, at + i + within, valid, columns, C, BC, READS, ACC)
+                    if MAP == NONE:
+                        _keep(ROWS, _result(u, v, OP), rows, whole & (rows < n), columns, C)
+                    else:
+                        if OP == LSE:
+                            u = _finite(u)
                         made = tl.where(real, _made(x, y, u, v, a, b, MAP), 0.0)
-                        _write(OUT + base * C, made, at + i + within, valid, columns, C, BC)
-                more = tl.where(little, 0, lengths)  # rows too long to stand beside the others, one at a time
-                for _ in range(tl.sum((more > 0).to(tl.int32), 0)):
-                    i = tl.argmax(more, 0)
-                    start, end = _bounds(OFFSETS, group + i, n, total)
-                    _row(X, Y, A, B, ROWS, OUT, group + i, start, end, n, columns, OP, MAP, IDENTITY, C, BC, F, READS, HAS_A,
-                         HAS_B, ACC)
-                    more = tl.where(each == i, 0, more)
+                        _write(OUT + base * C, made, at, valid, columns, C, BC)
+                else:
+                    little = whole & (lengths <= 2 * W)
+                    some = tl.where(little, lengths, 0)
+                    at = tl.where(little, starts, 0)[:, None]
+                    if OP != NONE:
+                        for i in range(0, tl.minimum(longest, 2 * W), W):
+                            valid = i + within < some[:, None]
+                            x, y = _pair(X + base * C, Y + base * C, at + i + within, valid, columns, C, BC, READS, ACC)
+                            u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
+                    if MAP == NONE:
+                        _keep(ROWS, _result(u, v, OP), rows, little & (rows < n), columns, C)
+                    else:
+                        if OP == LSE:
+                            u = _finite(u)
+                        for i in range(0, tl.minimum(longest, 2 * W), W):
+                            valid = i + within < some[:, None]
+                            x, y = _pair(X + base * C, Y + base * C, at + i + within, valid, columns, C, BC, READS, ACC)
+                            made = tl.where(real, _made(x, y, u, v, a, b, MAP), 0.0)
+                            _write(OUT + base * C, made, at + i + within, valid, columns, C, BC)
+                    more = tl.where(little, 0, lengths)  # rows too long to stand beside the others, one at a time
+                    for _ in range(tl.sum((more > 0).to(tl.int32), 0)):
+                        i = tl.argmax(more, 0)
+                        start, end = _bounds(OFFSETS, group + i, n, total)
+                        _row(X, Y, A, B, ROWS, OUT, group + i, start, end, n, columns, OP, MAP, IDENTITY, C, BC, F, READS,
+                             HAS_A, HAS_B, ACC)
+                        more = tl.where(each == i, 0, more)
 
 
 @triton.jit(do_not_specialize=("n", "total", "share"))

@@ -33,7 +33,8 @@ CASES = [
     *(Case(dtype, dim, dim, 4, 2, MIXED, causal=causal, slack=slack)
       for dtype in (bf16, f32) for dim in (64, 80, 128) for causal in (False, True) for slack in (1, 300)),
     *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, alibi=True, **mask)
-      for dtype, dim, k_lengths, mask in itertools.product((f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:3] + MASKS[5:6])),
+      for dtype, dim, k_lengths, mask in itertools.product(
+          (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:3] + MASKS[5:6])),
     *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
     *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
 ]
@@ -68,7 +69,8 @@ def test_error(case):
     exact = reference(case, p, torch.float64)
     eager = reference(case, p, case.dtype)
     for name, x, y, e, other in zip(("out", "lse", "dq", "dk", "dv"), found, again, exact, eager):
-        floor = {f16: 2e-4, bf16: 1.6e-3, f32: 2e-7}[case.dtype] if name != "lse" else 5e-7
+        # Three TF32 products keep about 21 bits, and the backward takes the difference of two sums of them.
+        floor = {f16: 2e-4, bf16: 1.6e-3, f32: 2e-6 if name == "out" else 1e-5}[case.dtype] if name != "lse" else 5e-7
         assert distance(x, e) < 2 * distance(other, e) + floor, name
         assert torch.equal(x, y), f"{name}: two runs differ"
 
