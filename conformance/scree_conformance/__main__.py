@@ -33,6 +33,7 @@ class Line:
     rejected: int = 0
     absent: int = 0
     notes: list[str] = field(default_factory=list)
+    why: str = ""
 
 
 def run(backend: str, device: str | None = None, kernel: str | None = None, only: str = "") -> dict[str, Line]:
@@ -54,6 +55,7 @@ def run(backend: str, device: str | None = None, kernel: str | None = None, only
             except Absent as reason:
                 line.absent += 1
                 line.notes.append(f"{case.name}: {reason}")
+                line.why = str(reason)
             except Exception as error:  # a case may fail in any way, and the others still run
                 line.failed += 1
                 line.notes.insert(0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -48,6 +48,10 @@ class Library:
         ``generator(seed)``: what its random functions draw from, or None.
     gaps
         Function that it lacks for good, or ``"function-dtype"`` -> why; it must fail there, and the coverage page says so.
+    jit
+        ``jit(f)``: the function of dense arrays compiled, or None.
+    grad
+        ``grad(f, *arrays)``: the gradients of a function to one number, or None.
     context
         Under which a case runs.
     """
@@ -63,6 +67,8 @@ class Library:
     rough_float64: bool = False
     generator: Callable[[int], Any] | None = None
     gaps: dict[str, str] = field(default_factory=dict)
+    jit: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    grad: Callable[..., list[Any]] | None = None
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def dtype_name(self, x: Any) -> str:
@@ -112,13 +118,22 @@ def _torch(device: str | None) -> Library:
         x = x.detach().cpu().resolve_conj().resolve_neg()
         return _wide((x.to(torch.float64) if x.is_floating_point() else x).numpy())
 
+    def jit(f: Callable[..., Any]) -> Callable[..., Any]:
+        torch.compiler.reset()  # it counts the functions that share their code, and stops at eight
+        return torch.compile(f, backend="eager", fullgraph=True)
+
+    def grad(f: Callable[..., Any], *arrays: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [x.detach().requires_grad_() for x in arrays]
+        return list(torch.autograd.grad(f(*inputs), inputs))
+
     def array(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(x, device=place).to(dtype)
 
     return Library(
         "torch", _named(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")), array, read,
         host=place.type == "cpu", generator=lambda seed: torch.Generator(place).manual_seed(seed),
-        gaps={"unique_all": "PyTorch does not say where a value is first"},
+        gaps={"unique_all": "PyTorch does not say where a value is first"}, grad=grad,
+        jit=jit,
     )  # fmt: skip
 
 
@@ -137,7 +152,8 @@ def _jax(device: str | None) -> Library:
     return Library(
         "jax", dtypes, array, lambda x: _wide(np.asarray(x)), host=(device or "cpu") == "cpu",
         default_float="float64" if wide else "float32", default_integer="int64" if wide else "int32",
-        generator=jax.random.key, compiles=True,
+        generator=jax.random.key, compiles=True, jit=jax.jit,
+        grad=lambda f, *arrays: list(jax.grad(f, argnums=tuple(range(len(arrays))))(*arrays)),
     )  # fmt: skip
 
 
@@ -153,12 +169,17 @@ def _mlx(device: str | None) -> Library:
     def read(x: Any) -> np.ndarray:
         return _wide(np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x))
 
+    def grad(f: Callable[..., Any], *arrays: Any) -> list[Any]:
+        found = mx.grad(f, argnums=list(range(len(arrays))))(*arrays)
+        return [found] if isinstance(found, mx.array) else list(found)
+
     def array(x: np.ndarray, dtype: Any) -> Any:
         return mx.array(x, dtype=mx.float64).astype(dtype) if x.dtype == np.float64 else mx.array(x).astype(dtype)
 
     return Library(
         "mlx", dtypes, array, read, host=False, default_integer="int32", rough_float64=True, generator=mx.random.key,
-        gaps={"complex128": "MLX has no such dtype"},
+        gaps={"complex128": "MLX has no such dtype"}, jit=mx.compile,
+        grad=grad,
     )  # fmt: skip
 
 

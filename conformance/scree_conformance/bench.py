@@ -8,7 +8,7 @@ where it happens to be less; a result may be off by `FACTOR` times that, plus on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -76,6 +76,10 @@ class Bench:
     def start(self, case: str) -> None:
         """Seed the random numbers by the case, so that each case runs alone as it runs among others."""
         self.rng = np.random.default_rng(crc32(case.encode()))
+
+    def some(self, variants: Iterable[Any]) -> list[Any]:
+        """All variants, or every third where each is compiled."""
+        return list(variants)[:: 3 if self.lib.compiles else 1]
 
     # ------------------------------------------------------------------------------------------- inputs
     def dense(self, shape: tuple[int, ...], dtype: str, draw: str = "any") -> Data:

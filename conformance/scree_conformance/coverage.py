@@ -27,7 +27,7 @@ class Counts(Protocol):
     passed: int
     failed: int
     absent: int
-    notes: list[str]
+    why: str
 
 
 def outcomes(lines: Mapping[str, Counts]) -> dict[str, dict[str, list[Any]]]:
@@ -42,8 +42,7 @@ def outcomes(lines: Mapping[str, Counts]) -> dict[str, dict[str, list[Any]]]:
             cell = found[name].setdefault(variant, [0, 0, 0, ""])
             for i, count in enumerate((line.passed, line.failed, line.absent)):
                 cell[i] += count
-            if line.notes:
-                cell[3] = cell[3] or line.notes[0].partition(": ")[2]
+            cell[3] = cell[3] or line.why
     return found
 
 

@@ -242,6 +242,30 @@ operation("ragged.attention: large numbers", (ALL[0],), (*LARGE, "float32"), ker
 )
 
 
+@operation("ragged.attention: ALiBi and sinks", (ALL[0], "blocks", "all_empty"), kernel="attention")
+def biases(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Slopes and sinks of each head, alone and with what changes scores before or after them."""
+    slopes, sinks = np.asarray([0.5, 0.125, 0.0, 1.0]), np.asarray([0.0, 2.0, -1.0, 0.5])
+    lengths = lengths_of(layout)
+    q = bench.ragged(lengths, (4, 8), dtype)
+    k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
+    for given, options in (
+        ({"alibi_slopes": slopes}, {}),
+        ({"alibi_slopes": slopes}, {"causal": True, "window": 9, "softcap": 2.0}),
+        ({"sinks": sinks}, {"causal": True}),
+        ({"alibi_slopes": slopes, "sinks": sinks}, {"window": (5, 2), "deterministic": True}),
+    ):
+        arrays = {name: bench.lib.make(x, "float64" if dtype == "float64" else "float32") for name, x in given.items()}
+        known = {name: x for name, x in options.items() if name != "deterministic"}
+        rough = partial(oracle.attention, stage=oracle.rounded(dtype), **given, **known) if dtype in HALF else None
+        bench.check(
+            lambda *x, arrays=arrays, options=options: bench.run(
+                bench.xp.ragged.attention, *x, return_lse=True, **arrays, **options
+            ),
+            partial(oracle.attention, **given, **known), q, k, k, rough=rough, curved=True, note=f"{[*given]}, {options}: ",
+        )
+
+
 @operation("ragged.attention: is O(total)", ("one_long",), ("float32",))
 def memory(bench: Bench, layout: Layout, dtype: str) -> None:
     """One long row among many short ones costs no scores of n x longest^2: the result is there, in the memory of a test."""

@@ -15,7 +15,7 @@ PROVIDER = "loopback"
 HAND_ON: dict[str, Callable[[Any], Any]] = {
     "attention": lambda call: scree.attention(
         call.q, call.k, call.v, causal=call.causal, window=call.window, scale=call.scale, softcap=call.softcap,
-        return_lse=call.return_lse, kernel="standard",
+        alibi_slopes=call.alibi_slopes, return_lse=call.return_lse, kernel="standard",
     ),
     "softmax": lambda call: scree.softmax(call.x, kernel="standard"),
     "rms_norm": lambda call: scree.rms_norm(call.x, call.weight, eps=call.eps, kernel="standard"),

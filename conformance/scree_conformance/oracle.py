@@ -196,24 +196,32 @@ def visible(queries: int, keys: int, causal: bool, window: Any) -> np.ndarray:
 
 def attention(
     q: Rows, k: Rows, v: Rows, *, causal: bool = False, window: Any = None, scale: float | None = None,
-    softcap: float | None = None, stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None,
+    stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
     """Output and log-sum-exp of each row; `stage` rounds scores and weights where a lower precision keeps them so."""
     out, lse = [], []
     for qs, ks, vs in zip(q, k, v, strict=True):
         heads, kv_heads, wide = qs.shape[1], ks.shape[1], qs.dtype.type
-        seen = visible(qs.shape[0], ks.shape[0], causal, window)
         got, logs = np.zeros((*qs.shape[:2], vs.shape[2]), wide), np.full(qs.shape[:2], -math.inf, wide)
         for h in range(heads):
             g = h // (heads // kv_heads)
             score = stage(qs[:, h] @ ks[:, g].T * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale))
             if softcap is not None:
                 score = wide(softcap) * np.tanh(score / wide(softcap))
+            if alibi_slopes is not None:
+                own = np.arange(qs.shape[0])[:, None] + ks.shape[0] - qs.shape[0]
+                score = score - wide(alibi_slopes[h]) * np.abs(own - np.arange(ks.shape[0]))
+            seen, values = visible(qs.shape[0], ks.shape[0], causal, window), vs[:, g]
+            if sinks is not None:  # a key that every query sees, with the value 0
+                score = np.concatenate((score, np.full((qs.shape[0], 1), wide(sinks[h]))), axis=1)
+                seen = np.concatenate((seen, np.ones((qs.shape[0], 1), bool)), axis=1)
+                values = np.concatenate((values, np.zeros((1, vs.shape[2]), wide)))
             some = seen.any(axis=1)
             score = np.where(seen, score, wide(-math.inf))[some]
             top = np.max(score, axis=1, keepdims=True, initial=-math.inf)
             total = np.sum(np.exp(score - top), axis=1, keepdims=True)
-            got[some, h] = stage(np.exp(score - top) / total) @ vs[:, g]
+            got[some, h] = stage(np.exp(score - top) / total) @ values
             logs[some, h] = (top + np.log(total))[:, 0]
         out.append(got)
         lse.append(logs)

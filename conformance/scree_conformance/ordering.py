@@ -38,7 +38,7 @@ def sorting(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     for dim in (0, 1):
         for draw in drawn(dtype):
             x = bench.ragged(layout, (3,), dtype, draw, dim)
-            for axis, descending in ((dim + 1, False), (dim + 1, True), (2 - dim, False), (2 - dim, True), (-1, False)):
+            for axis, descending in bench.some(((dim + 1, False), (2 - dim, False), (-1, False), (dim + 1, True), (2 - dim, True))):
                 at = axis % 3 - 1
                 places = by_row(partial(order, axis=at, descending=descending))
                 if name == "argsort":

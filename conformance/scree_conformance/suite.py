@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import dense, extension, laws, ordering, products, reshaping, standard, structure
+from . import dense, extension, laws, ordering, products, reshaping, standard, structure, transforms
 from .backends import Library
 from .layouts import FEW
 from .table import OPERATIONS, Case
 
-MODULES = (standard, reshaping, ordering, products, extension, structure, dense, laws)  # each puts its operations into the table when it is imported
+MODULES = (standard, reshaping, ordering, products, extension, structure, transforms, dense, laws)  # each puts its operations into the table when it is imported
 
 
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:

