@@ -7,7 +7,10 @@ import typer
 from .commands import report
 
 #: The subcommands that measure, a module each, in the order in which help and the report show them.
-MEASURING = ("memory", "throughput", "attention", "algorithms", "norms", "kernels", "precision", "collectives", "ratios", "overhead")
+MEASURING = (
+    "memory", "throughput", "attention", "algorithms", "norms", "kernels", "model", "precision", "collectives", "ratios",
+    "overhead",
+)  # fmt: skip
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

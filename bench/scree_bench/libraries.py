@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import typer
-from scree_conformance import backends
 
 import scree
+from scree_conformance import backends
 
 from .measure import traced_peak
 

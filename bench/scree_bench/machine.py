@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +22,10 @@ PACKAGES = ("scree", "numpy", "torch", "triton", "jax", "jaxlib", "mlx", "array-
 def processor() -> str:
     """The name of the CPU."""
     info = Path("/proc/cpuinfo")
-    names = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()
+    for line in info.read_text(encoding="utf-8").splitlines() if info.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def cores() -> int:
@@ -54,7 +56,8 @@ def versions() -> dict[str, str]:
 def describe(device: str) -> dict[str, Any]:
     """The machine, as it goes into the results."""
     found: dict[str, Any] = {
-        "device": device, "tag": tag(device), "cpu": processor(), "cores": cores(), "system": f"{platform.system()} {platform.machine()}",
+        "device": device, "tag": tag(device), "cpu": processor(), "cores": cores(),
+        "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     if device.startswith("cuda"):
         found["gpu"] = gpu()
@@ -70,7 +73,7 @@ def tag(device: str) -> str:
 
 def now() -> str:
     """The time, to the second, in UTC."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def limits(device: str, quick: bool) -> dict[str, float]:

@@ -49,7 +49,8 @@ def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
             "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back, "text.color": ink,
             "axes.labelcolor": ink, "axes.edgecolor": grid, "xtick.color": ink, "ytick.color": ink, "grid.color": grid,
             "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-            "axes.prop_cycle": mpl.cycler(color=colors, linestyle=STYLES), "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
+            "axes.prop_cycle": mpl.cycler(color=colors, linestyle=STYLES),
+            "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
             "legend.frameon": False, "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5,
             "svg.fonttype": "none", "svg.hashsalt": "scree", "font.family": "sans-serif",
         }  # fmt: skip
@@ -91,16 +92,18 @@ def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> No
 def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str) -> None:
     """A group of horizontal bars for each entry, a color for each contender, its value beside each bar."""
     names = list(dict.fromkeys(who for group in groups.values() for who in group))
-    colors = dict(zip(names, _cycle(axes, len(names)), strict=True))
+    palette = _colors()
+    crowded = len(names) > len(palette)  # then names stand beside the bars, and color only tells ours from theirs
+    colors = {who: palette[not who.startswith("scree")] if crowded else palette[i] for i, who in enumerate(names)}
     place, ticks, longest = 0.0, [], 0.0
     for label, group in groups.items():
         ticks.append((place + (len(group) - 1) / 2, label))
         for who, x in group.items():
             axes.barh(place, x, color=colors[who], height=0.8)
-            axes.text(x, place, " " + unit(kind).show(x), va="center", fontsize=9)
+            axes.text(x, place, f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}", va="center", fontsize=9)
             longest, place = max(longest, x), place + 1
         place += 0.8
-    axes.set(xlim=(0, longest * 1.2 or 1), xticks=[])
+    axes.set(xlim=(0, longest * (1.5 if crowded else 1.2) or 1), xticks=[])
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
@@ -108,8 +111,8 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
     axes.invert_yaxis()
     figure = axes.get_figure()
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    columns = min(3, len(names))
-    if len(names) > 1:
+    columns = max(1, min(3, len(names)))
+    if len(names) > 1 and not crowded:
         handles = [axes.barh(0, 0, color=colors[who], label=who) for who in names]
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     figure.set_size_inches(SIZE[0], max(2.0, 0.24 * place + 0.6 + 0.25 * math.ceil(len(names) / columns)))
@@ -136,11 +139,11 @@ def grouped(rows: Iterable[Row], value: str, label: Callable[[Row], str]) -> dic
     return found
 
 
-def _cycle(axes: Any, count: int) -> Sequence[str]:
+def _colors() -> Sequence[str]:
     import matplotlib as mpl
 
-    colors = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
-    return [colors[i % len(colors)] for i in range(count)]
+    colors: list[str] = mpl.rcParams["axes.prop_cycle"].by_key()["color"]
+    return colors
 
 
 def ticks(count: int) -> Any:

@@ -12,9 +12,8 @@ from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
 from ..libraries import Library, wanted, where
 from ..measure import require
 from ..options import Backend, Device, Out, Quick, Seed, numbers
-from ..results import Result, Row
+from ..results import OK, Result, Row
 from ..session import Session
-
 
 
 def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
@@ -44,17 +43,18 @@ def command(
         session.result.extra = trace(seed)
         for lib in wanted(session, backend):
             for length in session.track(sizes, lib.name):
-                shape = Shape(batch, heads, length, dim)
-                case = {"backend": lib.name, "batch": batch, "heads": heads, "dim": dim, "length": length}
-                steps = {}
-                for name, algorithm in ALGORITHMS.items():
-                    row = session.row(case, name)
-                    row.values["estimate_bytes"] = float(algorithm.estimate_memory(shape))
-                    steps[name] = lambda a=algorithm, s=shape: _step(lib, a, s, seed)
-                session.time(case, "forward_s", steps, budget=0.5, wait=lib.wait)
-                for name, build in steps.items():
-                    if session.row(case, name).status == "ok":
-                        session.value(case, name, "peak_bytes", lambda b=build: lib.peak(b()))
+                _measure(session, lib, Shape(batch, heads, length, dim), seed)
+
+
+def _measure(session: Session, lib: Library, shape: Shape, seed: int) -> None:
+    case = {"backend": lib.name, "batch": shape.n, "heads": shape.heads, "dim": shape.dim, "length": shape.length}
+    steps = {name: lambda a=algorithm: _step(lib, a, shape, seed) for name, algorithm in ALGORITHMS.items()}
+    for name, algorithm in ALGORITHMS.items():
+        session.row(case, name).values["estimate_bytes"] = float(algorithm.estimate_memory(shape))
+    session.time(case, "forward_s", steps, budget=0.5, wait=lib.wait)
+    for name, build in steps.items():
+        if session.row(case, name).status == OK:
+            session.value(case, name, "peak_bytes", lambda b=build: lib.peak(b()))
 
 
 def _step(lib: Library, algorithm: Algorithm, shape: Shape, seed: int) -> Any:
@@ -81,7 +81,10 @@ def trace(seed: int, length: int = 512) -> dict[str, Any]:
 
 def pictures(result: Result) -> plots.Pictures:
     """Memory against length, time against length, both beside the estimates, and the algorithms at work."""
-    found: plots.Pictures = {"algorithms-blocks": lambda figure: _blocks(figure, result), "algorithms-softmax": lambda figure: _softmax(figure, result)}
+    found: plots.Pictures = {
+        "algorithms-blocks": lambda figure: _blocks(figure, result),
+        "algorithms-softmax": lambda figure: _softmax(figure, result),
+    }
     for name in dict.fromkeys(row.case["backend"] for row in result.rows):
         rows = [row for row in result.rows if row.case["backend"] == name]
         found[f"algorithms-{name}-memory"] = lambda figure, rows=rows, name=name: plots.curves(

@@ -127,7 +127,6 @@ def _peak(session: Session, case: dict[str, Any], lib: Library, peer: Peer, work
 
 def pictures(result: Result) -> plots.Pictures:
     """Bytes of a batch in each way, the savings of all batches, and the measured peaks."""
-
     batch, each, peak = (
         [row for row in result.rows if any(name in row.values for name in names)]
         for names in (("batch_bytes",), ("mean_saved",), ("forward_peak_bytes",))

@@ -60,7 +60,7 @@ def command(
         for lib in wanted(session, backend):
             for what, (ours, bare) in session.track(calls(lib).items(), lib.name):
                 case = {"backend": lib.name, "call": what}
-                contenders: dict[str, Callable[[], Thunk]] = {"scree": lambda x=_values(ours): x}
+                contenders: dict[str, Callable[[], Thunk]] = {"scree": lambda x=ours: _values(x)}
                 if bare is not None:
                     contenders["bare"] = lambda x=bare: x
                 rows = session.time(case, "call_s", contenders, budget=0.5, wait=lib.wait)

@@ -125,7 +125,8 @@ def _distance(found: np.ndarray, truth: np.ndarray) -> float:
 
 def pictures(result: Result) -> plots.Pictures:
     """Errors by operation and data type, on numbers of about 1."""
-    rows = [row for row in result.rows if row.case.get("size of numbers") == 1.0 and np.isfinite(row.values.get("relative_error", np.nan))]
+    rows = [row for row in result.rows
+            if row.case.get("size of numbers") == 1.0 and np.isfinite(row.values.get("relative_error", np.nan))]  # fmt: skip
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()

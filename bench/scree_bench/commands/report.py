@@ -75,7 +75,7 @@ def _pictures(result: Result, folder: Path) -> Iterator[tuple[Path, Path]]:
 
 def command(
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of runs, on any machines.")] = None,
-    out: Annotated[Path, typer.Option(help="The page to write; its pictures go into a folder of the same name.")] = Path("bench.md"),
+    out: Annotated[Path, typer.Option(help="The page to write; pictures go into a folder of that name.")] = Path("bench.md"),
 ) -> None:
     """Assemble the JSON of many runs into one page of Markdown with pictures."""
     console, found = Console(), []

@@ -1,0 +1,256 @@
+"""`model`: whole training steps of GPT-2 on rows of different lengths, ragged and padded: time and memory of each phase."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .. import gpt, lengths, plots
+from ..libraries import allocations, where
+from ..measure import Failure, require
+from ..options import Device, Out, Quick, Seed, numbers
+from ..results import OK, Result, Row
+from ..session import Session
+
+PHASES = ("forward", "backward", "optimizer")
+WARM_UPS = (0, 1, 5)  # steps that are left out of a mean
+POINTS = 1000  # of a timeline
+
+#: Words in the name of a kernel -> what it does; the first that fits counts. What is left is elementwise work and reductions.
+CLASSES = {
+    "attention": ("attention", "flash", "fmha", "sdpa", "_fwd_kernel", "dkdv", "_dq"),
+    "matmul": ("mm", "gemm", "linear", "matmul", "cutlass", "nvjet"),
+    "copies": ("copy", "memcpy", "cat", "index", "gather", "scatter", "fill", "zero", "memset", "embedding", "clone"),
+}
+
+
+class Step:
+    """One training step of one contender, phase by phase; the state lives on between steps."""
+
+    def __init__(self, size: gpt.Size, batch: gpt.Batch, longest: int, device: str, precision: str, compiled: bool, seed: int):
+        import torch
+
+        self.torch, self.device = torch, device
+        self.weights = gpt.weights(size, longest, device, seed)
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-4, fused=device == "cuda" or None)
+        run = torch.compile(gpt.loss, dynamic=False) if compiled else gpt.loss
+        bf16 = precision == "bf16 autocast"
+
+        def forward() -> None:
+            with torch.autocast(device, torch.bfloat16) if bf16 else nullcontext():
+                self.loss = run(self.weights, size, *batch)
+
+        def backward() -> None:
+            self.loss.backward()
+
+        def optimizer() -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        self.phases: dict[str, Callable[[], None]] = {"forward": forward, "backward": backward, "optimizer": optimizer}
+        self.loss: Any = None
+
+    def run(self, name: str) -> float:
+        """Seconds of a phase, by the host's clock, from an idle device to an idle device."""
+        self.wait()
+        start = time.perf_counter()
+        with self._marked(name):
+            self.phases[name]()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+
+    @contextmanager
+    def _marked(self, name: str) -> Iterator[None]:
+        """A range that Nsight shows."""
+        if self.device != "cuda":
+            yield
+            return
+        self.torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            self.torch.cuda.nvtx.range_pop()
+
+
+def command(
+    sizes: Annotated[str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}.")] = "small",
+    contexts: Annotated[str, typer.Option(help="Median lengths of the rows, with commas between them.")] = "128,256,512",
+    batch: Annotated[int, typer.Option(help="Rows.")] = 4,
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
+    precisions: Annotated[str, typer.Option(help="fp32, tf32 (CUDA), bf16 (autocast).")] = "fp32,bf16",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compiled forms too.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps that are measured, beside five to warm up.")] = 10,
+    device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
+) -> None:  # fmt: skip
+    """Training steps of GPT-2, ragged and padded: forward, backward and optimizer, time, memory and where they go.
+
+    Both forms start from the same weights, so their first losses must agree. Means are after 0, 1 and 5 steps of warming up; the
+    spread is that after 5. Peaks are those of each phase, over what was held before the step.
+    """
+    with Session("model", locals(), where(device)) as session:
+        if find_spec("torch") is None:
+            return session.leave_out("model", "needs PyTorch, which is not installed")
+        chosen, medians = [x.strip() for x in sizes.split(",")], numbers(contexts)
+        if unknown := [x for x in chosen if x not in gpt.SIZES]:
+            raise typer.BadParameter(f"--sizes: expected some of {', '.join(gpt.SIZES)}, got {unknown[0]!r}")
+        if quick:
+            chosen, medians, steps = ["tiny"], [24], 3
+        cases = [(name, median, p.strip()) for name in chosen for median in medians for p in precisions.split(",")]
+        session.result.extra = {"timelines": {}, "kernels": {}}
+        for name, median, precision in session.track(cases):
+            if precision == "tf32" and session.device != "cuda":
+                session.leave_out("tf32", "exists on CUDA devices only")
+                continue
+            rng = np.random.default_rng(seed)
+            counts = lengths.lognormal(batch, median, sigma, rng)
+            rows = [rng.integers(0, gpt.SIZES[name].vocabulary, int(n)) for n in counts]
+            case = {"size": name, "precision": {"bf16": "bf16 autocast"}.get(precision, precision), "rows": batch,
+                    "tokens": int(counts.sum()), "longest": int(counts.max())}  # fmt: skip
+            _measure(session, case, rows, compiled, steps, seed)
+    return None
+
+
+def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], compiled: bool, steps: int, seed: int) -> None:
+    import torch
+
+    device, size, longest = session.device, gpt.SIZES[case["size"]], case["longest"]
+    torch.backends.cuda.matmul.allow_tf32 = case["precision"] == "tf32"
+    running: dict[str, Step] = {}
+    for form, make in (("scree", gpt.ragged), ("padded", gpt.padded)):
+        for compile_it in (False, True) if compiled else (False,):
+            who = f"{form}, compiled" if compile_it else form
+            try:
+                require(16.0 * size.parameters, device)
+                running[who] = Step(size, make(rows, device), longest, device, case["precision"], compile_it, seed)
+            except Exception as error:
+                session.row(case, who).add("step_s", Failure.of(error))
+    times: dict[str, dict[str, list[float]]] = {who: {phase: [] for phase in PHASES} for who in running}
+    for number in range(max(WARM_UPS) + steps):
+        for who in list(running):
+            try:
+                for phase in PHASES:
+                    times[who][phase].append(running[who].run(phase))
+                if number == 0:
+                    session.row(case, who).values["first_loss_value"] = float(running[who].loss.detach())
+            except Exception as error:
+                session.row(case, who).add("step_s", Failure.of(error))
+                del running[who]
+    for who, step in running.items():
+        row = session.row(case, who)
+        _summarize(row, times[who])
+        row.values["real_tokens"] = case["tokens"] / row.values["step_s"]
+        try:
+            _memory(session, row, step)
+            _profile(session, row, step)
+        except Exception as error:
+            row.add("profile", Failure.of(error))
+
+
+def _summarize(row: Row, times: dict[str, list[float]]) -> None:
+    every = [sum(parts) for parts in zip(*times.values(), strict=True)]
+    last = max(WARM_UPS)
+    row.add("step_s", every[last:])
+    for phase in PHASES:
+        row.add(f"{phase}_s", times[phase][last:])
+    for count in WARM_UPS:
+        row.values[f"mean_after_{count}_s"] = statistics.fmean(every[count:])
+    deviation = statistics.stdev(every[last:]) if len(every) > last + 1 else 0.0
+    row.values |= {"deviation_s": deviation, "cv_share": deviation / statistics.fmean(every[last:])}
+
+
+def _memory(session: Session, row: Row, step: Step) -> None:
+    """Peaks of each phase, and what is held through a whole step."""
+    line: list[list[float]] = []
+    base, start = 0, 0.0
+    for phase in PHASES:
+        found = _cuda_allocations(step, phase) if session.device == "cuda" else allocations(step.phases[phase])[0]
+        row.values[f"{phase}_peak_bytes"] = float(base + max((held for _, held in found), default=0))
+        line += [[start + at, base + held, PHASES.index(phase)] for at, held in found]
+        base, start = (int(line[-1][1]), line[-1][0]) if line else (base, start)
+    session.result.extra["timelines"][_label(row)] = line[:: max(1, len(line) // POINTS)]
+
+
+def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
+    """Seconds and bytes held after each event of PyTorch's memory snapshot."""
+    memory = step.torch.cuda.memory
+    memory._record_memory_history(max_entries=1_000_000)
+    step.run(phase)
+    events = memory._snapshot()["device_traces"][step.torch.cuda.current_device()]
+    memory._record_memory_history(enabled=None)
+    held, line = 0, []
+    for event in events:
+        held += {"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"]
+        line.append(((event["time_us"] - events[0]["time_us"]) / 1e6, held))
+    return line
+
+
+def _profile(session: Session, row: Row, step: Step) -> None:
+    """The share of each class of kernels in a phase, and the kernels that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = session.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    for phase in PHASES:
+        with profile(activities=activities) as found:
+            step.run(phase)
+        own = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6 for e in found.key_averages()}
+        total = sum(own.values()) or 1.0
+        shares = dict.fromkeys((*CLASSES, "other"), 0.0)
+        for name, seconds in own.items():
+            shares[classify(name)] += seconds / total
+        target = session.row({**row.case, "phase": phase}, row.who)
+        target.values |= {f"{name}_share": share for name, share in shares.items()}
+        longest = sorted(own.items(), key=lambda item: -item[1])[:10]
+        session.result.extra["kernels"][f"{_label(row)}, {phase}"] = [[name[:120], seconds] for name, seconds in longest]
+
+
+def classify(kernel: str) -> str:
+    """The class of a kernel, by its name."""
+    name = kernel.lower()
+    return next((kind for kind, words in CLASSES.items() if any(word in name for word in words)), "other")
+
+
+def _label(row: Row) -> str:
+    return f"{row.case['size']}, {row.case['precision']}, longest {row.case['longest']}, {row.who}"
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """Time by phase, peak memory, and the timeline of a step."""
+    rows = [row for row in result.rows if "step_s" in row.values and row.status == OK]
+    lines = result.extra.get("timelines", {})
+
+    def phases(figure: Any) -> None:
+        axes, label, left = figure.add_subplot(), plots.labels(rows, "tokens"), np.zeros(len(rows))
+        for phase in PHASES:
+            found = np.asarray([row.values[f"{phase}_s"] for row in rows])
+            axes.barh(range(len(rows)), found, left=left, label=phase)
+            left += found
+        axes.set_yticks(range(len(rows)), [", ".join(filter(None, (label(row).replace("\n", ", "), row.who))) for row in rows])
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(lambda v, _: plots.unit("x_s").show(v) if v else "0")
+        axes.grid(visible=False, axis="y")
+        figure.suptitle("A training step, by phase", x=0.01, ha="left", fontsize=12)
+        figure.legend(loc="outside lower left", ncols=3)
+        figure.set_size_inches(plots.SIZE[0], 1.4 + 0.35 * len(rows))
+
+    def timeline(figure: Any) -> None:
+        axes = figure.add_subplot()
+        for name, points in list(lines.items())[-4:]:
+            axes.plot([p[0] for p in points], [p[1] for p in points], label=name, linewidth=1.2)
+        axes.set(title="Memory held through a step, over what was there before", xlabel="seconds, as profiled")
+        axes.yaxis.set_major_formatter(lambda v, _: plots.unit("x_bytes").show(v) if v else "0")
+        axes.legend()
+
+    return {"model-phases": phases, "model-memory": timeline} if rows else {}

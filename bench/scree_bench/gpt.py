@@ -1,0 +1,127 @@
+"""GPT-2 in a page of PyTorch, on tokens without a batch axis: all but attention goes token by token.
+
+So the ragged and the padded form of the model are one function, which gets its attention and its tokens from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import scree
+
+IGNORED = -100  # target of tokens that have no next one
+
+
+class Size(NamedTuple):
+    """Width, layers, heads, and entries of the vocabulary."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int = 50_257
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the weights, without the positions."""
+        return self.vocabulary * self.width + self.layers * (12 * self.width**2 + 13 * self.width) + 2 * self.width
+
+
+SIZES = {
+    "tiny": Size(64, 2, 2, 512),
+    "small": Size(768, 12, 12),
+    "medium": Size(1024, 24, 16),
+    "large": Size(1280, 36, 20),
+    "xl": Size(1600, 48, 25),
+    "2.7b": Size(2560, 32, 32),
+}
+
+
+def weights(size: Size, longest: int, device: str, seed: int) -> dict[str, Any]:
+    """Random weights, ready to be trained."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+    d = size.width
+
+    def normal(*shape: int) -> Any:
+        return (0.02 * torch.randn(shape, generator=generator, device=device)).requires_grad_()
+
+    found = {"tokens": normal(size.vocabulary, d), "positions": normal(longest, d)}
+    shapes = {"qkv": (3 * d, d), "out": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
+    for i in range(size.layers):
+        for name, shape in shapes.items():
+            found[f"{i}.{name}"] = normal(*shape)
+            found[f"{i}.{name}.bias"] = torch.zeros(shape[0], device=device, requires_grad=True)
+    for name in [f"{i}.norm{j}" for i in range(size.layers) for j in (1, 2)] + ["norm"]:
+        found[name] = torch.ones(d, device=device, requires_grad=True)
+        found[f"{name}.bias"] = torch.zeros(d, device=device, requires_grad=True)
+    return found
+
+
+def loss(w: dict[str, Any], size: Size, ids: Any, at: Any, targets: Any, attend: Callable[[Any, Any, Any], Any]) -> Any:
+    """The mean loss of the next token; `ids`, `at` (positions) and `targets` are (tokens,), padding included where there is any."""
+    import torch.nn.functional as F  # noqa: N812
+
+    def norm(x: Any, name: str) -> Any:
+        return F.layer_norm(x, (size.width,), w[name], w[f"{name}.bias"])
+
+    def linear(x: Any, name: str) -> Any:
+        return F.linear(x, w[name], w[f"{name}.bias"])
+
+    x = w["tokens"][ids] + w["positions"][at]
+    for i in range(size.layers):
+        q, k, v = linear(norm(x, f"{i}.norm1"), f"{i}.qkv").view(len(x), 3, size.heads, -1).unbind(1)
+        x = x + linear(attend(q, k, v).reshape(len(x), size.width), f"{i}.out")
+        x = x + linear(F.gelu(linear(norm(x, f"{i}.norm2"), f"{i}.up"), approximate="tanh"), f"{i}.down")
+    return F.cross_entropy(F.linear(norm(x, "norm"), w["tokens"]).float(), targets, ignore_index=IGNORED)
+
+
+class Batch(NamedTuple):
+    """What `loss` needs of a batch, in one of its two forms."""
+
+    ids: Any
+    at: Any
+    targets: Any
+    attend: Callable[[Any, Any, Any], Any]
+
+
+def _targets(rows: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.append(row[1:], IGNORED) for row in rows]
+
+
+def ragged(rows: list[np.ndarray], device: str) -> Batch:
+    """Rows end to end; attention by scree."""
+    import torch
+
+    like = scree.pack([torch.from_numpy(x).to(device) for x in rows])
+    offsets, longest = like.offsets, max(map(len, rows))
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        arr = scree.Array(q, offsets, max_length=longest)
+        return scree.attention(arr, arr.with_values(k), arr.with_values(v), causal=True).values
+
+    at, targets = (np.concatenate(x) for x in ([np.arange(len(row)) for row in rows], _targets(rows)))
+    return Batch(like.values, torch.from_numpy(at).to(device), torch.from_numpy(targets).to(device), attend)
+
+
+def padded(rows: list[np.ndarray], device: str) -> Batch:
+    """Rows padded to the longest; attention by PyTorch."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    n, longest = len(rows), max(map(len, rows))
+
+    def filled(parts: list[np.ndarray], fill: int) -> Any:
+        out = np.full((n, longest), fill, dtype=np.int64)
+        for i, part in enumerate(parts):
+            out[i, : len(part)] = part
+        return torch.from_numpy(out.reshape(-1)).to(device)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.view(n, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return Batch(filled(rows, 0), filled([np.arange(longest)] * n, 0), filled(_targets(rows), IGNORED), attend)

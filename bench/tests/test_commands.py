@@ -1,0 +1,256 @@
+"""Every subcommand with ``--quick``: its JSON fits the schema, and figures whose answers are known have them."""
+
+import functools
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scree_bench import results
+from scree_bench.cli import MEASURING, app
+from scree_bench.results import OK, Result
+from typer.testing import CliRunner
+
+TORCH = find_spec("torch") is not None
+NEEDS_TORCH = ("norms", "kernels", "model", "collectives")
+EAGER = ",".join(name for name in ("numpy", "torch") if find_spec(name))
+LAZY = [name for name, module in (("jax", "jax"), ("mlx", "mlx")) if find_spec(module)]
+
+#: What PyTorch itself cannot do: the only rows that may fail.
+KNOWN_FAILURES = {("sum of rows", "torch.nested"), ("sum and max", "torch.nested")}
+
+
+def invoke(*arguments: str, status: int | None = 0) -> str:
+    found = CliRunner().invoke(app, arguments)
+    if found.exception is not None and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    assert status is None or found.exit_code == status, found.output
+    return found.output
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The machine runs other tests at the same time."""
+    if TORCH:
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+    else:
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """``run(command, *options)``: the result of a quick run, measured once."""
+    folder = tmp_path_factory.mktemp("results")
+
+    @functools.cache
+    def get(command: str, *options: str) -> Result:
+        out = folder / "-".join((command, *options)).replace("/", "_")
+        backend = () if command in NEEDS_TORCH or "--backend" in options else ("--backend", EAGER)
+        device = () if command == "ratios" else ("--device", "cpu")
+        # a limit of `ratios` may be passed on a busy machine; that is its own test
+        invoke(command, "--quick", "--out", str(out), *device, *backend, *options, status=None if command == "ratios" else 0)
+        (path,) = out.glob("*.json")
+        return results.read(path)
+
+    return get
+
+
+@pytest.mark.parametrize("command", MEASURING)
+def test_runs_complete_and_fit_the_schema(run, command):
+    found = run(command)  # reading checks the schema
+    assert found.complete and found.command == command and found.config["quick"]
+    assert found.rows or not TORCH and command in NEEDS_TORCH
+    for row in found.rows:
+        for name, samples in row.samples.items():
+            if name.endswith("_s"):
+                assert len(samples) >= 2 and min(samples) > 0
+                assert row.values[name] == pytest.approx(np.median(samples))
+        known = (row.case.get("operation"), row.who) in KNOWN_FAILURES
+        assert row.status == OK or known, f"{row.case} {row.who}: {row.why}"
+
+
+def test_memory_saves_what_was_published(run):
+    saved = {row.case["rows"]: row.values for row in run("memory").rows if "least_saved" in row.values}
+    for rows, published in ((64, (0.71, 0.63, 0.84)), (32, (0.85, 0.75, 0.94))):
+        found = [saved[rows][name] for name in ("mean_saved", "least_saved", "most_saved")]
+        assert found == pytest.approx(published, abs=0.01)
+
+
+def test_memory_of_our_own_lengths(tmp_path):
+    (tmp_path / "lengths.txt").write_text("1, 2\n3 8")
+    invoke("memory", "--quick", "--lengths", str(tmp_path / "lengths.txt"), "--num-seqs", "2", "--feature-dim", "4",
+           "--backend", "numpy", "--device", "cpu", "--out", str(tmp_path))  # fmt: skip
+    (path,) = tmp_path.glob("*.json")
+    batch = {row.who: row.values["batch_bytes"] for row in results.read(path).rows if "batch_bytes" in row.values}
+    # batches (1, 2) and (3, 8): a token is 16 bytes, and 17 with its mask; three offsets are 12 bytes
+    assert batch["scree"] == (3 * 16 + 12 + 11 * 16 + 12) / 2
+    assert batch["padded"] == (4 * 17 + 16 * 17) / 2
+    assert batch["padded to powers of two"] == ((1 + 2) * 17 + (4 + 8) * 17) / 2
+
+
+def test_measured_peaks_are_those_of_the_estimates(run):
+    rows = [row for row in run("algorithms").rows if "peak_bytes" in row.values]
+    assert rows
+    for row in rows:
+        assert row.values["peak_bytes"] == pytest.approx(row.values["estimate_bytes"], rel=0.15), (row.case, row.who)
+
+
+def test_accumulation(run):
+    found = {}
+    for row in run("precision").rows:
+        if "sum_value" in row.values:
+            found.setdefault(row.who, []).append(round(row.values["sum_value"], 4))
+    assert set(found) == set(EAGER.split(","))
+    assert all(sums == [10.0001, 9.9531, 10.0021, 10.0021] for sums in found.values())
+
+
+def test_half_precision_is_summed_wide(run):
+    """At 300 a square overflows float16; ours must not, and nowhere be worse than a few roundings."""
+    eps = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
+    rows = [row for row in run("precision").rows if row.who == "scree" and "relative_error" in row.values]
+    assert {row.case["size of numbers"] for row in rows} == {1.0, 300.0}
+    for row in rows:
+        roundings = 1 if row.case["dtype"] in ("float16", "bfloat16") else 16
+        assert row.values["relative_error"] < roundings * eps[row.case["dtype"]], row.case
+
+
+def test_attention_is_right_whoever_computes_it(run):
+    found = run("attention")
+    errors = [row.values[name] for row in found.rows for name in ("forward_error", "gradient_error") if name in row.values]
+    assert len(errors) >= len(found.rows)
+    assert max(errors) < 16 * 2**-23
+    work = 4 * 4 * 64 * sum(n * (n + 1) / 2 for n in (32, 64, 48, 16, 128, 24, 56, 40, 96, 20, 72, 30, 44, 12, 52, 26))
+    for row in found.rows:
+        assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(work)
+
+
+@pytest.mark.skipif(not LAZY, reason="needs JAX or MLX")
+def test_attention_on_libraries_that_compile(run):
+    found = run("attention", "--backend", ",".join(LAZY), "--num-seqs", "3", "--mean-len", "12", "--heads", "2", "--dim", "8")
+    assert {row.case["backend"] for row in found.rows} == set(LAZY)
+    for row in found.rows:
+        assert row.status == OK, row.why
+        assert {"forward_error", "gradient_error"} <= row.values.keys()
+        assert max(row.values["forward_error"], row.values["gradient_error"]) < 16 * 2**-23
+
+
+@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+def test_best_tile_is_the_fastest(run):
+    rows = run("attention", "--tiles").rows
+    best = [row for row in rows if "best of" in row.case]
+    assert len(best) == 3 * len({row.case["length"] for row in rows})
+    for row in best:
+        name = f"{row.case['best of']}_s"
+        case = {k: v for k, v in row.case.items() if k != "best of"}
+        assert row.values[name] == min(r.values[name] for r in rows if r.case == case)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_tiles_of_the_triton_kernels_can_be_set():
+    from scree_bench.commands.attention import TILERS
+    from scree_triton import plans, tuned
+
+    before = plans.portable_tiles
+    with TILERS["triton"](32, 64):
+        assert plans.portable_tiles((9, 0), 2, 64).forward == tuned.Tile(32, 64, 4, 2)
+        assert not plans.GLUON
+    assert plans.portable_tiles is before and plans.GLUON
+
+
+@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+def test_ragged_and_padded_models_have_one_loss(run):
+    losses: dict[str, dict[str, float]] = {}
+    for row in run("model").rows:
+        if "first_loss_value" in row.values:
+            losses.setdefault(row.case["precision"], {})[row.who] = row.values["first_loss_value"]
+    assert losses.keys() == {"fp32", "bf16 autocast"}
+    for precision, found in losses.items():
+        assert found["scree"] == pytest.approx(math.log(512), rel=0.02)  # of random weights: all words alike
+        assert found["scree"] == pytest.approx(found["padded"], rel=2**-20 if precision == "fp32" else 2**-10)
+
+
+@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+def test_phases_of_the_model_add_up(run):
+    for row in run("model").rows:
+        if "phase" in row.case:
+            assert sum(row.values.values()) == pytest.approx(1)
+        else:
+            parts = zip(*(row.samples[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")), strict=True)
+            assert [sum(x) for x in parts] == pytest.approx(row.samples["step_s"])
+            assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
+
+
+@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+def test_bus_bandwidth(run):
+    share = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "all-to-all": 0.5}  # two processes
+    rows = run("collectives").rows
+    assert {row.who for row in rows} == share.keys()
+    for row in rows:
+        assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(share[row.who] * row.case["bytes"])
+
+
+def test_limits_fail_the_run(monkeypatch):
+    from scree_bench.commands import ratios
+
+    def cases(limit):
+        return lambda lib, quick: [ratios.Case("nothing", lambda: None, lambda: None, limit)]
+
+    for name in ("general_cases", "attention_cases", "sort_case"):
+        monkeypatch.setattr(ratios, name, cases(1e9))
+    invoke("ratios", "--quick", "--backend", "numpy")
+    monkeypatch.setattr(ratios, "sort_case", cases(0))
+    assert "over the limit: numpy, nothing" in invoke("ratios", "--quick", "--backend", "numpy", status=1)
+
+
+def test_report_and_compare(run, tmp_path):
+    runs = [run(command) for command in ("memory", "algorithms", "precision")]
+    paths = [tmp_path / f"{found.command}.json" for found in runs]
+    for found, path in zip(runs, paths, strict=True):
+        found.write(path)
+    (tmp_path / "other.json").write_text("{}")
+    said = invoke("report", *map(str, paths), str(tmp_path / "other.json"), "--out", str(tmp_path / "docs" / "bench.md"))
+    assert "other.json" in said
+    text = (tmp_path / "docs" / "bench.md").read_text()
+    for title in ("## Memory", "## Algorithms", "## Precision"):
+        assert title in text
+    pictures = [line.partition("](")[2].partition("#")[0] for line in text.replace(") ", ")\n").splitlines() if line.startswith("![")]
+    assert len(pictures) >= 8
+    for picture in pictures:
+        drawn = (tmp_path / "docs" / picture).read_text()
+        assert drawn.startswith("<?xml") and "<text" in drawn
+
+    worse = json.loads(paths[0].read_text())
+    for row in worse["rows"]:
+        row["values"] = {k: 3 * v if k == "batch_bytes" and row["who"] == "scree" else v for k, v in row["values"].items()}
+    (tmp_path / "worse.json").write_text(json.dumps(worse))
+    invoke("compare", str(paths[0]), str(paths[0]))
+    assert "worse: rows 64" in invoke("compare", str(paths[0]), str(tmp_path / "worse.json"), status=1)
+    assert "better: rows 64" in invoke("compare", str(tmp_path / "worse.json"), str(paths[0]))
+    invoke("compare", str(paths[0]), str(paths[1]), status=2)
+
+
+def test_report_without_results(tmp_path):
+    invoke("report", "--out", str(tmp_path / "bench.md"))
+    text = (tmp_path / "bench.md").read_text()
+    assert "None are committed yet." in text
+    assert all(f"`scree-bench {name}`" in text for name in MEASURING)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("memory", "--backend", "numpi"), ("attention", "--work", "sed"), ("algorithms", "--lengths", "1,b"),
+     ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge")],
+)  # fmt: skip
+def test_bad_options_are_named(arguments):
+    if arguments[0] in NEEDS_TORCH and not TORCH:
+        pytest.skip("needs PyTorch")
+    assert arguments[2] in invoke(*arguments, status=2)
+
+

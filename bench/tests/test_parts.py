@@ -1,0 +1,277 @@
+"""The parts that the subcommands share: measuring, results, peers, and the algorithms for learners."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import typer
+from scree_bench import gpt, lengths, measure, plots, results
+from scree_bench.algorithms import ALGORITHMS, BLOCK, WINDOW, Shape
+from scree_bench.commands.model import classify
+from scree_bench.libraries import load
+from scree_bench.measure import FAILED, OUT_OF_MEMORY, Failure, interleaved, spread
+from scree_bench.peers import BACKWARD, Work, distance, reference
+from scree_bench.results import Result, Row
+from scree_bench.session import INTERRUPTED, Session
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+def test_contenders_take_turns():
+    calls = []
+    found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0, fewest=3)
+    assert calls[:4] == ["a", "b", "a", "b"]  # warm-up, then one call to see how long it takes
+    turns = [x for i, x in enumerate(calls[4:]) if i == 0 or calls[4:][i - 1] != x]
+    assert turns == ["a", "b"] * 3
+    assert all(len(samples) == 3 for samples in found.values())
+
+
+def test_one_failure_does_not_stop_the_others():
+    count = iter(range(100))
+
+    def late():
+        if next(count) == 3:
+            raise MemoryError
+
+    found = interleaved({"late": late, "fine": lambda: math.exp(1)}, 0.01)
+    assert found["late"].status == OUT_OF_MEMORY
+    assert len(found["fine"]) >= measure.FEWEST
+
+
+def test_each_result_is_waited_for():
+    waited = []
+    interleaved({"a": lambda: "result"}, 0.0, wait=waited.append, fewest=1)
+    assert waited and set(waited) == {"result"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(MemoryError("x"), OUT_OF_MEMORY), (RuntimeError("CUDA out of memory. Tried to allocate"), OUT_OF_MEMORY),
+     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OUT_OF_MEMORY),
+     (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating"), OUT_OF_MEMORY), (ValueError("bad"), FAILED)],
+)  # fmt: skip
+def test_what_an_exception_means(error, status):
+    assert Failure.of(error).status == status
+
+
+def test_too_much_is_refused_before_it_is_tried():
+    measure.require(1000)
+    with pytest.raises(MemoryError, match="needs 1000000000.0 GB"):
+        measure.require(1e18)
+
+
+def test_spread_is_half_the_interquartile_range():
+    assert spread([1.0]) == 0
+    assert spread([9.0, 10.0, 11.0]) == pytest.approx(0.05)
+
+
+def test_peaks_of_numpy_are_exact():
+    x = np.ones(100_000)
+    assert measure.traced_peak(lambda: (x + 1) * 2) == pytest.approx(2 * x.nbytes, rel=0.01)
+
+
+# -------------------------------------------------------------------------------------------------- session
+def options(tmp_path, **more):
+    return {"out": tmp_path, "quick": True, **more}
+
+
+def test_out_of_memory_is_a_result(tmp_path):
+    def huge():
+        raise MemoryError("no room")
+
+    with Session("memory", options(tmp_path)) as session:
+        rows = session.time({"n": 1}, "call_s", {"small": lambda: lambda: None, "huge": huge}, budget=0.01)
+    assert rows["small"].status == "ok" and rows["small"].values["call_s"] > 0
+    assert (rows["huge"].status, rows["huge"].why) == (OUT_OF_MEMORY, "call_s: no room")
+    saved = results.read(tmp_path / "memory-cpu.json")
+    assert [row.status for row in saved.rows] == ["ok", OUT_OF_MEMORY] and saved.complete
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path):
+    with pytest.raises(typer.Exit) as stopped, Session("memory", options(tmp_path)) as session:
+        session.value({"n": 1}, "scree", "batch_bytes", lambda: 5)
+        raise KeyboardInterrupt
+    assert stopped.value.exit_code == INTERRUPTED
+    saved = results.read(tmp_path / "memory-cpu.json")
+    assert not saved.complete and saved.rows[0].values == {"batch_bytes": 5.0}
+
+
+def test_other_errors_are_not_swallowed(tmp_path):
+    with pytest.raises(RuntimeError, match="broken"), Session("memory", options(tmp_path)):
+        raise RuntimeError("broken")
+
+
+def test_what_was_left_out_is_noted_once(tmp_path):
+    with Session("memory", options(tmp_path)) as session:
+        for _ in range(2):
+            session.leave_out("FA3", "not here")
+    assert session.result.left_out == [{"what": "FA3", "why": "not here"}]
+
+
+# -------------------------------------------------------------------------------------------------- results
+def example(*times: float) -> Result:
+    row = Row({"n": 1}, "scree")
+    row.add("call_s", times)
+    return Result("overhead", {}, {"device": "cpu", "tag": "cpu"}, {"python": "3"}, "2026-01-01T00:00:00Z", [row], complete=True)
+
+
+def test_results_come_back_as_they_were(tmp_path):
+    example(1.0, 2.0, 4.0).write(tmp_path / "a.json")
+    assert results.read(tmp_path / "a.json") == example(1.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [(("schema",), "scree-bench/0", "result.schema"), (("rows", 0, "status"), "fine", r"rows\[0\].status"),
+     (("rows", 0, "values"), {"call_s": "1"}, r"rows\[0\].values.call_s"),
+     (("rows", 0, "values"), {"call_parsecs": 1.0}, "expected a name that ends in"), (("versions",), [], "result.versions"),
+     (("surplus",), 1, "expected the names schema|expected the names command")],
+)  # fmt: skip
+def test_the_schema_says_where_it_is_not_met(tmp_path, path, value, message):
+    example(1.0).write(tmp_path / "a.json")
+    data = at = json.loads((tmp_path / "a.json").read_text())
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    (tmp_path / "a.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=message):
+        results.read(tmp_path / "a.json")
+
+
+def test_moves_within_noise_are_not_reported():
+    noisy = example(1.0, 1.2, 0.8, 1.1, 0.9)
+    assert not results.compare(noisy, example(1.1, 1.2, 0.9))
+    (move,) = results.compare(noisy, example(3.0, 3.1, 2.9))
+    assert (move.name, move.before, move.after, move.better) == ("call_s", 1.0, 3.0, False)
+    (move,) = results.compare(example(1.0, 1.0), example(0.9, 0.9))
+    assert move.better is True
+
+
+def test_tables_show_medians_spreads_and_ratios():
+    result = example(1e-3, 1e-3, 1e-3)
+    other = Row({"n": 1}, "padded")
+    other.add("call_s", [2e-3, 2.2e-3, 1.8e-3])
+    result.rows += [other, Row({"n": 1}, "huge", OUT_OF_MEMORY, "call_s: no room")]
+    (table,) = results.tables(result)
+    assert table.caption == "n 1" and table.header == ["", "call"]
+    assert table.lines == [["scree", "1 ms ±0%"], ["padded", "2 ms ±5% (2.00x)"], ["huge", OUT_OF_MEMORY]]
+    assert table.notes == ["huge: out of memory: call_s: no room"]
+
+
+def test_numbers_are_shown_with_three_digits():
+    show = {name: kind.show for name, kind in results.UNITS.items()}
+    assert [show["s"](x) for x in (2.5, 0.0123, 4.5e-6, 0.9999)] == ["2.5 s", "12.3 ms", "4.5 us", "1e+03 ms".replace("1e+03", "1,000")]
+    assert show["bytes"](1.5e9) == "1.5 GB" and show["flops"](7.36e14) == "736 TFLOP/s" and show["saved"](0.712) == "71.2%"
+
+
+def test_pictures_have_two_themes(tmp_path):
+    def paint(figure):
+        plots.bars(figure.add_subplot(), {"a": {"scree": 1.0, "padded": 2.0}}, "call_s", "Title")
+
+    written = plots.save("x", paint, tmp_path)
+    light, dark = (path.read_text() for path in written)
+    assert [path.name for path in written] == ["x-light.svg", "x-dark.svg"]
+    assert "#ffffff" in light and "#0d1117" in dark and "padded" in light
+    assert plots.save("x", paint, tmp_path) and written[0].read_text() == light  # the same again, byte for byte
+
+
+# -------------------------------------------------------------------------------------- lengths, work, peers
+def test_lengths_from_files(tmp_path):
+    path = tmp_path / "lengths"
+    for text in ("3 1,2\n4", "[3, 1, 2, 4]"):
+        path.write_text(text)
+        assert lengths.read(path).tolist() == [3, 1, 2, 4]
+    for text in ("", "1.5", "[[1]]", "-1"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="--lengths: expected"):
+            lengths.read(path)
+
+
+def test_operations_of_attention():
+    assert Work((3, 1), 2, 2, 4).flops == 4 * 2 * 4 * (3 * 4 / 2 + 1)
+    assert Work((3, 1), 2, 2, 4, causal=False).flops == 4 * 2 * 4 * (9 + 1)
+    assert Work(lengths.SEED, 16, 16, 64).flops == pytest.approx(26.5e9, rel=0.01)
+    assert BACKWARD == 5 / 2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_reference_is_the_derivative_of_itself(causal):
+    """Central differences of the float64 reference against its own gradients, with grouped heads and an empty row."""
+    lib, work = load("numpy"), Work((3, 0, 5), 4, 2, 3, "float64", causal)
+    _, *gradients = reference(lib, work)
+    dout, step = work.arrays[3].astype(np.float64), 1e-6
+    for number, gradient in enumerate(gradients):
+        for at in [(0, 0, 0), (7, 1, 2), (4, 1, 1)]:
+            moved = []
+            for sign in (1, -1):
+                other = Work(work.lengths, 4, 2, 3, "float64", causal)
+                arrays = [x.astype(np.float64) for x in work.arrays]
+                arrays[number][at] += sign * step
+                object.__setattr__(other, "arrays", tuple(arrays))
+                moved.append((reference(lib, other, gradients=False)[0] * dout).sum())
+            assert (moved[0] - moved[1]) / (2 * step) == pytest.approx(gradient[at], rel=1e-6, abs=1e-8)
+
+
+def test_distance_is_relative():
+    assert distance(np.asarray([3.0, 4.5]), np.asarray([3.0, 4.0])) == pytest.approx(0.1)
+
+
+# ----------------------------------------------------------------------------------------------- algorithms
+def attention(q, k, v, window=math.inf, real=None):
+    """One plain loop over heads, float64."""
+    out = np.zeros_like(q)
+    groups = q.shape[1] // k.shape[1]
+    for n, h, i in np.ndindex(q.shape[:3]):
+        keys = [j for j in range(i + 1) if i - j < window and (real is None or j < real)]
+        scores = np.asarray([q[n, h, i] @ k[n, h // groups, j] for j in keys]) / math.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[n, h, i] = weights @ v[n, h // groups, keys] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_compute_attention(name, monkeypatch):
+    from scree_bench import algorithms
+
+    monkeypatch.setattr(algorithms, "BLOCK", 8)
+    monkeypatch.setattr(algorithms, "WINDOW", 11)
+    algorithm, length = ALGORITHMS[name], 37
+    rng = np.random.default_rng(0)
+    kv = algorithm.kv_heads(4)
+    q, k, v = (rng.standard_normal((2, heads, length, 6)) for heads in (4, kv, kv))
+    right = attention(q, k, v, 11 if name == "sliding window" else math.inf, length - length // 4 if "masked" in name else None)
+    np.testing.assert_allclose(algorithm.run(q, k, v), right, rtol=1e-12, atol=1e-12)
+
+
+def test_algorithms_visit_what_they_say():
+    q = np.ones((1, 1, 8 * BLOCK, 4))
+    visits = {name: [] for name in ("flash v1", "flash v2", "sliding window")}
+    for name, seen in visits.items():
+        ALGORITHMS[name].run(q, q, q, lambda i, j, top, total, seen=seen: seen.append((i, j)))
+    below = [(i, j) for i in range(8) for j in range(i + 1)]
+    assert visits["flash v2"] == below
+    assert visits["flash v1"] == sorted(below, key=lambda block: block[1])
+    assert visits["sliding window"] == [(i, j) for i, j in below if i - j <= WINDOW // BLOCK]
+
+
+def test_estimates_scale_as_the_algorithms_do():
+    short, long = Shape(1, 12, 1024, 64), Shape(1, 12, 4096, 64)
+    growth = {name: a.estimate_memory(long) / a.estimate_memory(short) for name, a in ALGORITHMS.items()}
+    assert growth["naive"] == pytest.approx(16, rel=0.1)
+    assert all(growth[name] < 4.01 for name in ("flash v1", "flash v2", "sliding window", "grouped-query", "multi-query"))
+    assert ALGORITHMS["multi-query"].kv_heads(12) == 1 and ALGORITHMS["grouped-query"].kv_heads(12) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- model
+def test_sizes_of_gpt2():
+    assert gpt.SIZES["small"].parameters + 1024 * 768 == 124_439_808
+    assert gpt.SIZES["xl"].parameters + 1024 * 1600 == 1_557_611_200
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("aten::addmm", "matmul"), ("sm90_xmma_gemm_bf16", "matmul"), ("aten::copy_", "copies"), ("aten::gelu", "other"),
+     ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"), ("Memcpy DtoD", "copies")],
+)  # fmt: skip
+def test_kernels_are_told_by_their_names(name, kind):
+    assert classify(name) == kind
