@@ -1,4 +1,4 @@
-"""``python -m scree demo``: scree on real text, see `scree.demo`."""
+"""``python -m scree demo`` and ``train-demo``: scree on real text, see `scree.demo`."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .demo import DemoError
 
     try:
-        return _demo(options)
+        return options.run(options)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     except KeyboardInterrupt:
         return 130  # as shells have it
-    print(f"scree demo: {message}", file=sys.stderr)
+    print(f"scree {options.command}: {message}", file=sys.stderr)
     return 1
 
 
@@ -45,6 +45,19 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     demo.add_argument("--random-weights", action="store_true", help="random weights: nothing is downloaded")
     demo.add_argument("--seed", type=int, default=0, help="of the choice of paragraphs and of random weights (0)")
+    demo.set_defaults(run=_demo)
+    train = commands.add_parser(
+        "train-demo", help="train a small language model on Python's documentation",
+        description="Train a small language model of bytes on paragraphs of very different lengths, as ragged batches. From the "
+        "same seed every library gives the same curve, and so does the padded form of the model. Nothing is downloaded.",
+    )  # fmt: skip
+    train.add_argument("--backend", choices=("torch", "jax", "mlx"), default="torch", help="library to train on (torch)")
+    train.add_argument("--steps", type=count, default=200, metavar="N", help="batches of 16 paragraphs (200)")
+    train.add_argument("--padded", action="store_true", help="train the padded form instead")
+    train.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: Python's documentation)")
+    train.add_argument("--json", action="store_true", help="print the losses as JSON, and nothing else")
+    train.add_argument("--seed", type=int, default=0, help="of the weights and the choice of paragraphs (0)")
+    train.set_defaults(run=_train)
     return parser
 
 
@@ -87,6 +100,27 @@ def _demo(options: argparse.Namespace) -> int:
     else:
         report.show(result, Console(width=None if sys.stdout.isatty() else 100))
     return 0 if result.largest_difference <= result.tolerance else 1
+
+
+def _train(options: argparse.Namespace) -> int:
+    from rich import progress
+    from rich.console import Console
+
+    from .demo import text, train
+
+    train.installed(options.backend)
+    texts = text.paragraphs(options.text)
+    losses = []
+    with progress.Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(options.backend, total=options.steps)
+        for loss in train.curve(options.backend, texts, options.steps, padded=options.padded, seed=options.seed):
+            losses.append(loss)
+            bars.update(task, advance=1, description=f"{options.backend}, loss {loss:.3f}")
+    if options.json:
+        print(json.dumps({"backend": options.backend, "padded": options.padded, "seed": options.seed, "losses": losses}))
+    elif losses:
+        print(f"Loss in nats a byte, {options.backend}, {'padded' if options.padded else 'ragged'} batches\n\n{train.plot(losses)}")
+    return 0
 
 
 if __name__ == "__main__":

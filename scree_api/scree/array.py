@@ -151,12 +151,14 @@ class Array:
     @property
     def batch_size(self) -> int:
         """Number of rows."""
-        return int(self.offsets.shape[0]) - 1
+        rows: int = self.offsets.shape[0] - 1  # not int(...), which would make a constant of a size that torch.export varies
+        return rows
 
     @property
     def total_length(self) -> int:
         """Number of tokens in all rows together."""
-        return int(self.values.shape[self.ragged_dim])
+        tokens: int = self.values.shape[self.ragged_dim]
+        return tokens
 
     @property
     def lengths(self) -> Any:

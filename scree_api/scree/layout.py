@@ -111,7 +111,8 @@ class Layout:
     @property
     def num_rows(self) -> int:
         """Number of rows, a Python integer."""
-        return int(self.offsets.shape[0]) - 1
+        rows: int = self.offsets.shape[0] - 1
+        return rows
 
     @property
     def host(self) -> np.ndarray | None:

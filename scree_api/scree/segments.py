@@ -80,7 +80,7 @@ def segment_scan(op: str, values: Any, layout: Layout) -> Any:
     before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
     before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
     inside = inside + before if op == "sum" else inside * before
-    return xp.take(xp.reshape(inside, (-1, *values.shape[1:])), layout.tile_slots(size), axis=0)
+    return xp.take(xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:])), layout.tile_slots(size), axis=0)
 
 
 def spread(xp: Any, x: Any, ndim: int) -> Any:

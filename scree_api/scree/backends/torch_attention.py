@@ -6,7 +6,6 @@ and `torch.export` take as one step.
 
 from typing import Any
 
-import array_api_compat.torch as xp
 import torch
 
 from ..array import Array
@@ -65,7 +64,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------ as one step of a compiled function
 def _plan(x: torch.Tensor, offsets: torch.Tensor) -> Buckets:
-    return Layout(BACKEND, offsets, int(x.shape[0])).buckets()
+    return Layout(BACKEND, offsets, x.shape[0]).buckets()
 
 
 def _mask(real: torch.Tensor | None, causal: bool, dtype: torch.dtype) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .. import checks
@@ -138,7 +139,7 @@ def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
         block = xp.take(values, xp.reshape(tokens, (-1,)), axis=0)
         block = xp.reshape(block, (*tokens.shape, *values.shape[1:]))
         block = block if real is None else xp.where(spread(xp, real, block.ndim), block, last)
-        parts.append(xp.reshape(f(block, axis=1, **options), (-1, *values.shape[1:])))
+        parts.append(xp.reshape(f(block, axis=1, **options), (math.prod(tokens.shape), *values.shape[1:])))
     out = xp.take(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), plan.slots, axis=0)
     return xp.moveaxis(out, 0, x.ragged_dim) if x.ragged_dim else out
 

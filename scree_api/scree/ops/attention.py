@@ -190,7 +190,8 @@ def attention(
     )  # fmt: skip
     if sinks is None:
         return run("attention", call, kernel)
-    out, lse = _with_sinks(*run("attention", call, kernel), sinks)
+    out, lse = run("attention", call, kernel)
+    out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

@@ -52,7 +52,7 @@ def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
     if places.ndim != 2:
         raise ValueError(f"index: expected a ragged array of one number a token, (n, None), got {places.shape}")
     numbers = integers("index", places.values, values)
-    _in_bounds(places.layout.backend.peek(numbers), "index", int(values.shape[0]))
+    _in_bounds(places.layout.backend.peek(numbers), "index", values.shape[0])
     return places.with_values(places.layout.xp.take(values, numbers, axis=0))
 
 
@@ -202,7 +202,7 @@ def _standard(call: ScatterCall) -> Any:
     if values.shape[0] == 0 or call.size == 0:
         return xp.zeros((call.size, *values.shape[1:]), dtype=values.dtype, device=device)
     order, offsets = _sorted(xp, call.index, call.size, device)
-    places = Layout(lib, offsets, int(values.shape[0]))
+    places = Layout(lib, offsets, values.shape[0])
     if call.add:
         wide = xp.astype(xp.take(values, order, axis=0), accumulator(xp, values.dtype), copy=False)
         return xp.astype(segment_reduce("sum", wide, places), values.dtype, copy=False)
