@@ -25,7 +25,7 @@ def runs(page: Path) -> bool:
     return bool(blocks(page)) and all(map(find_spec, needs[1].split() if needs else ()))
 
 
-@pytest.mark.parametrize("page", filter(runs, PAGES), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=lambda page: page.name)
 def test_blocks_run(page: Path) -> None:
     names: dict[str, object] = {"__name__": "__main__"}
     said: list[str] = []

@@ -22,8 +22,9 @@ def arr() -> scree.Array:
 
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()})
+    """Every test begins with the standard paths alone, and what it registers is gone after it."""
+    standard = {name: [k for k in kernels if k.provider == "standard"] for name, kernels in registry._KERNELS.items()}
+    monkeypatch.setattr(registry, "_KERNELS", standard)
     monkeypatch.setattr(registry, "_LOADED", set(registry._LOADED))
 
 
