@@ -25,6 +25,7 @@ KNOWN = (
     "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 )  # fmt: skip
+WINDOWED = torch.int32
 REFUSED = ("s_aux", "position_bias", "cache", "output_attentions")
 ACROSS = ("is_encoder_decoder", "add_cross_attention")  # settings of models that attend to tokens of another batch
 
@@ -68,23 +69,27 @@ def mask(
 ) -> torch.Tensor | None:  # fmt: skip
     """What a model makes once for all its layers: the sequence of every key up to the last query, None where there is but one.
 
-    (batch, keys) int32, 0 for padding, equal numbers for the tokens of one sequence.
+    (batch, keys) integers, 0 for padding, equal numbers for the tokens of one sequence; of the dtype `WINDOWED` if the mask has
+    a window, which `forward` then expects to hear of from the layer.
     """
-    parts = {part.__qualname__.partition(".")[0]: part for part in _parts(mask_function)}
+    parts = {getattr(part, "__qualname__", "a callable object").partition(".")[0]: part for part in _parts(mask_function)}
     for name in parts:
         if name not in KNOWN:
             raise ValueError(f"attention_mask: scree knows no mask like that of {name}; use sdpa or eager for this model")
+    windowed = any(name.startswith("sliding_window") for name in parts)
+    dtype = WINDOWED if windowed else torch.int64
     if "packed_sequence_mask_function" in parts:
         (packed,) = (cell.cell_contents for cell in parts["packed_sequence_mask_function"].__closure__)
-        return packed.to(torch.int32) + 1
+        return packed.to(dtype) + 1
     used = kv_length
     if "causal_mask_function" in parts:  # a static cache has room behind the last query
         used = min(kv_length, int(q_offset) - kv_offset + q_length)
+    whole = used == kv_length and not windowed
     if attention_mask is None:
-        return None if used == kv_length else torch.ones((batch_size, used), dtype=torch.int32, device=device)
+        return None if whole else torch.ones((batch_size, used), dtype=dtype, device=device)
     real = attention_mask[:, kv_offset : kv_offset + used]
     real = torch.nn.functional.pad(real, (0, used - real.shape[1]))
-    return None if used == kv_length and bool(real.all()) else real.to(torch.int32)
+    return None if whole and bool(real.all()) else real.to(dtype)
 
 
 def _parts(function: Any) -> Iterator[Any]:
@@ -92,9 +97,9 @@ def _parts(function: Any) -> Iterator[Any]:
     if isinstance(function, tuple):
         for part in function:
             yield from _parts(part)
-    elif hasattr(function, "__qualname__"):
+    elif callable(function):
         yield function
-        for cell in function.__closure__ or ():
+        for cell in getattr(function, "__closure__", None) or ():
             yield from _parts(cell.cell_contents)
 
 
@@ -114,33 +119,44 @@ def forward(
     if window and not causal:
         window = window - 1, window - 1
 
-    def run(q: Array, k: Array, v: Array) -> torch.Tensor:
-        return attention(q, k, v, causal=causal, window=window, scale=scaling, softcap=softcap or None).values
-
-    batch, _, length, _ = query.shape
+    if attention_mask is not None and attention_mask.dtype == WINDOWED and not window:
+        raise ValueError("sliding_window: expected the window from the layer too, not from its mask alone; use sdpa or eager")
+    options = {"causal": causal, "window": window, "scale": scaling, "softcap": softcap or None}
+    batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if cu_seq_lens_q is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q: expected a flattened batch (1, total), got {batch} rows")
         k_rows = rows_of(k, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, max_length_k)
-        return run(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v))[None], None
-    ids = attention_mask
-    if ids is None and position_ids is not None and batch == 1 and position_ids.shape == (1, key.shape[2]):
+        return attention(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v), **options).values[None], None
+    if attention_mask is not None and attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager")
+    config = getattr(module, "config", None)
+    across = not causal and any(getattr(config, name, False) for name in ACROSS)
+    return _by_sequence(q, k, v, batch, attention_mask, position_ids, across, options).unflatten(0, (batch, length)), None
+
+
+@torch.compiler.disable
+def _by_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, ids: torch.Tensor | None,
+    position_ids: torch.Tensor | None, across: bool, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Attention of (batch * length, heads, head_dim) where `ids` or the positions, read on the host, say what a sequence is."""
+    length, room = q.shape[0] // batch, k.shape[0] // batch
+    if ids is None and position_ids is not None and batch == 1 and position_ids.shape == (1, room):
         ids = _sequences(position_ids, _version(position_ids))
     if ids is None:
-        plan = _Plan(_even(batch, length, q.device), _even(batch, key.shape[2], k.device), None, None, False)
-        return run(*plan.arrays(q, k, v)).unflatten(0, (batch, length)), None
-    if ids.ndim != 2:
-        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {tuple(ids.shape)}; use sdpa or eager")
-    config = getattr(module, "config", None)
-    across = not causal and (ids.shape[1] != length or any(getattr(config, name, False) for name in ACROSS))
-    plan = _plan(ids, _version(ids), length, key.shape[2], across)
-    if plan.holes and window:
+        plan = _Plan(_even(batch, length, q.device), _even(batch, room, k.device), None, None, False)
+    else:
+        across = across or (ids.shape[1] != length and not options["causal"])
+        plan = _plan(ids, _version(ids), length, room, across)
+    if plan.holes and options["window"]:
         raise ValueError("attention_mask: expected padding before or behind the tokens, a window sees no gaps")
-    out = run(*plan.arrays(q, k, v))
+    out: torch.Tensor = attention(*plan.arrays(q, k, v), **options).values
     if plan.q_tokens is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)
-    return out.unflatten(0, (batch, length)), None
+    return out
 
 
 def _version(x: torch.Tensor) -> Any:
@@ -207,6 +223,6 @@ def _sequences(position_ids: torch.Tensor, version: Any) -> torch.Tensor | None:
     starts = np.flatnonzero(np.diff(places) != 1) + 1
     if not starts.size or (places[starts] != places[0]).any():
         return None
-    number = np.zeros(places.size, np.int32)
+    number = np.zeros(places.size, np.int64)
     number[starts] = 1
-    return torch.from_numpy(np.cumsum(number, dtype=np.int32) + 1)[None].to(position_ids.device)
+    return torch.from_numpy(np.cumsum(number) + 1)[None].to(position_ids.device)

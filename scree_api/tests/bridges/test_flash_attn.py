@@ -105,6 +105,13 @@ def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
         assert torch.equal(out, flash_attn_varlen_func(q, k, v, cu_q.clone(), cu_k, *longest))
 
 
+@pytest.mark.parametrize("function", [flash_attn_varlen_func, varlen_attn])
+def test_it_compiles_without_a_break(function: Any) -> None:
+    given = batch(dtype=torch.float32)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), function(*given))
+
+
 @pytest.mark.parametrize("name, x", [("dropout_p", 0.1), ("alibi_slopes", torch.ones(4)), ("block_table", torch.ones(5, 1))])
 def test_flash_attn_refuses_what_it_does_not_know(name: str, x: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}: flash_attn_varlen_func"):

@@ -1,5 +1,8 @@
 """Nested tensors there and back, with memory and gradients; and a ragged array as the batch of a DataLoader."""
 
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
 from hypothesis import given
@@ -122,10 +125,11 @@ def test_to_takes_what_a_tensor_takes() -> None:
 
 def test_a_data_loader_takes_it_for_a_batch() -> None:
     texts = [torch.arange(n) for n in (3, 1, 4, 1, 5)]
-    loader = torch.utils.data.DataLoader(texts, batch_size=2, collate_fn=scree.pack, num_workers=1)
-    batches = list(loader)
+    batches = list(torch.utils.data.DataLoader(texts, batch_size=2, collate_fn=scree.pack))
     assert [batch.lengths.tolist() for batch in batches] == [[3, 1], [4, 1], [5]]
     assert torch.equal(torch.cat([batch.values for batch in batches]), torch.cat(texts))
+    for batch in batches:  # as a worker sends it
+        assert_same(pickle.loads(ForkingPickler.dumps(batch)), batch)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Small random models of transformers on scree: the same as on `sdpa` and `eager`, one sequence at a time or padded."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -135,6 +135,17 @@ def test_without_padding_and_in_inference_mode() -> None:
         torch.testing.assert_close(model("llama", "scree")(ids).logits, model("llama", "sdpa")(ids).logits)
 
 
+def test_a_flattened_batch_compiles_without_a_break_and_a_padded_one_with_some() -> None:
+    flat = to_hf_flattened(tokens())
+    ids, mask = to_hf_padded(tokens())
+    llama = model("llama", "scree")
+    with torch.no_grad():
+        whole = torch.compile(llama, backend="aot_eager", fullgraph=True)(**flat, use_cache=False).logits
+        torch.testing.assert_close(whole, llama(**flat).logits)
+        padded = torch.compile(llama, backend="aot_eager")(ids, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(padded, llama(ids, attention_mask=mask).logits)
+
+
 def test_what_it_cannot_do_raises() -> None:
     ids, mask = to_hf_padded(tokens())
     llama = model("llama", "scree")
@@ -151,9 +162,13 @@ def test_what_it_cannot_do_raises() -> None:
             bridge.forward(llama, *(torch.ones(1, 1, 2, 8) for _ in range(3)), None, **{name: 0.5})
     from transformers.masking_utils import causal_mask_function, chunked_overlay, or_masks
 
-    for function in (chunked_overlay(2, torch.zeros(1)), or_masks(causal_mask_function, causal_mask_function)):
+    either = or_masks(causal_mask_function, causal_mask_function)
+    for function in (chunked_overlay(2, torch.zeros(1)), either, partial(causal_mask_function, 0)):
         with pytest.raises(ValueError, match="attention_mask: scree knows no mask like"):
             bridge.mask(1, 4, 4, mask_function=function)
+    phimoe = transformers.PhimoeConfig(**GROUPED, sliding_window=4, num_local_experts=2, attn_implementation="scree")
+    with pytest.raises(ValueError, match="sliding_window: expected the window from the layer too"):
+        transformers.AutoModelForCausalLM.from_config(phimoe, attn_implementation="scree")(ids)
     with pytest.raises(ValueError, match="name: expected"):
         bridge.register("my_flash")
 
