@@ -6,24 +6,27 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-#: Operation -> the module here whose function of this name runs it and whose `rejects` answers for it; the values of a call.
-KERNELS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "attention": ("attention", lambda call: call.q.values),
-    "grouped_matmul": ("grouped", lambda call: call.x.values),
-    "layer_norm": ("norms", lambda call: call.values),
-    "log_softmax": ("softmax", lambda call: call.x.values),
-    "logsumexp": ("softmax", lambda call: call.x.values),
-    "rms_norm": ("norms", lambda call: call.values),
-    "rope": ("rope", lambda call: call.x.values),
-    "segment_reduce": ("segments", lambda call: call.values),
-    "softmax": ("softmax", lambda call: call.x.values),
+#: Operation -> the module and function that run it (the module's `rejects` answers for it), and the values of a call.
+KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "attention": ("attention", "run", lambda call: call.q.values),
+    "grouped_matmul": ("grouped", "run", lambda call: call.x.values),
+    "layer_norm": ("norms", "layer_norm", lambda call: call.values),
+    "log_softmax": ("softmax", "log_softmax", lambda call: call.x.values),
+    "logsumexp": ("softmax", "logsumexp", lambda call: call.x.values),
+    "rms_norm": ("norms", "rms_norm", lambda call: call.values),
+    "rope": ("rope", "run", lambda call: call.x.values),
+    "segment_reduce": ("segments", "run", lambda call: call.values),
+    "softmax": ("softmax", "softmax", lambda call: call.x.values),
 }
 
 
 def register() -> None:
     """Register the kernels with scree; called through the entry-point group ``scree.kernels``."""
-    for operation, (module, values) in KERNELS.items():
-        _register(operation, module, values)
+    unusable = _unusable()
+    for operation, (module, function, values) in KERNELS.items():
+        # Imported now, because the first call may stand in a compiled function; not at all where nothing can run.
+        kernels = None if unusable else import_module(f".{module}", __name__)
+        _register(operation, kernels, function, values, unusable)
 
 
 def _unusable() -> str | None:
@@ -32,19 +35,21 @@ def _unusable() -> str | None:
 
     if not find_spec("triton"):
         return "the Triton kernels need the package triton: pip install 'scree[triton]'"
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    if not torch.cuda.is_available() and not _interpreted():
         return "the Triton kernels run on CUDA devices, and there is none"
     return None
 
 
-def _register(operation: str, module: str, values: Callable[[Any], Any]) -> None:
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _register(operation: str, kernels: Any, function: str, values: Callable[[Any], Any], unusable: str | None) -> None:
     import torch
+
     from scree import register_kernel
 
-    unusable = _unusable()
-    # Imported now, because the first call may stand in a compiled function.
-    kernels = None if unusable else import_module(f".{module}", __name__)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = _interpreted()
 
     def rejects(call: Any) -> str | None:
         if kernels is None:
@@ -56,4 +61,5 @@ def _register(operation: str, module: str, values: Callable[[Any], Any]) -> None
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
-    register_kernel(operation, provider="triton", rejects=rejects)(getattr(kernels, operation, getattr(kernels, "run", rejects)))
+    run = rejects if kernels is None else getattr(kernels, function)
+    register_kernel(operation, provider="triton", rejects=rejects)(run)

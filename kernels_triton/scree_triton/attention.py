@@ -37,6 +37,8 @@ def rejects(call: Any) -> str | None:
         return f"the Triton kernels take head_dim 16 to 256, not {q.shape[2]} (q, k) and {v.shape[2]} (v)"
     if not all(x.stride(2) == 1 for x in (q, k, v)):
         return "the Triton kernels need the last axis of q, k and v to be contiguous"
+    if call.alibi_slopes is not None and (call.alibi_slopes.device != q.device or call.alibi_slopes.requires_grad):
+        return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
     if call.q.offsets.shape[0] > _MOST_ROWS or max(q.shape[0], k.shape[0]) > _MOST_TOKENS:
@@ -52,9 +54,11 @@ def run(call: Any) -> Any:
     Array or tuple of Array
         The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
     """
+    slopes = call.alibi_slopes
     out, lse = attention(
         call.q.values, call.k.values, call.v.values, call.q.offsets, call.k.offsets, causal=call.causal,
-        window=call.window, scale=call.scale, softcap=call.softcap, alibi_slopes=call.alibi_slopes, memo=_memo(call.q))
+        window=call.window, scale=call.scale, softcap=call.softcap,
+        alibi_slopes=None if slopes is None else slopes.to(torch.float32).contiguous(), memo=_memo(call.q))
     if call.return_lse:
         return call.q.with_values(out), call.q.with_values(lse)
     return call.q.with_values(out)

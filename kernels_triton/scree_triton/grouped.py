@@ -96,8 +96,8 @@ def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constex
 
 #: Tokens, columns and depth of a tile, warps and stages, by bytes of an element: of the product, and (depth, columns, tokens)
 #: of the gradient of the matrices.
-PRODUCT = {2: (128, 256, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
-WEIGHT = {2: (128, 256, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 GROUP = 8
 
 
@@ -116,7 +116,7 @@ def _weight_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtyp
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """x (total, k) times the matrix of each row, weight (n, k, m) of any strides; (total, m), contiguous."""
+    """The product of x (total, k) and the matrix of each row, weight (n, k, m) of any strides: (total, m), contiguous."""
     total, (n, k, m) = x.shape[0], weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((total, m), dtype=x.dtype, device=x.device)
@@ -190,9 +190,9 @@ def rejects(call: Any) -> str | None:
     return refuses(call.x.values)
 
 
-def grouped_matmul(call: Any) -> Any:
+def run(call: Any) -> Any:
     """Run a `GroupedCall`."""
-    x, weight, offsets = call.x.values, call.weight, call.x.offsets
+    x, weight, offsets = call.x.values, call.weight, call.x.offsets.contiguous()
     if torch.compiler.is_compiling():
         out = _op(x, weight, offsets)
     elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

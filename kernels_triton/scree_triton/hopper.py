@@ -394,7 +394,7 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delt
 def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT,
                  LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale,
                  BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                 Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr):
+                 Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -432,6 +432,9 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         else:
             limit = query * 0 + (other - 1)
             full = gl.minimum(other // BLOCK_N, tiles)
+        if HELD:
+            q = q.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
+            do = do.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         last = c + tiles - 1
         x = warpgroup_mma_wait(0, deps=(_scores(q, k_s, k_full, c, LAYOUT_S, STAGES), ))
@@ -455,8 +458,11 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
 def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head, k_head, v_head, do_head, out_stride,
               dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, scale, BLOCK_M: gl.constexpr,
               BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr):
-    """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta."""
+              CAUSAL: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
+    """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta.
+
+    HELD: queries and their gradients stay in registers, which spares the shared memory half of its reads for the scores.
+    """
     q_s = gl.allocate_shared_memory(qd.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     do_s = gl.allocate_shared_memory(dod.dtype, [2 * Q_STAGES, 1, 1, BLOCK_M // 2, DIM], dod.layout)
     k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
@@ -471,10 +477,10 @@ def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head
     gl.warp_specialize([
         (_dq_consumer, (0, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE, DLSE,
                         STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale, BLOCK_M, BLOCK_N,
-                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE)),
+                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE, HELD)),
         (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE, DLSE,
                         STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, scale, BLOCK_M, BLOCK_N,
-                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE)),
+                        DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE, HELD)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, BLOCK_M, BLOCK_N, DIM,
                         STAGES, Q_STAGES, CAUSAL)),
@@ -547,48 +553,37 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 
 
 @gluon.jit
-def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x, c, last, limit, offs_m,
-               scale, MASK: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
-               LAYOUT_O: gl.constexpr):
-    """Query tile c. With AHEAD its scores x (keys by queries) are there, and those of the next tile on return."""
+def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, limit, offs_m, scale,
+               MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+    """Query tile c; scores lie keys by queries."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_O, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = c % STAGES
-    if not AHEAD:
-        x = _scores(k, q_s, q_full, c, LAYOUT_S, STAGES)
+    x = _scores(k, q_s, q_full, c, LAYOUT_S, STAGES)
     dp = _scores(v, do_s, do_full, c, LAYOUT_S, STAGES)
     lse = lse_s.index(stage).load(COLUMN)
-    if not AHEAD:
-        x = warpgroup_mma_wait(1, deps=(x, ))
+    x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[None, :])
     if MASK:
         p = gl.where(offs_m[None, :] >= limit[:, None], p, 0.0)
-    if AHEAD:
-        x = _scores(k, q_s, q_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
     p16 = gl.convert_layout(p.to(q_s.dtype), OPERAND)
     dv = warpgroup_mma(p16, _rows(do_s.index(stage)), dv, is_async=True)
     delta = delta_s.index(stage).load(COLUMN)
-    if AHEAD:
-        dp = warpgroup_mma_wait(2, deps=(dp, ))
-    else:
-        dp = warpgroup_mma_wait(1, deps=(dp, ))
+    dp = warpgroup_mma_wait(1, deps=(dp, ))
     ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_s.dtype), OPERAND)
     dk = warpgroup_mma(ds, _rows(q_s.index(stage)), dk, is_async=True)
-    if AHEAD:
-        x, dv, p16 = warpgroup_mma_wait(1, deps=(x, dv, p16))
-    else:
-        dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
+    dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
     mbarrier.arrive(do_empty.index(stage), count=1)
     dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv, x
+    return dk, dv
 
 
 @gluon.jit
 def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr,
-                   CAUSAL: gl.constexpr, AHEAD: gl.constexpr):
+                   CAUSAL: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -601,6 +596,9 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     while length > 0:
         k = _rows(k_s.index((i % K_STAGES) * 2 + w))
         v = _rows(v_s.index((i % K_STAGES) * 2 + w))
+        if HELD:
+            k = k.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
+            v = v.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
         low, high = _query_tiles(first, length, other, BLOCK_M, CAUSAL)
         row = first + w * ROWS
         # The first query of each key, and the tiles in which some of this warpgroup's keys meet earlier queries.
@@ -610,20 +608,15 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
             full = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length, 0), BLOCK_M), high)
         dk = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         dv = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        last = c + group_size * (high - low) - 1
-        x = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT_S)
-        if AHEAD and last >= c:
-            x = warpgroup_mma_wait(0, deps=(_scores(k, q_s, q_full, c, LAYOUT_S, STAGES), ))
         for _ in range(group_size):
             if CAUSAL:
                 for j in range(low, full):
-                    dk, dv, x = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x,
-                                           c, last, limit - j * BLOCK_M, offs_m, scale, True, AHEAD, STAGES, LAYOUT_S,
-                                           LAYOUT_O)
+                    dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
+                                        limit - j * BLOCK_M, offs_m, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
                     c += 1
             for j in range(full, high):
-                dk, dv, x = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, x, c,
-                                       last, limit, offs_m, scale, False, AHEAD, STAGES, LAYOUT_S, LAYOUT_O)
+                dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, limit,
+                                    offs_m, scale, False, STAGES, LAYOUT_S, LAYOUT_O)
                 c += 1
         mbarrier.arrive(k_empty.index(i % K_STAGES), count=1)
         place = start.to(gl.int64) * dk_stride + head * DIM
@@ -638,10 +631,10 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride, total, plane,
                 heads, group_size, group, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
                 STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                AHEAD: gl.constexpr):
+                HELD: gl.constexpr):
     """DK and DV, one key tile and key head at a time, over all query heads that share the key head.
 
-    AHEAD: the scores of the next query tile are multiplied beside the gradients of this one, where registers suffice.
+    HELD: keys and values stay in registers, which spares the shared memory half of its reads for the scores.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(qd.dtype, [STAGES, 1, 1, BLOCK_M, DIM], qd.layout)
@@ -660,10 +653,10 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
     gl.warp_specialize([
         (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL, AHEAD)),
+                          CAUSAL, HELD)),
         (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
                           do_empty, DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES,
-                          CAUSAL, AHEAD)),
+                          CAUSAL, HELD)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                           group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),

@@ -131,10 +131,11 @@ def _forward_shape(block: int) -> tuple[int, int]:
     return max(1, 2048 // block), min(max(block // 512, 4), 16)
 
 
-def _backward_shape(block: int) -> tuple[int, int, int, int]:
-    """By the padded width: tokens and warps of a program, programs of a multiprocessor, and stages of its loop."""
+def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
+    """By the padded width and bytes of an element: tokens and warps of a program, programs a multiprocessor, and stages."""
     warps = min(max(block // 512, 4), 16)
-    return max(1, 2048 // block), warps, max(1, 16 // warps), 3
+    # Stages hold the next rows of x and dy in shared memory, of which the smallest devices have 99 KB.
+    return max(1, 1024 // block), warps, max(1, 16 // warps), 3 if block * itemsize <= 16384 else 1
 
 
 @cache
@@ -153,7 +154,7 @@ def _backward_launches(device: torch.device, x: torch.dtype, dy: torch.dtype, we
                        weight_too: bool) -> tuple[Launch, Launch, int, int]:
     """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
     block = triton.next_power_of_2(width)
-    rows, warps, each, stages = _backward_shape(block)
+    rows, warps, each, stages = _backward_shape(block, x.itemsize)
     first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None,
                                          DW=weight_too, DB=bias is not None, STAGES=stages), dict(num_warps=warps))
     second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=128, COLUMNS=_COLUMNS),
@@ -213,7 +214,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         _, weight_too, bias_too, *_ = ctx.needs_input_grad
-        return *backward(x, weight, _flat(dy), ctx.eps, ctx.centre, weight_too, ctx.bias_dtype if bias_too else None), None, None
+        bias_dtype = ctx.bias_dtype if bias_too else None
+        return *backward(x, weight, _flat(dy), ctx.eps, ctx.centre, weight_too, bias_dtype), None, None
 
 
 @torch.library.custom_op("scree_triton::norm", mutates_args=())

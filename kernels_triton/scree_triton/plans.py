@@ -226,13 +226,16 @@ class HopperPlan(Plan):
             (m // 2, n, n))
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x),
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
+            HELD=dim <= 64),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, AHEAD=causal and dim < 128),
-            options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=dim <= 64), options,
             (m, n // 2, n // 2, m))
+
+        # ptxas puts the keys that this one variant holds in registers to another use while they are still needed.
+        self.instead = PortablePlan(device, dtype, shapes, False, False, False, False) if dim == 64 and not causal else None
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
@@ -252,6 +255,9 @@ class HopperPlan(Plan):
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
+        if self.instead is not None:
+            self.instead._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
+            return
         stride, head, _ = dout.stride()
         descriptors = (*self._described(q, k, v), Ragged(dout, *ragged_shape(self.heads, self.v.dim, stride, head)))
         columns = (*self.columns, head)

@@ -78,7 +78,8 @@ def turn(x: torch.Tensor, offsets: torch.Tensor, first: torch.Tensor | None, rat
     out = torch.empty((total, heads, dim), dtype=x.dtype, device=x.device)
     if out.numel():
         n = offsets.shape[0] - 1
-        launch = _launch(x.device, x.dtype, offsets.dtype, None if first is None else first.dtype, heads, dim, rate, interleaved)
+        kind = x.device, x.dtype, offsets.dtype, None if first is None else first.dtype
+        launch = _launch(*kind, heads, dim, rate, interleaved)
         start(launch, -(-total // _TOKENS), (x, out, offsets, offsets if first is None else first), x.stride()[:2],
               (n, total, n.bit_length(), heads, sign))
     return out
@@ -123,11 +124,12 @@ def rejects(call: Any) -> str | None:
     return refuses(call.x.values)
 
 
-def rope(call: Any) -> Any:
+def run(call: Any) -> Any:
     """Run a `RopeCall`."""
     values = call.x.values
     x = values.reshape(values.shape[0], math.prod(values.shape[1:-1]), values.shape[-1])
-    args = call.x.offsets, call.start, math.log(call.theta) * 2 / x.shape[2], call.interleaved
+    first = None if call.start is None else call.start.contiguous()
+    args = call.x.offsets.contiguous(), first, math.log(call.theta) * 2 / x.shape[2], call.interleaved
     if torch.compiler.is_compiling():
         out = _op(x, *args, 1)
     elif x.requires_grad and torch.is_grad_enabled():

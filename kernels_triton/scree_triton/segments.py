@@ -12,6 +12,8 @@ from .host import FLOATS, multiprocessors, refuses, start
 from .launch import Launch
 
 _ELEMENTS = 2048  # in a tile
+_WIDEST = 1 << 20  # so that places in a share fit 32 bits
+_MOST_ROWS = 256  # side by side in a tile
 _MOST_TILES = 32  # that a program reads one after another rather than cut a row
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
@@ -111,7 +113,8 @@ def _plan(device: torch.device, total: int, n: int, max_length: int | None, widt
     stride = 1
     while stride * shares.WIDE < n + 1:
         stride *= shares.WIDE
-    return _Plan(count, count * blocks, count > 1 and (max_length is None or max_length > share), tokens // mean, mean,
+    return _Plan(count, count * blocks, count > 1 and (max_length is None or max_length > share),
+                 min(tokens // mean, _MOST_ROWS), mean,
                  (n, total, share, stride))
 
 
@@ -203,7 +206,7 @@ def reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Te
 
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SegmentCall`; None if they do."""
-    if reason := refuses(call.values, _DTYPES):
+    if reason := refuses(call.values, _DTYPES) or too_wide(call.values):
         return reason
     narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
     if call.op not in ("any", "all") and (narrower or call.dtype not in (*FLOATS, *_ACC)):
@@ -213,11 +216,17 @@ def rejects(call: Any) -> str | None:
     return None
 
 
-def segment_reduce(call: Any) -> torch.Tensor:
+def run(call: Any) -> torch.Tensor:
     """Run a `SegmentCall`."""
     return reduce(call.values, rows_of(call.layout), call.op, call.dtype)
 
 
+def too_wide(x: torch.Tensor) -> str | None:
+    """Why a token of x, (total, ...), has too many elements; None if it has not."""
+    width = math.prod(x.shape[1:])
+    return f"the Triton kernels take tokens of up to {_WIDEST} elements here, not {width}" if width > _WIDEST else None
+
+
 def rows_of(layout: Any) -> Rows:
     """The rows of a `scree.layout.Layout`."""
-    return Rows(layout.offsets, layout.max_length)
+    return Rows(layout.offsets.contiguous(), layout.max_length)

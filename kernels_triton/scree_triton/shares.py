@@ -358,22 +358,22 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 else:
                     little = whole & (lengths <= 2 * W)
                     some = tl.where(little, lengths, 0)
-                    at = tl.where(little, starts, 0)[:, None]
+                    begin = tl.where(little, starts, 0)[:, None]
                     if OP != NONE:
                         for i in range(0, tl.minimum(longest, 2 * W), W):
-                            valid = i + within < some[:, None]
-                            x, y = _pair(X + base * C, Y + base * C, at + i + within, valid, columns, C, BC, READS, ACC)
-                            u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
+                            exists = i + within < some[:, None]
+                            x_i, y_i = _pair(X + base * C, Y + base * C, begin + i + within, exists, columns, C, BC, READS, ACC)
+                            u, v = _step(u, v, x_i, y_i, a, exists, OP, IDENTITY)
                     if MAP == NONE:
                         _keep(ROWS, _result(u, v, OP), rows, little & (rows < n), columns, C)
                     else:
                         if OP == LSE:
                             u = _finite(u)
                         for i in range(0, tl.minimum(longest, 2 * W), W):
-                            valid = i + within < some[:, None]
-                            x, y = _pair(X + base * C, Y + base * C, at + i + within, valid, columns, C, BC, READS, ACC)
-                            made = tl.where(real, _made(x, y, u, v, a, b, MAP), 0.0)
-                            _write(OUT + base * C, made, at + i + within, valid, columns, C, BC)
+                            exists = i + within < some[:, None]
+                            x_i, y_i = _pair(X + base * C, Y + base * C, begin + i + within, exists, columns, C, BC, READS, ACC)
+                            value = tl.where(real, _made(x_i, y_i, u, v, a, b, MAP), 0.0)
+                            _write(OUT + base * C, value, begin + i + within, exists, columns, C, BC)
                     more = tl.where(little, 0, lengths)  # rows too long to stand beside the others, one at a time
                     for _ in range(tl.sum((more > 0).to(tl.int32), 0)):
                         i = tl.argmax(more, 0)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import shares
 from .host import refuses
-from .segments import Rows, over_rows, rows_of
+from .segments import Rows, over_rows, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -91,7 +91,7 @@ def over(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
 
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SoftmaxCall`; None if they do."""
-    return refuses(call.x.values, _DTYPES)
+    return refuses(call.x.values, _DTYPES) or too_wide(call.x.values.movedim(call.x.ragged_dim, 0))
 
 
 def _run(call: Any, kind: str) -> Any:

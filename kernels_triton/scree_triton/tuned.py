@@ -31,7 +31,7 @@ class GluonTiles(NamedTuple):
 GLUON = {
     32: GluonTiles((128, 128, 4), (128, 64, 4, 2), (64, 128, 4, 2)),
     64: GluonTiles((128, 128, 4), (128, 64, 4, 2), (64, 128, 4, 2)),
-    128: GluonTiles((128, 128, 2), (128, 64, 3, 1), (64, 128, 2, 2)),
+    128: GluonTiles((128, 128, 2), (128, 64, 4, 1), (64, 128, 2, 2)),
 }
 
 # By bytes of an element and padded head_dim. Measured on Hopper.

@@ -121,8 +121,39 @@ def reference(case: Case, p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative error in the 2-norm over finite entries; infinite if the others differ or any entry is NaN."""
-    x, finite = x.double(), exact.isfinite()
+    x, exact = x.detach().double(), exact.detach()
+    finite = exact.isfinite()
     if x.isnan().any() or not torch.equal(x[~finite], exact[~finite]):
         return math.inf
-    x, exact = x[finite].detach(), exact[finite]
+    x, exact = x[finite], exact[finite]
     return float((x - exact).norm() / exact.norm().clamp_min(1e-9))
+
+
+def check_public_call(device: str, dtype: torch.dtype, dim: int, options: dict, bound: float) -> None:
+    """`scree.attention` on these kernels against the standard path in float64, with slopes, sinks and their gradients."""
+    import scree
+    import scree_triton
+
+    scree_triton.register()
+    generator = torch.Generator(device=device).manual_seed(3)
+    lengths, keys = (30, 0, 21, 3), (11, 5, 40, 0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    given = [draw(sum(lengths), 4, dim), draw(sum(keys), 2, dim), draw(sum(keys), 2, dim), draw(4)]
+    slopes, dout, dlse = torch.rand(4, generator=generator, device=device), draw(sum(lengths), 4, dim), draw(sum(lengths), 4)
+    given = [x.to(dtype) for x in given[:3]] + given[3:]
+
+    def run(kernel: str, wide: torch.dtype | None) -> list[torch.Tensor]:
+        q, k, v, sinks = (x.to(wide or x.dtype).detach().requires_grad_() for x in given)
+        cu = [offsets(n, device) for n in (lengths, keys)]
+        q_rows = scree.from_cu_seqlens(q, cu[0], max_length=30)
+        k_rows = scree.from_cu_seqlens(k, cu[1], max_length=40)
+        out, lse = scree.attention(q_rows, k_rows, k_rows.with_values(v), alibi_slopes=slopes.to(wide or slopes.dtype),
+                                   sinks=sinks, return_lse=True, kernel=kernel, **options)
+        loss = (out.values * dout.to(out.dtype)).to(lse.dtype).sum() + (lse.values * dlse).sum()
+        return [out.values, lse.values, *torch.autograd.grad(loss, (q, k, v, sinks))]
+
+    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), run("triton", None), run("standard", torch.float64)):
+        assert distance(x, exact) < bound, name

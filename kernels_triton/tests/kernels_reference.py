@@ -1,10 +1,10 @@
-"""The operations beside attention by their definitions, a row at a time, in any precision; what the kernels are held against."""
+"""The operations beside attention by their definitions, a row at a time, in any precision: what kernels are held against."""
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as functional
 from attention_reference import distance, offsets
 
 import scree
@@ -43,24 +43,28 @@ def _rope_row(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return (torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)).to(x.dtype)
 
 
+def _with_one(x: torch.Tensor, value: float) -> torch.Tensor:
+    """The row and one more token, so that it is not empty."""
+    return torch.cat([x, x.new_full((1, *x.shape[1:]), value)])
+
+
 WIDTHS = ((), (3,), (2, 8), (200,))
 OPERATIONS = {
     "rms_norm": Operation(lambda x, w: scree.rms_norm(x, w, kernel="triton"),
-                          lambda x, w: F.rms_norm(x, w.shape, w, 1e-6), ((64,), (2, 100), (1, 1024), (2050,)),
+                          lambda x, w: functional.rms_norm(x, w.shape, w, 1e-6), ((64,), (2, 100), (1, 1024), (2050,)),
                           lambda token, n: (token[-1:],)),
     "rms_norm alone": Operation(lambda x: scree.rms_norm(x, kernel="triton"),
-                                lambda x: F.rms_norm(x, x.shape[-1:], None, 1e-6), ((96,), (4096,))),
+                                lambda x: functional.rms_norm(x, x.shape[-1:], None, 1e-6), ((96,), (4096,))),
     "layer_norm": Operation(lambda x, w, b: scree.layer_norm(x, w, b, kernel="triton"),
-                            lambda x, w, b: F.layer_norm(x, w.shape, w, b), ((64,), (2, 100), (1, 1024), (2050,)),
+                            lambda x, w, b: functional.layer_norm(x, w.shape, w, b), ((64,), (2, 100), (1, 1024), (2050,)),
                             lambda token, n: (token[-1:], token[-1:])),
     "softmax": Operation(lambda x: scree.softmax(x, kernel="triton"), lambda x: x.softmax(0), WIDTHS),
     "log_softmax": Operation(lambda x: scree.log_softmax(x, kernel="triton"), lambda x: x.log_softmax(0), WIDTHS),
     "logsumexp": Operation(lambda x: scree.logsumexp(x, kernel="triton"), lambda x: x.logsumexp(0), WIDTHS, per_row=True),
     "sum": Operation(_reduction("sum"), lambda x: x.sum(0), WIDTHS, per_row=True),
-    "mean": Operation(_reduction("mean"), lambda x: x.sum(0, dtype=torch.promote_types(x.dtype, f32)).div(x.shape[0] or math.nan),
-                      WIDTHS, per_row=True),
-    "max": Operation(_reduction("max"), lambda x: F.pad(x.movedim(0, -1), (0, 1), value=-INF).amax(-1), WIDTHS, per_row=True),
-    "min": Operation(_reduction("min"), lambda x: F.pad(x.movedim(0, -1), (0, 1), value=INF).amin(-1), WIDTHS, per_row=True),
+    "mean": Operation(_reduction("mean"), lambda x: x.sum(0) / (x.shape[0] or math.nan), WIDTHS, per_row=True),
+    "max": Operation(_reduction("max"), lambda x: _with_one(x, -INF).amax(0), WIDTHS, per_row=True),
+    "min": Operation(_reduction("min"), lambda x: _with_one(x, INF).amin(0), WIDTHS, per_row=True),
     "rope": Operation(lambda x: scree.rope(x, kernel="triton"), lambda x: _rope_row(x, False), ((1, 64), (3, 128), (5, 24))),
     "rope interleaved": Operation(lambda x: scree.rope(x, interleaved=True, kernel="triton"), lambda x: _rope_row(x, True),
                                   ((1, 64), (3, 128), (5, 24))),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_reference import Case, distance, offsets, problem, reference
+from attention_reference import Case, check_public_call, distance, offsets, problem, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -73,6 +73,13 @@ def test_error(case):
         floor = {f16: 2e-4, bf16: 1.6e-3, f32: 2e-6 if name == "out" else 1e-5}[case.dtype] if name != "lse" else 5e-7
         assert distance(x, e) < 2 * distance(other, e) + floor, name
         assert torch.equal(x, y), f"{name}: two runs differ"
+
+
+@pytest.mark.parametrize("dtype, dim, options, bound", [
+    (f32, 64, dict(window=(4, 6)), 1e-5), (bf16, 128, dict(causal=True, deterministic=True), 2e-2),
+])
+def test_public_call(dtype, dim, options, bound):
+    check_public_call("cuda", dtype, dim, options, bound)
 
 
 @pytest.mark.parametrize("causal", [False, True])

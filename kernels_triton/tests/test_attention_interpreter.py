@@ -7,8 +7,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from attention_reference import Case, distance, offsets, problem, reference
+from attention_reference import Case, check_public_call, distance, offsets, problem, reference
 
+import scree
+import scree_triton
 from scree_triton.attention import attention
 from scree_triton.launch import INTERPRETED
 from scree_triton.tiles import UNBOUNDED, tile_bound, tile_map
@@ -41,6 +43,34 @@ def test_attention(case):
     bound = {f32: 2e-6, f16: 2e-3}[case.dtype]
     for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)):
         assert distance(x, exact) < bound, name
+
+
+@pytest.mark.parametrize("options", [dict(window=(4, 6)), dict(causal=True, softcap=3.0, deterministic=True)], ids=str)
+def test_public_call(options):
+    """Through scree, with slopes and sinks, against the standard path; gradients of sinks and log-sum-exp too."""
+    check_public_call(DEVICE, f32, 16, options, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(scale=-1.0), "positive scale"),
+        (dict(alibi_slopes=torch.ones(2, requires_grad=True)), "slopes"),
+        (dict(width=300), "head_dim 16 to 256"),
+        (dict(dtype=torch.float64), "float16, bfloat16 and float32"),
+        (dict(strided=True), "contiguous"),
+    ],
+)
+def test_rejects(change, reason):
+    """Every refusal says why, and the standard path takes the call."""
+    change = dict(change)
+    width, dtype = change.pop("width", 16), change.pop("dtype", f32)
+    values = torch.zeros((5, 2, width), dtype=dtype, device=DEVICE)
+    if change.pop("strided", False):
+        values = torch.zeros((5, width, 2), device=DEVICE).transpose(1, 2)
+    x = scree.from_lengths(values, [2, 3])
+    scree_triton.register()
+    assert reason in scree.explain("attention", x, x, x, **change).rejected["triton"]
 
 
 @pytest.mark.parametrize("lengths, slack", [((300, 0, 64, 1, 129), 0), ((1,) * 40, 7), ((), 0), ((0, 0), 65)])

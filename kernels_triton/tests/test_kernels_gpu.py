@@ -54,6 +54,7 @@ def test_compiled(name):
         return y.values if isinstance(y, scree.Array) else y
 
     expected = run(case, x, parameters, dy)
+    torch._dynamo.reset()
     y = torch.compile(f, fullgraph=True)(x.values, x.offsets, parameters)
     found = [y, *torch.autograd.grad(y, [x.values, *parameters], dy)]
     for a, b in zip(expected, found):

@@ -7,7 +7,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from kernels_reference import OPERATIONS, Case, check, f16, f32
+from kernels_reference import OPERATIONS, Case, check, f16, f32, inputs, run
 
 import scree
 from scree_triton import segments
@@ -25,7 +25,7 @@ CASES = [
     Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
 ]
 LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
-        for name in ("softmax", "log_softmax", "logsumexp", "sum", "max") for token in ((), (3,))]
+        for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -42,11 +42,13 @@ def test_rows_longer_than_a_share(case, monkeypatch):
 
 @pytest.mark.parametrize("name, dtype", [
     ("any", torch.bool), ("all", torch.bool),
+    ("count_nonzero", torch.bool),
     *((name, dtype) for name in ("any", "all", "sum", "prod", "max", "min") for dtype in (torch.int32, torch.int64))])
 def test_integers(name, dtype):
     lengths = [3, 0, 40, 1]
     x = scree.from_lengths(torch.randint(-3, 4, (44, 2), device=DEVICE).to(dtype), lengths)
-    assert scree.explain("segment_reduce", name, x.values, x.layout, x.dtype).provider == "triton"
+    op = "sum" if name == "count_nonzero" else name
+    assert scree.explain("segment_reduce", op, x.values, x.layout, x.dtype).provider == "triton"
     found = getattr(scree.namespace(x), name)(x, axis=1)
     limit = torch.iinfo(dtype) if dtype != torch.bool else None
     for row, got in zip(x.values.split(lengths), found):
@@ -55,8 +57,24 @@ def test_integers(name, dtype):
             worst = limit.min if name == "max" else limit.max
             expected = (row.amax(0) if name == "max" else row.amin(0)) if len(row) else torch.full_like(got, worst)
         else:
-            expected = getattr(row, name)(0)
+            expected = row.sum(0) if name == "count_nonzero" else getattr(row, name)(0)
         assert torch.equal(got.to(torch.int64), expected.to(torch.int64))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax", "sum", "max", "rope", "grouped_matmul"])
+def test_compiled(name):
+    """Traced whole, forward and backward."""
+    case = Case(name, f32, OPERATIONS[name].tokens[0], (5, 0, 33))
+    x, parameters, dy = inputs(case, DEVICE)
+
+    def f(values, cu, parameters):
+        y = OPERATIONS[name].run(scree.from_offsets(values * 1.0, cu), *parameters)
+        return y.values if isinstance(y, scree.Array) else y
+
+    torch._dynamo.reset()
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x.values, x.offsets, parameters)
+    found = [y, *torch.autograd.grad(y, [x.values, *parameters], dy)]
+    assert all(torch.equal(a, b) for a, b in zip(run(case, x, parameters, dy), found))
 
 
 def test_reasons():
