@@ -13,8 +13,8 @@ Lengths = Annotated[Path | None, typer.Option(help="File with the lengths of you
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 
 
-def numbers(text: str, kind: type = int) -> list[Any]:
-    """A list option: numbers with commas between them.
+def numbers(text: str, between: str = ",", kind: type = int) -> list[Any]:
+    """A list option: numbers with something between them.
 
     Raises
     ------
@@ -22,6 +22,6 @@ def numbers(text: str, kind: type = int) -> list[Any]:
         If an entry is no number.
     """
     try:
-        return [kind(x) for x in text.split(",") if x.strip()]
+        return [kind(x) for x in text.split(between) if x.strip()]
     except ValueError as error:
-        raise typer.BadParameter(f"expected numbers with commas between them, got {text!r}") from error
+        raise typer.BadParameter(f"expected numbers with {between!r} between them, got {text!r}") from error

@@ -17,7 +17,7 @@ import numpy as np
 
 import scree
 
-from .libraries import Function, Library
+from .libraries import Function, Library, load
 from .measure import require
 
 if TYPE_CHECKING:
@@ -495,26 +495,30 @@ PEERS: tuple[Peer, ...] = (
 
 
 def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[np.ndarray, ...]:
-    """Result and, on request, the gradients of q, k and v: float64, row by row, on the numbers that the library has."""
-    q, k, v, dout = (lib.arrays.read(lib.make(x, work.dtype)) for x in work.arrays)
-    groups, scale = work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
-    out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-    for a, n in zip(work.offsets[:-1], work.lengths, strict=True):
-        for h in range(work.heads):
+    """Result and, on request, the gradients of q, k and v: float64, head by head and row by row.
+
+    Computed from the numbers that the library has, after rounding to its data type; by NumPy, or by PyTorch on its device, where
+    long rows would take NumPy minutes.
+    """
+    own = lib if lib.name == "torch" else load("numpy")
+    q, k, v, dout = (own.make(lib.arrays.read(lib.make(x, work.dtype)), "float64") for x in work.arrays)
+    xp, groups, scale = own.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
+    out, dq, dk, dv = (xp.zeros_like(x) for x in (q, q, k, v))
+    for a, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
+        seen = own.make(np.tri(n, dtype=bool) if work.causal else np.ones((1, 1), bool), "bool")
+        for h in range(work.heads if n else 0):
             g, row = h // groups, slice(a, a + n)
-            scores = q[row, h] @ k[row, g].T * scale
-            if work.causal:
-                scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e300))
-            weights /= weights.sum(-1, keepdims=True)
+            scores = xp.where(seen, q[row, h] @ k[row, g].T * scale, -math.inf)
+            weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+            weights = weights / xp.sum(weights, axis=-1, keepdims=True)
             out[row, h] = weights @ v[row, g]
             if gradients:
-                dweights = dout[row, h] @ v[row, g].T
-                dscores = weights * (dweights - np.sum(dout[row, h] * out[row, h], -1, keepdims=True)) * scale
+                mean = xp.sum(dout[row, h] * out[row, h], axis=-1, keepdims=True)
+                dscores = weights * (dout[row, h] @ v[row, g].T - mean) * scale
                 dq[row, h] = dscores @ k[row, g]
                 dk[row, g] += dscores.T @ q[row, h]
                 dv[row, g] += weights.T @ dout[row, h]
-    return (out, dq, dk, dv) if gradients else (out,)
+    return tuple(own.arrays.read(x) for x in ((out, dq, dk, dv) if gradients else (out,)))
 
 
 def contenders(session: Session, lib: Library, work: Work) -> list[Peer]:

@@ -181,7 +181,7 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def cell(row: Row, name: str, reference: Row | None) -> str:
-    """A value; where it was sampled also the spread, for times and bytes the ratio to the same value of the case's first row."""
+    """A value; where it was sampled also the spread; for times and bytes the ratio to the same value of a reference."""
     if name not in row.values:
         return row.status if row.status != OK else ""
     x, kind = row.values[name], unit(name)
@@ -206,10 +206,12 @@ def _table(keys: list[str], rows: list[Row]) -> Table:
     shared = {k: v for k, v in rows[0].case.items() if all(row.case[k] == v for row in rows)}
     keys = [k for k in keys if k not in shared]
     names = _unique(name for row in rows for name in row.values)
-    firsts: dict[str, Row] = {}
+    firsts: dict[str, Row] = {}  # ours where there is one
+    for row in sorted(rows, key=lambda row: not row.who.startswith("scree")):
+        firsts.setdefault(repr(row.case), row)
     lines, notes = [], []
     for row in rows:
-        first = firsts.setdefault(repr(row.case), row)
+        first = firsts[repr(row.case)]
         lines.append([*(text(row.case[k]) for k in keys), row.who, *(cell(row, name, first) for name in names)])
         if row.status != OK:
             notes.append(f"{', '.join([*(text(row.case[k]) for k in keys), row.who])}: {row.status}: {row.why}")

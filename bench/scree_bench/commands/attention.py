@@ -17,11 +17,11 @@ from .. import plots
 from ..libraries import Library, wanted, where
 from ..measure import FAILED, Failure, Thunk
 from ..options import Backend, Device, Lengths, Out, Quick, Seed
-from ..peers import BACKWARD, Peer, Prepared, Work, contenders, distance, ours, reference
+from ..peers import BACKWARD, Prepared, Work, contenders, distance, ours, reference
 from ..results import OK, Result
 from ..session import Session
 
-CHECKED = 3e10  # operations up to which the float64 reference is computed; a second or so
+CHECKED = 1e11  # operations up to which a CPU computes the float64 reference; some ten seconds
 PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}  # and their operations over those of the forward pass
 SKEWED = (32_768, *(128,) * 255)
 TILES = (16, 32, 64, 128)
@@ -103,32 +103,40 @@ def _measure(session: Session, lib: Library, name: str, work: Work) -> None:
     if work.dtype not in lib.arrays.dtypes:
         return session.leave_out(f"{name} on {lib.name}", f"has no {work.dtype}")
     peers = contenders(session, lib, work)
-    prepared = {peer.name: _once(peer, lib, work) for peer in peers}
+    prepared = {peer.name: _once(lambda peer=peer: peer.prepare(lib, work)) for peer in peers}
+    ready = {(who, phase): _once(lambda p=p, phase=phase: _step(lib, p(), phase)) for who, p in prepared.items()
+             for phase in _phases(lib)}  # fmt: skip
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
-    for phase, cost in PHASES.items():
-        builds = {who: lambda p=p, phase=phase: _step(lib, p(), phase) for who, p in prepared.items()
-                  if phase == "forward" or (lib.phases is not None and (phase == "both" or lib.name != "mlx"))}  # fmt: skip
+    for phase in _phases(lib):
+        builds = {who: ready[who, phase] for who in prepared}
         for row in session.time(case, f"{phase}_s", builds, budget=1.0, wait=lib.wait).values():
             if f"{phase}_s" in row.values:
-                flops = cost * work.flops / row.values[f"{phase}_s"]
+                flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]
                 row.values |= {f"{phase}_flops": flops} | ({f"{phase}_share": flops / limit} if limit else {})
-    if PHASES["both"] * work.flops > CHECKED:
+    if session.device == "cpu" and PHASES["both"] * work.flops > CHECKED:
         return session.leave_out(f"errors of {name}", "too many operations for the float64 reference")
     right = reference(lib, work, gradients=lib.phases is not None)
-    for who, prepare in prepared.items():
-        for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
+    for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
+        for who, prepare in prepared.items():
             if f"{phase}_s" in session.row(case, who).values:
-                session.value(case, who, name, lambda p=prepare, f=phase, t=truth: _error(lib, p(), f, t))
+                session.value(case, who, name, lambda p=prepare, s=ready[who, phase], t=truth: _error(lib, p(), s(), t))
     return None
 
 
-def _once(peer: Peer, lib: Library, work: Work) -> Callable[[], Prepared]:
-    """Prepare a peer when it is first asked for; a failure comes again each time."""
-    kept: list[Prepared] = []
+def _phases(lib: Library) -> list[str]:
+    """What can be timed on a library: MLX has no graph that is kept, NumPy none at all."""
+    if lib.phases is None:
+        return ["forward"]
+    return [phase for phase in PHASES if phase != "backward" or lib.name != "mlx"]
 
-    def get() -> Prepared:
+
+def _once(build: Callable[[], Any]) -> Callable[[], Any]:
+    """Build when first asked; a failure comes again each time."""
+    kept: list[Any] = []
+
+    def get() -> Any:
         if not kept:
-            kept.append(peer.prepare(lib, work))
+            kept.append(build())
         return kept[0]
 
     return get
@@ -138,9 +146,9 @@ def _step(lib: Library, prepared: Prepared, phase: str) -> Thunk:
     return lib.steps(prepared.function, prepared.args, prepared.cotangent)[phase]()
 
 
-def _error(lib: Library, prepared: Prepared, phase: str, truth: tuple[np.ndarray, ...]) -> float:
-    found = lib.wait(_step(lib, prepared, phase)())
-    parts = [found] if phase == "forward" else found
+def _error(lib: Library, prepared: Prepared, step: Thunk, truth: tuple[np.ndarray, ...]) -> float:
+    found = lib.wait(step())
+    parts = found if isinstance(found, tuple | list) else [found]
     return max(distance(lib.arrays.read(prepared.packed(x)), t) for x, t in zip(parts, truth, strict=True))
 
 

@@ -86,7 +86,7 @@ def command(
     with Session("collectives", locals(), where(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("collectives", "needs PyTorch, which is not installed")
-        megabytes, groups = numbers(sizes, float), numbers(worlds)
+        megabytes, groups = numbers(sizes, kind=float), numbers(worlds)
         if quick:
             megabytes, groups, samples = megabytes[:1], groups[:1], 3
         for world in session.track(groups):

@@ -139,7 +139,7 @@ def pictures(result: Result) -> plots.Pictures:
     def spreads(figure: Any) -> None:
         axes, label = figure.add_subplot(), plots.labels(each)
         for row in each:
-            axes.hist(row.samples["mean_saved"], bins=20, alpha=0.8, label=label(row).replace("\n", ", "))
+            axes.hist(row.samples["mean_saved"], bins=20, alpha=0.8, label=label(row).replace("\n", ", ") or row.who)
         axes.set(title="Saved against a padded batch, in each batch", ylabel="batches")
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
         axes.legend()
@@ -149,4 +149,5 @@ def pictures(result: Result) -> plots.Pictures:
         title = "Peak memory of attention, forward and backward, measured"
         plots.bars(figure.add_subplot(), plots.grouped(peak, value, plots.labels(peak)), value, title)
 
-    return {"memory-batch": counted, "memory-saved": spreads, "memory-peak": peaks}
+    found = {"memory-batch": (batch, counted), "memory-saved": (each, spreads), "memory-peak": (peak, peaks)}
+    return {name: paint for name, (rows, paint) in found.items() if rows}

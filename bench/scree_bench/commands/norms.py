@@ -14,7 +14,7 @@ import scree
 from .. import plots
 from ..libraries import Function, Library, wanted, where
 from ..operations import Operation, measure
-from ..options import Device, Out, Quick, Seed
+from ..options import Device, Out, Quick, Seed, numbers
 from ..results import Result
 from ..session import Session
 
@@ -86,10 +86,10 @@ def command(
     """
     with Session("norms", locals(), where(device)) as session:
         dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
-        try:
-            sizes = [tuple(map(int, x.split("x"))) for x in (["64x256"] if quick else shapes.split(","))]
-        except ValueError as error:
-            raise typer.BadParameter(f"--shapes: expected tokens x width, as 12160x4096, got {shapes!r}") from error
+        sizes = [numbers(x, "x") for x in shapes.split(",")]
+        if any(len(size) != 2 for size in sizes):
+            raise typer.BadParameter(f"--shapes: expected tokens x width, as 12160x4096, got {shapes!r}")
+        sizes = [[64, 256]] if quick else sizes
         for lib in wanted(session, "torch", ("torch",)):
             for tokens, width in session.track(sizes):
                 for name in ("rms_norm", "layer_norm"):
