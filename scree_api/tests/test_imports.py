@@ -80,8 +80,8 @@ def imports(path: Path, everywhere: bool) -> Iterator[tuple[int, str]]:
             yield from ((node.level, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("backends/", "bridges/"))])
-def test_only_backends_and_bridges_name_a_library(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("backends/", "bridges/", "demo/train_"))])
+def test_only_backends_bridges_and_examples_name_a_library(name: str) -> None:
     roots = {module.partition(".")[0] for level, module in imports(MODULES[name], everywhere=True) if level == 0}
     assert not roots & LIBRARIES
 
