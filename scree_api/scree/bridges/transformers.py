@@ -60,7 +60,7 @@ def register(name: str = "scree") -> None:
     if any(word in name for word in ("flash", "sdpa", "flex", "eager", "paged")):
         raise ValueError(f"name: expected one that transformers gives no meaning of its own, got {name!r}")
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, torch.compiler.disable(mask))
 
 
 def mask(
@@ -69,8 +69,8 @@ def mask(
 ) -> torch.Tensor | None:  # fmt: skip
     """What a model makes once for all its layers: the sequence of every key up to the last query, None where there is but one.
 
-    (batch, keys) integers, 0 for padding, equal numbers for the tokens of one sequence; of the dtype `WINDOWED` if the mask has
-    a window, which `forward` then expects to hear of from the layer.
+    (batch, keys) integers, 0 for padding, equal numbers for the tokens of one sequence. If the mask has a window, of which
+    `forward` then expects to hear from the layer, the dtype is `WINDOWED`, and (batch, 0) stands for None.
     """
     parts = {getattr(part, "__qualname__", "a callable object").partition(".")[0]: part for part in _parts(mask_function)}
     for name in parts:
@@ -84,12 +84,12 @@ def mask(
     used = kv_length
     if "causal_mask_function" in parts:  # a static cache has room behind the last query
         used = min(kv_length, int(q_offset) - kv_offset + q_length)
-    whole = used == kv_length and not windowed
-    if attention_mask is None:
-        return None if whole else torch.ones((batch_size, used), dtype=dtype, device=device)
+    whole = torch.ones((batch_size, 0), dtype=dtype, device=device) if windowed else None
+    if attention_mask is None or not attention_mask.shape[1]:
+        return whole if used == kv_length else torch.ones((batch_size, used), dtype=dtype, device=device)
     real = attention_mask[:, kv_offset : kv_offset + used]
     real = torch.nn.functional.pad(real, (0, used - real.shape[1]))
-    return None if whole and bool(real.all()) else real.to(dtype)
+    return whole if used == kv_length and bool(real.all()) else real.to(dtype)
 
 
 def _parts(function: Any) -> Iterator[Any]:
@@ -97,10 +97,12 @@ def _parts(function: Any) -> Iterator[Any]:
     if isinstance(function, tuple):
         for part in function:
             yield from _parts(part)
+    elif hasattr(function, "__qualname__"):
+        yield function
+        for cell in function.__closure__ or ():
+            yield from _parts(cell.cell_contents)
     elif callable(function):
         yield function
-        for cell in getattr(function, "__closure__", None) or ():
-            yield from _parts(cell.cell_contents)
 
 
 def forward(
@@ -121,6 +123,7 @@ def forward(
 
     if attention_mask is not None and attention_mask.dtype == WINDOWED and not window:
         raise ValueError("sliding_window: expected the window from the layer too, not from its mask alone; use sdpa or eager")
+    ids = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
     options = {"causal": causal, "window": window, "scale": scaling, "softcap": softcap or None}
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -129,15 +132,13 @@ def forward(
             raise ValueError(f"cu_seq_lens_q: expected a flattened batch (1, total), got {batch} rows")
         k_rows = rows_of(k, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, max_length_k)
         return attention(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v), **options).values[None], None
-    if attention_mask is not None and attention_mask.ndim != 2:
-        shape = tuple(attention_mask.shape)
-        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager")
+    if ids is not None and ids.ndim != 2:
+        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {tuple(ids.shape)}; use sdpa or eager")
     config = getattr(module, "config", None)
     across = not causal and any(getattr(config, name, False) for name in ACROSS)
-    return _by_sequence(q, k, v, batch, attention_mask, position_ids, across, options).unflatten(0, (batch, length)), None
+    return _uncompiled(q, k, v, batch, ids, position_ids, across, options).unflatten(0, (batch, length)), None
 
 
-@torch.compiler.disable
 def _by_sequence(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, ids: torch.Tensor | None,
     position_ids: torch.Tensor | None, across: bool, options: dict[str, Any],
@@ -157,6 +158,9 @@ def _by_sequence(
     if plan.q_tokens is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)
     return out
+
+
+_uncompiled = torch.compiler.disable(_by_sequence)
 
 
 def _version(x: torch.Tensor) -> Any:
