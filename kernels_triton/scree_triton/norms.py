@@ -15,7 +15,7 @@ from .host import multiprocessors, refuses, start
 from .launch import Launch
 
 _WIDEST = 16384
-_COLUMNS = 16  # of a program that adds up
+_COLUMNS = 64  # of a program that adds up
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _backward_launches(device: torch.device, x: torch.dtype, dy: torch.dtype, we
     rows, warps, each, stages = _backward_shape(block, x.itemsize)
     first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None,
                                          DW=weight_too, DB=bias is not None, STAGES=stages), dict(num_warps=warps))
-    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=128, COLUMNS=_COLUMNS),
+    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=32, COLUMNS=_COLUMNS),
                     dict(num_warps=4))
     return first, second, rows, multiprocessors(device) * each
 
