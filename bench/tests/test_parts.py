@@ -1,5 +1,6 @@
 """The parts that the subcommands share: measuring, results, peers, and the algorithms for learners."""
 
+import doctest
 import json
 import math
 from importlib.util import find_spec
@@ -26,6 +27,10 @@ def test_contenders_take_turns():
     turns = [x for i, x in enumerate(calls[4:]) if i == 0 or calls[4:][i - 1] != x]
     assert turns == ["a", "b"] * 3
     assert all(len(samples) == 3 for samples in found.values())
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(measure).attempted and not doctest.testmod(measure).failed
 
 
 def test_one_failure_does_not_stop_the_others():
