@@ -140,7 +140,7 @@ class Layout:
         """A bound on the longest row that is known without reading."""
         if self.max_length is not None:
             return self.max_length
-        return self.total if self.host is None else self._longest  # type: ignore[no-any-return]
+        return self.total if self.host is None else self._longest
 
     @_once
     def _longest(self) -> int:

@@ -116,7 +116,7 @@ def _rejects(call: SegmentCall) -> str | None:
 @register_kernel("segment_reduce", provider="torch", rejects=_rejects)
 def segment_reduce(call: SegmentCall) -> torch.Tensor:
     """Row reductions by `torch.segment_reduce`."""
-    return _Reduce.apply(  # type: ignore[no-any-return]
+    return _Reduce.apply(
         call.converted.contiguous(), call.layout.offsets.to(torch.int64), call.op, identity(xp, call.op, call.dtype)
     )
 
