@@ -72,7 +72,8 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Sp
     total_k, k_heads, dim_v = v.shape
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and total > 0 and total_k > 0
     key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
-           right < UNBOUNDED, right == 0, softcap > 0, alibi, aligned, rows.q is rows.k)
+           right < UNBOUNDED, right == 0, softcap > 0, alibi, aligned, rows.q is rows.k,
+           q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
     found = _PLANS.get(key)
     if found is None:
         if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
@@ -83,14 +84,14 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Sp
 
 
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
-          softcap: bool, alibi: bool, aligned: bool, same: bool) -> "Plan":
+          softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool) -> "Plan":
     q, _, v = shapes
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
               and v.dim == q.dim and dtype != torch.float32 and not (left or softcap or alibi) and right == causal and aligned
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper:
         return HopperPlan(device, dtype, shapes, causal, same)
-    return PortablePlan(device, dtype, shapes, left, right, softcap, alibi)
+    return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
 
 
 def _reachable(stride: int, head: int, heads: int) -> bool:
@@ -151,7 +152,7 @@ class PortablePlan(Plan):
     """Plain Triton: one program a tile and head."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool,
-                 right: bool, softcap: bool, alibi: bool):
+                 right: bool, softcap: bool, alibi: bool, tf32: bool):
         super().__init__(device, dtype, shapes)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.dim, self.v.dim))
@@ -164,7 +165,7 @@ class PortablePlan(Plan):
         def launch(kernel: Any, tile: Tile, **more: Any) -> Launch:
             return Launch(kernel, dict(DIM=self.q.dim, DIM_V=self.v.dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
                                        BLOCK_M=tile.m, BLOCK_N=tile.n, LEFT=left, RIGHT=right,
-                                       SOFTCAP=softcap, ALIBI=alibi, **more),
+                                       SOFTCAP=softcap, ALIBI=alibi, PRECISION="tf32" if tf32 else "tf32x3", **more),
                           dict(num_warps=tile.warps, num_stages=tile.stages))
 
         self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
@@ -235,7 +236,7 @@ class HopperPlan(Plan):
             (m, n // 2, n // 2, m))
 
         # ptxas puts the keys that this one variant holds in registers to another use while they are still needed.
-        self.instead = PortablePlan(device, dtype, shapes, False, False, False, False) if dim == 64 and not causal else None
+        self.instead = None if dim != 64 or causal else PortablePlan(device, dtype, shapes, False, False, False, False, False)
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()

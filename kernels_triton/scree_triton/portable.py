@@ -7,8 +7,8 @@ dK and dV. No gradient is accumulated across programs, so equal inputs give equa
 Queries and keys of a row are aligned at their ends: query ``i`` sits on key ``i + shift``, ``shift = k_len - q_len``, and
 attends keys ``i + shift - left`` to ``i + shift + right``. A causal mask is ``right = 0``.
 
-float32 operands are multiplied as three TF32 products ("tf32x3"), which together keep the precision of float32; half
-precision ignores the setting.
+float32 operands are multiplied as three TF32 products ("tf32x3"), which together keep about the precision of float32, or, where
+`torch.set_float32_matmul_precision` allows it, as one ("tf32"); half precision ignores the setting.
 
 Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 needs no multiplication of its own.
 
@@ -109,9 +109,9 @@ def _distance(query, key, shift):
 def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap, slope,
                   DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                   BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-                  ALIBI: tl.constexpr, MASK: tl.constexpr):
+                  ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
-    x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         x = _tanh(x * (scale / softcap))
         factor = softcap * LOG2E
@@ -128,7 +128,7 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
     alpha = tl.exp2(m - m_new)
     l = l * alpha + tl.sum(p, 1)
     v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="tf32x3")
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_new, l
 
 
@@ -136,7 +136,8 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
 def forward_kernel(Q, K, V, SLOPES, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, total,
                    heads, group_size, group, left, right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+                   LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+                   PRECISION: tl.constexpr):
     """OUT (total, heads, DIM_V) and LSE (heads, total), one query tile and head a program."""
     tile, head, exists = _entry(TILES, heads, group)
     if not exists:
@@ -162,15 +163,15 @@ def forward_kernel(Q, K, V, SLOPES, OUT, LSE, TILES, q_stride, q_head, k_stride,
         for j in range(low, a, BLOCK_N):
             acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
                                       softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                                      True)
+                                      True, PRECISION)
     for j in range(a, b, BLOCK_N):
         acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
                                   softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                                  False)
+                                  False, PRECISION)
     for j in range(b, high, BLOCK_N):
         acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
                                   softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                                      True)
+                                      True, PRECISION)
     some = l > 0.0
     acc = acc / tl.where(some, l, 1.0)[:, None]
     lse = tl.where(some, (m + tl.log2(tl.where(some, l, 1.0))) * LN2, -float("inf"))
@@ -205,16 +206,16 @@ def _score_gradient(x, dp, lse, delta, query, key, valid, shift, scale, softcap,
 def _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap, slope,
              DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-             MASK: tl.constexpr):
+             MASK: tl.constexpr, PRECISION: tl.constexpr):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
     v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
-    x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-    dp = tl.dot(do, tl.trans(v), input_precision="tf32x3")
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     key = j + tl.arange(0, BLOCK_N)
     valid = _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT)
     _, ds = _score_gradient(x, dp, lse[:, None], delta[:, None], query[:, None], key[None, :], valid, shift, scale, softcap,
                             slope, SOFTCAP, ALIBI, MASK)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision="tf32x3")
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -222,7 +223,8 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
               out_stride, do_stride, do_head, dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, left,
               right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
-              RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, HAS_DLSE: tl.constexpr):
+              RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+              HAS_DLSE: tl.constexpr):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and the softmax's row term
     sum(out * dout) - dlse, through which the gradient of the LSE enters."""
     tile, head, exists = _entry(TILES, heads, group)
@@ -257,15 +259,15 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
         for j in range(low, a, BLOCK_N):
             dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
                           softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                          True)
+                          True, PRECISION)
     for j in range(a, b, BLOCK_N):
         dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
                       softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                      False)
+                      False, PRECISION)
     for j in range(b, high, BLOCK_N):
         dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
                       softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                          True)
+                          True, PRECISION)
     _store_rows(DQ + q_start * dq_stride + head * DIM, dq * scale, first, q_len, dq_stride, BLOCK_M, DIM, BLOCK_D)
 
 
@@ -273,12 +275,12 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
 def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride, do_stride, shift, left, right, scale,
                softcap, slope, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-               MASK: tl.constexpr):
+               MASK: tl.constexpr, PRECISION: tl.constexpr):
     query = i + tl.arange(0, BLOCK_M)
     q = _load_rows(Q, i, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, MASK)
-    x = tl.dot(k, tl.trans(q), input_precision="tf32x3")
+    x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     do = _load_rows(DO, i, q_len, do_stride, BLOCK_M, DIM_V, BLOCK_DV, MASK)
-    dp = tl.dot(v, tl.trans(do), input_precision="tf32x3")
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if MASK:
         # Queries beyond the row are zero, so with these statistics they add nothing.
         lse = tl.load(STATS + query, mask=query < q_len, other=0.0)
@@ -289,8 +291,8 @@ def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride
     valid = _valid(query[None, :], key[:, None], k_len, shift, left, right, LEFT, RIGHT)
     p, ds = _score_gradient(x, dp, lse[None, :], delta[None, :], query[None, :], key[:, None], valid, shift, scale, softcap,
                             slope, SOFTCAP, ALIBI, MASK)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision="tf32x3")
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="tf32x3")
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -299,7 +301,7 @@ def dkdv_kernel(Q, K, V, SLOPES, DO, STATS, DK, DV, TILES, q_stride, q_head, k_s
                 do_head, dk_stride, dv_stride, total, plane, heads, group_size, group, left, right, scale, softcap,
                 DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-                ALIBI: tl.constexpr):
+                ALIBI: tl.constexpr, PRECISION: tl.constexpr):
     """DK and DV, one key tile and key head a program; it runs over all query heads that share the key head."""
     tile, head, exists = _entry(TILES, heads // group_size, group)
     if not exists:
@@ -328,15 +330,15 @@ def dkdv_kernel(Q, K, V, SLOPES, DO, STATS, DK, DV, TILES, q_stride, q_head, k_s
             for i in range(low, a, BLOCK_M):
                 dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride,
                                     shift, left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT,
-                                    RIGHT, SOFTCAP, ALIBI, True)
+                                    RIGHT, SOFTCAP, ALIBI, True, PRECISION)
         for i in range(a, b, BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride, shift,
                                 left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
-                                SOFTCAP, ALIBI, False)
+                                SOFTCAP, ALIBI, False, PRECISION)
         for i in range(b, high, BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride, shift,
                                 left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
-                                SOFTCAP, ALIBI, True)
+                                SOFTCAP, ALIBI, True, PRECISION)
     row = k_start * dk_stride
     _store_rows(DK + row + head * DIM, dk * scale, first, k_len, dk_stride, BLOCK_N, DIM, BLOCK_D)
     _store_rows(DV + k_start * dv_stride + head * DIM_V, dv, first, k_len, dv_stride, BLOCK_N, DIM_V, BLOCK_DV)

@@ -13,6 +13,7 @@ import scree
 import scree_triton
 from scree_triton.attention import attention
 from scree_triton.launch import INTERPRETED
+from scree_triton.plans import Rows, Spec, plan
 from scree_triton.tiles import UNBOUNDED, tile_bound, tile_map
 
 f16, f32 = torch.float16, torch.float32
@@ -49,6 +50,16 @@ def test_attention(case):
 def test_public_call(options):
     """Through scree, with slopes and sinks, against the standard path; gradients of sinks and log-sum-exp too."""
     check_public_call(DEVICE, f32, 16, options, 2e-6)
+
+
+def test_tf32_is_a_choice(monkeypatch):
+    """Plans are kept apart by it, and the default is full precision."""
+    x, cu = torch.randn((40, 1, 16), device=DEVICE), offsets((40,), DEVICE)
+    plans = []
+    for precision in ("highest", "high"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        plans.append(plan(x, x, x, Rows(cu, cu, None), Spec(UNBOUNDED, 0, 0.25, 0.0), False))
+    assert [one.forward_launch.constants["PRECISION"] for one in plans] == ["tf32x3", "tf32"]
 
 
 @pytest.mark.parametrize(
