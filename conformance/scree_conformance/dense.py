@@ -24,33 +24,45 @@ N, LENGTH, WIDTH = 4, 5, 2
 
 
 class Arrays:
-    """The arguments of the calls: three axes, of which the second is ragged if `equal_rows`; `vector` ... are always dense."""
+    """The arguments of the calls, made when they are asked for: three axes, of which the second is ragged if `equal_rows`."""
 
     def __init__(self, bench: Bench, dtype: str, *, equal_rows: bool) -> None:
-        bench.start("the same numbers for each call, some of which write into them")
-        self.equal_rows = equal_rows
-        shape = (N, LENGTH, WIDTH)
+        self._bench, self._dtype, self._equal_rows = bench, dtype, equal_rows
 
-        def array(kind: str, draw: str, shape: tuple[int, ...] = shape) -> Any:
-            x = bench.dense(shape, kind, draw).x
-            return bench.of(bench.xp.reshape(x, (-1, *shape[2:])), [LENGTH] * N).x if equal_rows else x
-
-        self.x, self.y = array(dtype, "twos"), array(dtype, "twos")
-        self.integers, self.positions = array("int32", "twos"), array(bench.lib.default_integer, "bool")
-        self.booleans, self.complex = array("bool", "bool"), array("complex64", "complex")
-        skew = bench.rng.uniform(0.1, 0.3, (N * LENGTH, 1, 1)) + 2 * np.eye(WIDTH)
-        matrix = bench.lib.make(skew, dtype if dtype in ("float32", "float64") else "float32")
-        self.matrix = (
-            bench.of(matrix, [LENGTH] * N).x if equal_rows else bench.xp.reshape(matrix, (N, LENGTH, WIDTH, WIDTH))
-        )
-        self.vector, self.per_row = bench.dense((WIDTH,), dtype, "twos").x, bench.dense((N, 1, WIDTH), dtype, "twos").x
-        self.weight, self.weights = (bench.dense(s, dtype, "twos").x for s in ((WIDTH, 3), (N, WIDTH, 3)))
-        self.sorted = bench.lib.make([0, 1, 2, 3], dtype)
-        self.picks = bench.lib.make([1, 0, 0], bench.lib.default_integer)
+    def __getattr__(self, name: str) -> Any:
+        self._bench.start(name)  # the same numbers for each call, some of which write into them
+        found = ARGUMENTS[name](self._bench, self._dtype)
+        if name in ALWAYS_DENSE or not self._equal_rows:
+            return found
+        return self._bench.of(self._bench.xp.reshape(found, (-1, *found.shape[2:])), [LENGTH] * N).x
 
     def shape(self, *shape: int) -> tuple[int | None, ...]:
         """A shape for these arrays."""
-        return tuple(None if self.equal_rows and axis == 1 else n for axis, n in enumerate(shape))
+        return tuple(None if self._equal_rows and axis == 1 else n for axis, n in enumerate(shape))
+
+
+def _skew(bench: Bench, dtype: str) -> Any:
+    numbers = bench.rng.uniform(0.1, 0.3, (N, LENGTH, 1, 1)) + 2 * np.eye(WIDTH)
+    return bench.lib.make(numbers, dtype if dtype in ("float32", "float64") else "float32")
+
+
+#: Argument -> the dense array.
+ARGUMENTS: dict[str, Callable[[Bench, str], Any]] = {
+    "x": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").x,
+    "y": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").x,
+    "integers": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "int32", "twos").x,
+    "positions": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), bench.lib.default_integer, "bool").x,
+    "booleans": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "bool", "bool").x,
+    "complex": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "complex64", "complex").x,
+    "matrix": _skew,
+    "vector": lambda bench, dtype: bench.dense((WIDTH,), dtype, "twos").x,
+    "per_row": lambda bench, dtype: bench.dense((N, 1, WIDTH), dtype, "twos").x,
+    "weight": lambda bench, dtype: bench.dense((WIDTH, 3), dtype, "twos").x,
+    "weights": lambda bench, dtype: bench.dense((N, WIDTH, 3), dtype, "twos").x,
+    "sorted": lambda bench, dtype: bench.lib.make([0, 1, 2, 3], dtype),
+    "picks": lambda bench, dtype: bench.lib.make([1, 0, 0], bench.lib.default_integer),
+}
+ALWAYS_DENSE = ("vector", "per_row", "weight", "weights", "sorted", "picks")
 
 
 Call = Callable[[Any, Any, Arrays], Any]

@@ -38,7 +38,7 @@ TRACED: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]
     "group": (((3,),), (), lambda r, x: r.group(x, _reversed(x).values % 2, 2)[0],
               lambda x: [_all(x)[np.arange(len(_all(x)))[::-1] % 2 == g] for g in (0, 1)]),
     "to_padded": (((3,),), (), lambda r, x: r.to_padded(x, length=130)[0],
-                  lambda x: np.stack([np.concatenate([row, np.zeros((130 - len(row), 3), row.dtype)]) for row in x])),
+                  lambda x: x.stack(lambda row: np.concatenate([row, np.zeros((130 - len(row), 3), row.dtype)]))),
     "align": (((3,), (3,)), (), lambda r, x, y: r.align(y, like=x) * x, lambda x, y: [p * q for p, q in zip(x, y, strict=True)]),
     "from_offsets": (((3,),), (), lambda r, x: r.from_offsets(x.values * 2, x.offsets), lambda x: [row * 2 for row in x]),
     "from_cu_seqlens": (((3,),), (), lambda r, x: r.from_cu_seqlens(x.values * 2, x.offsets), lambda x: [row * 2 for row in x]),
@@ -148,6 +148,8 @@ def differentiated(bench: Bench, layout: Layout, dtype: str, *, name: str) -> No
 def _moved(exact: Any, by: np.ndarray) -> Any:
     if not isinstance(exact, Rows):
         return exact + by
+    if not exact:
+        return exact
     ends = np.cumsum([len(row) for row in exact])[:-1]
     return Rows((row + part for row, part in zip(exact, np.split(by, ends), strict=True)), exact.template)
 

@@ -38,7 +38,7 @@ def drawn(name: str, examples: int) -> Callable[[Callable[..., None]], Callable[
 
 # ---------------------------------------------------------------------------------------- every operation of the table
 #: Operations of functions that run on any layout; the others are about one.
-ANYWHERE = [op for op in OPERATIONS if op.functions and len(op.layouts) > 1]
+ANYWHERE = [op for op in OPERATIONS if op.functions and len(op.layouts) > 1 and op.variant not in ("jitted", "differentiated")]
 
 
 @pytest.mark.parametrize("operation", ANYWHERE, ids=lambda op: op.name)

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import scree
@@ -94,7 +95,7 @@ def test_the_loopback_kernel_runs_every_call() -> None:
     attention = lines["ragged.attention"]
     assert attention.passed and attention.rejected and "loopback takes no float64" in attention.notes[0]
     with pytest.raises(ValueError, match="kernel: expected one of"):
-        x = scree.from_lengths(__import__("numpy").ones(3), [3])
+        x = scree.from_lengths(np.ones(3), [3])
         scree.softmax(x, kernel=loopback.PROVIDER)
 
 
