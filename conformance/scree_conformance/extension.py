@@ -13,7 +13,7 @@ import scree
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
-from .layouts import ALL, SHORT, Layout, lengths_of
+from .layouts import ALL, Layout, lengths_of
 from .table import DTYPES, operation
 
 LARGE = ("float16", "bfloat16")
@@ -280,6 +280,3 @@ def memory(bench: Bench, layout: Layout, dtype: str) -> None:
     part = bench.of(bench.lib.make(np.concatenate(few), dtype), [16] * 3)
     bench.close(part.x, right, right, rough)
     assert isinstance(out, scree.Array)
-
-
-_ = SHORT

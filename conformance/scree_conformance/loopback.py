@@ -8,24 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import scree
+from scree.registry import run
+
+from .suite import OPERATIONS
 
 PROVIDER = "loopback"
-
-#: Operation -> how to hand a call on.
-HAND_ON: dict[str, Callable[[Any], Any]] = {
-    "attention": lambda call: scree.attention(
-        call.q, call.k, call.v, causal=call.causal, window=call.window, scale=call.scale, softcap=call.softcap,
-        alibi_slopes=call.alibi_slopes, return_lse=call.return_lse, kernel="standard",
-    ),
-    "softmax": lambda call: scree.softmax(call.x, kernel="standard"),
-    "rms_norm": lambda call: scree.rms_norm(call.x, call.weight, eps=call.eps, kernel="standard"),
-}  # fmt: skip
+KERNELS = sorted({operation.kernel for operation in OPERATIONS if operation.kernel is not None})
 
 
 def rejects(call: Any) -> str | None:
     """It takes everything but float64, so that a refusal can be seen."""
-    x = getattr(call, "q", None)
-    x = call.x if x is None else x
+    x = call.q if hasattr(call, "q") else call.x
     return "loopback takes no float64" if str(x.dtype).endswith("float64") else None
 
 
@@ -35,16 +28,16 @@ def registered() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
 
     def kernel(operation: str) -> Callable[[Any], Any]:
-        def run(call: Any) -> Any:
+        def hand_on(call: Any) -> Any:
             calls[operation] += 1
-            return HAND_ON[operation](call)
+            return run(operation, call, "standard")
 
-        return run
+        return hand_on
 
-    for operation in HAND_ON:
+    for operation in KERNELS:
         scree.register_kernel(operation, provider=PROVIDER, rejects=rejects)(kernel(operation))
     try:
         yield calls
     finally:
-        for operation in HAND_ON:
+        for operation in KERNELS:
             scree.unregister_kernel(operation, PROVIDER)

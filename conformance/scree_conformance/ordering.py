@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from . import oracle
 from .bench import DRAWS, Bench, Data
 from .layouts import ALL, Layout, lengths_of
-from .oracle import Rows
-from .reshaping import MOVED, by_row, cubes, numbers
+from .reshaping import MOVED, by_row, cubes
 from .table import DTYPES, operation
 
 DRAWS["ties"] = lambda rng, shape: rng.integers(-2, 3, shape)
@@ -170,6 +168,3 @@ def take_along_axis(bench: Bench, layout: Layout, dtype: str) -> None:
         for axis in (2 - dim, -1 - dim):
             bench.check(lambda a, i: bench.xp.take_along_axis(a, i, axis=axis),
                         lambda a, i: [np.take_along_axis(row, p, 1 - dim) for row, p in zip(a, i, strict=True)], x, picks)
-
-
-_: Any = (Rows, oracle, numbers)

@@ -12,7 +12,6 @@ from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
 from .layouts import ALL, EMPTY, SHORT, Layout, lengths_of
-from .reshaping import cubes
 from .table import DTYPES, operation
 
 
@@ -89,7 +88,10 @@ def norms(bench: Bench, layout: Layout, dtype: str) -> None:
     f = bench.xp.linalg.vector_norm
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, dim=dim)
-        for axis, keepdims in ((dim + 1, False), (dim + 1, True), (2 - dim, False), (2 - dim, True), ((1, 2), False), (None, False)):
+        ragged, element = dim + 1, 2 - dim
+        for axis, keepdims in (
+            (ragged, False), (ragged, True), (element, False), (element, True), ((1, 2), False), (None, False),
+        ):  # fmt: skip
             for order in (2, 1, np.inf, -np.inf, 0, 3) if axis == dim + 1 and not keepdims else (2, np.inf):
                 axes = (0, 1, 2) if axis is None else tuple(np.atleast_1d(axis).tolist())
                 if order == np.inf and dim + 1 in axes and 0 in lengths_of(layout) + ([0] if not lengths_of(layout) else []):
@@ -203,5 +205,3 @@ def _by_token(bench: Bench, name: str, x: Data) -> Any:
 for _name in MATRICES:
     _word = _name if _name in ("tril", "triu") else f"linalg.{_name}"
     operation(_word, SHORT, ("float32", "float64"))(partial(of_matrices, name=_name))
-
-_: Any = cubes

@@ -12,7 +12,7 @@ import numpy as np
 from . import oracle
 from .backends import FLOATS, HALF
 from .bench import Bench, Data
-from .layouts import ALL, SHORT, Layout, lengths_of
+from .layouts import ALL, Layout, lengths_of
 from .oracle import Rows
 from .table import operation
 
@@ -21,13 +21,14 @@ MOVED = ("float32", "int32", "bool", "bfloat16", "complex64")  # nothing is comp
 
 def numbers(dtype: str) -> str:
     """The draw that suits a dtype."""
-    return {"bool": "bool", "complex64": "complex"}.get(dtype, "natural" if dtype[0] == "u" else "any" if dtype in FLOATS else "integer")
+    other = "natural" if dtype[0] == "u" else "any" if dtype in FLOATS else "integer"
+    return {"bool": "bool", "complex64": "complex"}.get(dtype, other)
 
 
 def cubes(bench: Bench, layout: Layout, dtype: str, token: tuple[int, ...] = (3,)) -> list[tuple[int, Data]]:
     """(the ragged axis of a row, an array) for every place that the ragged axis can have."""
-    dims = range(len(token) + 1)
-    return [(dim, bench.ragged(layout, token, dtype, numbers(dtype), dim)) for dim in (dims[:2] if bench.lib.compiles else dims)]
+    dims = range(2 if bench.lib.compiles else len(token) + 1)
+    return [(dim, bench.ragged(layout, token, dtype, numbers(dtype), dim)) for dim in dims]
 
 
 def by_row(f: Callable[..., Any]) -> Callable[[Rows], list[np.ndarray]]:
@@ -73,7 +74,8 @@ def reshaped(bench: Bench, layout: Layout, dtype: str) -> None:
     n = len(lengths_of(layout))
     x = bench.ragged(layout, (4, 3), dtype, numbers(dtype))
     for want in ((n, None, 12), (-1, None, 3, 4), (n, None, 2, 2, 3), (n, None, 4, 3)):
-        bench.check(lambda a: bench.xp.reshape(a, want), by_row(lambda row: row.reshape(row.shape[0], *want[2:])), x, note=f"{want}: ")
+        bench.check(lambda a: bench.xp.reshape(a, want), by_row(lambda row: row.reshape(row.shape[0], *want[2:])), x,
+                    note=f"{want}: ")
     x = bench.ragged(layout, (4, 3), dtype, numbers(dtype), 1)
     for want in ((n, 2, 2, None, 3), (n, 4, None, 3, 1)):
         at = want.index(None)
@@ -201,6 +203,3 @@ def _diff(row: np.ndarray, axis: int, n: int, **ends: np.ndarray) -> np.ndarray:
         later, earlier = (np.take(row, np.arange(a, max(row.shape[axis] - 1 + a, a)), axis=axis) for a in (1, 0))
         row = later - earlier
     return row
-
-
-_: Any = SHORT

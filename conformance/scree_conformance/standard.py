@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-import scree
-
 from . import oracle
 from .backends import HALF
 from .bench import Bench, Data
@@ -220,7 +218,8 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
             bench.check(
                 lambda a: f(a, axis=axis, keepdims=keepdims, **more),
                 lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, correction=correction, ragged=dim + 1),
-                x, dtype=out, orders=8 if ragged and name not in ("any", "all") else 1, note=f"ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
+                x, dtype=out, orders=8 if ragged and name not in ("any", "all") else 1,
+                note=f"ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
             )  # fmt: skip
 
 

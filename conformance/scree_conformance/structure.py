@@ -10,7 +10,7 @@ import numpy as np
 import scree
 
 from .bench import Bench
-from .layouts import ALL, Layout, lengths_of
+from .layouts import Layout, lengths_of
 from .oracle import Rows
 from .table import operation
 
@@ -291,6 +291,3 @@ def methods(bench: Bench, layout: Layout, dtype: str) -> None:
     moved = x.x.to_device(x.x.device)
     bench.close(moved, list(x.exact))
     assert moved.device == x.x.device
-
-
-_: Any = ALL

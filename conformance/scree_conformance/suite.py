@@ -13,7 +13,8 @@ from .backends import Library
 from .layouts import FEW
 from .table import OPERATIONS, Case
 
-MODULES = (standard, reshaping, ordering, products, extension, structure, transforms, dense, laws)  # each puts its operations into the table when it is imported
+#: Each puts its operations into the table when it is imported.
+MODULES = (standard, reshaping, ordering, products, extension, structure, transforms, dense, laws)
 
 
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:

@@ -14,15 +14,16 @@ import scree
 from . import oracle
 from .backends import EPS
 from .bench import Bench, Data
-from .layouts import Layout, lengths_of
+from .layouts import Layout
 from .oracle import Rows
 from .table import Absent, operation
 
+Shapes = tuple[tuple[int, ...], ...]
 STEP = 1e-4  # of the central differences, whose error is about its square
 WHERE = ("empty_between", "blocks")
 
 #: Function -> (shapes of a token of the ragged arguments, shapes of the dense ones, the call, the oracle).
-TRACED: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], Callable[..., Any], Callable[..., Any]]] = {
+TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]] = {
     "softmax": (((3,),), (), lambda r, x: r.softmax(x), oracle.softmax),
     "log_softmax": (((3,),), (), lambda r, x: r.log_softmax(x), oracle.log_softmax),
     "logsumexp": (((3,),), (), lambda r, x: r.logsumexp(x), oracle.logsumexp),
@@ -31,7 +32,8 @@ TRACED: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]
     "rope": (((2, 4),), (), lambda r, x: r.rope(x), oracle.rope),
     "attention": (((4, 4), (2, 4), (2, 3)), (), lambda r, q, k, v: r.attention(q, k, v, causal=True),
                   lambda q, k, v: oracle.attention(q, k, v, causal=True)[0]),
-    "gather": (((3,),), (), lambda r, x: r.gather(x, _first(x)), lambda x: [np.broadcast_to(_all(x)[:1], row.shape) for row in x]),
+    "gather": (((3,),), (), lambda r, x: r.gather(x, _first(x)),
+               lambda x: [np.broadcast_to(_all(x)[:1], row.shape) for row in x]),
     "scatter": (((3,),), (), lambda r, x: r.scatter(x, _reversed(x), x.total_length), lambda x: _all(x)[::-1]),
     "scatter_add": (((3,),), (), lambda r, x: r.scatter_add(x, _first(x), 2),
                     lambda x: np.stack([_all(x).sum(0), x.template.sum(0)])),
@@ -45,8 +47,10 @@ TRACED: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]
     "from_lengths": (((3,),), (), lambda r, x: r.from_lengths(x.values * 2, x.lengths), lambda x: [row * 2 for row in x]),
     "from_segment_ids": (((3,),), (), lambda r, x: r.from_segment_ids(x.values * 2, r.segment_ids(x), x.batch_size),
                          lambda x: [row * 2 for row in x]),
-    "segment_ids": (((),), (), lambda r, x: x.with_values(x.values * r.segment_ids(x)), lambda x: [row * i for i, row in enumerate(x)]),
-    "positions": (((),), (), lambda r, x: x.with_values(x.values * r.positions(x)), lambda x: [row * np.arange(len(row)) for row in x]),
+    "segment_ids": (((),), (), lambda r, x: x.with_values(x.values * r.segment_ids(x)),
+                    lambda x: [row * i for i, row in enumerate(x)]),
+    "positions": (((),), (), lambda r, x: x.with_values(x.values * r.positions(x)),
+                  lambda x: [row * np.arange(len(row)) for row in x]),
     "unpack": (((3,),), (), lambda r, x: x.__array_namespace__().concat(r.unpack(x), axis=0), lambda x: _all(x)),
     "pack": (((3,),), (), lambda r, x: r.pack(r.unpack(x)), list),
     "from_padded": (((3,),), (), lambda r, x: r.from_padded(*r.to_padded(x)), list),

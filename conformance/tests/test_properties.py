@@ -84,8 +84,11 @@ def sorting(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     axis, down = axis_of(data, x.ndim), data.draw(st.booleans(), "descending")
     at = axis % x.ndim - 1
     places = partial(order, axis=at, descending=down)
-    return (lambda a: getattr(xp, name)(a, axis=axis, descending=down),
-            lambda rows: [places(row) if name == "argsort" else np.take_along_axis(row, places(row), at) for row in rows])  # fmt: skip
+
+    def one(row: np.ndarray) -> np.ndarray:
+        return places(row) if name == "argsort" else np.take_along_axis(row, places(row), at)
+
+    return lambda a: getattr(xp, name)(a, axis=axis, descending=down), lambda rows: list(map(one, rows))
 
 
 def each(plain: Callable[..., Any], options: Callable[[st.DataObject], tuple[Any, ...]] = lambda data: ()) -> Any:

@@ -54,7 +54,8 @@ def test_the_hard_layouts_are_there() -> None:
     rows = layouts.LAYOUTS.values()
     assert [] in rows and [0, 0, 0] in rows and any(len(r) == 1 for r in rows) and any(set(r) == {1} for r in rows)
     assert any(r[:1] == [0] and any(r) for r in rows) and any(r[-1:] == [0] and any(r) for r in rows)
-    assert any(0 in r[1:-1] and r[0] and r[-1] for r in rows) and any(max(r, default=0) >= 100 * min(r, default=0) + 100 for r in rows)
+    assert any(0 in r[1:-1] and r[0] and r[-1] for r in rows)
+    assert any(max(r, default=0) >= 500 and len(r) > 1 for r in rows)
 
 
 # ------------------------------------------------------------------------------------------------ the command line
@@ -90,7 +91,7 @@ def test_the_loopback_kernel_runs_every_call() -> None:
         lines = run("numpy", kernel=loopback.PROVIDER)
     counts = {name: line.passed + line.rejected for name, line in lines.items() if name.partition(":")[0] == "ragged.attention"}
     assert not any(line.failed for line in lines.values())
-    assert set(calls) == set(loopback.HAND_ON)
+    assert sorted(calls) == loopback.KERNELS
     assert calls["attention"] >= sum(counts.values())
     attention = lines["ragged.attention"]
     assert attention.passed and attention.rejected and "loopback takes no float64" in attention.notes[0]
