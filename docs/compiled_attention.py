@@ -1,0 +1,138 @@
+"""The table of compiled attention on the CPU: ``python docs/compiled_attention.py [torch] [jax] [mlx]`` on a quiet machine.
+
+Every rival computes the same rows under the same compiler; it is timed in turn with `xp.ragged.attention`, and the median counts.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import scree
+
+LENGTHS = [512, 1024, 768, 256, 2048, 384, 896, 640, 1536, 320, 1152, 480, 704, 192, 832, 416]
+HEADS, DIM, LONGEST, ROUNDS = 4, 64, max(LENGTHS), 5
+VALUES = [np.random.default_rng(seed).standard_normal((sum(LENGTHS), HEADS, DIM)).astype(np.float32) for seed in range(3)]
+OFFSETS = np.cumsum([0, *LENGTHS]).astype(np.int32)
+MASK = np.arange(LONGEST) < np.asarray(LENGTHS)[:, None]
+PADDED = [np.zeros((len(LENGTHS), LONGEST, HEADS, DIM), np.float32) for _ in VALUES]
+for _to, _from in zip(PADDED, VALUES):
+    _to[MASK] = _from
+
+Ways = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
+
+
+def ragged(q: Any, k: Any, v: Any, offsets: Any) -> Any:
+    """What is measured: causal attention of every row to itself."""
+    q, k, v = (scree.from_cu_seqlens(x, offsets, max_length=LONGEST) for x in (q, k, v))
+    k, v = scree.align(k, like=q), scree.align(v, like=q)
+    return scree.attention(q, k, v, causal=True).values
+
+
+def torch_ways() -> Ways:
+    """PyTorch's padded SDPA, `torch.nested`, and SDPA row by row."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    values = [torch.tensor(x, requires_grad=True) for x in VALUES]
+    padded = [torch.tensor(x, requires_grad=True) for x in PADDED]
+    offsets, long = torch.tensor(OFFSETS), torch.tensor(OFFSETS).to(torch.int64)
+
+    def by_head(x: Any) -> Any:
+        return x.transpose(1, 2)
+
+    def of_padded(q: Any, k: Any, v: Any) -> Any:  # causal: no query sees the padding behind its row
+        return by_head(sdpa(by_head(q), by_head(k), by_head(v), is_causal=True))
+
+    def of_nested(q: Any, k: Any, v: Any) -> Any:
+        jagged = [torch.nested.nested_tensor_from_jagged(x, long, max_seqlen=LONGEST, min_seqlen=192) for x in (q, k, v)]
+        return by_head(sdpa(*map(by_head, jagged), is_causal=True)).values()
+
+    def of_rows(q: Any, k: Any, v: Any) -> Any:
+        rows = zip(*(x.split(LENGTHS) for x in (q, k, v)))
+        return torch.cat([sdpa(*(x.transpose(0, 1)[None] for x in row), is_causal=True)[0].transpose(0, 1) for row in rows])
+
+    def both(f: Callable[..., Any], args: list[Any], fullgraph: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        compiled = torch.compile(f, fullgraph=fullgraph)
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return compiled(*args)
+
+        return forward, lambda: torch.autograd.grad(compiled(*args).sum(), args[:3])
+
+    return {
+        "scree": both(lambda q, k, v: ragged(q, k, v, offsets), values),
+        "padded": both(of_padded, padded),
+        "torch.nested": both(of_nested, values, fullgraph=False),
+        "row by row": both(of_rows, values),
+    }
+
+
+def jax_ways() -> Ways:
+    """JAX's padded attention, its own and by hand."""
+    import jax
+    import jax.numpy as jnp
+
+    values, padded, offsets = [jnp.asarray(x) for x in VALUES], [jnp.asarray(x) for x in PADDED], jnp.asarray(OFFSETS)
+
+    def of_padded(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def by_hand(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        scores = jnp.where(jnp.tri(LONGEST, dtype=bool), q @ jnp.swapaxes(k, 2, 3) / DIM**0.5, -jnp.inf)
+        return jnp.swapaxes(jax.nn.softmax(scores) @ v, 1, 2)
+
+    def both(f: Callable[..., Any], args: list[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        forward, gradient = jax.jit(f), jax.jit(jax.grad(lambda *x: f(*x).sum(), (0, 1, 2)))
+        return lambda: jax.block_until_ready(forward(*args)), lambda: jax.block_until_ready(gradient(*args))
+
+    return {
+        "scree": both(ragged, [*values, offsets]),
+        "jax.nn.dot_product_attention, padded": both(of_padded, padded),
+        "by hand, padded": both(by_hand, padded),
+    }
+
+
+def mlx_ways() -> Ways:
+    """MLX's padded attention."""
+    import mlx.core as mx
+
+    values, padded, offsets = [mx.array(x) for x in VALUES], [mx.array(x) for x in PADDED], mx.array(OFFSETS)
+
+    def of_padded(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (mx.swapaxes(x, 1, 2) for x in (q, k, v))
+        return mx.swapaxes(mx.fast.scaled_dot_product_attention(q, k, v, scale=DIM**-0.5, mask="causal"), 1, 2)
+
+    def both(f: Callable[..., Any], args: list[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        forward, gradient = mx.compile(f), mx.compile(mx.grad(lambda *x: f(*x).sum(), (0, 1, 2)))
+        return lambda: mx.eval(forward(*args)), lambda: mx.eval(gradient(*args))
+
+    return {"scree": both(ragged, [*values, offsets]), "mx.fast.scaled_dot_product_attention, padded": both(of_padded, padded)}
+
+
+def main() -> None:
+    """Print the table."""
+    print("| library | against | forward | forward and backward |\n|---|---|---|---|")
+    for name in sys.argv[1:] or ("torch", "jax", "mlx"):
+        ways: Ways = globals()[f"{name}_ways"]()
+        seconds: dict[str, list[list[float]]] = {way: [[], []] for way in ways}
+        for turn in range(ROUNDS + 1):
+            for way, calls in ways.items():
+                for call, times in zip(calls, seconds[way]):
+                    start = time.perf_counter()
+                    call()
+                    if turn:  # the first compiles
+                        times.append(time.perf_counter() - start)
+        ours, *others = ([statistics.median(times) for times in both] for both in seconds.values())
+        for way, found in zip(list(ways)[1:], others):
+            ratios = (f"{a:.3g} s / {b:.3g} s = {a / b:.2f}" for a, b in zip(found, ours))
+            print(f"| {name} | {way} | {' | '.join(ratios)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
