@@ -72,7 +72,8 @@ def _walk(a: Side, b: Side, size: int, scores: int, window: Any, start: Callable
             place = begin[:, None] + j * size + jnp.arange(size)
             seen = (place[:, None, :] >= first[:, :, None]) & (place[:, None, :] <= last[:, :, None])
             other = b.rows.clip(b.rows.offsets[rows][:, None] + place)
-            return j + 1, step(now, seen, own, [jnp.take(x, other, axis=1) for x in b.parts])
+            inside = (place < length[rows][:, None])[..., None, None]  # no weight of 0 may meet what stands in other rows
+            return j + 1, step(now, seen, own, [jnp.where(inside, jnp.take(x, other, axis=1), 0) for x in b.parts])
 
         return lax.while_loop(lambda state: state[0] < rounds, round, (jnp.zeros_like(rounds), start(*own)))[1]
 
