@@ -1,6 +1,5 @@
 """Under the transforms of MLX: compiled, differentiated, mapped; and lazy until somebody asks for a value."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ def offsets(lengths: list[int]) -> mx.array:
 
 
 @pytest.fixture
-def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def lazy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list of everything that made MLX compute."""
     asked: list[str] = []
     for module, name in ((mx, "eval"), (backend, "_read"), (np, "array"), (np, "asarray")):
@@ -44,7 +43,7 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return own(x, *args, **kwargs)
 
         monkeypatch.setattr(module, name, trap)
-    yield asked
+    return asked
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
