@@ -108,7 +108,7 @@ def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
 @pytest.mark.parametrize("function", [flash_attn_varlen_func, varlen_attn])
 def test_it_compiles_without_a_break(function: Any) -> None:
     given = batch(dtype=torch.float32)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given), function(*given))
 
 

@@ -1,6 +1,5 @@
 """Small random models of transformers on scree: the same as on `sdpa` and `eager`, one sequence at a time or padded."""
 
-from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -33,15 +32,6 @@ DECODERS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
 LENGTHS = [7, 1, 12, 5]
 
 bridge.register()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The models are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache
