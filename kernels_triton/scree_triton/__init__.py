@@ -21,45 +21,34 @@ KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 
 
 def register() -> None:
-    """Register the kernels with scree; called through the entry-point group ``scree.kernels``."""
-    unusable = _unusable()
-    for operation, (module, function, values) in KERNELS.items():
-        # Imported now, because the first call may stand in a compiled function; not at all where nothing can run.
-        kernels = None if unusable else import_module(f".{module}", __name__)
-        _register(operation, kernels, function, values, unusable)
+    """Register the kernels with scree where they can run; called through the entry-point group ``scree.kernels``.
 
-
-def _unusable() -> str | None:
-    """Why no kernel can run here at all."""
+    They run on CUDA devices, and with the environment variable ``TRITON_INTERPRET=1`` on the CPU.
+    """
     import torch
 
-    if not find_spec("triton"):
-        return "the Triton kernels need the package triton: pip install 'scree[triton]'"
-    if not torch.cuda.is_available() and not _interpreted():
-        return "the Triton kernels run on CUDA devices, and there is none"
-    return None
+    if not find_spec("triton") or not (torch.cuda.is_available() or _interpreted()):
+        return
+    for operation, (module, function, values) in KERNELS.items():
+        # Imported now, because the first call may stand in a compiled function.
+        _register(operation, import_module(f".{module}", __name__), function, values)
 
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _register(operation: str, kernels: Any, function: str, values: Callable[[Any], Any], unusable: str | None) -> None:
+def _register(operation: str, kernels: Any, function: str, values: Callable[[Any], Any]) -> None:
     import torch
 
     from scree import register_kernel
 
-    interpreted = _interpreted()
-
     def rejects(call: Any) -> str | None:
-        if kernels is None:
-            return unusable
         x = values(call)
         if not isinstance(x, torch.Tensor):
             return "the Triton kernels take torch tensors"
-        if x.device.type != "cuda" and not interpreted:
+        if x.device.type != "cuda" and not _interpreted():
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
-    run = rejects if kernels is None else getattr(kernels, function)
-    register_kernel(operation, provider="triton", rejects=rejects)(run)
+    register_kernel(operation, provider="triton", rejects=rejects)(getattr(kernels, function))

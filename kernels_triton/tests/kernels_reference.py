@@ -8,10 +8,6 @@ import torch.nn.functional as functional
 from attention_reference import distance, offsets
 
 import scree
-import scree_triton
-
-scree.namespace(torch.zeros(1))
-scree_triton.register()  # where scree is not installed, no entry point does it
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 INF = math.inf

@@ -1,12 +1,6 @@
 """The kernels beside attention on a small fixed set; without a GPU in Triton's interpreter."""
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from kernels_reference import OPERATIONS, Case, check, f16, f32, inputs, run
 
 import scree
