@@ -26,7 +26,9 @@ def adopt(data: dict[str, Any], path: Path) -> Result | None:
     machine["limits"] = {new: limits[old] * factor for old, (new, factor) in LIMITS.items() if old in limits}
     versions = data.get("versions") or {k: data[k] for k in ("scree", "torch", "triton") if k in data}
     rows = _flat(data["rows"]) if "rows" in data else _nested(data)
-    return Result(command, {}, machine, versions, data.get("date", ""), rows, complete=True)
+    script = "kernels" if "rows" in data else "gpu_attention"
+    extra = {"notes": [f"Measured by `python -m scree_bench.{script}`, which says how in its first lines.", *data.get("notes", [])]}
+    return Result(command, {}, machine, versions, data.get("date", ""), rows, extra=extra, complete=True)
 
 
 def _flat(rows: list[dict[str, Any]]) -> list[Row]:
@@ -51,7 +53,9 @@ def _nested(data: dict[str, Any]) -> list[Row]:
             for who, ms in work.get(f"{phase}_ms", {}).items():
                 who = who.replace("ours", "scree")
                 row = found.setdefault((name, who), Row(case, who))
-                row.values |= {f"{value}_s": ms * 1e-3, f"{value}_flops": cost * work["gflop"] * 1e9 / (ms * 1e-3)}
+                row.values[f"{value}_s"] = ms * 1e-3
+                if "gflop" in work:
+                    row.values[f"{value}_flops"] = cost * work["gflop"] * 1e9 / (ms * 1e-3)
     for phase, times in data.get("host_us", {}).items():
         for who, us in times.items():
             who = who.replace("ours", "scree")

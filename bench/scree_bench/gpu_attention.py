@@ -1,8 +1,8 @@
 """`python -m scree_bench.gpu_attention OUT.json`: the Triton attention beside every other ragged attention that is installed.
 
 All in one process, on the same inputs, in turn, medians of CUDA events with the L2 cache cleared before each call. "forward +
-backward" calls the two halves directly where an implementation has them apart (ours, FlashAttention-2, memory-efficient), and goes
-through autograd where it has not (FlashAttention-4); "ours, autograd" is what a training step sees.
+backward" calls the two halves directly where an implementation has them apart (ours, FlashAttention-2, memory-efficient), and
+goes through autograd where it has not (FlashAttention-4); "ours, autograd" is what a training step sees.
 """
 
 from __future__ import annotations

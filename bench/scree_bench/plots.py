@@ -91,7 +91,7 @@ def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> No
 
 def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str) -> None:
     """A group of horizontal bars for each entry, a color for each contender, its value beside each bar."""
-    names = list(dict.fromkeys(who for group in groups.values() for who in group))
+    names = sorted(dict.fromkeys(who for group in groups.values() for who in group), key=lambda who: not who.startswith("scree"))
     palette = _colors()
     crowded = len(names) > len(palette)  # then names stand beside the bars, and color only tells ours from theirs
     colors = {who: palette[not who.startswith("scree")] if crowded else palette[i] for i, who in enumerate(names)}

@@ -241,7 +241,8 @@ def test_report_takes_what_the_kernel_scripts_write(tmp_path):
     head = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01", "torch": "2.11"}
     times = {"forward_ms": {"ours": 0.1, "FA2": 0.2}, "forward_backward_ms": {"ours": 0.4, "FA2": 0.6}}
     work = {"tokens": 4, "rows": 2, "heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float16", "gflop": 2.0, **times}
-    attention = {**head, "limits": {"copy_tb_s": 3.0}, "workloads": {"seed": work}, "host_us": {"forward": {"ours": 9.0}}}
+    host = {"forward": {"ours": 9.0}}
+    attention = {**head, "limits": {"copy_tb_s": 3.0}, "notes": ["Cut off."], "workloads": {"seed": work}, "host_us": host}
     rows = [{"operation": "softmax", "size": "4", "who": "copy", "forward_ms": 0.5, "forward_gb_s": 2000},
             {"operation": "softmax", "size": "4", "who": "scree", "forward_ms": 1.0, "forward_gb_s": 1000},
             {"operation": "softmax", "size": "4", "who": "torch", "error": "no"}]  # fmt: skip
@@ -250,6 +251,7 @@ def test_report_takes_what_the_kernel_scripts_write(tmp_path):
     invoke("report", *map(str, tmp_path.glob("*.json")), "--out", str(tmp_path / "bench.md"))
     text = (tmp_path / "bench.md").read_text()
     assert "## Attention: NVIDIA H100 80GB HBM3" in text and "Limits of the machine: copy 3 TB/s." in text
+    assert "\nCut off.\n" in text
     assert "| FA2 | 200 us (2.00x) | 10 TFLOP/s | 600 us (1.50x) | 11.7 TFLOP/s |" in text
     assert "| copy | 500 us (0.50x) | 2 TB/s |" in text and "torch: failed: no" in text
     assert (tmp_path / "bench" / "attention-both-h100-dark.svg").exists()

@@ -12,7 +12,7 @@ from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
 from ..libraries import Library, wanted, where
 from ..measure import require
 from ..options import Backend, Device, Out, Quick, Seed, numbers
-from ..results import OK, Result, Row
+from ..results import OK, Result, Row, unit
 from ..session import Session
 
 
@@ -111,7 +111,7 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
     longest.barh(list(times), list(times.values()))
     longest.invert_yaxis()
     longest.set(title=f"Time at length {last:,}")
-    longest.xaxis.set_major_formatter(lambda v, _: plots.unit("x_s").show(v) if v else "0")
+    longest.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
     longest.xaxis.set_major_locator(plots.ticks(4))
     handles, names = memory.get_legend_handles_labels()
     for axes in (memory, time, estimate):

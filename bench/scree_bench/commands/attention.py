@@ -218,15 +218,19 @@ def pictures(result: Result) -> plots.Pictures:
             plots.bars(figure.add_subplot(), groups, value, f"{title}: less is better")
 
         def ratios(figure: Any, chosen: Any = chosen, value: str = value, phase: str = phase) -> None:
-            axes, ours = figure.add_subplot(), {repr(row.case): row.values[value] for row in reversed(chosen)}
-            whos = [who for who in dict.fromkeys(row.who for row in chosen) if not who.startswith("scree")]
-            for who in whos:
-                points = sorted(ours[repr(row.case)] / row.values[value] for row in chosen if row.who == who)
+            axes = figure.add_subplot()
+            own = {repr(row.case): row.values[value] for row in reversed(chosen) if row.who.startswith("scree")}
+            theirs = [row for row in chosen if not row.who.startswith("scree") and repr(row.case) in own]
+            for who in dict.fromkeys(row.who for row in theirs):
+                points = sorted(own[repr(row.case)] / row.values[value] for row in theirs if row.who == who)
                 axes.plot(range(len(points)), points, marker="o", label=who)
             axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
-            axes.set(title=f"scree's time over a peer's, {phase}, in all shapes: below 1 is faster", xlabel="shapes, sorted")
-            axes.set_yscale("log")
-            axes.legend()
+            name = {"both": "forward and backward"}.get(phase, phase)
+            axes.set(title=f"scree's time over a peer's, {name}: below 1 is faster", xlabel="shapes, sorted", yscale="log")
+            for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                which(lambda v, _: f"{v:.2g}")
+            if theirs:
+                axes.legend()
 
         many = len({repr(row.case) for row in chosen}) > 6
         found[f"attention-{phase}"] = ratios if many else paint

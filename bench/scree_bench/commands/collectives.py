@@ -15,7 +15,7 @@ from .. import plots
 from ..libraries import where
 from ..measure import Failure
 from ..options import Device, Out, Quick, numbers
-from ..results import Result
+from ..results import Result, unit
 from ..session import Session
 
 #: Name -> bytes that must pass each link, over the bytes of the whole buffer, for a group of n processes.
@@ -131,6 +131,6 @@ def pictures(result: Result) -> plots.Pictures:
             rows = [row for row in result.rows if row.case["processes"] == world]
             plots.curves(axes, rows, "bytes", "bus_rate", f"Bus bandwidth, {world} processes")
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda v, _: plots.unit("x_bytes").show(v))
+            axes.xaxis.set_major_formatter(lambda v, _: unit("x_bytes").show(v))
 
     return {"collectives": paint} if result.rows else {}

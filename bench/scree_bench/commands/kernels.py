@@ -217,9 +217,11 @@ def pictures(result: Result) -> plots.Pictures:
     """Times of each operation, forward and with its gradients."""
 
     def paint(figure: Any, value: str, title: str) -> None:
-        plots.bars(figure.add_subplot(), plots.grouped(result.rows, value, lambda row: row.case["operation"]), value, title)
+        plots.bars(figure.add_subplot(), plots.grouped(result.rows, value, plots.labels(result.rows)), value, title)
 
-    return {
-        "kernels-forward": lambda figure: paint(figure, "forward_s", "Forward: less is better"),
-        "kernels-both": lambda figure: paint(figure, "both_s", "Forward and backward: less is better"),
-    }
+    found: plots.Pictures = {}
+    for phase, title in (("forward", "Forward"), ("backward", "Backward"), ("both", "Forward and backward")):
+        if any(f"{phase}_s" in row.values for row in result.rows):
+            value, title = f"{phase}_s", f"{title}: less is better"
+            found[f"kernels-{phase}"] = lambda figure, value=value, title=title: paint(figure, value, title)
+    return found

@@ -16,7 +16,7 @@ from .. import gpt, lengths, plots
 from ..libraries import allocations, where
 from ..measure import Failure, require
 from ..options import Device, Out, Quick, Seed, numbers
-from ..results import OK, Result, Row
+from ..results import OK, Result, Row, unit
 from ..session import Session
 
 PHASES = ("forward", "backward", "optimizer")
@@ -239,7 +239,7 @@ def pictures(result: Result) -> plots.Pictures:
             left += found
         axes.set_yticks(range(len(rows)), [", ".join(filter(None, (label(row).replace("\n", ", "), row.who))) for row in rows])
         axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(lambda v, _: plots.unit("x_s").show(v) if v else "0")
+        axes.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
         axes.grid(visible=False, axis="y")
         figure.suptitle("A training step, by phase", x=0.01, ha="left", fontsize=12)
         figure.legend(loc="outside lower left", ncols=3)
@@ -250,7 +250,7 @@ def pictures(result: Result) -> plots.Pictures:
         for name, points in list(lines.items())[-4:]:
             axes.plot([p[0] for p in points], [p[1] for p in points], label=name, linewidth=1.2)
         axes.set(title="Memory held through a step, over what was there before", xlabel="seconds, as profiled")
-        axes.yaxis.set_major_formatter(lambda v, _: plots.unit("x_bytes").show(v) if v else "0")
+        axes.yaxis.set_major_formatter(lambda v, _: unit("x_bytes").show(v) if v else "0")
         axes.legend()
 
     return {"model-phases": phases, "model-memory": timeline} if rows else {}

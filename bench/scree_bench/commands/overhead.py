@@ -88,7 +88,7 @@ def _importer(name: str) -> Thunk:
 
 def pictures(result: Result) -> plots.Pictures:
     """What each call costs."""
-    found = {}
+    found: plots.Pictures = {}
     for name in dict.fromkeys(row.case["backend"] for row in result.rows if "backend" in row.case):
         rows = [row for row in result.rows if row.case.get("backend") == name]
 

@@ -50,10 +50,13 @@ def _section(result: Result, folder: Path, at: Path) -> Iterator[str]:
     where = about["gpu"] if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
     yield f"## {result.command.capitalize()}: {where}"
     options = "".join(f" --{k.replace('_', '-')} {v}" for k, v in result.config.items() if v not in (None, False, True))
-    yield f"\n`scree-bench {result.command}{options}`{', `--quick`' if result.config.get('quick') else ''}, {result.date[:10]};"
-    yield ", ".join(f"{name} {version}" for name, version in result.versions.items()) + "."
+    flags = "".join(f" --{k.replace('_', '-')}" for k, v in result.config.items() if v is True)
+    ran = f"`scree-bench {result.command}{options}{flags}`, " if result.config else ""
+    yield f"\n{ran}{result.date[:10]}; {', '.join(f'{name} {version}' for name, version in result.versions.items())}."
     if not result.complete:
         yield "\nThe run was interrupted; this is what had been measured."
+    for note in result.extra.get("notes", []):
+        yield f"\n{note}"
     if limits := about.get("limits"):
         yield "\nLimits of the machine: " + ", ".join(
             f"{name.rpartition('_')[0].replace('_', ' ')} {results.unit(name).show(x)}" for name, x in limits.items()

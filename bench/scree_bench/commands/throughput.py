@@ -217,7 +217,7 @@ def _measure(
 
 def pictures(result: Result) -> plots.Pictures:
     """Tokens a second, an operation each."""
-    found = {}
+    found: plots.Pictures = {}
     for operation in dict.fromkeys(row.case["operation"] for row in result.rows):
         rows = [row for row in result.rows if row.case["operation"] == operation and row.case["batches"] == "stream"]
 
