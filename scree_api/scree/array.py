@@ -237,7 +237,7 @@ class Array:
 
         return to(self, *args, **kwargs)
 
-    def pin_memory(self, device: Any = None) -> Array:
+    def pin_memory(self) -> Array:
         """The array in pinned memory, which a DataLoader asks for; for PyTorch alone."""
         from .bridges.torch import pin_memory
 

@@ -21,7 +21,7 @@ SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 class SegmentCall:
     """Reduce the rows of `values`, (total, ...), by `op` (sum, prod, max, min, any, all); one entry a row comes out.
 
-    Reduced is in `dtype`, which is also that of the result; `converted` are the values in it.
+    The reduction is done in `dtype`, which is also that of the result.
     """
 
     op: str
@@ -31,6 +31,7 @@ class SegmentCall:
 
     @property
     def converted(self) -> Any:
+        """The values in `dtype`."""
         return self.layout.xp.astype(self.values, self.dtype, copy=False)
 
 
