@@ -109,7 +109,7 @@ def _finite(m):
 
 
 @triton.jit
-def _zeros(like, OP: tl.constexpr, IDENTITY: tl.constexpr):
+def _nothing(like, IDENTITY: tl.constexpr):
     """What no tokens reduce to."""
     u = tl.full(like.shape, IDENTITY, like.dtype)
     return u, tl.zeros_like(u)
@@ -211,7 +211,7 @@ def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.c
 def _reduce_flat(X, Y, a, t0, t1, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
                  F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
     """Reduce the tokens [t0, t1) of one row."""
-    u, v = _zeros(tl.zeros([1, BC, 1], ACC), OP, IDENTITY)
+    u, v = _nothing(tl.zeros([1, BC, 1], ACC), IDENTITY)
     for at in range(t0 // 16 * 16 if C == 1 else t0, t1, F):
         x, y, valid = _chunk(X, Y, at, t0, t1, columns, C, BC, F, READS, ACC)
         u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
@@ -340,7 +340,7 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 lengths = tl.where(whole, ends - starts, 0)
                 longest = tl.max(lengths, 0)
                 a, b = _operands(A, B, rows, n, columns, C, HAS_A, HAS_B, ACC)
-                u, v = _zeros(tl.zeros([G, BC, 1], ACC), OP, IDENTITY)
+                u, v = _nothing(tl.zeros([G, BC, 1], ACC), IDENTITY)
                 real = (rows < n)[:, None, None]
                 if longest <= W:  # every row is read once
                     at = tl.where(whole, starts, 0)[:, None] + within
