@@ -113,6 +113,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="FILE.md or FILE.json; both without a suffix")
     parser.add_argument("--coverage", type=Path, metavar="FILE", help="put the outcome of each function into this JSON file")
     options = parser.parse_args(None if arguments is None else list(arguments))
+    if options.coverage is not None and (options.only or options.kernel):
+        parser.error("--coverage: expected a run of all operations, without --only and --kernel")
     began = time.perf_counter()
     with ExitStack() as stack:
         if options.kernel == loopback.PROVIDER:

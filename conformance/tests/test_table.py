@@ -82,6 +82,12 @@ def test_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no such luck" in capsys.readouterr().out
 
 
+def test_coverage_wants_all_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "sort", "--coverage", str(tmp_path / "coverage.json")])
+    assert "without --only" in capsys.readouterr().err
+
+
 def test_nothing_to_run_ends_with_status_1() -> None:
     assert main(["--only", "no case has this name"]) == 1
 
