@@ -1,6 +1,6 @@
 """Results of the scripts that measure the Triton kernels alone, brought into the form of all others.
 
-`scree_bench.gpu_attention` and `scree_bench.kernels` write forms of their own; this reads them so that `report` shows them.
+`scree_bench.gpu_attention` and `scree_bench.gpu_kernels` write forms of their own; this reads them so that `report` shows them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def adopt(data: dict[str, Any], path: Path) -> Result | None:
     machine["limits"] = {new: limits[old] * factor for old, (new, factor) in LIMITS.items() if old in limits}
     versions = data.get("versions") or {k: data[k] for k in ("scree", "torch", "triton") if k in data}
     rows = _flat(data["rows"]) if "rows" in data else _nested(data)
-    script = "kernels" if "rows" in data else "gpu_attention"
+    script = "gpu_kernels" if "rows" in data else "gpu_attention"
     extra = {"notes": [f"Measured by `python -m scree_bench.{script}`, which says how in its first lines.", *data.get("notes", [])]}
     return Result(command, {}, machine, versions, data.get("date", ""), rows, extra=extra, complete=True)
 

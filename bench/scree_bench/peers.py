@@ -406,7 +406,7 @@ def _jax_own(lib: Library, work: Work) -> Prepared:
 
     tokens, real = work.tokens
     q, k, v, cotangent = (lib.make(np.where(real[:, :, None, None], x[tokens], 0), work.dtype) for x in work.arrays)
-    lengths, slots = lib.make(work.lengths, "int32"), lib.make(np.flatnonzero(real.reshape(-1)), "int32")
+    lengths, slots = lib.make(np.asarray(work.lengths), "int32"), lib.make(np.flatnonzero(real.reshape(-1)), "int32")
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(

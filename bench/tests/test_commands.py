@@ -1,10 +1,10 @@
 """Every subcommand with ``--quick``: its JSON fits the schema, and figures whose answers are known have them."""
 
-import functools
 import json
 import math
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,29 +45,103 @@ def one_thread():
         yield
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """``run(command, *options)``: the result of a quick run, measured once."""
-    folder = tmp_path_factory.mktemp("results")
+def quick(folder: Path, command: str, *options: str) -> Result:
+    """The result of a quick run."""
+    backend = () if command in NEEDS_TORCH or "--backend" in options else ("--backend", EAGER)
+    device = () if command == "ratios" else ("--device", "cpu")
+    # a limit of `ratios` may be passed on a busy machine; that has a test of its own
+    invoke(command, "--quick", "--out", str(folder), *device, *backend, *options, status=None if command == "ratios" else 0)
+    (path,) = folder.glob(f"{command}-*.json")
+    return results.read(path)  # which checks the schema
 
-    @functools.cache
-    def get(command: str, *options: str) -> Result:
-        out = folder / "-".join((command, *options)).replace("/", "_")
-        backend = () if command in NEEDS_TORCH or "--backend" in options else ("--backend", EAGER)
-        device = () if command == "ratios" else ("--device", "cpu")
-        # a limit of `ratios` may be passed on a busy machine; that is its own test
-        invoke(command, "--quick", "--out", str(out), *device, *backend, *options, status=None if command == "ratios" else 0)
-        (path,) = out.glob("*.json")
-        return results.read(path)
 
-    return get
+def saves_what_was_published(found: Result) -> None:
+    saved = {row.case["rows"]: row.values for row in found.rows if "least_saved" in row.values}
+    for rows, published in ((64, (0.71, 0.63, 0.84)), (32, (0.85, 0.75, 0.94))):
+        three = [saved[rows][name] for name in ("mean_saved", "least_saved", "most_saved")]
+        assert three == pytest.approx(published, abs=0.01)
+
+
+def peaks_are_those_of_the_estimates(found: Result) -> None:
+    rows = [row for row in found.rows if "peak_bytes" in row.values and row.case["length"] == 512]
+    assert len(rows) == 7 * len(EAGER.split(","))
+    for row in rows:  # the longest, where Python's own objects count for little
+        assert row.values["peak_bytes"] == pytest.approx(row.values["estimate_bytes"], rel=0.15), (row.case, row.who)
+
+
+def accumulates_as_known(found: Result) -> None:
+    sums: dict[str, list[float]] = {}
+    for row in found.rows:
+        if "sum_value" in row.values:
+            sums.setdefault(row.who, []).append(round(row.values["sum_value"], 4))
+    assert sums == {name: [10.0001, 9.9531, 10.0021, 10.0021] for name in EAGER.split(",")}
+
+
+def sums_half_precision_wide(found: Result) -> None:
+    """At 300 a square overflows float16; ours must not, and nowhere be worse than a few roundings."""
+    eps = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
+    rows = [row for row in found.rows if row.who == "scree" and "relative_error" in row.values]
+    assert {row.case["size of numbers"] for row in rows} == {1.0, 300.0}
+    for row in rows:
+        roundings = 1 if row.case["dtype"] in ("float16", "bfloat16") else 16
+        assert row.values["relative_error"] < roundings * eps[row.case["dtype"]], row.case
+
+
+def is_right_whoever_computes_it(found: Result) -> None:
+    errors = [row.values[name] for row in found.rows for name in ("forward_error", "gradient_error") if name in row.values]
+    assert len(errors) >= len(found.rows)
+    assert max(errors) < 16 * 2**-23
+    work = 4 * 4 * 64 * sum(n * (n + 1) / 2 for n in (32, 64, 48, 16, 128, 24, 56, 40, 96, 20, 72, 30, 44, 12, 52, 26))
+    for row in found.rows:
+        assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(work)
+
+
+def has_one_loss_ragged_and_padded(found: Result) -> None:
+    losses: dict[str, dict[str, float]] = {}
+    for row in found.rows:
+        if "first_loss_value" in row.values:
+            losses.setdefault(row.case["precision"], {})[row.who] = row.values["first_loss_value"]
+    assert losses.keys() == {"fp32", "bf16 autocast"}
+    for precision, loss in losses.items():
+        assert loss["scree"] == pytest.approx(math.log(512), rel=0.02)  # of random weights: all words alike
+        assert loss["scree"] == pytest.approx(loss["padded"], rel=2**-20 if precision == "fp32" else 2**-10)
+
+
+def adds_up_to_whole_steps(found: Result) -> None:
+    for row in found.rows:
+        if "phase" in row.case:
+            assert sum(row.values.values()) == pytest.approx(1)
+        else:
+            parts = zip(*(row.samples[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")), strict=True)
+            assert [sum(x) for x in parts] == pytest.approx(row.samples["step_s"])
+            assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
+
+
+def counts_what_links_carry(found: Result) -> None:
+    share = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "all-to-all": 0.5}  # two processes
+    rows = found.rows
+    assert {row.who for row in rows} == share.keys()
+    for row in rows:
+        assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(share[row.who] * row.case["bytes"])
+
+
+#: Subcommand -> what must hold of its results.
+CHECKS = {
+    "memory": (saves_what_was_published,),
+    "algorithms": (peaks_are_those_of_the_estimates,),
+    "precision": (accumulates_as_known, sums_half_precision_wide),
+    "attention": (is_right_whoever_computes_it,),
+    "model": (has_one_loss_ragged_and_padded, adds_up_to_whole_steps),
+    "collectives": (counts_what_links_carry,),
+}
 
 
 @pytest.mark.parametrize("command", MEASURING)
-def test_runs_complete_and_fit_the_schema(run, command):
-    found = run(command)  # reading checks the schema
-    assert found.complete and found.command == command and found.config["quick"]
-    assert found.rows or (not TORCH and command in NEEDS_TORCH)
+def test_quick_run(command, tmp_path):
+    if command in NEEDS_TORCH and not TORCH:
+        pytest.skip("needs PyTorch")
+    found = quick(tmp_path, command)
+    assert found.complete and found.rows and found.command == command and found.config["quick"]
     for row in found.rows:
         for name, samples in row.samples.items():
             if name.endswith("_s"):
@@ -75,13 +149,8 @@ def test_runs_complete_and_fit_the_schema(run, command):
                 assert row.values[name] == pytest.approx(np.median(samples))
         known = (row.case.get("operation"), row.who) in KNOWN_FAILURES
         assert row.status == OK or known, f"{row.case} {row.who}: {row.why}"
-
-
-def test_memory_saves_what_was_published(run):
-    saved = {row.case["rows"]: row.values for row in run("memory").rows if "least_saved" in row.values}
-    for rows, published in ((64, (0.71, 0.63, 0.84)), (32, (0.85, 0.75, 0.94))):
-        found = [saved[rows][name] for name in ("mean_saved", "least_saved", "most_saved")]
-        assert found == pytest.approx(published, abs=0.01)
+    for holds in CHECKS.get(command, ()):
+        holds(found)
 
 
 def test_memory_of_our_own_lengths(tmp_path):
@@ -96,44 +165,10 @@ def test_memory_of_our_own_lengths(tmp_path):
     assert batch["padded to powers of two"] == ((1 + 2) * 17 + (4 + 8) * 17) / 2
 
 
-def test_measured_peaks_are_those_of_the_estimates(run):
-    rows = [row for row in run("algorithms").rows if "peak_bytes" in row.values]
-    for row in (row for row in rows if row.case["length"] == 512):  # where Python's own objects count for little
-        assert row.values["peak_bytes"] == pytest.approx(row.values["estimate_bytes"], rel=0.15), (row.case, row.who)
-
-
-def test_accumulation(run):
-    found = {}
-    for row in run("precision").rows:
-        if "sum_value" in row.values:
-            found.setdefault(row.who, []).append(round(row.values["sum_value"], 4))
-    assert set(found) == set(EAGER.split(","))
-    assert all(sums == [10.0001, 9.9531, 10.0021, 10.0021] for sums in found.values())
-
-
-def test_half_precision_is_summed_wide(run):
-    """At 300 a square overflows float16; ours must not, and nowhere be worse than a few roundings."""
-    eps = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
-    rows = [row for row in run("precision").rows if row.who == "scree" and "relative_error" in row.values]
-    assert {row.case["size of numbers"] for row in rows} == {1.0, 300.0}
-    for row in rows:
-        roundings = 1 if row.case["dtype"] in ("float16", "bfloat16") else 16
-        assert row.values["relative_error"] < roundings * eps[row.case["dtype"]], row.case
-
-
-def test_attention_is_right_whoever_computes_it(run):
-    found = run("attention")
-    errors = [row.values[name] for row in found.rows for name in ("forward_error", "gradient_error") if name in row.values]
-    assert len(errors) >= len(found.rows)
-    assert max(errors) < 16 * 2**-23
-    work = 4 * 4 * 64 * sum(n * (n + 1) / 2 for n in (32, 64, 48, 16, 128, 24, 56, 40, 96, 20, 72, 30, 44, 12, 52, 26))
-    for row in found.rows:
-        assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(work)
-
-
 @pytest.mark.skipif(not LAZY, reason="needs JAX or MLX")
-def test_attention_on_libraries_that_compile(run):
-    found = run("attention", "--backend", ",".join(LAZY), "--num-seqs", "3", "--mean-len", "12", "--heads", "2", "--dim", "8")
+def test_attention_on_libraries_that_compile(tmp_path):
+    small = ("--num-seqs", "3", "--mean-len", "12", "--heads", "2", "--dim", "8")
+    found = quick(tmp_path, "attention", "--backend", ",".join(LAZY), *small)
     assert {row.case["backend"] for row in found.rows} == set(LAZY)
     for row in found.rows:
         assert row.status == OK, row.why
@@ -142,8 +177,8 @@ def test_attention_on_libraries_that_compile(run):
 
 
 @pytest.mark.skipif(not TORCH, reason="needs PyTorch")
-def test_best_tile_is_the_fastest(run):
-    rows = run("attention", "--tiles").rows
+def test_best_tile_is_the_fastest(tmp_path):
+    rows = quick(tmp_path, "attention", "--tiles").rows
     best = [row for row in rows if "best of" in row.case]
     assert len(best) == 3 * len({row.case["length"] for row in rows})
     for row in best:
@@ -164,38 +199,6 @@ def test_tiles_of_the_triton_kernels_can_be_set():
     assert plans.portable_tiles is before and plans.GLUON
 
 
-@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
-def test_ragged_and_padded_models_have_one_loss(run):
-    losses: dict[str, dict[str, float]] = {}
-    for row in run("model").rows:
-        if "first_loss_value" in row.values:
-            losses.setdefault(row.case["precision"], {})[row.who] = row.values["first_loss_value"]
-    assert losses.keys() == {"fp32", "bf16 autocast"}
-    for precision, found in losses.items():
-        assert found["scree"] == pytest.approx(math.log(512), rel=0.02)  # of random weights: all words alike
-        assert found["scree"] == pytest.approx(found["padded"], rel=2**-20 if precision == "fp32" else 2**-10)
-
-
-@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
-def test_phases_of_the_model_add_up(run):
-    for row in run("model").rows:
-        if "phase" in row.case:
-            assert sum(row.values.values()) == pytest.approx(1)
-        else:
-            parts = zip(*(row.samples[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")), strict=True)
-            assert [sum(x) for x in parts] == pytest.approx(row.samples["step_s"])
-            assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
-
-
-@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
-def test_bus_bandwidth(run):
-    share = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "all-to-all": 0.5}  # two processes
-    rows = run("collectives").rows
-    assert {row.who for row in rows} == share.keys()
-    for row in rows:
-        assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(share[row.who] * row.case["bytes"])
-
-
 def test_limits_fail_the_run(monkeypatch):
     from scree_bench.commands import ratios
 
@@ -210,11 +213,11 @@ def test_limits_fail_the_run(monkeypatch):
     assert "over the limit: numpy, nothing" in invoke("ratios", "--quick", "--backend", "numpy", status=1)
 
 
-def test_report_and_compare(run, tmp_path):
-    runs = [run(command) for command in ("memory", "algorithms", "precision")]
-    paths = [tmp_path / f"{found.command}.json" for found in runs]
-    for found, path in zip(runs, paths, strict=True):
-        found.write(path)
+def test_report_and_compare(tmp_path):
+    commands = ("memory", "algorithms", "precision")
+    for command in commands:
+        quick(tmp_path, command, "--backend", "numpy")
+    paths = [tmp_path / f"{command}-cpu.json" for command in commands]
     (tmp_path / "other.json").write_text("{}")
     said = invoke("report", *map(str, paths), str(tmp_path / "other.json"), "--out", str(tmp_path / "docs" / "bench.md"))
     assert "other.json" in said

@@ -15,6 +15,8 @@ from ..options import Backend, Device, Out, Quick, Seed, numbers
 from ..results import OK, Result, Row, unit
 from ..session import Session
 
+COMPILED = 1024  # longest sequence for libraries that compile: they see the loops unrolled, block by block
+
 
 def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
     """Random queries, keys and values."""
@@ -43,6 +45,9 @@ def command(
         session.result.extra = trace(seed)
         for lib in wanted(session, backend):
             for length in session.track(sizes, lib.name):
+                if lib.arrays.compiles and length > COMPILED:
+                    session.leave_out(f"length {length:,} on {lib.name}", "the unrolled loops take too long to compile")
+                    continue
                 _measure(session, lib, Shape(batch, heads, length, dim), seed)
 
 

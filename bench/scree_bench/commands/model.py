@@ -38,6 +38,7 @@ class Step:
         import torch
 
         self.torch, self.device = torch, device
+        self.loss: Any = None
         self.weights = gpt.weights(size, longest, device, seed)
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-4, fused=device == "cuda" or None)
         run = torch.compile(gpt.loss, dynamic=False) if compiled else gpt.loss
@@ -55,7 +56,6 @@ class Step:
             self.optimizer.zero_grad(set_to_none=True)
 
         self.phases: dict[str, Callable[[], None]] = {"forward": forward, "backward": backward, "optimizer": optimizer}
-        self.loss: Any = None
 
     def run(self, name: str) -> float:
         """Seconds of a phase, by the host's clock, from an idle device to an idle device."""
