@@ -3,7 +3,22 @@
 from importlib.util import find_spec
 
 NEEDS = {
+    "bench/tests": "typer matplotlib",
     "kernels_triton/tests": "triton",
+    "scree_api/scree/bridges/arrow.py": "pyarrow",
+    "scree_api/scree/bridges/awkward.py": "awkward",
+    "scree_api/scree/bridges/flash_attn.py": "torch",
+    "scree_api/scree/bridges/lists.py": "pandas",
+    "scree_api/scree/bridges/scipy.py": "scipy",
+    "scree_api/scree/bridges/torch.py": "torch",
+    "scree_api/scree/bridges/transformers.py": "torch transformers",
+    "scree_api/scree/bridges/varlen.py": "torch",
+    "scree_api/tests/bridges/test_arrow.py": "pyarrow",
+    "scree_api/tests/bridges/test_awkward.py": "awkward ragged",
+    "scree_api/tests/bridges/test_flash_attn.py": "torch",
+    "scree_api/tests/bridges/test_scipy.py": "scipy",
+    "scree_api/tests/bridges/test_torch.py": "torch",
+    "scree_api/tests/bridges/test_transformers.py": "torch transformers",
     "scree_api/tests/test_mlx_namespace.py": "mlx",
     "scree_api/tests/test_transforms_bucket.py": "jax",
     "scree_api/tests/test_transforms_jax.py": "jax",
@@ -14,7 +29,7 @@ NEEDS = {
 
 collect_ignore = [path for path, libraries in NEEDS.items() if not all(map(find_spec, libraries.split()))]
 collect_ignore_glob = [
-    "bench/*",
+    "bench/scree_bench/*",
     "docs/*",
     "kernels_triton/scree_triton/*",
     "noxfile.py",

@@ -26,10 +26,10 @@ Ways = dict[str, tuple[Callable[[], Any], ...]]  # forward, and forward and back
 
 
 def ragged(q: Any, k: Any, v: Any, offsets: Any) -> Any:
-    """What is measured: causal attention of every row to itself."""
+    """What is measured: every token sees all of its row."""
     q, k, v = (scree.from_cu_seqlens(x, offsets, max_length=LONGEST) for x in (q, k, v))
     k, v = scree.align(k, like=q), scree.align(v, like=q)
-    return scree.attention(q, k, v, causal=True).values
+    return scree.attention(q, k, v).values
 
 
 def torch_ways() -> Ways:
@@ -39,21 +39,21 @@ def torch_ways() -> Ways:
 
     values = [torch.tensor(x, requires_grad=True) for x in VALUES]
     padded = [torch.tensor(x, requires_grad=True) for x in PADDED]
-    offsets, long = torch.tensor(OFFSETS), torch.tensor(OFFSETS).to(torch.int64)
+    offsets, long, mask = torch.tensor(OFFSETS), torch.tensor(OFFSETS).to(torch.int64), torch.tensor(MASK)[:, None, None, :]
 
     def by_head(x: Any) -> Any:
         return x.transpose(1, 2)
 
-    def of_padded(q: Any, k: Any, v: Any) -> Any:  # causal: no query sees the padding behind its row
-        return by_head(sdpa(by_head(q), by_head(k), by_head(v), is_causal=True))
+    def of_padded(q: Any, k: Any, v: Any) -> Any:
+        return by_head(sdpa(by_head(q), by_head(k), by_head(v), attn_mask=mask))
 
     def of_nested(q: Any, k: Any, v: Any) -> Any:
         jagged = [torch.nested.nested_tensor_from_jagged(x, long, max_seqlen=LONGEST, min_seqlen=192) for x in (q, k, v)]
-        return by_head(sdpa(*map(by_head, jagged), is_causal=True)).values()
+        return by_head(sdpa(*map(by_head, jagged))).values()
 
     def of_rows(q: Any, k: Any, v: Any) -> Any:
         rows = zip(*(x.split(LENGTHS) for x in (q, k, v)))
-        return torch.cat([sdpa(*(x.transpose(0, 1)[None] for x in row), is_causal=True)[0].transpose(0, 1) for row in rows])
+        return torch.cat([sdpa(*(x.transpose(0, 1)[None] for x in row))[0].transpose(0, 1) for row in rows])
 
     def forward(f: Callable[..., Any], args: list[Any]) -> Callable[[], Any]:
         def call() -> Any:
@@ -79,14 +79,15 @@ def jax_ways() -> Ways:
     import jax
     import jax.numpy as jnp
 
-    values, padded, offsets = [jnp.asarray(x) for x in VALUES], [jnp.asarray(x) for x in PADDED], jnp.asarray(OFFSETS)
+    values, padded = [jnp.asarray(x) for x in VALUES], [jnp.asarray(x) for x in PADDED]
+    offsets, mask = jnp.asarray(OFFSETS), jnp.asarray(MASK)[:, None, None, :]
 
     def of_padded(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
     def by_hand(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-        scores = jnp.where(jnp.tri(LONGEST, dtype=bool), q @ jnp.swapaxes(k, 2, 3) / DIM**0.5, -jnp.inf)
+        scores = jnp.where(mask, q @ jnp.swapaxes(k, 2, 3) / DIM**0.5, -jnp.inf)
         return jnp.swapaxes(jax.nn.softmax(scores) @ v, 1, 2)
 
     def both(f: Callable[..., Any], args: list[Any]) -> tuple[Callable[[], Any], ...]:
@@ -104,11 +105,12 @@ def mlx_ways() -> Ways:
     """MLX's padded attention."""
     import mlx.core as mx
 
-    values, padded, offsets = [mx.array(x) for x in VALUES], [mx.array(x) for x in PADDED], mx.array(OFFSETS)
+    values, padded = [mx.array(x) for x in VALUES], [mx.array(x) for x in PADDED]
+    offsets, mask = mx.array(OFFSETS), mx.array(MASK)[:, None, None, :]
 
     def of_padded(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (mx.swapaxes(x, 1, 2) for x in (q, k, v))
-        return mx.swapaxes(mx.fast.scaled_dot_product_attention(q, k, v, scale=DIM**-0.5, mask="causal"), 1, 2)
+        return mx.swapaxes(mx.fast.scaled_dot_product_attention(q, k, v, scale=DIM**-0.5, mask=mask), 1, 2)
 
     def both(f: Callable[..., Any], args: list[Any]) -> tuple[Callable[[], Any], ...]:
         forward, gradient = mx.compile(f), mx.compile(mx.grad(lambda *x: f(*x).sum(), (0, 1, 2)))
