@@ -14,6 +14,8 @@ import numpy as np
 
 from .backends import Backend
 
+LONG = 256  # tokens of a row that hardly gains from company
+
 
 class Tiles(NamedTuple):
     """Every row cut into tiles of equal size; the number of tiles has a static bound.
@@ -185,9 +187,10 @@ class Layout:
         return Layout(self.backend, offsets * count, total, longest, host)
 
     def buckets(self) -> Buckets:
-        """Rows by falling length, a new bucket wherever one is shorter than 3/4 of the first of its bucket. Reads the offsets.
+        """Rows by falling length, a new bucket wherever one is too short for that of the row before. Reads the offsets.
 
-        The padding is a third of the tokens at most, and there are at most log(longest) / log(4/3) buckets.
+        Too short is less than 3/4 of the longest row of the bucket, or than 15/16 where that row is `LONG`: there padding costs
+        more than another call. So there are at most about ``20 + 16 * log(longest / LONG)`` buckets.
         """
         found: Buckets = self.once("buckets", lambda: self._bucket(self.read().astype(np.int64)))
         return found
@@ -198,7 +201,8 @@ class Layout:
         slots, parts, used = np.zeros(self.total, np.int64), [], 0
         while order.size:
             longest = lengths[order[0]]
-            rows, order = np.split(order, [np.count_nonzero(4 * lengths[order] >= 3 * longest)])
+            share = 12 if longest < LONG else 15
+            rows, order = np.split(order, [np.count_nonzero(16 * lengths[order] >= share * longest)])
             place = np.arange(longest)
             real = place < lengths[rows, None]
             tokens = host[rows, None] + np.minimum(place, lengths[rows, None] - 1)

@@ -53,7 +53,10 @@ def sdpa(call: AttentionCall) -> Array:
 
 def _padded(x: torch.Tensor, tokens: torch.Tensor, heads: int) -> torch.Tensor:
     """(rows, heads, longest, dim) of one bucket, heads of keys repeated for those of their queries."""
-    x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
+    if tokens.shape[0] == 1:  # one row stands together already
+        x = x.narrow(0, int(tokens[0, 0]), tokens.shape[1])[None].transpose(1, 2)
+    else:
+        x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -65,6 +68,16 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------ as one step of a compiled function
 def _plan(x: torch.Tensor, offsets: torch.Tensor) -> Buckets:
     return Layout(BACKEND, offsets, x.shape[0]).buckets()
+
+
+def _put(out: torch.Tensor, tokens: torch.Tensor, real: torch.Tensor | None, found: torch.Tensor) -> None:
+    """What was found for one bucket, (rows, heads, longest, ...), to the places of its tokens."""
+    found = _tokens(found)
+    if tokens.shape[0] == 1:
+        out.narrow(0, int(tokens[0, 0]), tokens.shape[1]).copy_(found)
+    else:
+        kept = slice(None) if real is None else real.reshape(-1)
+        out.index_copy_(0, tokens.reshape(-1)[kept].to(torch.int64), found[kept])
 
 
 def _mask(real: torch.Tensor | None, causal: bool, dtype: torch.dtype) -> torch.Tensor | None:
@@ -79,17 +92,14 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exp (total, num_heads)."""
-    plan = _plan(q, offsets)
-    if not plan.parts:
-        return q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=_wide(q.dtype))
-    outs, sums = [], []
-    for tokens, real in plan.parts:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, sums = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=_wide(q.dtype))
+    for tokens, real in _plan(q, offsets).parts:
+        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_padded(x, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, attn_mask=_mask(real, causal, q.dtype), scale=scale
         )
-        outs.append(_tokens(out))
-        sums.append(_tokens(lse))
-    return torch.cat(outs).index_select(0, plan.slots), torch.cat(sums).index_select(0, plan.slots)
+        _put(out, tokens, real, found)
+        _put(sums, tokens, real, lse)
+    return out, sums
 
 
 @attend.register_fake
@@ -107,11 +117,9 @@ def attend_backward(
     lse: torch.Tensor, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
-    plan, heads = _plan(q, offsets), q.shape[1]
-    if not plan.parts:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    parts = []
-    for tokens, real in plan.parts:
+    heads = q.shape[1]
+    grads = [q.new_zeros(q.shape) for _ in range(3)]
+    for tokens, real in _plan(q, offsets).parts:
         of_out = _padded(grad, tokens, heads)
         if real is not None:
             of_out = of_out.masked_fill(~real[:, None, :, None], 0)
@@ -119,9 +127,10 @@ def attend_backward(
             of_out, *(_padded(x, tokens, heads) for x in (q, k, v, out, lse)), 0.0, causal,
             attn_mask=_mask(real, causal, q.dtype), scale=scale,
         )  # fmt: skip
-        parts.append([_tokens(x) for x in found])
-    dq, dk, dv = (torch.cat(x).index_select(0, plan.slots) for x in zip(*parts, strict=True))
-    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) if x.shape[1] != k.shape[1] else x for x in (dk, dv))
+        for whole, x in zip(grads, found, strict=True):
+            _put(whole, tokens, real, x)
+    dq, dk, dv = grads
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv))
 
 
 @attend_backward.register_fake
