@@ -29,6 +29,7 @@ NEEDS = {
 
 collect_ignore = [path for path, libraries in NEEDS.items() if not all(map(find_spec, libraries.split()))]
 collect_ignore_glob = [
+    "*/conftest.py",  # plug-ins, not modules with doctests
     "bench/scree_bench/*",
     "docs/*",
     "kernels_triton/scree_triton/*",
