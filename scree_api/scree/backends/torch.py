@@ -66,9 +66,6 @@ pytree.register_pytree_node(
 )
 
 
-LONGEST = 4096
-
-
 #: A tensor's method -> the function of the standard that it is on ragged arrays, and whether its arguments change places.
 METHODS = {
     "add": ("add", False), "mul": ("multiply", False), "sub": ("subtract", False), "__rsub__": ("subtract", True),
@@ -99,6 +96,9 @@ def _operator(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
 
 
 Array.__torch_function__ = classmethod(_operator)  # type: ignore[attr-defined]
+
+
+LONGEST = 4096  # tokens of the longest row whose float32 sum is left to one running sum
 
 
 def _rejects(call: SegmentCall) -> str | None:

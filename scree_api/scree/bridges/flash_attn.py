@@ -38,11 +38,14 @@ def flash_attn_varlen_func(
         (left, right): the keys from ``left`` before to ``right`` behind the query's position; -1 is unbounded.
     softcap
         Scores become ``softcap * tanh(score / softcap)``; 0 for none.
+    alibi_slopes
+        (num_heads,): what each position between query and key takes off the score. One slope a head; one for each sequence and
+        head, which FlashAttention takes too, raises.
     deterministic
         Equal inputs give equal bits, gradients too. On CUDA only the Triton kernels can, so a call that they reject raises.
     return_attn_probs
         Also return the log-sum-exp of the scores, and None for the probabilities, which are never there.
-    dropout_p, alibi_slopes, block_table
+    dropout_p, block_table
         Not supported; only the defaults are taken.
 
     Returns
@@ -63,14 +66,15 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, 3, 3, causal=True).shape
     torch.Size([5, 4, 8])
     """
-    refuse("flash_attn_varlen_func", dropout_p=dropout_p or None, alibi_slopes=alibi_slopes, block_table=block_table)
+    refuse("flash_attn_varlen_func", dropout_p=dropout_p or None, block_table=block_table)
     left, right = bounds(window_size)
     q_rows = rows_of(q, cu_seqlens_q, max_seqlen_q)
     k_rows = rows_of(k, cu_seqlens_k, max_seqlen_k)
     found = attention(
         q_rows, k_rows, k_rows.with_values(v), causal=causal, window=(left, 0 if causal else right), scale=softmax_scale,
-        softcap=softcap or None, return_lse=return_attn_probs, kernel="triton" if deterministic and q.is_cuda else None,
-    )
+        softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs,
+        kernel="triton" if deterministic and q.is_cuda else None,
+    )  # fmt: skip
     return (found[0].values, found[1].values.T, None) if return_attn_probs else found.values
 
 

@@ -10,6 +10,7 @@ from scree.bridges import flash_attn
 from scree.bridges.flash_attn import flash_attn_varlen_func
 from scree.bridges.varlen import varlen_attn
 
+SLOPES = 0.5 ** torch.arange(1.0, 5.0, dtype=torch.float64)
 Q, K = [5, 0, 3, 70, 1], [9, 4, 3, 70, 0]
 
 
@@ -25,7 +26,7 @@ def batch(heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float64)
 
 def loop(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float = 0.25, left: float = np.inf, right: float = np.inf,
-    softcap: float | None = None,
+    softcap: float | None = None, slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One sequence after the other, the scores whole."""
     outs, sums = [], []
@@ -36,6 +37,8 @@ def loop(
         if softcap:
             score = softcap * torch.tanh(score / softcap)
         apart = torch.arange(len(b))[None, :] - torch.arange(len(a))[:, None] - (len(b) - len(a))
+        if slopes is not None:
+            score = score - slopes[:, None, None] * apart.abs()
         score = score.masked_fill((apart < -left) | (apart > right), -torch.inf)
         sums.append(torch.logsumexp(score, -1).T)
         outs.append(torch.einsum("hqk,khd->qhd", torch.nan_to_num(torch.softmax(score, -1)), c))
@@ -50,6 +53,7 @@ CASES = {
     "causal window": ({"causal": True, "window_size": (6, 4)}, {"left": 6, "right": 0}),
     "left": ({"window_size": (6, -1)}, {"left": 6}),
     "softcap": ({"softcap": 2.0, "causal": True}, {"softcap": 2.0, "right": 0}),
+    "alibi": ({"alibi_slopes": SLOPES, "causal": True}, {"slopes": SLOPES, "right": 0}),
     "deterministic": ({"deterministic": True}, {}),
 }
 
@@ -112,7 +116,7 @@ def test_it_compiles_without_a_break(function: Any) -> None:
     torch.testing.assert_close(compiled(*given), function(*given))
 
 
-@pytest.mark.parametrize("name, x", [("dropout_p", 0.1), ("alibi_slopes", torch.ones(4)), ("block_table", torch.ones(5, 1))])
+@pytest.mark.parametrize("name, x", [("dropout_p", 0.1), ("block_table", torch.ones(5, 1))])
 def test_flash_attn_refuses_what_it_does_not_know(name: str, x: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}: flash_attn_varlen_func"):
         flash_attn_varlen_func(*batch(), **{name: x})
@@ -132,6 +136,8 @@ def test_boundaries_that_do_not_fit_raise() -> None:
         flash_attn_varlen_func(q, k, v, cu_q - 1, cu_k, *longest)
     with pytest.raises(ValueError, match="max_length: expected at least 70"):
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 70)
+    with pytest.raises(ValueError, match=r"alibi_slopes: expected an array of shape \(4,\)"):
+        flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=SLOPES.repeat(5, 1))
 
 
 @pytest.mark.gpu
