@@ -69,6 +69,27 @@ def _reduce_tiles(call: SegmentCall) -> Any:
     return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
 
 
+def segment_arg(op: str, values: Any, layout: Layout) -> Any:
+    """Where in each row of `values` (total, ...) its first maximum or minimum ("max", "min") stands: (n, ...), -1 in an empty row.
+
+    NaN counts as the extremum.
+    """
+    return run("segment_arg", SegmentCall(op, values, layout, values.dtype))
+
+
+@declare("segment_arg", SegmentCall)
+def _first_of_the_best(call: SegmentCall) -> Any:
+    values, layout, xp = call.values, call.layout, call.layout.xp
+    best = values == values
+    if layout.num_rows:
+        best = values == xp.take(segment_reduce(call.op, values, layout), layout.rows, axis=0)
+    if xp.isdtype(values.dtype, ("real floating", "complex floating")):
+        best = best | xp.isnan(values)
+    position = xp.where(best, spread(xp, layout.positions, values.ndim), layout.total)
+    first = segment_reduce("min", xp.astype(position, layout.offsets.dtype, copy=False), layout)
+    return xp.where(spread(xp, layout.filled, first.ndim), first, -1)
+
+
 def segment_scan(op: str, values: Any, layout: Layout) -> Any:
     """The running sum or product ("sum", "prod") within each row of `values` (total, ...); the dtype is kept."""
     if layout.bound <= 1 or layout.num_rows == 0 or layout.total == 0:

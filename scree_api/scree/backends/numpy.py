@@ -52,3 +52,23 @@ def reduceat(call: SegmentCall) -> np.ndarray:
     if filled.any():
         out[filled] = ufunc.reduceat(values[: offsets[-1]], offsets[:-1][filled], axis=0, dtype=values.dtype)
     return out
+
+
+def _rejects_arg(call: SegmentCall) -> str | None:
+    return _rejects(call) or (None if call.values.ndim == 1 else "it looks at single numbers, not at elements with axes")
+
+
+@register_kernel("segment_arg", provider="reduceat", rejects=_rejects_arg)
+def first_of_the_best(call: SegmentCall) -> np.ndarray:
+    """The first token of each row that is as good as the row's best; few are, so that little is left after one comparison."""
+    values, layout = call.values, call.layout
+    top = reduceat(call)
+    best = values == np.repeat(top, layout.lengths)
+    if values.dtype.kind == "f" and np.isnan(top).any():
+        best |= np.isnan(values)
+    found = np.flatnonzero(best)
+    rows = layout.rows[found]
+    first = np.diff(rows, prepend=-1) > 0
+    out = np.full(layout.num_rows, -1)
+    out[rows[first]] = found[first] - layout.offsets[:-1][rows[first]]
+    return out

@@ -10,7 +10,7 @@ from ..array import Array
 from ..backends import Backend
 from ..fit import Function, axes_of, unless_either_ragged, unless_ragged
 from ..index import entries, select
-from ..segments import identity, segment_reduce, spread
+from ..segments import identity, segment_arg, spread
 
 
 def take(f: Function, name: str, lib: Backend) -> Function:
@@ -103,14 +103,8 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
         if axis != x.ragged_dim + 1:
             dim = x.ragged_dim - (axis - 1 < x.ragged_dim and not keepdims)
             return x.with_values(f(x.values, axis=axis - 1, keepdims=keepdims), ragged_dim=dim)
-        rows, dtype = x.layout, f(xp.ones((1,), dtype=x.dtype)).dtype
         values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
-        best = values == xp.take(segment_reduce(op, values, rows), rows.rows, axis=0) if rows.num_rows else values == values
-        if xp.isdtype(x.dtype, ("real floating", "complex floating")):
-            best = best | xp.isnan(values)
-        position = xp.where(best, spread(xp, rows.positions, values.ndim), rows.total)
-        first = segment_reduce("min", xp.astype(position, rows.offsets.dtype, copy=False), rows)
-        first = xp.astype(xp.where(spread(xp, rows.filled, first.ndim), first, -1), dtype, copy=False)
+        first = xp.astype(segment_arg(op, values, x.layout), f(xp.ones((1,), dtype=x.dtype)).dtype, copy=False)
         return xp.expand_dims(first, axis=axis) if keepdims else first
 
     return unless_ragged(f, ragged)
