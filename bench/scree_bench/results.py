@@ -11,6 +11,7 @@ The name of a value ends in what it is: see `UNITS`. A value that was sampled is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ class Row:
             self.status = outcome.status
             self.why = "; ".join(filter(None, (self.why, f"{name}: {outcome.why}")))
         else:
-            self.samples[name] = list(outcome)
+            self.samples[name] = [float(f"{x:.4g}") for x in outcome]  # more is noise
             self.values[name] = median(outcome)
 
 
@@ -98,7 +99,9 @@ class Result:
     def write(self, path: Path) -> None:
         """Write the JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self), indent=1, allow_nan=True)
+        text = re.sub(r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers on one line
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> Result:
