@@ -78,7 +78,7 @@ class Row:
             self.why = "; ".join(filter(None, (self.why, f"{name}: {outcome.why}")))
         else:
             self.samples[name] = [float(f"{x:.4g}") for x in outcome]  # more is noise
-            self.values[name] = median(outcome)
+            self.values[name] = median(self.samples[name])
 
 
 @dataclass
