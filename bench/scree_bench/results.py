@@ -77,7 +77,7 @@ class Row:
             self.status = outcome.status
             self.why = "; ".join(filter(None, (self.why, f"{name}: {outcome.why}")))
         else:
-            self.samples[name] = [float(f"{x:.4g}") for x in outcome]  # more is noise
+            self.samples[name] = [float(f"{x:.8g}") for x in outcome]  # more is noise
             self.values[name] = median(self.samples[name])
 
 
