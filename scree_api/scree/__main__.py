@@ -47,16 +47,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="of the choice of paragraphs and of random weights (0)")
     demo.set_defaults(run=_demo)
     train = commands.add_parser(
-        "train-demo", help="train a small language model on Python's documentation",
-        description="Train a small language model of bytes on paragraphs of very different lengths, as ragged batches. From the "
+        "train-demo", help="train a small language model on conversations",
+        description="Train a small language model of bytes on conversations of very different lengths, as ragged batches. From the "
         "same seed every library gives the same curve, and so does the padded form of the model. Nothing is downloaded.",
     )  # fmt: skip
     train.add_argument("--backend", choices=("torch", "jax", "mlx"), default="torch", help="library to train on (torch)")
-    train.add_argument("--steps", type=count, default=200, metavar="N", help="batches of 16 paragraphs (200)")
+    train.add_argument("--steps", type=count, default=200, metavar="N", help="batches of 16 conversations (200)")
     train.add_argument("--padded", action="store_true", help="train the padded form instead")
-    train.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: Python's documentation)")
+    train.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: English conversations)")
     train.add_argument("--json", action="store_true", help="print the losses as JSON, and nothing else")
-    train.add_argument("--seed", type=int, default=0, help="of the weights and the choice of paragraphs (0)")
+    train.add_argument("--seed", type=int, default=0, help="of the weights and the choice of conversations (0)")
     train.set_defaults(run=_train)
     return parser
 
@@ -109,7 +109,7 @@ def _train(options: argparse.Namespace) -> int:
     from .demo import text, train
 
     train.installed(options.backend)
-    texts = text.paragraphs(options.text)
+    texts = text.paragraphs(options.text) if options.text else text.conversations()
     losses = []
     with progress.Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(options.backend, total=options.steps)

@@ -86,9 +86,12 @@ class Array:
     def _of(cls, values: Any, rows: layout.Layout, ragged_dim: int = 0) -> Array:
         """An array on a layout that is known to fit."""
         self = object.__new__(cls)
-        self.__dict__.update(
-            values=values, offsets=rows.offsets, ragged_dim=ragged_dim, max_length=rows.max_length, layout=rows
-        )
+        fields = self.__dict__  # entry by entry: not every compiler follows `update`
+        fields["values"] = values
+        fields["offsets"] = rows.offsets
+        fields["ragged_dim"] = ragged_dim
+        fields["max_length"] = rows.max_length
+        fields["layout"] = rows
         return self
 
     def _check(self, host: np.ndarray) -> None:

@@ -1,5 +1,7 @@
 """Making ragged arrays and taking them apart: pack, offsets, lengths, segment ids, padded batches."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -210,8 +212,16 @@ def from_segment_ids(
     return Array(values, offsets, ragged_dim, max_length)
 
 
-def from_padded(padded: Any, mask: Any = None, *, lengths: Any = None, ragged_dim: int = 0) -> Array:
-    """A ragged array of the real tokens of a padded batch, in their order. Reads the mask or the lengths.
+def from_padded(
+    padded: Any,
+    mask: Any = None,
+    *,
+    lengths: Any = None,
+    total: int | None = None,
+    ragged_dim: int = 0,
+    kernel: str | None = None,
+) -> Array:
+    """A ragged array of the real tokens of a padded batch, in their order. Reads the lengths of its rows, unless `total` is given.
 
     Parameters
     ----------
@@ -221,8 +231,13 @@ def from_padded(padded: Any, mask: Any = None, *, lengths: Any = None, ragged_di
         (n, L) booleans, or integers of which 0 means padding: right, left or any padding.
     lengths
         (n,) real tokens of each row, for padding on the right; instead of a mask.
+    total
+        How many real tokens there are in all, where that is known: then nothing waits for a device, and a compiled function
+        knows the shape of the result. It is believed where counting is not free.
     ragged_dim
         The axis of one row that is padded.
+    kernel
+        The provider that must run it; by default the first that accepts.
 
     Examples
     --------
@@ -231,37 +246,114 @@ def from_padded(padded: Any, mask: Any = None, *, lengths: Any = None, ragged_di
     >>> scree.from_padded(np.arange(6).reshape(2, 3), mask).values
     array([0, 1, 5])
     """
-    lib = backend(padded, "padded")
-    if padded.ndim < 2:
-        raise ValueError(f"padded: expected at least two axes, (n, L), got shape {tuple(padded.shape)}")
-    axis = 1 + integer("ragged_dim", ragged_dim, 0, padded.ndim - 1, ", the axes of a padded row")
-    if (mask is None) == (lengths is None):
-        raise ValueError("mask: expected either mask or lengths, got " + ("neither" if mask is None else "both"))
-    n, longest = int(padded.shape[0]), int(padded.shape[axis])
+    call = UnpadCall.make(padded, mask, lengths=lengths, total=total, ragged_dim=ragged_dim)
+    return Array._of(run("unpad", call, kernel), call.layout, call.ragged_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class UnpadCall:
+    """Take the tokens of the rows of `layout` out of `x`, a padded batch, whose axis ``ragged_dim + 1`` is the padded one.
+
+    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. The values come out, (..., total, ...).
+    """
+
+    x: Any
+    layout: Layout
+    mask: Any = None
+    ragged_dim: int = 0
+
+    @classmethod
+    def make(
+        cls, padded: Any, mask: Any = None, *, lengths: Any = None, total: int | None = None, ragged_dim: int = 0
+    ) -> UnpadCall:
+        """Check the arguments of `from_padded` and bring them into one form."""
+        lib = backend(padded, "padded")
+        if padded.ndim < 2:
+            raise ValueError(f"padded: expected at least two axes, (n, L), got shape {tuple(padded.shape)}")
+        axis = 1 + integer("ragged_dim", ragged_dim, 0, padded.ndim - 1, ", the axes of a padded row")
+        if (mask is None) == (lengths is None):
+            raise ValueError("mask: expected either mask or lengths, got " + ("neither" if mask is None else "both"))
+        total = None if total is None else integer("total", total, 0)
+        shape = int(padded.shape[0]), int(padded.shape[axis])
+        if mask is None:
+            counts = _lengths(lengths, padded, shape, total)
+        else:
+            mask, counts = _marked(mask, padded, shape, total)
+        device, dtype = lib.device(padded), lib.xp.int32
+        if isinstance(counts, np.ndarray):
+            if total is not None and total != counts.sum():
+                raise ValueError(f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out")
+            return cls(padded, Layout.from_host(lib, counts, device=device), mask, axis - 1)
+        assert total is not None
+        if total > np.iinfo(np.int32).max:
+            dtype = lib.xp.int64
+        ends = [lib.xp.zeros((1,), dtype=dtype, device=device), lib.xp.cumulative_sum(counts, dtype=dtype)]
+        return cls(padded, Layout(lib, lib.xp.concat(ends), total, shape[1]), mask, axis - 1)
+
+
+def _lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | None) -> Any:
+    """The lengths of the rows, on the host where they are readable for free, or must be read."""
+    known = _on_host("lengths", lengths)
+    if known is None and total is not None:
+        lengths = integers("lengths", lengths, padded)
+        if tuple(lengths.shape) != shape[:1]:
+            raise ValueError(f"lengths: expected {shape[0]} integers, one a row, got shape {tuple(lengths.shape)}")
+        return lengths
+    known = _read("lengths", lengths) if known is None else known
+    if known.shape != shape[:1] or known.dtype.kind not in "iu":
+        raise ValueError(f"lengths: expected {shape[0]} integers, one a row, got {known.dtype} of shape {known.shape}")
+    if known.size and (known.min() < 0 or known.max() > shape[1]):
+        raise ValueError(f"lengths: expected lengths in [0, {shape[1]}], got {known.min()} to {known.max()}")
+    return known
+
+
+def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -> tuple[Any, Any]:
+    """The mask as an array of the library and on the device of `padded`, and how many tokens of each row it marks, as above."""
+    lib = backend(padded)
+    here = is_array(mask) and backend(mask) is lib and not lib.apart(mask, padded)
+    seen = _on_host("mask", mask)
+    if seen is None and not here:
+        seen = _read("mask", mask)
+    found = mask if seen is None else seen
+    if tuple(found.shape) != shape:
+        raise ValueError(f"mask: expected shape {shape}, the first axes of padded, got {tuple(found.shape)}")
+    if not (lib.xp.isdtype(mask.dtype, ("bool", "integral")) if seen is None else seen.dtype.kind in "biu"):
+        raise TypeError(f"mask: expected booleans or integers, got {found.dtype}; compare it with 0 first")
+    if seen is not None:
+        real = seen != 0
+        return mask if here else lib.from_host(real, lib.xp.bool, lib.device(padded)), np.count_nonzero(real, axis=1)
+    counts = lib.xp.sum(lib.xp.astype(mask != 0, lib.xp.int32), axis=1, dtype=lib.xp.int32)
+    return mask, lib.read(counts) if total is None else counts
+
+
+@declare("unpad", UnpadCall.make)
+def _take_marked(call: UnpadCall) -> Any:
+    x, dim, xp = call.x, call.ragged_dim, call.layout.xp
+    rows = xp.moveaxis(x, dim + 1, 1) if dim else x
+    values = xp.take(xp.reshape(rows, (rows.shape[0] * rows.shape[1], *rows.shape[2:])), _slots(call), axis=0)
+    return xp.moveaxis(values, 0, dim) if dim else values
+
+
+def _slots(call: UnpadCall) -> Any:
+    """(total,) where the tokens stand among all slots of the padded batch."""
+    layout, longest, mask = call.layout, call.x.shape[call.ragged_dim + 1], call.mask
+    lib, xp, size = layout.backend, layout.xp, call.layout.num_rows * call.x.shape[call.ragged_dim + 1]
     if mask is None:
-        known = _read("lengths", lengths)
-        if known.shape != (n,) or known.dtype.kind not in "iu":
-            raise ValueError(f"lengths: expected {n} integers, one a row, got {known.dtype} of shape {known.shape}")
-        if known.size and (known.min() < 0 or known.max() > longest):
-            raise ValueError(f"lengths: expected lengths in [0, {longest}], got {known.min()} to {known.max()}")
-        real = np.arange(longest) < known[:, None]
+        real = None if layout.host is None else np.arange(longest) < np.diff(layout.host)[:, None]
     else:
-        real = _read("mask", mask)
-        if real.shape != (n, longest):
-            raise ValueError(f"mask: expected shape {(n, longest)}, the first axes of padded, got {real.shape}")
-        if real.dtype.kind not in "biu":
-            raise TypeError(f"mask: expected booleans or integers, got {real.dtype}; compare it with 0 first")
-        real = real != 0
-    xp, device = lib.xp, lib.device(padded)
-    layout = Layout.from_host(lib, np.count_nonzero(real, axis=1), device=device)
-    rows = xp.moveaxis(padded, axis, 1) if axis > 1 else padded
-    tokens = xp.asarray(np.flatnonzero(real), dtype=layout.offsets.dtype, device=device)
-    values = xp.take(xp.reshape(rows, (n * longest, *rows.shape[2:])), tokens, axis=0)
-    return Array._of(xp.moveaxis(values, 0, ragged_dim) if ragged_dim else values, layout, ragged_dim)
+        real = lib.peek(mask)
+    if real is not None:
+        return xp.asarray(np.flatnonzero(real), dtype=layout.offsets.dtype, device=lib.device(call.x))
+    if mask is None:
+        slots = layout.rows * longest + layout.positions
+    else:
+        marked = xp.cumulative_sum(xp.reshape(xp.astype(mask != 0, layout.offsets.dtype), (-1,)), dtype=layout.offsets.dtype)
+        slots = xp.searchsorted(marked, layout.arange(layout.total) + 1)
+    return xp.where(slots < size, slots, max(size - 1, 0))
 
 
 def to_padded(
-    arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None
+    arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None, kernel: str | None = None
 ) -> tuple[Any, Any]:
     """A padded batch and the mask of its real tokens.
 
@@ -276,6 +368,8 @@ def to_padded(
     length
         The padded length; by default the longest row (or `max_length`, where the offsets are not read for free). Where the
         offsets are readable, a row that is longer is an error: nothing is cut.
+    kernel
+        The provider that must run it; by default the first that accepts.
 
     Returns
     -------
@@ -290,32 +384,56 @@ def to_padded(
     array([[-1, -1,  1],
            [ 2,  3,  4]])
     """
-    layout, xp, n = ragged("arr", arr).layout, arr.layout.xp, arr.batch_size
-    length = None if length is None else integer("length", length, 0)
-    fill_value = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
-    if not isinstance(fill_value, bool | int | float | complex):
-        raise TypeError(f"fill_value: expected a scalar, got {type(fill_value).__name__}")
-    if side not in ("right", "left"):
-        raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-    if length is None and layout.max_length is None:
-        layout.read()
-    if layout.host is not None:
-        longest = int(np.max(np.diff(layout.host), initial=0))
-        if length is not None and length < longest:
-            raise ValueError(
-                f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]"
-            )
-    else:
-        longest = layout.max_length or 0
-    length = longest if length is None else length
+    padded, mask = run("pad", PadCall.make(arr, side=side, fill_value=fill_value, length=length), kernel)
+    return padded, mask
+
+
+@dataclass(frozen=True, slots=True)
+class PadCall:
+    """Put the rows of `x` into a padded batch of `length` slots a row, with `fill_value` on one `side` of the tokens.
+
+    That batch comes out, with the padded axis at ``ragged_dim + 1``, and the mask of its tokens, (n, length).
+    """
+
+    x: Array
+    length: int
+    side: str = "right"
+    fill_value: bool | int | float | complex = 0
+
+    @classmethod
+    def make(cls, arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None) -> PadCall:
+        """Check the arguments of `to_padded` and bring them into one form."""
+        layout = ragged("arr", arr).layout
+        length = None if length is None else integer("length", length, 0)
+        fill_value = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
+        if not isinstance(fill_value, bool | int | float | complex):
+            raise TypeError(f"fill_value: expected a scalar, got {type(fill_value).__name__}")
+        if side not in ("right", "left"):
+            raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
+        if length is None and layout.max_length is None:
+            layout.read()
+        if layout.host is not None:
+            longest = int(np.max(np.diff(layout.host), initial=0))
+            if length is not None and length < longest:
+                raise ValueError(
+                    f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]"
+                )
+        else:
+            longest = layout.max_length or 0
+        return cls(arr, longest if length is None else length, side, fill_value)
+
+
+@declare("pad", PadCall.make)
+def _take_padded(call: PadCall) -> tuple[Any, Any]:
+    arr, length, layout, xp, n = call.x, call.length, call.x.layout, call.x.layout.xp, call.x.batch_size
     slots = layout.arange(length)[None, :]
     lengths, starts = layout.lengths[:, None], layout.offsets[:-1][:, None]
-    mask = slots < lengths if side == "right" else slots >= length - lengths
-    tokens = starts + slots if side == "right" else starts + lengths - length + slots
+    mask = slots < lengths if call.side == "right" else slots >= length - lengths
+    tokens = starts + slots if call.side == "right" else starts + lengths - length + slots
     values = xp.moveaxis(arr.values, arr.ragged_dim, 0) if arr.ragged_dim else arr.values
-    fill = xp.full((), fill_value, dtype=arr.dtype, device=arr.device)
+    fill = xp.full((), call.fill_value, dtype=arr.dtype, device=arr.device)
     if layout.total == 0 or n == 0 or length == 0:
-        padded = xp.full((n, length, *values.shape[1:]), fill_value, dtype=arr.dtype, device=arr.device)
+        padded = xp.full((n, length, *values.shape[1:]), call.fill_value, dtype=arr.dtype, device=arr.device)
     else:
         padded = xp.take(values, xp.reshape(layout.clip(tokens), (-1,)), axis=0)
         padded = xp.reshape(padded, (n, length, *values.shape[1:]))

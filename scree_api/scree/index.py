@@ -7,6 +7,7 @@ Single rows need two entries. What keeps the layout, or takes one token of each 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from . import checks
 from .array import Array
 from .backends import backend, is_array
 from .layout import Layout, same
+from .registry import declare, run
 from .segments import spread
 
 FULL = slice(None)
@@ -91,18 +93,23 @@ def _rows(arr: Array, key: Any) -> Array:
         if step == 1:
             return _row_range(arr, start, max(start, stop))
         return take_rows(arr, np.arange(start, stop, step))
+    return take_rows(arr, row_numbers(key, n))
+
+
+def row_numbers(key: Any, n: int) -> np.ndarray:
+    """The numbers >= 0 of the rows, of `n`, that an array or a list of numbers or of booleans names. Reads it."""
     if not is_array(key) and not isinstance(key, list):
         raise TypeError(f"index: expected an integer, a slice or an array of rows, got {type(key).__name__}")
     rows = backend(key).read(key) if is_array(key) else np.asarray(key, dtype=None if key else np.int64)
     if rows.dtype.kind == "b":
         if rows.shape != (n,):
             raise IndexError(f"index: expected a mask of shape {(n,)}, one entry a row, got {rows.shape}")
-        return take_rows(arr, np.flatnonzero(rows))
+        return np.flatnonzero(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise IndexError(f"index: expected one axis of integers or booleans, got {rows.dtype} of shape {rows.shape}")
     if ((rows < -n) | (rows >= n)).any():
         raise IndexError(f"index: expected rows in [-{n}, {n}), got {rows[(rows < -n) | (rows >= n)][0]}")
-    return take_rows(arr, np.where(rows < 0, rows + n, rows))
+    return np.where(rows < 0, rows + n, rows)
 
 
 def _row_range(arr: Array, start: int, stop: int) -> Array:
@@ -113,12 +120,13 @@ def _row_range(arr: Array, start: int, stop: int) -> Array:
     return Array._of(arr.values[(FULL,) * arr.ragged_dim + (slice(first, last), ...)], rows, arr.ragged_dim)
 
 
-def take_rows(arr: Array, rows: np.ndarray) -> Array:
+def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     """The rows of the given numbers, in that order, as a new array. Reads the offsets."""
     old, xp = arr.layout, arr.layout.xp
     new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
     index = xp.asarray(np.ascontiguousarray(rows), dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
-    return select(arr, new, xp.take(old.offsets[:-1], index, axis=0))
+    distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
+    return select(arr, new, xp.take(old.offsets[:-1], index, axis=0), distinct=distinct, kernel=kernel)
 
 
 def _slice(arr: Array, key: slice) -> Array:
@@ -126,7 +134,7 @@ def _slice(arr: Array, key: slice) -> Array:
     old, xp = arr.layout, arr.layout.xp
     step = 1 if key.step is None else operator.index(key.step)
     if key == slice(None, None, -1):  # every length stays: nothing to read
-        return select(arr, old, old.offsets[1:] - 1, step)
+        return select(arr, old, old.offsets[1:] - 1, step, distinct=True)
     lengths = np.diff(old.read())
     low, high = (0, lengths) if step > 0 else (-1, lengths - 1)
 
@@ -137,16 +145,37 @@ def _slice(arr: Array, key: slice) -> Array:
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
     new = Layout.from_host(old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets)
     starts = xp.asarray(first, dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
-    return select(arr, new, old.offsets[:-1] + starts, step)
+    return select(arr, new, old.offsets[:-1] + starts, step, distinct=True)
 
 
-def select(arr: Array, new: Layout, starts: Any, step: int = 1) -> Array:
+def select(
+    arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: bool = False, kernel: str | None = None
+) -> Array:
     """Rows of the layout `new`, whose tokens stand at `starts`, `starts + step` ... in the values of `arr`."""
-    xp = arr.layout.xp
+    return Array._of(run("select", SelectCall(arr, new, starts, step, distinct), kernel), new, arr.ragged_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectCall:
+    """Rows of `layout`, whose tokens stand at `starts`, (n,), `starts + step` ... in the values of `x`; the values come out.
+
+    `distinct` says that no token of `x` is taken twice.
+    """
+
+    x: Array
+    layout: Layout
+    starts: Any
+    step: int = 1
+    distinct: bool = False
+
+
+@declare("select", SelectCall)
+def _take_pieces(call: SelectCall) -> Any:
+    arr, new, xp = call.x, call.layout, call.x.layout.xp
     if new.total == 0:
-        return Array._of(arr.values[(FULL,) * arr.ragged_dim + (slice(0, 0), ...)], new, arr.ragged_dim)
-    tokens = xp.take(starts, new.rows, axis=0) + step * new.positions
-    return Array._of(xp.take(arr.values, arr.layout.clip(tokens), axis=arr.ragged_dim), new, arr.ragged_dim)
+        return arr.values[(FULL,) * arr.ragged_dim + (slice(0, 0), ...)]
+    tokens = xp.take(call.starts, new.rows, axis=0) + call.step * new.positions
+    return xp.take(arr.values, arr.layout.clip(tokens), axis=arr.ragged_dim)
 
 
 def _token(arr: Array, i: int) -> Any:

@@ -32,6 +32,10 @@ def _never() -> bool:
     return False
 
 
+def _unchanged(f: Callable[..., Any]) -> Callable[..., Any]:
+    return f
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
     """What scree asks of a library, beside its standard namespace.
@@ -62,6 +66,9 @@ class Backend:
     outside
         ``outside(offsets)``: the context in which what follows from offsets is computed, so that it lives as long as they do:
         outside of a trace that does not trace them.
+    checkpoint
+        ``checkpoint(f)``: the same function, whose backward pass computes again what `f` had on the way, and so need not keep it;
+        `f` itself where the library has no gradients.
     """
 
     name: str
@@ -75,6 +82,7 @@ class Backend:
     place: Callable[[np.ndarray, Any, Any], Any] | None = None
     compiling: Callable[[], bool] = _never
     outside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"

@@ -17,7 +17,7 @@ def _peek(x: Any) -> np.ndarray | None:
 
 def _read(x: Any) -> np.ndarray:
     if x.__dlpack_device__()[0] != 1:
-        x = x.to_device("cpu")
+        x = array_api_compat.to_device(x, "cpu")
     return np.from_dlpack(x)
 
 
@@ -26,4 +26,4 @@ def make(x: Any) -> Backend:
     xp = array_api_compat.array_namespace(x)
     name = xp.__name__.rpartition(".")[2]
     load_plugins(name)
-    return _MADE.setdefault(name, Backend(name, xp, _peek, _read))
+    return _MADE.setdefault(name, Backend(name, xp, _peek, _read, to_device=array_api_compat.to_device))

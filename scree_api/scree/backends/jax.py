@@ -48,6 +48,7 @@ def _outside(offsets: Any) -> AbstractContextManager[Any]:
 
 BACKEND = Backend(
     "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform, outside=_outside,
+    checkpoint=jax.checkpoint,
     place=lambda host, dtype, device: jax.device_put(np.asarray(host, dtype=dtype), device),  # asarray compiles for every shape
 )
 

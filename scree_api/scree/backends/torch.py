@@ -1,7 +1,8 @@
 """PyTorch: pytree registration and `segment_reduce`; attention stands in `torch_attention`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -11,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils.checkpoint import checkpoint
 
 from ..array import Array
 from ..layout import Layout
@@ -55,7 +57,14 @@ def _outside(offsets: torch.Tensor) -> AbstractContextManager[None]:
     return _plainly() if torch.is_inference_mode_enabled() or peek_interpreter_stack() else nullcontext()
 
 
-BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform,
+def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Not inside of torch.func, which has no hooks on what a backward pass keeps."""
+    if not torch.compiler.is_compiling() and peek_interpreter_stack():
+        return f
+    return partial(checkpoint, f, use_reentrant=False, preserve_rng_state=False)
+
+
+BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, checkpoint=_checkpoint,
                   compiling=torch.compiler.is_compiling, outside=_outside, to_device=lambda x, device: x.to(device))
 
 pytree.register_pytree_node(

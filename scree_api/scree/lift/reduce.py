@@ -103,10 +103,10 @@ def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any, keepdims: bool)
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
     total = _reduce_rows(xp, "sum", x, axes, keepdims, wide)
-    return _divide(xp, total, _counts(xp, x, axes, total, keepdims))
+    return divide(xp, total, _counts(xp, x, axes, total, keepdims))
 
 
-def _divide(xp: Any, total: Any, count: Any) -> Any:
+def divide(xp: Any, total: Any, count: Any) -> Any:
     """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
     nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
@@ -117,7 +117,7 @@ def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: An
     x = x.with_values(values)
     centre = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
     total = _reduce_rows(xp, "sum", x.with_values(xp.square(values - centre)), axes, keepdims, wide)
-    return _divide(xp, total, _counts(xp, x, axes, total, keepdims) - correction)
+    return divide(xp, total, _counts(xp, x, axes, total, keepdims) - correction)
 
 
 def _deviation(xp: Any, *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..create import unpack
 from ..fit import Function, against, axes_of, shared_layout, unless_ragged, unless_ragged_among
 from ..index import select, take_rows
 from ..layout import Layout
+from ..registry import declare, run
 
 
 def concat(f: Function, name: str, lib: Backend) -> Function:
@@ -33,11 +35,10 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
         if axis not in (0, dim + 1):
             shared_layout(name, arrays)
             return first.with_values(f([x.values for x in arrays], axis=axis - 1))
-        values = f([x.values for x in arrays], axis=dim)
         if axis == 0:
-            return Array._of(values, _stacked([x.layout for x in arrays]), dim)
-        rows, tokens = _joined([x.layout for x in arrays], lib.xp)
-        return Array._of(lib.xp.take(values, tokens, axis=dim), rows, dim)
+            return Array._of(f([x.values for x in arrays], axis=dim), _stacked([x.layout for x in arrays]), dim)
+        rows = _joined([x.layout for x in arrays])
+        return Array._of(run("join", JoinCall(arrays, rows)), rows, dim)
 
     return unless_ragged_among(f, ragged)
 
@@ -63,21 +64,34 @@ def _stacked(layouts: list[Layout]) -> Layout:
     )
 
 
-def _joined(layouts: list[Layout], xp: Any) -> tuple[Layout, Any]:
-    """Row i of each layout end to end, and where its tokens stand in the values put end to end."""
+def _joined(layouts: list[Layout]) -> Layout:
+    """Row i of each layout end to end."""
     first = layouts[0]
     if any(one.num_rows != first.num_rows for one in layouts):
         raise ValueError(f"arrays: expected the same number of rows, got {', '.join(str(x.num_rows) for x in layouts)}")
     longest = [one.max_length for one in layouts]
     offsets = sum((one.offsets for one in layouts[1:]), start=first.offsets)
     total = sum(one.total for one in layouts)
-    new = Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
+    return Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinCall:
+    """Row i of each of several ragged arrays end to end, as row i of `layout`; the values come out."""
+
+    arrays: list[Array]
+    layout: Layout
+
+
+@declare("join", JoinCall)
+def _take_joined(call: JoinCall) -> Any:
+    xp, new, dim = call.layout.xp, call.layout, call.arrays[0].ragged_dim
     tokens, position, base = None, new.positions, 0
-    for one in layouts:
+    for one in (x.layout for x in call.arrays):
         here = base + xp.take(one.offsets[:-1], new.rows, axis=0) + position
         tokens = here if tokens is None else xp.where(position >= 0, here, tokens)
         position, base = position - xp.take(one.lengths, new.rows, axis=0), base + one.total
-    return new, tokens
+    return xp.take(xp.concat([x.values for x in call.arrays], axis=dim), tokens, axis=dim)
 
 
 def stack(f: Function, name: str, lib: Backend) -> Function:

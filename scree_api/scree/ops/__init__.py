@@ -11,6 +11,7 @@ from ..create import (
     unpack,
 )
 from .attention import attention
+from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
 from .norms import layer_norm, rms_norm
 from .rope import rope
@@ -21,6 +22,7 @@ from .softmax import log_softmax, logsumexp, softmax
 __all__ = [
     "align",
     "attention",
+    "cross_entropy",
     "dropout",
     "from_cu_seqlens",
     "from_lengths",
@@ -30,6 +32,7 @@ __all__ = [
     "gather",
     "group",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
     "pack",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,14 +63,20 @@ class AttentionCall:
     return_lse: bool
     alibi_slopes: Any = None
     deterministic: bool = False
-    num_heads: int = field(init=False)
-    num_kv_heads: int = field(init=False)
-    head_dim: int = field(init=False)
+    @property
+    def num_heads(self) -> int:
+        """Heads of q."""
+        return int(self.q.values.shape[1])
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_heads", int(self.q.values.shape[1]))
-        object.__setattr__(self, "num_kv_heads", int(self.k.values.shape[1]))
-        object.__setattr__(self, "head_dim", int(self.q.values.shape[2]))
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of k and v."""
+        return int(self.k.values.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of q and k."""
+        return int(self.q.values.shape[2])
 
     @classmethod
     def make(
@@ -79,24 +85,28 @@ class AttentionCall:
         return_lse: bool = False,
     ) -> AttentionCall:  # fmt: skip
         """Check the arguments of `attention` and bring them into one form. Sinks need no kernel but the log-sum-exp."""
+        rows = ragged("q", q).layout
+        backend, dtype = rows.backend, q.values.dtype
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if ragged(name, x).values.ndim != 3 or x.ragged_dim != 0:
+            values = ragged(name, x).values
+            if values.ndim != 3 or x.ragged_dim != 0:
                 raise ValueError(
-                    f"{name}: expected values (total, num_heads, head_dim), got shape {tuple(x.values.shape)}; for one head "
+                    f"{name}: expected values (total, num_heads, head_dim), got shape {tuple(values.shape)}; for one head "
                     "use arr.with_values(arr.values[:, None, :])"
                 )
-            if x.layout.backend is not q.layout.backend:
-                raise TypeError(f"{name}: expected an array of {q.layout.backend.name} as q, got {x.layout.backend.name}")
-            if x.dtype != q.dtype:
-                raise TypeError(f"{name}: expected dtype {q.dtype} as q, got {x.dtype}; convert it with xp.astype")
-            if q.layout.backend.apart(x.values, q.values):
+            if x.layout.backend is not backend:
+                raise TypeError(f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}")
+            if values.dtype != dtype:
+                raise TypeError(f"{name}: expected dtype {dtype} as q, got {values.dtype}; convert it with xp.astype")
+            if backend.apart(values, q.values):
                 raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device")
-        if not q.layout.xp.isdtype(q.dtype, "real floating"):
-            raise TypeError(f"q: expected a real floating-point dtype, got {q.dtype}")
+        if not rows.xp.isdtype(dtype, "real floating"):
+            raise TypeError(f"q: expected a real floating-point dtype, got {dtype}")
         if k.batch_size != q.batch_size:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
-        shared_layout("attention: k and v", (k, v))
-        (_, heads, dim), (_, kv_heads, k_dim), (_, v_heads, _) = (x.values.shape for x in (q, k, v))
+        if v.layout is not k.layout:
+            shared_layout("attention: k and v", (k, v))
+        (_, heads, dim), (_, kv_heads, k_dim), (_, v_heads, _) = q.values.shape, k.values.shape, v.values.shape
         if dim == 0:
             raise ValueError("q: expected a head_dim of at least 1, got 0")
         if k_dim != dim:

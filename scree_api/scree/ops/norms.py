@@ -8,18 +8,22 @@ from typing import Any
 from ..array import Array
 from ..backends import backend
 from ..checks import dense, number
-from ..fit import accumulator
+from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare, run
 
 
 @dataclass(frozen=True, slots=True)
 class NormCall:
-    """Normalise `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None."""
+    """Normalise `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None.
+
+    With a `residual` like `x` the sum of both is normalised, and given beside the result.
+    """
 
     x: Any
     weight: Any = None
     bias: Any = None
     eps: float = 1e-6
+    residual: Any = None
 
     def __post_init__(self) -> None:
         x, values = self.x, self.values
@@ -38,14 +42,39 @@ class NormCall:
             if tuple(found.shape) != width:
                 raise ValueError(f"{name}: expected shape {width}, the last axis of x, got {tuple(found.shape)}")
         number("eps", self.eps, low=0)
+        if self.residual is None:
+            return
+        if isinstance(x, Array):
+            shared_layout("residual", (x, ragged("residual", self.residual)))
+        else:
+            dense("residual", self.residual, x)
+        if self.residual.shape != x.shape or self.residual.dtype != x.dtype:
+            raise ValueError(
+                f"residual: expected shape {tuple(x.shape)} and dtype {x.dtype}, those of x, got {tuple(self.residual.shape)} "
+                f"and {self.residual.dtype}"
+            )
 
     @property
     def values(self) -> Any:
         """The dense array under `x`."""
         return self.x.values if isinstance(self.x, Array) else self.x
 
+    @property
+    def added(self) -> Any:
+        """The dense array under `residual`, or None."""
+        return self.residual.values if isinstance(self.residual, Array) else self.residual
 
-def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5, kernel: str | None = None) -> Any:
+    def result(self, y: Any, total: Any) -> Any:
+        """`y` like `x`, and with a residual also `total`, the sum that was normalised."""
+        if not isinstance(self.x, Array):
+            return y if self.residual is None else (y, total)
+        normed = self.x.with_values(y)
+        return normed if self.residual is None else (normed, self.x.with_values(total))
+
+
+def layer_norm(
+    x: Any, weight: Any = None, bias: Any = None, *, residual: Any = None, eps: float = 1e-5, kernel: str | None = None
+) -> Any:
     """Layer normalisation over the last axis (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
     Parameters
@@ -54,6 +83,8 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-
         (n, None, ..., D) ragged or (..., D) dense floating-point array. Half precision is computed in float32.
     weight, bias
         (D,) scale and shift, or None.
+    residual
+        Like `x`, and added to it before; their sum, which the next block adds to, is given too.
     eps
         Added to the variance.
     kernel
@@ -61,8 +92,8 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-
 
     Returns
     -------
-    Array or dense array
-        Like `x`, its dtype kept.
+    Array or dense array, or a pair of them
+        Like `x`, its dtype kept. With a residual a pair: the norm of the sum ``x + residual``, and the sum.
 
     Examples
     --------
@@ -70,33 +101,39 @@ def layer_norm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return run("layer_norm", NormCall(x, weight, bias, eps), kernel)
+    return run("layer_norm", NormCall(x, weight, bias, eps, residual), kernel)
 
 
-def rms_norm(x: Any, weight: Any = None, *, eps: float = 1e-6, kernel: str | None = None) -> Any:
+def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1e-6, kernel: str | None = None) -> Any:
     """Root mean square normalisation over the last axis (Zhang and Sennrich, 2019): ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Parameters
     ----------
-    x, weight, eps, kernel
+    x, weight, residual, eps, kernel
         See `layer_norm`.
 
     Returns
     -------
-    Array or dense array
-        Like `x`, its dtype kept.
+    Array or dense array, or a pair of them
+        As `layer_norm`.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> scree.rms_norm(scree.from_lengths(np.asarray([[3.0, 3.0]]), [1]), eps=0).values
+    >>> x = scree.from_lengths(np.asarray([[3.0, 3.0]]), [1])
+    >>> scree.rms_norm(x, eps=0).values
     array([[1., 1.]])
+    >>> normed, total = scree.rms_norm(x, residual=x, eps=0)
+    >>> normed.values, total.values
+    (array([[1., 1.]]), array([[6., 6.]]))
     """
-    return run("rms_norm", NormCall(x, weight, None, eps), kernel)
+    return run("rms_norm", NormCall(x, weight, None, eps, residual), kernel)
 
 
 def _normalise(call: NormCall, centre: bool) -> Any:
     values, xp = call.values, backend(call.values).xp
+    if call.residual is not None:
+        values = values + call.added
     wide = accumulator(xp, values.dtype)
     y = xp.astype(values, wide, copy=False)
     if centre:
@@ -106,8 +143,7 @@ def _normalise(call: NormCall, centre: bool) -> Any:
         y = y * xp.astype(call.weight, wide, copy=False)
     if call.bias is not None:
         y = y + xp.astype(call.bias, wide, copy=False)
-    y = xp.astype(y, values.dtype, copy=False)
-    return call.x.with_values(y) if isinstance(call.x, Array) else y
+    return call.result(xp.astype(y, values.dtype, copy=False), values)
 
 
 @declare("layer_norm", NormCall)

@@ -11,13 +11,13 @@ from ..array import Array
 from ..backends import backend
 from ..checks import integer, integers
 from ..fit import accumulator, difference, ragged
-from ..index import take_rows
+from ..index import row_numbers, take_rows
 from ..layout import Layout, same
 from ..registry import declare, run
 from ..segments import segment_reduce, spread
 
 
-def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
+def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> Array:
     """Tokens or rows by their numbers.
 
     Parameters
@@ -29,6 +29,8 @@ def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
         rows (axis 0) a dense integer array of row numbers, which is read.
     axis
         1 for tokens, 0 for rows.
+    kernel
+        The provider that must run it; by default the first that accepts.
 
     Returns
     -------
@@ -43,17 +45,34 @@ def gather(x: Any, index: Any, *, axis: int = 1) -> Array:
     array([12, 10, 12, 11])
     """
     if _axis(axis) == 0:
-        ragged("x", x)
-        integers("index", index, x.values)
-        rows: Array = x[index]
-        return rows
-    values = _tokens(x)
-    places = ragged("index", index)
-    if places.ndim != 2:
-        raise ValueError(f"index: expected a ragged array of one number a token, (n, None), got {places.shape}")
-    numbers = integers("index", places.values, values)
-    _in_bounds(places.layout.backend.peek(numbers), "index", values.shape[0])
-    return places.with_values(places.layout.xp.take(values, numbers, axis=0))
+        integers("index", index, ragged("x", x).values)
+        return take_rows(x, row_numbers(index, x.batch_size), kernel)
+    call = GatherCall.make(x, index)
+    tokens: Array = index.with_values(run("gather", call, kernel))
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCall:
+    """The tokens of `x`, (tokens, ...), whose numbers, in [0, tokens), `index` holds, (count,); they come out, (count, ...)."""
+
+    x: Any
+    index: Any
+
+    @classmethod
+    def make(cls, x: Any, index: Any) -> GatherCall:
+        """Check the arguments of `gather` and bring them into one form."""
+        values, places = _tokens(x), ragged("index", index)
+        if places.ndim != 2:
+            raise ValueError(f"index: expected a ragged array of one number a token, (n, None), got {places.shape}")
+        numbers = integers("index", places.values, values)
+        _in_bounds(places.layout.backend.peek(numbers), "index", values.shape[0])
+        return cls(values, numbers)
+
+
+@declare("gather", GatherCall.make)
+def _take(call: GatherCall) -> Any:
+    return backend(call.x).xp.take(call.x, call.index, axis=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +181,7 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
         raise ValueError(f"ids: expected one group for each of {values.shape[0]} tokens, got shape {tuple(ids.shape)}")
     _in_bounds(lib.peek(ids), "ids", num_groups)
     order, offsets = _sorted(xp, ids, num_groups, lib.device(values))
-    grouped = Array(xp.take(values, order, axis=0), xp.astype(offsets, xp.int32))
+    grouped = Array(run("gather", GatherCall(values, order)), xp.astype(offsets, xp.int32))
     return grouped, grouped.with_values(order)
 
 

@@ -1,0 +1,272 @@
+"""Cross-entropy of each token's logits against its right class, and the same fused with the product that makes the logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..array import Array
+from ..backends import Backend, backend, is_array
+from ..checks import dense, integer, integers
+from ..fit import accumulator, ragged, shared_layout
+from ..lift.reduce import divide
+from ..registry import declare, run
+from ..segments import segment_reduce
+
+#: What comes of the losses of the tokens: one mean, one sum, a mean of each row, or the losses themselves.
+REDUCTIONS = ("mean", "sum", "row_mean", "none")
+LOGITS = 1 << 24  # that the standard path holds at a time, unless the inputs are larger
+
+
+class Losses:
+    """What both calls share: tokens `x` and their `targets`, ragged or dense.
+
+    A provider gives the loss of each token, (total,), in the dtype that it adds up in: 0 where `known` is False; NaN, with a
+    gradient of NaN, where a known target is no class. Where `summed` is True it gives their sum instead.
+    """
+
+    __slots__ = ()
+    x: Any
+    targets: Any
+    ignore_index: int
+    reduction: str
+
+    @property
+    def values(self) -> Any:
+        """(total, size) `x`, dense."""
+        return self.x.values if isinstance(self.x, Array) else self.x
+
+    @property
+    def labels(self) -> Any:
+        """(total,) the targets, dense, int32 or int64."""
+        targets = self.targets.values if isinstance(self.targets, Array) else self.targets
+        return integers("targets", targets, self.values)
+
+    @property
+    def known(self) -> Any:
+        """(total,) which tokens count: those of a row, with a target that is not ignored."""
+        known = self.labels != self.ignore_index
+        if isinstance(self.x, Array) and self.x.layout.host is None:  # tokens may follow the last row
+            rows = self.x.layout
+            known = known & (rows.arange(rows.total) < rows.offsets[-1:])
+        return known
+
+    @property
+    def summed(self) -> bool:
+        """Whether a provider gives the sum of the losses."""
+        return self.reduction in ("mean", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropyCall(Losses):
+    """The losses of the logits `x`, values (total, classes), against `targets`, values (total,)."""
+
+    x: Any
+    targets: Any
+    ignore_index: int = -100
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.values.ndim == 2 and self.values.shape[1] == 0:
+            raise ValueError(f"logits: expected at least one class, got shape {tuple(self.x.shape)}")
+        _check(self, "logits", self.values.shape[-1] if self.values.ndim else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCrossEntropyCall(Losses):
+    """The losses of the logits ``x @ weight.T + bias``, x with values (total, width), which should never exist all at once."""
+
+    x: Any
+    weight: Any
+    targets: Any
+    bias: Any = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        values, weight = self.values, self.weight
+        backend(values, "x")
+        dense("weight", weight, values)
+        if values.ndim != 2 or weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
+            raise ValueError(
+                f"weight: expected shape (classes, width), at least one class and the last axis of x, {tuple(self.x.shape)}, "
+                f"got {tuple(weight.shape)}"
+            )
+        if self.bias is not None:
+            dense("bias", self.bias, values)
+            if tuple(self.bias.shape) != (weight.shape[0],):
+                raise ValueError(f"bias: expected shape ({weight.shape[0]},), a number a class, got {tuple(self.bias.shape)}")
+        for name, found in (("weight", weight), ("bias", self.bias)):
+            if found is not None and found.dtype != values.dtype:
+                raise TypeError(f"{name}: expected the dtype of x, {values.dtype}, got {found.dtype}; convert it with xp.astype")
+        _check(self, "x", weight.shape[0])
+
+
+def _check(call: Losses, name: str, classes: int) -> None:
+    """Raise unless the tokens are floating point, (n, None, size) or (total, size), and each has a target."""
+    x, targets, values = call.x, call.targets, call.values
+    lib = backend(values, name)
+    if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
+        raise ValueError(f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}")
+    if not lib.xp.isdtype(values.dtype, "real floating"):
+        raise TypeError(f"{name}: expected a real floating-point dtype, got {values.dtype}; convert it with xp.astype")
+    if isinstance(x, Array):
+        if ragged("targets", targets).ndim != 2:
+            raise ValueError(f"targets: expected shape (n, None), a class a token, got {targets.shape}")
+        shared_layout("targets", [x, targets.with_values(targets.values[:, None])])
+    elif not is_array(targets) or tuple(targets.shape) != tuple(values.shape[:1]):
+        came = f"shape {tuple(targets.shape)}" if hasattr(targets, "shape") else type(targets).__name__
+        raise ValueError(f"targets: expected a dense array of shape {tuple(values.shape[:1])}, a class a token, got {came}")
+    integer("ignore_index", call.ignore_index)
+    if call.reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}")
+    if call.reduction == "row_mean" and not isinstance(x, Array):
+        raise ValueError(f"reduction: 'row_mean' needs rows, and {name} is a dense array")
+    labels = call.labels
+    host = None if lib.compiling() else lib.peek(labels)
+    if host is not None:
+        wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
+        if wrong.size:
+            raise ValueError(
+                f"targets: expected 0 <= class < {classes}, or ignore_index, {call.ignore_index}, got {host[wrong[0]]} for token "
+                f"{wrong[0]}"
+            )
+
+
+def cross_entropy(
+    logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", kernel: str | None = None
+) -> Any:
+    """How badly the logits of each token predict its class: ``log(sum(exp(logits))) - logits[target]``, in nats.
+
+    Parameters
+    ----------
+    logits
+        (n, None, classes) ragged or (total, classes) dense floating-point array.
+    targets
+        (n, None) or (total,) integers, the class of each token, on the layout of the logits. A class that does not exist is an
+        error where reading it is free; elsewhere the loss of the token and its gradient are NaN.
+    ignore_index
+        Tokens with this target do not count: their loss and their gradient are 0.
+    reduction
+        ``"mean"`` over all tokens that count, their ``"sum"``, ``"row_mean"``, the mean of each row, or ``"none"``, the loss of
+        each token. A mean over no token is NaN, its gradient 0.
+    kernel
+        The provider that must run it; by default the first that accepts.
+
+    Returns
+    -------
+    dense array or Array
+        A number; (n,) for ``"row_mean"``; like the targets for ``"none"``. float32, or float64 for float64: the loss of a batch
+        in half precision would have three digits.
+
+    Raises
+    ------
+    ValueError
+        If a shape does not fit, or a target is no class.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> logits = scree.from_lengths(np.log(np.asarray([[0.5, 0.5], [0.8, 0.2], [0.9, 0.1]])), [1, 2])
+    >>> targets = logits.with_values(np.asarray([0, 1, -100]))
+    >>> scree.cross_entropy(logits, targets, reduction="row_mean").round(4)  # -log(0.5), -log(0.2)
+    array([0.6931, 1.6094])
+    """
+    call = CrossEntropyCall(logits, targets, ignore_index, reduction)
+    return _reduced(call, run("cross_entropy", call, kernel))
+
+
+def linear_cross_entropy(
+    x: Any, weight: Any, targets: Any, bias: Any = None, *, ignore_index: int = -100, reduction: str = "mean",
+    kernel: str | None = None,
+) -> Any:  # fmt: skip
+    """`cross_entropy` of the logits ``x @ weight.T + bias``, a part of the tokens at a time: all logits never exist at once.
+
+    With a vocabulary of 128,000 the logits take more memory than the model that makes them. Here they take no more than the
+    inputs or 2**24 numbers, whichever is more, in the backward pass too, which computes them again (on a kernel of its own it may
+    be done together with the forward pass, and hold a little more).
+
+    Parameters
+    ----------
+    x
+        (n, None, width) ragged or (total, width) dense floating-point array, the last hidden states.
+    weight
+        (classes, width) matrix with the dtype of `x`: the layout of ``torch.nn.Linear`` and of an embedding.
+    targets, ignore_index, reduction, kernel
+        See `cross_entropy`.
+    bias
+        (classes,) or None.
+
+    Returns
+    -------
+    dense array or Array
+        See `cross_entropy`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> x = scree.from_lengths(np.ones((3, 2)), [1, 2])
+    >>> targets = x.with_values(np.asarray([0, 1, 3]))
+    >>> scree.linear_cross_entropy(x, np.zeros((4, 2)), targets).round(4)  # four classes, equally likely
+    np.float64(1.3863)
+    """
+    call = LinearCrossEntropyCall(x, weight, targets, bias, ignore_index, reduction)
+    return _reduced(call, run("linear_cross_entropy", call, kernel))
+
+
+def _reduced(call: Losses, found: Any) -> Any:
+    """What the caller asked for, of the losses of the tokens or their sum."""
+    if call.reduction == "sum":
+        return found
+    xp = backend(call.values).xp
+    if call.reduction == "mean":
+        return divide(xp, found, xp.astype(xp.sum(xp.astype(call.known, xp.int32)), found.dtype))
+    if call.reduction == "none":
+        return call.x.with_values(found) if isinstance(call.x, Array) else found
+    rows = call.x.layout
+    counts = segment_reduce("sum", xp.astype(call.known, found.dtype), rows)
+    return divide(xp, segment_reduce("sum", found, rows), counts)
+
+
+def _losses(lib: Backend, logits: Any, labels: Any, known: Any) -> Any:
+    """(tokens,) in the accumulating dtype, of logits (tokens, classes) without NaN where they are not known."""
+    xp, classes = lib.xp, logits.shape[1]
+    logits = xp.astype(logits, accumulator(xp, logits.dtype), copy=False)
+    exists = (labels >= 0) & (labels < classes)
+    at = xp.astype(xp.where(exists, labels, 0), xp.__array_namespace_info__().default_dtypes()["indexing"], copy=False)
+    right = xp.take_along_axis(logits, at[:, None], axis=1)
+    top = xp.max(logits, axis=1, keepdims=True)
+    loss = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + (top - right))[:, 0]
+    one = xp.ones_like(loss)
+    return xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0)
+
+
+@declare("cross_entropy", CrossEntropyCall)
+def _cross_entropy(call: CrossEntropyCall) -> Any:
+    lib = backend(call.values)
+    known = call.known
+    logits = lib.xp.where(known[:, None], call.values, lib.xp.zeros_like(call.values))
+    losses = _losses(lib, logits, call.labels, known)
+    return lib.xp.sum(losses) if call.summed else losses
+
+
+@declare("linear_cross_entropy", LinearCrossEntropyCall)
+def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
+    values, weight, lib = call.values, call.weight, backend(call.values)
+    xp, (total, width), classes = lib.xp, values.shape, weight.shape[0]
+
+    def part(x: Any, labels: Any, known: Any, weight: Any, *bias: Any) -> Any:
+        logits = xp.where(known[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
+        return _losses(lib, logits + bias[0] if bias else logits, labels, known)
+
+    size = max(1, max(LOGITS, total * width, classes * width) // classes)
+    run_part = part if total <= size else lib.checkpoint(part)
+    parameters = (weight,) if call.bias is None else (weight, call.bias)
+    labels, known, losses = call.labels, call.known, []
+    for at in range(0, max(total, 1), size):
+        some = slice(at, at + size)
+        losses.append(run_part(values[some, :], labels[some], known[some], *parameters))
+    found = losses[0] if len(losses) == 1 else xp.concat(losses, axis=0)
+    return xp.sum(found) if call.summed else found
