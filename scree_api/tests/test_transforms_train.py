@@ -9,7 +9,7 @@ import scree
 from scree import __main__ as command
 from scree.demo import DemoError, lm, text, train
 
-TEXTS = text.sample([t for t in text.paragraphs() if 70 < len(t) < 120], 40, 0)  # batches of one shape
+TEXTS = text.sample([t for t in text.conversations() if 70 < len(t) < 120], 40, 0)  # batches of one shape
 STEPS, BATCH = 5, 4
 
 
