@@ -62,3 +62,20 @@ def assert_same(a: scree.Array, b: scree.Array) -> None:
     assert a.dtype == b.dtype
     np.testing.assert_array_equal(a.offsets, b.offsets)
     np.testing.assert_array_equal(a.values, b.values)
+
+
+def assert_as_close(found: Any, peer: Any, exact: Any) -> None:
+    """One or several tensors as close to the exact ones, of a wider type, as a peer's are, within a factor of two.
+
+    The floor is what rounding alone takes: of half precision half a unit; float32 goes through Triton as three TF32 products,
+    which keep about 21 bits, and gradients are differences of sums of them.
+    """
+    import torch
+
+    def flat(x: Any) -> torch.Tensor:
+        return torch.cat([part.detach().double().reshape(-1) for part in (x if isinstance(x, tuple | list) else [x])])
+
+    dtype = (found[0] if isinstance(found, tuple | list) else found).dtype
+    floor = 2**-17 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    ours, theirs, exact = flat(found), flat(peer), flat(exact)
+    assert torch.linalg.norm(ours - exact) <= 2 * torch.linalg.norm(theirs - exact) + floor * torch.linalg.norm(exact)

@@ -1,5 +1,7 @@
 """Arrays from library to library: nothing changes, memory is shared where both sides can, nothing is narrowed in silence."""
 
+import os
+from importlib.util import find_spec
 from itertools import permutations
 
 import numpy as np
@@ -41,6 +43,8 @@ def address(x: object) -> int:
         return x.data_ptr()
     if hasattr(x, "unsafe_buffer_pointer"):
         return x.unsafe_buffer_pointer()
+    if hasattr(x, "data") and hasattr(x.data, "ptr"):  # CuPy
+        return x.data.ptr
     return np.from_dlpack(x).__array_interface__["data"][0]
 
 
@@ -103,3 +107,51 @@ def test_offsets_that_were_never_checked_are_checked_where_reading_is_free() -> 
     arr = scree.Array(mx.zeros(3), mx.array([0, 2, 1], dtype=mx.int32))
     with pytest.raises(ValueError, match="offsets"):
         arr.to_numpy()
+
+
+# ---------------------------------------------------------------------------------------------------- on a device
+ON_CUDA = [name for name in ("torch", "jax", "cupy") if find_spec(name)]
+
+
+def on_cuda(library: str, dtype: str = "float32") -> scree.Array:
+    """Rows on the first CUDA device, of any library that knows one."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the memory of all the others
+    arr = scree.from_lengths(filled((64, 16), "float32"), [32, 0, 32]).to_backend("torch", device="cuda")
+    import torch
+
+    return arr.to(getattr(torch, dtype)).to_backend(library)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32", "uint8"])
+@pytest.mark.parametrize("source, target", permutations(ON_CUDA, 2))
+def test_memory_of_a_device_is_shared(source: str, target: str, dtype: str) -> None:
+    arr = on_cuda(source, dtype)
+    there = arr.to_backend(target)
+    assert there.layout.backend.name == target
+    assert address(there.values) == address(arr.values)
+    assert address(there.offsets) == address(arr.offsets)
+    assert there.layout.host is not None
+    np.testing.assert_array_equal(there.to_numpy().values, filled((64, 16), dtype))
+    assert_same(there.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source, target", permutations([name for name in ON_CUDA if name != "cupy"], 2))
+def test_bfloat16_of_a_device_is_shared(source: str, target: str) -> None:
+    arr = on_cuda(source, "bfloat16")
+    there = arr.to_backend(target)
+    assert str(there.dtype).endswith("bfloat16")
+    assert address(there.values) == address(arr.values)
+    np.testing.assert_array_equal(there.to_numpy().values.astype("float32"), filled((64, 16), "float32"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ON_CUDA)
+def test_to_the_host_and_back_to_the_device(library: str) -> None:
+    arr = on_cuda(library)
+    host = arr.to_numpy()
+    assert isinstance(host.values, np.ndarray)
+    back = host.to_backend(library, device=arr.device)
+    assert back.device == arr.device
+    assert_same(back.to_numpy(), host)

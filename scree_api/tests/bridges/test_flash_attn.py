@@ -1,11 +1,14 @@
 """FlashAttention's and PyTorch's functions against a loop over sequences in float64."""
 
+import inspect
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ragged_cases import assert_as_close
 
+import scree
 from scree.bridges import flash_attn
 from scree.bridges.flash_attn import flash_attn_varlen_func
 from scree.bridges.varlen import varlen_attn
@@ -140,17 +143,73 @@ def test_boundaries_that_do_not_fit_raise() -> None:
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=SLOPES.repeat(5, 1))
 
 
+def test_the_signature_is_that_of_torch() -> None:
+    from torch.nn.attention import varlen
+
+    ours, theirs = (inspect.signature(x).parameters for x in (varlen_attn, varlen.varlen_attn))
+    for name, parameter in theirs.items():  # of which an older torch has fewer
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+    assert [name for name in ours if name in theirs] == list(theirs)
+
+
+# ---------------------------------------------------------------------------------------------------- on a device
+def on_device(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """On CUDA with a head_dim of 64; the exact values are those that `dtype` rounds to."""
+    return x.detach().repeat(1, 1, 4).to("cuda", dtype).requires_grad_()
+
+
+def forward_and_gradients(out: torch.Tensor, inputs: list[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
+    return [out, *torch.autograd.grad(out, inputs, weight.to(out.dtype))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", ["full", "causal", "scale", "window", "causal window", "left"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_flash_attn_is_that_of_aten(case: str, kv_heads: int, dtype: torch.dtype) -> None:
+    given, meant = CASES[case]
+    causal, scale, (left, right) = given.get("causal", False), given.get("softmax_scale", 0.125), given.get("window_size", (-1, -1))
+    *qkv, cu_q, cu_k, longest_q, longest_k = batch(kv_heads=kv_heads)
+    q, k, v = (on_device(x, dtype) for x in qkv)
+    cu_q, cu_k = cu_q.cuda(), cu_k.cuda()
+    ours, lse, _ = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, longest_q, longest_k, **{"softmax_scale": scale, **given}, return_attn_probs=True
+    )
+    groups = q.shape[1] // kv_heads
+    theirs, their_lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), cu_q, cu_k, longest_q, longest_k, 0.0, causal, False,
+        scale=scale, window_size_left=left, window_size_right=0 if causal else right,
+    )  # fmt: skip
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact, sums = loop(*wide, **{"scale": scale, **meant})
+    weight = torch.randn_like(exact)
+    found = [forward_and_gradients(*x, weight) for x in ((ours, [q, k, v]), (theirs, [q, k, v]), (exact, wide))]
+    for ours, theirs, exact in zip(*found, strict=True):
+        assert_as_close(ours, theirs, exact)
+    some = torch.isfinite(sums.T)
+    assert lse.shape == their_lse.shape
+    assert torch.equal(torch.isfinite(lse), some)
+    assert_as_close(lse[some], their_lse[some], sums.T[some])
+    arrays = (scree.Array(x, cu, max_length=70) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
+    assert scree.explain("attention", *arrays).provider == "triton"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
 def test_varlen_attn_is_that_of_torch(window: tuple[int, int]) -> None:
     from torch.nn.attention import varlen
 
-    q, k, v, *rest = batch(dtype=torch.bfloat16)
-    on_device = [x.detach().repeat(1, 1, 4).cuda().requires_grad_() for x in (q, k, v)]
-    cu = [x.cuda() for x in rest[:2]]
-    ours = varlen_attn(*on_device, *cu, *rest[2:], window_size=window)
-    theirs = varlen.varlen_attn(*on_device, *cu, *rest[2:], window_size=window)
-    torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
-    weight = torch.rand_like(ours)
-    gradients = [torch.autograd.grad((x * weight).sum(), on_device) for x in (ours, theirs)]
-    torch.testing.assert_close(*gradients, rtol=2**-5, atol=2**-5)
+    *qkv, cu_q, cu_k, longest_q, longest_k = batch()
+    inputs = [on_device(x, torch.bfloat16) for x in qkv]
+    rest = cu_q.cuda(), cu_k.cuda(), longest_q, longest_k
+    aux = varlen.AuxRequest(lse=True)
+    ours, lse = varlen_attn(*inputs, *rest, window_size=window, scale=0.2, return_aux=aux)
+    theirs, their_lse = varlen.varlen_attn(*inputs, *rest, window_size=window, scale=0.2, return_aux=aux)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    exact, sums = loop(*wide, scale=0.2, left=np.inf if window[0] < 0 else window[0], right=np.inf if window[1] < 0 else window[1])
+    weight = torch.randn_like(exact)
+    found = [forward_and_gradients(*x, weight) for x in ((ours, inputs), (theirs, inputs), (exact, wide))]
+    for ours, theirs, exact in zip(*found, strict=True):
+        assert_as_close(ours, theirs, exact)
+    some = torch.isfinite(sums)
+    assert_as_close(lse[some], (their_lse if their_lse.shape == lse.shape else their_lse.T)[some], sums[some])

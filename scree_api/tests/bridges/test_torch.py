@@ -1,6 +1,7 @@
 """Nested tensors there and back, with memory and gradients; and a ragged array as the batch of a DataLoader."""
 
 import pickle
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from ragged_cases import arrays, assert_same, few
 
 import scree
+import scree.data
 from scree.bridges import from_torch_nested, to_torch_nested
 
 
@@ -132,14 +134,44 @@ def test_a_data_loader_takes_it_for_a_batch() -> None:
         assert_same(pickle.loads(ForkingPickler.dumps(batch)), batch)
 
 
+# ---------------------------------------------------------------------------------------------------- on a device
 @pytest.mark.gpu
-def test_pinned_memory_and_streams() -> None:
-    from torch.utils.data._utils.pin_memory import pin_memory
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_pins_ragged_batches(workers: int) -> None:
+    samples = [{"ids": torch.arange(n), "weight": torch.ones(n, 2) * n, "label": n} for n in (3, 1, 4, 1, 5)]
+    sampler = scree.data.TokenBudgetSampler([len(sample["ids"]) for sample in samples], 6, shuffle=False)
+    loader = torch.utils.data.DataLoader(
+        samples, batch_sampler=sampler, collate_fn=partial(scree.data.collate, library="torch"), pin_memory=True,
+        num_workers=workers,
+    )  # fmt: skip
+    batches = list(loader)
+    assert [batch["ids"].lengths.tolist() for batch in batches] == [[3, 1], [4, 1], [5]]
+    for batch in batches:
+        for arr in (batch["ids"], batch["weight"]):
+            assert arr.values.is_pinned()
+            assert arr.offsets.is_pinned()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.set_sync_debug_mode("error")  # a copy from pinned memory waits for nothing
+                try:
+                    there = arr.to("cuda", non_blocking=True)
+                    there.record_stream(torch.cuda.current_stream())
+                    assert there.layout.host is not None  # what is known on the host stays known
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            assert there.device.type == "cuda"
+            assert_same(there.to_numpy(), arr)
 
-    arr = pin_memory({"x": rows().to(torch.float32)})["x"]
-    assert arr.values.is_pinned()
-    assert arr.offsets.is_pinned()
-    there = arr.to("cuda", non_blocking=True)
-    there.record_stream(torch.cuda.Stream())
-    assert there.layout.host is not None
-    assert_same(there.with_values(there.values.detach()).to_numpy(), rows())  # off the device by itself
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_of_a_device(layout: torch.layout) -> None:
+    arr = scree.from_lengths(torch.arange(12.0, device="cuda").reshape(6, 2).requires_grad_(), [3, 0, 2, 1])
+    nested = to_torch_nested(arr, layout=layout)
+    assert nested.device.type == "cuda"
+    back = from_torch_nested(nested)
+    weight = torch.arange(6.0, device="cuda")[:, None]
+    (back.values * weight).sum().backward()
+    assert torch.equal(arr.values.grad, weight.expand(6, 2))
+    assert_same(back.with_values(back.values.detach()).to_numpy(), arr.with_values(arr.values.detach()).to_numpy())

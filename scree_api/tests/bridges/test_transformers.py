@@ -1,26 +1,28 @@
 """Small random models of transformers on scree: the same as on `sdpa` and `eager`, one sequence at a time or padded."""
 
+from copy import deepcopy
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from ragged_cases import assert_as_close
 
 import scree
 from scree.bridges import to_hf_flattened, to_hf_padded
 from scree.bridges import transformers as bridge
 
 SIZE = dict(
-    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
+    vocab_size=60, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
     pad_token_id=0, bos_token_id=1, eos_token_id=59,
 )
 GROUPED = SIZE | dict(num_key_value_heads=2)
-GEMMA = GROUPED | dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
+GEMMA = GROUPED | dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=16)
 MODELS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
     "qwen2": lambda: transformers.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
     "bert": lambda: transformers.BertConfig(**SIZE),
@@ -35,22 +37,27 @@ bridge.register()
 
 
 @cache
-def model(name: str, attention: str) -> Any:
+def model(name: str, attention: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """The model with one kind of attention; equal weights for all kinds."""
     config = MODELS[name]()
     config._attn_implementation = attention
     torch.manual_seed(0)
     kind = transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModelForMaskedLM
-    return kind.from_config(config, attn_implementation=attention).eval()
+    return kind.from_config(config, attn_implementation=attention).eval().to(device, dtype)
 
 
-def tokens() -> scree.Array:
+def tokens(device: str = "cpu") -> scree.Array:
     generator = torch.Generator().manual_seed(1)
-    return scree.from_lengths(torch.randint(3, 59, (sum(LENGTHS),), generator=generator), LENGTHS)
+    return scree.from_lengths(torch.randint(3, 59, (sum(LENGTHS),), generator=generator), LENGTHS).to(device)
 
 
 def peers(name: str) -> list[str]:
     return ["eager"] if name == "gemma2" else ["eager", "sdpa"]  # sdpa has no softcap
+
+
+def positions(name: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a padded batch needs beside its mask."""
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
 
 
 def gradients(of: Any) -> list[torch.Tensor]:
@@ -64,10 +71,9 @@ def gradients(of: Any) -> list[torch.Tensor]:
 def test_padded_batches(name: str, side: str) -> None:
     ids, mask = to_hf_padded(tokens(), side=side)
     real = mask.bool()
-    places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
     found = {}
     for attention in ("scree", *peers(name)):
-        logits = model(name, attention)(input_ids=ids, attention_mask=mask, **places).logits[real]
+        logits = model(name, attention)(input_ids=ids, attention_mask=mask, **positions(name, mask)).logits[real]
         logits.square().mean().backward()
         found[attention] = logits, gradients(model(name, attention))
     for attention in peers(name):
@@ -180,3 +186,56 @@ def test_gaps_in_a_mask_without_a_window() -> None:
     real = mask.bool()
     ours, theirs = (model("llama", name)(ids, attention_mask=mask).logits[real] for name in ("scree", "sdpa"))
     torch.testing.assert_close(ours, theirs)
+
+
+# ---------------------------------------------------------------------------------------------------- on a device
+@pytest.fixture
+def providers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Who ran the attention of a model."""
+    seen, attention = set(), bridge.attention
+
+    def watched(*arrays: Any, **options: Any) -> Any:
+        seen.add(scree.explain("attention", *arrays, **options).provider)
+        return attention(*arrays, **options)
+
+    monkeypatch.setattr(bridge, "attention", watched)
+    return seen
+
+
+def logits_and_gradients(of: Any, real: Any, **batch: Any) -> list[torch.Tensor]:
+    """Of the real tokens alone."""
+    logits = of(**batch).logits[real]
+    logits.double().square().mean().backward()
+    return [logits, *gradients(of)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_by_triton(name: str, dtype: torch.dtype, providers: set[str]) -> None:
+    ids = tokens("cuda")
+    padded, mask = to_hf_padded(ids)
+    real, batch = mask.bool(), dict(input_ids=padded, attention_mask=mask, **positions(name, mask))
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    exact = logits_and_gradients(deepcopy(model(name, "eager", "cuda", dtype)).to(wide), real, **batch)
+    theirs = logits_and_gradients(model(name, peers(name)[-1], "cuda", dtype), real, **batch)
+    ours = model(name, "scree", "cuda", dtype)
+    for found in (logits_and_gradients(ours, real, **batch), logits_and_gradients(ours, 0, **to_hf_flattened(ids))):
+        assert_as_close(found[0], theirs[0], exact[0])
+        assert_as_close(found[1:], theirs[1:], exact[1:])
+    assert providers == {"triton"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_generate_on_cuda(name: str, implementation: str, providers: set[str]) -> None:
+    ids, mask = to_hf_padded(tokens("cuda"), side="left")
+    options = dict(
+        attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation=implementation, disable_compile=True,
+        return_dict_in_generate=True, output_logits=True,
+    )
+    ours, theirs = (model(name, attention, "cuda").generate(ids, **options) for attention in ("scree", peers(name)[-1]))
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    assert providers == {"triton"}
