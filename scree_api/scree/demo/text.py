@@ -1,9 +1,10 @@
-"""Paragraphs and their tokens."""
+"""Paragraphs, conversations, and their tokens."""
 
 import random
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from . import DemoError
@@ -35,6 +36,25 @@ def paragraphs(path: str | None = None) -> list[str]:
     if not any(line.strip() for line in lines):
         raise DemoError(f"--text: expected a paragraph a line, got no text in {path}")
     return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+def conversations() -> list[str]:
+    """The English conversations of the package chatterbot-corpus, each of them once; a line a remark.
+
+    Raises
+    ------
+    DemoError
+        If the package is not installed.
+    """
+    try:
+        import yaml
+
+        corpus = files("chatterbot_corpus")
+    except ModuleNotFoundError as error:
+        raise DemoError(f"--text: {error.name} is not installed; pip install 'scree[train]', or give a text of your own") from error
+    parts = sorted((corpus / "data" / "english").iterdir(), key=lambda part: part.name)
+    talks = [talk for part in parts for talk in yaml.safe_load(part.read_text(encoding="utf-8"))["conversations"]]
+    return list(dict.fromkeys("\n".join(" ".join(str(remark).split()) for remark in talk) for talk in talks))
 
 
 def sample(texts: list[str], limit: int, seed: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Training of the language model: batches of paragraphs, one loop a library (`train_torch`, `train_jax`, `train_mlx`), a plot.
+"""Training of the language model: batches of conversations, one loop a library (`train_torch`, `train_jax`, `train_mlx`), a plot.
 
 It runs as ``python -m scree train-demo``.
 """
@@ -16,8 +16,8 @@ from . import DemoError, lm
 
 #: The backends that differentiate, and what each loop needs besides its library.
 BACKENDS = {"torch": "torch", "jax": "optax", "mlx": "mlx"}
-BATCH = 16  # paragraphs
-LENGTH = 256  # bytes of a paragraph at most
+BATCH = 16  # conversations
+LENGTH = 256  # bytes of a conversation at most
 RATE = 3e-3
 
 
@@ -29,13 +29,13 @@ def installed(backend: str) -> None:
 
 
 def ragged_batches(texts: list[str], steps: int, seed: int, size: int = BATCH) -> Iterator[tuple[scree.Array, np.ndarray]]:
-    """Batches of paragraphs as bytes, in random order, in few shapes: tokens, and which rows are paragraphs."""
+    """Batches of texts as bytes, in random order, in few shapes: tokens, and which rows are texts."""
     for rows in _chosen(texts, steps, seed, size):
         yield scree.bucket(scree.pack(rows))
 
 
 def padded_batches(texts: list[str], steps: int, seed: int, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same paragraphs padded to the bound on their length: tokens, and which are real."""
+    """The same texts padded to the bound on their length: tokens, and which are real."""
     for rows in _chosen(texts, steps, seed, size):
         tokens = scree.pack(rows)
         yield scree.to_padded(tokens, length=scree.bucket(tokens)[0].max_length)
