@@ -3,6 +3,7 @@
 Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
 torch.export trace, the same plans run behind custom operators.
 """
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,30 +20,42 @@ _MOST_TOKENS = 1 << 26
 def rejects(call: Any) -> str | None:
     """Why this package does not take `call`, from host metadata only; None if it does."""
     q, k, v = call.q.values, call.k.values, call.v.values
-    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+    dtype, slopes = q.dtype, call.alibi_slopes
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return "the Triton kernels take torch tensors"
-    if q.device.type != "cuda" and not INTERPRETED:
-        return f"the Triton kernels run on CUDA devices, not on {q.device.type!r}"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the Triton kernels need compute capability 8.0 (Ampere) or later"
-    if q.dtype not in _DTYPES:
-        return f"the Triton kernels take float16, bfloat16 and float32, not {q.dtype}"
-    if INTERPRETED and q.dtype == torch.bfloat16:
+    unfit = _unfit(q.device)
+    if unfit is not None:
+        return unfit
+    if dtype not in _DTYPES:
+        return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
+    if INTERPRETED and dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16"
-    if not q.dtype == k.dtype == v.dtype:
-        return f"the Triton kernels take q, k and v of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
+    if not dtype == k.dtype == v.dtype:
+        return f"the Triton kernels take q, k and v of one dtype, not {dtype}, {k.dtype} and {v.dtype}"
     if not q.ndim == k.ndim == v.ndim == 3:
         return "the Triton kernels take values of shape (total, num_heads, head_dim)"
-    if not all(16 <= x.shape[2] <= 256 for x in (q, v)):
-        return f"the Triton kernels take head_dim 16 to 256, not {q.shape[2]} (q, k) and {v.shape[2]} (v)"
-    if not all(x.stride(2) == 1 for x in (q, k, v)):
+    total, _, dim = q.shape
+    total_k, _, dim_v = v.shape
+    if not (16 <= dim <= 256 and 16 <= dim_v <= 256):
+        return f"the Triton kernels take head_dim 16 to 256, not {dim} (q, k) and {dim_v} (v)"
+    if not q.stride(2) == k.stride(2) == v.stride(2) == 1:
         return "the Triton kernels need the last axis of q, k and v to be contiguous"
-    if call.alibi_slopes is not None and (call.alibi_slopes.device != q.device or call.alibi_slopes.requires_grad):
+    if slopes is not None and (slopes.device != q.device or slopes.requires_grad):
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
-    if call.q.offsets.shape[0] > _MOST_ROWS or max(q.shape[0], k.shape[0]) > _MOST_TOKENS:
+    if call.q.offsets.shape[0] > _MOST_ROWS or total > _MOST_TOKENS or total_k > _MOST_TOKENS:
         return f"the Triton kernels take up to {_MOST_ROWS - 1} rows and {_MOST_TOKENS} tokens"
+    return None
+
+
+@cache
+def _unfit(device: torch.device) -> str | None:
+    """Why no kernel runs on a device."""
+    if device.type != "cuda" and not INTERPRETED:
+        return f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "the Triton kernels need compute capability 8.0 (Ampere) or later"
     return None
 
 
@@ -54,18 +67,13 @@ def run(call: Any) -> Any:
     Array or tuple of Array
         The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
     """
-    slopes = call.alibi_slopes
-    out, lse = attention(
-        call.q.values, call.k.values, call.v.values, call.q.offsets, call.k.offsets, causal=call.causal,
-        window=call.window, scale=call.scale, softcap=call.softcap,
-        alibi_slopes=None if slopes is None else slopes.to(torch.float32).contiguous(), memo=_memo(call.q))
+    q, (left, right), slopes = call.q, call.window, call.alibi_slopes
+    out, lse = _attend(q.values, call.k.values, call.v.values, q.offsets, call.k.offsets,
+                       _spec(call.causal, left, right, call.scale, call.softcap),
+                       None if slopes is None else slopes.to(torch.float32).contiguous(), q.layout.memo)
     if call.return_lse:
-        return call.q.with_values(out), call.q.with_values(lse)
-    return call.q.with_values(out)
-
-
-def _memo(array: Any) -> dict | None:
-    return getattr(getattr(array, "layout", None), "memo", None)
+        return q.with_values(out), q.with_values(lse.t())
+    return q.with_values(out)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
@@ -98,16 +106,24 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query without a valid key
         has output 0 and log-sum-exp -inf.
     """
-    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in window)
-    spec = Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
+    out, lse = _attend(q, k, v, cu_q, cu_k, _spec(causal, *window, scale, softcap), alibi_slopes, memo)
+    return out, lse.t()
+
+
+def _spec(causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None) -> Spec:
+    left, right = UNBOUNDED if left is None else min(left, UNBOUNDED), UNBOUNDED if right is None else min(right, UNBOUNDED)
+    return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
+            slopes: torch.Tensor | None, memo: dict | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total)."""
     if torch.compiler.is_compiling():
-        out, lse = _forward_op(q, k, v, alibi_slopes, cu_q, cu_k, *spec)
-        return out, lse.t()
+        return _forward_op(q, k, v, slopes, cu_q, cu_k, *spec)
     rows = Rows(cu_q, cu_k, memo)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, alibi_slopes, rows, spec)
-    out, lse = plan(q, k, v, rows, spec, alibi_slopes is not None).forward(q, k, v, alibi_slopes, rows, spec)
-    return out, lse.t()
+        return _Attention.apply(q, k, v, slopes, rows, spec)
+    return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
 
 
 class _Attention(torch.autograd.Function):
@@ -118,12 +134,19 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, slopes, out, lse)
         ctx.rows, ctx.spec = rows, spec
         ctx.set_materialize_grads(False)
-        return out, lse.t()
+        return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
-        return *ctx.plan.backward(*ctx.saved_tensors, dout, dlse, ctx.rows, ctx.spec), None, None, None
+        # With create_graph=True the way is longer, and ends in an error if the gradients are differentiated.
+        return (_refuse_twice if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
+
+
+def _backward(ctx, dout, dlse):
+    return *ctx.plan.backward(*ctx.saved_tensors, dout, dlse, ctx.rows, ctx.spec), None, None, None
+
+
+_refuse_twice = torch.autograd.function.once_differentiable(_backward)
 
 
 def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
@@ -151,7 +174,6 @@ def _backward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torc
                  cu_k: torch.Tensor, left: int, right: int, scale: float,
                  softcap: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    dlse = None if dlse is None else dlse.t()
     return plan(q, k, v, rows, spec, slopes is not None).backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
 
 

@@ -1,5 +1,6 @@
 """Launching a compiled kernel without paying for the JIT's argument inspection at every call."""
 import inspect
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,28 +14,37 @@ _KNOWN = triton.__version__.startswith("3.6.")
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class Ragged(NamedTuple):
-    """A ragged tensor descriptor: tiles of rows that end where a row of the batch ends, by the copy engine itself.
+def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides that describe values (total, heads, dim); a head is reached by its column, a multiple of `head`."""
+    width = (heads - 1) * head + dim
+    return (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1)
+
+
+class Ragged:
+    """How the copy engine sees values (total, heads, dim): tiles of rows that end where a row of the batch ends.
 
     Two dimensions are put before the token dimension, which is declared 2**30 tokens long. A tile of the row
     ``[start, start + length)`` is read at token ``2**30 - length + r``, so that the end of the dimension is the end of the
     row; the two dimensions in front move the address back, by wrapping around 2**64. The idea is that of Triton's own
     ``triton.tools.ragged_tma``; here heads and head_dim share the last dimension.
-
-    The fields are those that Triton's launcher reads from a tensor descriptor.
     """
+
+    __slots__ = ("shape", "strides")
+
+    def __init__(self, heads: int, dim: int, stride: int, head: int):
+        self.shape, self.strides = ragged_shape(heads, dim, stride, head)
+
+
+ragged = cache(Ragged)  # one object for all tensors that differ in their tokens alone: a key that costs nothing to compare
+
+
+class _Described(NamedTuple):
+    """The fields that Triton's launcher reads from a tensor descriptor."""
 
     base: torch.Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: str = "zero"
-    round_f32_to_tf32: bool = False
-
-
-def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides that describe values (total, heads, dim); a head is reached by its column, a multiple of `head`."""
-    width = (heads - 1) * head + dim
-    return (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1)
 
 
 class Launch:
@@ -65,8 +75,12 @@ class Launch:
         self.encoded: dict[tuple, tuple] = {}
 
     def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
-                 numbers: tuple[int | float, ...], descriptors: tuple[Ragged, ...] = ()) -> None:
-        """Launch on the current device, which must be that of the pointers, and its current stream."""
+                 numbers: tuple[int | float, ...], described: tuple[torch.Tensor, ...] = (),
+                 shapes: tuple[Ragged, ...] = ()) -> None:
+        """Launch on the current device, which must be that of the pointers, and its current stream.
+
+        The kernel reads the tensors `described` through descriptors, each of its shape.
+        """
         if INTERPRETED:
             self.kernel[(programs,)](*pointers, *strides, *numbers, **self.constants)
             return
@@ -78,12 +92,11 @@ class Launch:
             size |= stride
         common = (bits | size) & 15 == 0 and size < 1 << 31 and max(numbers) < 1 << 31
         if common and self.launch is not None:
-            described = [x for i, d in enumerate(descriptors) for x in self._encode(i, d)]
-            function, packed = self.fixed
-            self.launch(programs, 1, 1, current_stream(self.index), function, False, False, None, None, packed, None, None,
-                        None, *described, *addresses, *strides, *numbers, *self.values)
+            descriptors = self._encode(described, shapes) if shapes else ()
+            self.launch(programs, 1, 1, current_stream(self.index), *self.fixed, *descriptors, *addresses, *strides, *numbers,
+                        *self.values)
             return
-        typed = (_typed(d, rows) for d, rows in zip(descriptors, self.rows))
+        typed = (_typed(x, shape, rows) for x, shape, rows in zip(described, shapes, self.rows))
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
         if common and _KNOWN:
             self._keep(compiled, pointers[0].get_device())
@@ -98,29 +111,30 @@ class Launch:
         if self.rows:  # what Triton wraps around it encodes the descriptors
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
-        self.fixed = compiled.function, compiled.packed_metadata
+        self.fixed = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
         self.launch = launch
 
-    def _encode(self, i: int, descriptor: Ragged) -> tuple:
-        """The launcher's arguments for descriptor i."""
-        base, shape, strides, *_ = descriptor
-        key = i, base.data_ptr(), shape, strides
+    def _encode(self, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged, ...]) -> tuple:
+        """The launcher's arguments for the descriptors."""
+        key = (*[x.data_ptr() for x in described], *shapes)
         found = self.encoded.get(key)
         if found is None:
             if len(self.encoded) >= _MOST_ENCODED:
                 self.encoded.clear()
             from triton.backends.nvidia.driver import make_tensordesc_arg
 
-            found = self.encoded[key] = tuple(make_tensordesc_arg(descriptor, self.metadata[i]))
+            found = self.encoded[key] = tuple(
+                x for base, shape, how in zip(described, shapes, self.metadata)
+                for x in make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how))
         return found
 
 
-def _typed(descriptor: Ragged, rows: int) -> Any:
+def _typed(base: torch.Tensor, shape: Ragged, rows: int) -> Any:
     """The descriptor as Gluon's compiler wants to see it, with its layout in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    base, shape, strides, *_ = descriptor
     block = [1, 1, rows, base.shape[2]]
     dtype = gl.float16 if base.dtype == torch.float16 else gl.bfloat16
-    return TensorDescriptor(base, list(shape), list(strides), block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+    return TensorDescriptor(base, list(shape.shape), list(shape.strides), block,
+                            gl.NVMMASharedLayout.get_default_for(block, dtype))

@@ -1,6 +1,6 @@
 """RMS norm and layer norm, forward and backward: one kernel each way, `CENTRE` says whether the mean goes.
 
-The forward reads and writes every element once. The backward computes the statistics again from the row that it needs
+The forward reads and writes every element once; with a residual it adds that first and writes the sum too. The backward computes the statistics again from the row that it needs
 anyway, so that the forward saves none; a fixed number of programs walk over the tokens and each keeps its share of the
 gradients of weight and bias, which a second small kernel adds up in a fixed order: equal inputs give equal bits.
 """
@@ -15,7 +15,8 @@ from .host import multiprocessors, refuses, start
 from .launch import Launch
 
 _WIDEST = 16384
-_COLUMNS = 64  # of a program that adds up
+_COLUMNS = 64  # of a program that adds up,
+_PARTS = 32  # and how many parts it reads at a time
 
 
 @triton.jit
@@ -56,12 +57,17 @@ def _centred(x, columns, D: tl.constexpr, CENTRE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("count", "eps"))
-def forward_kernel(X, W, B, Y, x_stride, y_stride, count, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                   CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    """Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens a program."""
+def forward_kernel(X, RESIDUAL, W, B, Y, SUM, x_stride, residual_stride, y_stride, count, eps, D: tl.constexpr,
+                   BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+                   BIAS: tl.constexpr):
+    """Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens a program; with ADD of SUM = X + RESIDUAL instead of X."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _load(X, tokens, columns, x_stride, count, D, BLOCK, ROWS)
+    if ADD:
+        x = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D, BLOCK, ROWS)).to(SUM.dtype.element_ty)
+        _store(SUM, x, tokens, columns, y_stride, count, D, BLOCK, ROWS)
+        x = x.to(tl.float32)
     if WEIGHT:
         w = _vector(W, columns, D)
     if BIAS:
@@ -76,10 +82,10 @@ def forward_kernel(X, W, B, Y, x_stride, y_stride, count, eps, D: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=("count", "eps"))
-def backward_kernel(X, W, DY, DX, PARTS, x_stride, dy_stride, dx_stride, count, eps, D: tl.constexpr,
-                    BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, DW: tl.constexpr,
-                    DB: tl.constexpr, STAGES: tl.constexpr):
-    """DX; and PARTS (2, programs, D), what each program adds to the gradients of weight and bias."""
+def backward_kernel(X, W, DY, DSUM, DX, PARTS, x_stride, dy_stride, dsum_stride, dx_stride, count, eps, D: tl.constexpr,
+                    BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+                    DW: tl.constexpr, DB: tl.constexpr, STAGES: tl.constexpr):
+    """DX, with ADD plus DSUM; and PARTS (2, programs, D), what each program adds to the gradients of weight and bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
@@ -103,7 +109,10 @@ def backward_kernel(X, W, DY, DX, PARTS, x_stride, dy_stride, dx_stride, count, 
         dx = dy - x * (tl.sum(dy * x, 1, keep_dims=True) / D)
         if CENTRE:
             dx -= tl.sum(dy, 1, keep_dims=True) / D
-        _store(DX, dx * scale, tokens, columns, dx_stride, count, D, BLOCK, ROWS)
+        dx *= scale
+        if ADD:
+            dx += _load(DSUM, tokens, columns, dsum_stride, count, D, BLOCK, ROWS)
+        _store(DX, dx, tokens, columns, dx_stride, count, D, BLOCK, ROWS)
     if DW:
         tl.store(PARTS + program * D + columns, tl.sum(dw, 0), mask=columns < D)
     if DB:
@@ -140,133 +149,154 @@ def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
 
 @cache
 def _forward_launch(device: torch.device, x: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None, width: int,
-                    centre: bool) -> tuple[Launch, int]:
+                    centre: bool, add: bool) -> tuple[Launch, int]:
     """The forward for these dtypes, and how many tokens a program has."""
     block = triton.next_power_of_2(width)
     rows, warps = _forward_shape(block)
-    return Launch(forward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None,
+    return Launch(forward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight is not None,
                                        BIAS=bias is not None), dict(num_warps=warps)), rows
 
 
 @cache
 def _backward_launches(device: torch.device, x: torch.dtype, dy: torch.dtype, weight: torch.dtype | None,
-                       bias: torch.dtype | None, width: int, centre: bool,
+                       bias: torch.dtype | None, width: int, centre: bool, add: bool,
                        weight_too: bool) -> tuple[Launch, Launch, int, int]:
     """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
     block = triton.next_power_of_2(width)
     rows, warps, each, stages = _backward_shape(block, x.itemsize)
-    first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, WEIGHT=weight is not None,
+    first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight is not None,
                                          DW=weight_too, DB=bias is not None, STAGES=stages), dict(num_warps=warps))
-    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=32, COLUMNS=_COLUMNS),
+    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=_PARTS, COLUMNS=_COLUMNS),
                     dict(num_warps=4))
     return first, second, rows, multiprocessors(device) * each
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-            centre: bool) -> torch.Tensor:
-    """The norm of x, (tokens, width), over its last axis, contiguous."""
-    count, width = x.shape
-    y = torch.empty((count, width), dtype=x.dtype, device=x.device)
+def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
+            centre: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x over its last axis, contiguous, and what was normalised: x or its sum with the residual."""
+    x, add = _even(x), residual is not None
+    width = x.shape[-1]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    residual, total = (_even(residual), torch.empty_like(y)) if residual is not None else (x, x)
+    count = y.numel() // width
     if count > 0:
         launch, rows = _forward_launch(x.device, x.dtype, None if weight is None else weight.dtype,
-                                       None if bias is None else bias.dtype, width, centre)
-        start(launch, -(-count // rows), (x, x if weight is None else weight, x if bias is None else bias, y),
-              (x.stride(0), width), (count, eps))
-    return y
+                                       None if bias is None else bias.dtype, width, centre, add)
+        start(launch, -(-count // rows), (x, residual, x if weight is None else weight, x if bias is None else bias, y, total),
+              (_stride(x), _stride(residual), width), (count, eps))
+    return y, total
 
 
-def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps: float, centre: bool, weight_too: bool,
+def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsum: torch.Tensor | None, eps: float,
+             centre: bool, weight_too: bool,
              bias_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x, of the weight and of a bias of this dtype."""
-    (count, width), device = x.shape, x.device
+    """The gradients of x, which was normalised, of the weight and of a bias of this dtype; dsum is what reaches x besides."""
+    x, dy, device, width, add = _even(x), _even(dy), x.device, x.shape[-1], dsum is not None
+    dsum = dy if dsum is None else _even(dsum)
+    count = x.numel() // width
     first, second, rows, most = _backward_launches(device, x.dtype, dy.dtype, None if weight is None else weight.dtype,
-                                                   bias_dtype, width, centre, weight_too)
+                                                   bias_dtype, width, centre, add, weight_too)
     programs = min(-(-count // rows), most)
-    dx = torch.empty((count, width), dtype=x.dtype, device=device)
-    dw = torch.empty((width,), dtype=weight.dtype, device=device) if weight_too and weight is not None else None
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dw = torch.empty_like(weight) if weight_too and weight is not None else None
     db = torch.empty((width,), dtype=bias_dtype, device=device) if bias_dtype is not None else None
     summed = dw is not None or db is not None
     parts = torch.empty((2, programs, width), dtype=torch.float32, device=device) if summed else dx
     if programs > 0:
-        start(first, programs, (x, x if weight is None else weight, dy, dx, parts), (x.stride(0), dy.stride(0), width),
-              (count, eps))
+        start(first, programs, (x, x if weight is None else weight, dy, dsum, dx, parts),
+              (_stride(x), _stride(dy), _stride(dsum), width), (count, eps))
     if summed:
         start(second, -(-width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
     return dx, dw, db
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """(tokens, width) with the elements of a token side by side; a view where that is possible."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+def _even(x: torch.Tensor) -> torch.Tensor:
+    """x with its tokens at equal distances and the elements of each side by side; itself where that is so."""
+    if x.is_contiguous():
+        return x
+    x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _stride(x: torch.Tensor) -> int:
+    """From token to token."""
+    return x.stride(-2) if x.ndim > 1 else x.shape[-1]
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, centre):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, residual, weight, bias, eps, centre):
+        y, total = forward(x, residual, weight, bias, eps, centre)
+        ctx.save_for_backward(total, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.eps, ctx.centre = eps, centre
-        return forward(x, weight, bias, eps, centre)
+        ctx.set_materialize_grads(False)
+        return y if residual is None else (y, total)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        _, weight_too, bias_too, *_ = ctx.needs_input_grad
-        bias_dtype = ctx.bias_dtype if bias_too else None
-        return *backward(x, weight, _flat(dy), ctx.eps, ctx.centre, weight_too, bias_dtype), None, None
+    def backward(ctx, dy, dsum=None):
+        total, weight = ctx.saved_tensors
+        _, residual_too, weight_too, bias_too, *_ = ctx.needs_input_grad
+        if dy is None:
+            return dsum, dsum, None, None, None, None
+        dx, dw, db = backward(total, weight, dy, dsum, ctx.eps, ctx.centre, weight_too, ctx.bias_dtype if bias_too else None)
+        return dx, dx if residual_too else None, dw, db, None, None
 
 
 @torch.library.custom_op("scree_triton::norm", mutates_args=())
-def _op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, centre: bool) -> torch.Tensor:
-    return forward(_flat(x), weight, bias, eps, centre)
+def _op(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
+        centre: bool) -> list[torch.Tensor]:
+    return list(forward(x, residual, weight, bias, eps, centre))[: 1 if residual is None else 2]
 
 
 @_op.register_fake
-def _(x, weight, bias, eps, centre):
-    return x.new_empty(x.shape)
+def _(x, residual, weight, bias, eps, centre):
+    return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
 
 
 @torch.library.custom_op("scree_triton::norm_backward", mutates_args=())
-def _backward_op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor, eps: float,
-                 centre: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor,
+                 dsum: torch.Tensor | None, eps: float, centre: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = x.new_empty((0,))
-    dx, dw, db = backward(_flat(x), weight, _flat(dy), eps, centre, weight is not None, None if bias is None else bias.dtype)
+    bias_dtype = None if bias is None else bias.dtype
+    dx, dw, db = backward(x, weight, dy, dsum, eps, centre, weight is not None, bias_dtype)
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 
 @_backward_op.register_fake
-def _(x, weight, bias, dy, eps, centre):
+def _(x, weight, bias, dy, dsum, eps, centre):
     return x.new_empty(x.shape), *(x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias))
 
 
 def _save(ctx, inputs, output):
-    x, weight, bias, ctx.eps, ctx.centre = inputs
-    ctx.save_for_backward(x, weight, bias)
+    x, residual, weight, bias, ctx.eps, ctx.centre = inputs
+    ctx.add = residual is not None
+    ctx.save_for_backward(output[1] if ctx.add else x, weight, bias)
 
 
-def _differentiate(ctx, dy):
-    x, weight, bias = ctx.saved_tensors
-    dx, dw, db = _backward_op(x, weight, bias, dy, ctx.eps, ctx.centre)
-    return dx, None if weight is None else dw, None if bias is None else db, None, None
+def _differentiate(ctx, grads):
+    total, weight, bias = ctx.saved_tensors
+    dx, dw, db = _backward_op(total, weight, bias, grads[0], grads[1] if ctx.add else None, ctx.eps, ctx.centre)
+    return dx, dx if ctx.add else None, None if weight is None else dw, None if bias is None else db, None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_save)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, eps: float,
-         centre: bool) -> torch.Tensor:
-    """Layer norm, or without `centre` RMS norm, of x over its last axis; weight and bias are contiguous."""
-    flat = _flat(x)
+def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, *, eps: float,
+         centre: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layer norm, or without `centre` RMS norm, of x over its last axis, and what was normalised: x plus the residual.
+
+    Weight and bias are contiguous.
+    """
     if torch.compiler.is_compiling():
-        return _op(flat, weight, bias, eps, centre).reshape(x.shape)
-    wants = x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    if wants and torch.is_grad_enabled():
-        y = _Norm.apply(flat, weight, bias, eps, centre)
-    else:
-        y = forward(flat, weight, bias, eps, centre)
-    return y if x.ndim == 2 else y.view(x.shape)
+        y, *more = _op(x, residual, weight, bias, eps, centre)
+        return y, more[0] if more else x
+    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, residual, weight, bias)):
+        found = _Norm.apply(x, residual, weight, bias, eps, centre)
+        return (found, x) if residual is None else found
+    return forward(x, residual, weight, bias, eps, centre)
 
 
 def rejects(call: Any) -> str | None:
@@ -274,7 +304,7 @@ def rejects(call: Any) -> str | None:
     width = call.values.shape[-1]
     if not 1 <= width <= _WIDEST:
         return f"the Triton kernels take a last axis of 1 to {_WIDEST} elements, not {width}"
-    for x in (call.values, call.weight, call.bias):
+    for x in (call.values, call.weight, call.bias):  # the residual has the dtype of the values
         if x is not None and (reason := refuses(x)):
             return reason
     return None
@@ -282,8 +312,7 @@ def rejects(call: Any) -> str | None:
 
 def _run(call: Any, centre: bool) -> Any:
     weight, bias = (None if p is None else p.contiguous() for p in (call.weight, call.bias))
-    y = norm(call.values, weight, bias, eps=call.eps, centre=centre)
-    return y if call.x is call.values else call.x.with_values(y)
+    return call.result(*norm(call.values, call.added, weight, bias, eps=call.eps, centre=centre))
 
 
 def layer_norm(call: Any) -> Any:

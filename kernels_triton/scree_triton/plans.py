@@ -9,7 +9,7 @@ import torch
 import triton
 
 from . import portable
-from .launch import Launch, Ragged, ragged_shape
+from .launch import Launch, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
 from .tuned import GLUON, Tile, portable_tiles
 
@@ -36,17 +36,17 @@ class Rows(NamedTuple):
 
     def query_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
         """The tiles of the queries."""
-        return self._tiles("q", self.q, self.k, total, block, spec.left, spec.right)
+        return self._tiles("q", self.q, self.k, total, block, spec[0], spec[1])
 
     def key_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
         """The tiles of the keys. Seen from a key, the window's sides change places."""
-        return self._tiles("k", self.k, self.q, total, block, spec.right, spec.left)
+        return self._tiles("k", self.k, self.q, total, block, spec[1], spec[0])
 
     def _tiles(self, side: str, offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int,
                after: int) -> torch.Tensor:
         if self.memo is None:
             return tile_map(offsets, other, total, block, before, after)
-        key = ("triton", side, id(self.q), id(self.k), total, block, before, after)
+        key = side, id(offsets), id(other), total, block, before, after
         found = self.memo.get(key)
         if found is None:  # the offsets are kept beside the map, so that their ids stay theirs
             found = self.memo[key] = tile_map(offsets, other, total, block, before, after), offsets, other
@@ -126,7 +126,7 @@ class Plan:
             with torch.cuda.device(self.index):
                 return self.forward(q, k, v, slopes, rows, spec)
         out = q.new_empty((q.shape[0], self.heads, self.v.dim))
-        lse = torch.empty((self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
+        lse = q.new_empty((self.heads, q.shape[0]), dtype=torch.float32)
         if q.shape[0] > 0:
             self._forward(q, k, v, slopes, out, lse, rows, spec)
         return out, lse
@@ -134,7 +134,7 @@ class Plan:
     def backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, out: torch.Tensor,
                  lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
                  spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v, contiguous; dlse has the shape (total, heads)."""
+        """The gradients of q, k and v, contiguous; dlse has the shape of lse."""
         if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
@@ -142,8 +142,8 @@ class Plan:
             dout = torch.zeros_like(out)
         elif not self._takes(dout):
             dout = dout.contiguous()
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        stats = torch.empty((2, self.heads, q.shape[0]), dtype=torch.float32, device=self.device)
+        grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        stats = q.new_empty((2, self.heads, q.shape[0]), dtype=torch.float32)
         self._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
         return grads
 
@@ -187,7 +187,7 @@ class PortablePlan(Plan):
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
         plane = self.heads * total
         dout_strides = dout.stride()[:2]
-        dlse_strides = (0, 0) if dlse is None else dlse.stride()
+        dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
         slopes = q if slopes is None else slopes
         if total > 0:
             block = self.tiles.dq.m
@@ -218,7 +218,7 @@ class HopperPlan(Plan):
         self.counter = hopper.counter
         self.tiles = GLUON[dim]
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.described = [ragged_shape(x.heads, x.dim, x.stride, x.head) for x in shapes]
+        self.described = tuple(ragged(*x) for x in shapes)
         self.columns = self.q.head, self.k.head, self.v.head
         options = dict(num_warps=4, maxnreg=168)
         m, n, stages = self.tiles.forward
@@ -242,16 +242,12 @@ class HopperPlan(Plan):
         stride, head, last = dout.stride()
         return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
 
-    def _described(self, *tensors: torch.Tensor) -> tuple[Ragged, ...]:
-        return tuple(Ragged(x, *shape) for x, shape in zip(tensors, self.described))
-
     def _forward(self, q, k, v, slopes, out, lse, rows, spec):
         total, block = q.shape[0], self.tiles.forward[0]
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
                             (out, lse, tiles, self.counter(self.device)), (*self.columns, self.out_stride),
-                            (total, *self.q_counts, spec.scale * LOG2E),
-                            self._described(q, k, v))
+                            (total, *self.q_counts, spec.scale * LOG2E), (q, k, v), self.described)
 
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
@@ -260,18 +256,18 @@ class HopperPlan(Plan):
             self.instead._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
             return
         stride, head, _ = dout.stride()
-        descriptors = (*self._described(q, k, v), Ragged(dout, *ragged_shape(self.heads, self.v.dim, stride, head)))
+        descriptors = (q, k, v, dout), (*self.described, ragged(self.heads, self.v.dim, stride, head))
         columns = (*self.columns, head)
         plane, scale = self.heads * total, spec.scale * LOG2E
-        dlse_strides = (0, 0) if dlse is None else dlse.stride()
+        dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
         block = self.tiles.dq[0]
         tiles = rows.query_tiles(total, block, spec)
         self.dq_launches[dlse is not None](
             min(self.programs, tile_bound(total, n, block) * self.heads),
             (out, lse, lse if dlse is None else dlse, stats, dq, tiles, self.counter(self.device)),
-            (*columns, self.out_stride, self.out_stride), (*dlse_strides, total, plane, *self.q_counts, scale), descriptors)
+            (*columns, self.out_stride, self.out_stride), (*dlse_strides, total, plane, *self.q_counts, scale), *descriptors)
         block = self.tiles.dkdv[1]
         tiles = rows.key_tiles(total_k, block, spec)
         self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
                          (stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim),
-                         (total, plane, *self.k_counts, scale), descriptors)
+                         (total, plane, *self.k_counts, scale), *descriptors)
