@@ -74,6 +74,12 @@ class Library:
         """A NumPy array as one of the library."""
         return self.arrays.make(x, dtype)
 
+    def wide(self, x: Any, like: Any = None) -> Any:
+        """An array in float64: PyTorch's on its device, others as NumPy's; the latter also where `like` is one of NumPy's."""
+        if self.name == "torch" and not isinstance(like, np.ndarray):
+            return x.detach().double()
+        return self.arrays.read(x)
+
     @property
     def xp(self) -> Any:
         """Its namespace, which knows ragged arrays too."""

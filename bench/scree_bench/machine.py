@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .measure import interleaved, median
+from .measure import Times, interleaved, median
 
 #: Distributions whose versions matter to some number.
 PACKAGES = ("scree", "numpy", "torch", "triton", "jax", "jaxlib", "mlx", "array-api-compat", "array-api-strict", "awkward",
@@ -99,4 +99,4 @@ def limits(device: str, quick: bool) -> dict[str, float]:
             calls[f"matmul_{dtype}_flops"] = lambda x=factors: x @ x
     times = interleaved(calls, 0.1 if quick else 1.0, device=device)
     work = {"copy_rate": 2.0 * size}
-    return {name: work.get(name, 2.0 * width**3) / median(x) for name, x in times.items() if isinstance(x, list)}
+    return {name: work.get(name, 2.0 * width**3) / median(x.seconds) for name, x in times.items() if isinstance(x, Times)}

@@ -7,9 +7,12 @@ The first call of each warms up (and compiles) and is not counted.
 from __future__ import annotations
 
 import gc
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,8 @@ Thunk = Callable[[], Any]
 
 SHORTEST = 2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
 FEWEST = 5  # samples of each contender, whatever they cost; `--quick` takes two
+PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
+LONGEST_SLEEP = 0.02  # seconds that a device waits for the host
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
 
 OUT_OF_MEMORY = "out of memory"
@@ -54,10 +59,17 @@ def spread(samples: Sequence[float]) -> float:
     return (high - low) / 2 / middle if middle else 0.0
 
 
+class Times(NamedTuple):
+    """Seconds a call, all samples; and those that the host alone was busy with, where a device works behind it."""
+
+    seconds: list[float]
+    host: list[float]
+
+
 def interleaved(
     thunks: Mapping[str, Thunk], budget: float, *, wait: Callable[[Any], Any] = lambda x: x, device: str = "cpu",
-    fewest: int = FEWEST,
-) -> dict[str, list[float] | Failure]:  # fmt: skip
+    fewest: int = FEWEST, patience: float = PATIENCE,
+) -> dict[str, Times | Failure]:  # fmt: skip
     """Seconds a call of each contender: all samples, or why there are none.
 
     Parameters
@@ -69,70 +81,120 @@ def interleaved(
     wait
         Waits until the result of a thunk has been computed, for libraries that run behind.
     device
-        On "cuda" calls are timed by events, each after its second-level cache was overwritten.
+        On "cuda" calls are timed by events: see `_device_clock`.
     fewest
         Samples of each contender, even where they exceed the budget.
+    patience
+        Seconds for the first call of each contender, which may compile.
 
     Examples
     --------
     >>> found = interleaved({"sum": lambda: sum(range(10)), "bad": lambda: 1 / 0}, budget=0.01)
-    >>> len(found["sum"]) >= 5, found["bad"]
+    >>> len(found["sum"].seconds) >= 5, found["bad"]
     (True, Failure(status='failed', why='division by zero'))
     """
-    timer = _cuda_timer() if device.startswith("cuda") else _host_timer(wait)
-    out: dict[str, list[float] | Failure] = {name: [] for name in thunks}
+    clock = _device_clock() if device.startswith("cuda") else _host_clock(wait)
+    out: dict[str, Times | Failure] = {}
     inner: dict[str, int] = {}
 
-    def sample(name: str, count: int) -> float:
+    def sample(name: str, patience: float | None = None) -> tuple[float, float | None]:
         try:
-            return timer(thunks[name], count)
+            with within(patience):
+                return clock(thunks[name], inner[name])
         except Exception as error:
             out[name] = Failure.of(error)
             inner.pop(name, None)
-            return 0.0
+            return 0.0, None
 
     for name in thunks:
         inner[name] = 1
-        sample(name, 1)  # warm-up
+        sample(name, patience)  # warm-up
     for name in list(inner):
-        once = sample(name, 1)
-        if name in inner and not device.startswith("cuda"):
+        once, host = sample(name)
+        if name in inner and host is None:
             inner[name] = max(1, int(SHORTEST / max(once, 1e-9)))
+    times = {name: Times([], []) for name in inner}
     stop, rounds = time.perf_counter() + budget * len(inner), 0
     while inner and (rounds < fewest or time.perf_counter() < stop):
-        for name, count in list(inner.items()):
-            seconds = sample(name, count)
-            if name in inner:
-                out[name].append(seconds)  # type: ignore[union-attr]
+        for name in list(inner):
+            seconds, host = sample(name)
+            times[name].seconds.append(seconds)
+            times[name].host.extend(() if host is None else (host,))
         rounds += 1
-    return out
+    return {name: out.get(name) or times[name] for name in thunks}
 
 
-def _host_timer(wait: Callable[[Any], Any]) -> Callable[[Thunk, int], float]:
-    def timer(thunk: Thunk, count: int) -> float:
+@contextmanager
+def within(seconds: float | None) -> Iterator[None]:
+    """Raise `TimeoutError` in what runs for longer; where the system has no alarms, and outside of the main thread, never."""
+    if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+#: Times a thunk called so many times: seconds a call, and those of the host alone where it is not the host that works.
+Clock = Callable[[Thunk, int], tuple[float, float | None]]
+
+
+def _host_clock(wait: Callable[[Any], Any]) -> Clock:
+    def clock(thunk: Thunk, count: int) -> tuple[float, None]:
         start = time.perf_counter()
         for _ in range(count):
             wait(thunk())
-        return (time.perf_counter() - start) / count
+        return (time.perf_counter() - start) / count, None
 
-    return timer
+    return clock
 
 
-def _cuda_timer() -> Callable[[Thunk, int], float]:
+def _device_clock() -> Clock:
+    """Seconds of the device alone, from a cold second-level cache, and those in which the host prepared them.
+
+    The device sleeps until the host has launched all that a call consists of, so that no kernel comes late: the time is that of
+    a captured graph, also for calls that cannot be captured.
+    """
     import torch
 
     cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    busy: dict[int, float] = {}  # of the host, with each thunk's last call
 
-    def timer(thunk: Thunk, count: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def events() -> tuple[Any, Any]:
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def sleep(cycles: float) -> None:
+        torch.cuda._sleep(int(cycles))
+
+    sleep(1)
+    begin, end = events()
+    begin.record()
+    sleep(1e6)
+    end.record()
+    torch.cuda.synchronize()
+    rate = 1e9 / begin.elapsed_time(end)  # cycles a second
+
+    def clock(thunk: Thunk, count: int) -> tuple[float, float]:
+        begin, end = events()
         cache.zero_()
+        sleep(rate * min(1.5 * busy.get(id(thunk), 0.0) + 2e-5, LONGEST_SLEEP))
         begin.record()
+        start = time.perf_counter()
         thunk()
+        host = busy[id(thunk)] = time.perf_counter() - start
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return begin.elapsed_time(end) / 1e3, host
 
-    return timer
+    return clock
 
 
 # ---------------------------------------------------------------------------------------------------- memory

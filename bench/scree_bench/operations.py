@@ -1,18 +1,17 @@
-"""An operation on tokens by several contenders: times, bytes a second, and the share of a plain copy."""
+"""An operation on tokens by several contenders: times, bytes a second beside a plain copy, and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .libraries import Function, Library
 from .measure import Thunk
 from .peers import distance
-from .session import Session
+from .session import Build, Session
 
 PHASES = {"forward": 0, "backward": 1, "both": 2}
+COPY = "plain copy"
 
 
 class Operation(NamedTuple):
@@ -23,33 +22,45 @@ class Operation(NamedTuple):
     name
         The operation.
     contenders
-        Who -> builds ``(function, args)``; the function is differentiated by all `args`. A `None` says that the peer cannot be
-        imported, or why not.
+        Who -> builds ``(function, args)``; the function is differentiated by all `args`.
     moved
         Bytes of the forward, the backward, and both passes; 0 where nobody knows.
     truth
-        The result in float64, or None; contenders whose result has another form are not compared.
+        The result in float64, of PyTorch or NumPy, or None; contenders whose result has another form are not compared.
+    flops
+        Floating-point operations of the passes, where these and not the bytes are what counts.
     """
 
     name: str
     contenders: Mapping[str, Callable[[], tuple[Function, tuple[Any, ...]]]]
-    moved: tuple[float, float, float]
-    truth: Callable[[], np.ndarray] | None = None
+    moved: tuple[float, float, float] = (0, 0, 0)
+    truth: Callable[[], Any] | None = None
+    flops: tuple[float, float, float] = (0, 0, 0)
 
 
 def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: Operation, gradients: bool = True) -> None:
-    """Time every contender, forward and, where asked for, backward."""
-    copy = session.limits().get("copy_rate")
+    """Time every contender, forward and, where asked for, backward; beside a copy of as many bytes where these are known."""
     case = {"operation": operation.name, **case}
-    phases = [phase for phase in PHASES if phase == "forward" or (gradients and lib.phases is not None)]
-    for phase in phases:
-        name = f"{phase}_s"
-        builds = {who: lambda b=build, p=phase: step(lib, b, p) for who, build in operation.contenders.items()}
-        moved = operation.moved[PHASES[phase]]
-        for row in session.time(case, name, builds, budget=0.5, wait=lib.wait).values():
-            if moved and name in row.values:
-                rate = moved / row.values[name]
-                row.values |= {f"{phase}_rate": rate} | ({f"{phase}_of_copy_share": rate / copy} if copy else {})
+    peak = session.limits().get(f"matmul_{case['dtype']}_flops")
+    for phase, at in PHASES.items():
+        if phase != "forward" and not (gradients and lib.phases is not None):
+            continue
+        name, moved, flops = f"{phase}_s", operation.moved[at], operation.flops[at]
+        builds: dict[str, Build] = {
+            who: lambda b=build, p=phase: step(lib, b, p) for who, build in operation.contenders.items()
+        }
+        if moved:
+            builds[COPY] = lambda moved=moved: _copy(lib, moved)
+        rows = session.time(case, name, builds, wait=lib.wait)
+        copied = rows[COPY].values.get(name) if moved else None
+        for row in rows.values():
+            if name not in row.values:
+                continue
+            seconds = row.values[name]
+            if moved:
+                row.values |= {f"{phase}_rate": moved / seconds} | ({f"{phase}_of_copy_share": copied / seconds} if copied else {})
+            if flops:
+                row.values |= {f"{phase}_flops": flops / seconds} | ({f"{phase}_share": flops / seconds / peak} if peak else {})
     if operation.truth is not None:
         right = operation.truth()
         for who, build in operation.contenders.items():
@@ -67,8 +78,16 @@ def step(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], ph
     return lib.steps(function, args, cotangent)[phase]()
 
 
-def _error(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], right: np.ndarray) -> float:
-    found = lib.arrays.read(lib.wait(step(lib, build, "forward")()))
+def _copy(lib: Library, moved: float) -> Thunk:
+    """Reads and writes so many bytes in all."""
+    import torch
+
+    source, into = (torch.zeros(int(moved / 2), dtype=torch.uint8, device=lib.device) for _ in range(2))
+    return lambda: into.copy_(source)
+
+
+def _error(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], right: Any) -> float:
+    found = lib.wait(step(lib, build, "forward")())
     if found.shape != right.shape:
-        raise ValueError(f"expected shape {right.shape}, got {found.shape}")
-    return distance(found, right)
+        raise ValueError(f"expected shape {tuple(right.shape)}, got {tuple(found.shape)}")
+    return distance(lib.wide(found, right), right)

@@ -10,6 +10,8 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the JSON and the pict
 Backend = Annotated[str, typer.Option(help="numpy, torch, jax, mlx, or all that are installed.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda where PyTorch has it.")]
 Lengths = Annotated[Path | None, typer.Option(help="File with the lengths of your rows: whole numbers, or a JSON list.")]
+Seconds = Annotated[float, typer.Option(help="Seconds to measure each contender of each case; a tenth with --quick.")]
+Patience = Annotated[float, typer.Option(help="Seconds for building and first calling a contender, which may compile.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 
 

@@ -6,10 +6,11 @@ come back packed, so that all are compared with the same float64 reference.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from .measure import require
 if TYPE_CHECKING:
     from .session import Session
 
+CHUNK = 2048  # queries of which the reference holds the scores
 BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
 
 
@@ -112,7 +114,9 @@ class Peer(NamedTuple):
     slow: bool = False  # to compile: not with --quick
 
 
+@lru_cache(maxsize=1)
 def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
+    """Queries, keys and values, and the gradient of the result: one copy for all the peers of a work."""
     *args, cotangent = (lib.make(x, work.dtype) for x in work.arrays)
     return tuple(args), cotangent
 
@@ -151,6 +155,7 @@ def _ours_traced(lib: Library, work: Work) -> Prepared:
 # ------------------------------------------------------------------------------------------- padded batches
 def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
     """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
+    require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim)
     tokens, real = work.tokens
 
     def pad(x: np.ndarray) -> Any:
@@ -483,8 +488,9 @@ PEERS: tuple[Peer, ...] = (
     Peer("flex_attention", "torch", _torch_flex, _compiler, slow=True),
     Peer("padded, jax.nn", "jax", _jax_own),
     Peer("padded, mx.fast", "mlx", _mlx_own),
-    *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", _torch_sdpa(b), _on_cuda())
-      for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")),
+    *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", _torch_sdpa(b), _on_cuda(*_HALF))
+      for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")),
+    Peer("padded, SDPA efficient", "torch", _torch_sdpa("EFFICIENT_ATTENTION"), _on_cuda()),
     Peer("FA2 (aten)", "torch", _fa2, _on_cuda(*_HALF)),
     Peer("varlen_attn (FA2)", "torch", _varlen, _on_cuda(*_HALF)),
     Peer("FA3", "torch", _flash("flash_attn_interface"), _on_cuda(*_HALF, modules=["flash_attn_interface"])),
@@ -494,38 +500,44 @@ PEERS: tuple[Peer, ...] = (
 )  # fmt: skip
 
 
-def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[np.ndarray, ...]:
-    """Result and, on request, the gradients of q, k and v: float64, head by head and row by row.
+def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ...]:
+    """Result and, on request, the gradients of q, k and v: float64, head by head and row by row, some queries at a time.
 
     Computed from the numbers that the library has, after rounding to its data type; by NumPy, or by PyTorch on its device, where
-    long rows would take NumPy minutes.
+    long rows would take NumPy minutes; and they stay there.
     """
     own = lib if lib.name == "torch" else load("numpy")
-    q, k, v, dout = (own.make(lib.arrays.read(lib.make(x, work.dtype)), "float64") for x in work.arrays)
+    q, k, v, dout = (own.wide(x) if own is lib else lib.arrays.read(x) for x in (lib.make(x, work.dtype) for x in work.arrays))
     xp, groups, scale = own.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
     out, dq, dk, dv = (xp.zeros_like(x) for x in (q, q, k, v))
-    for a, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
-        seen = own.make(np.tri(n, dtype=bool) if work.causal else np.ones((1, 1), bool), "bool")
-        for h in range(work.heads if n else 0):
-            g, row = h // groups, slice(a, a + n)
-            scores = xp.where(seen, q[row, h] @ k[row, g].T * scale, -math.inf)
+    at = own.make(np.arange(work.total), "int32")
+    for first, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
+        for start, h in itertools.product(range(first, first + n, CHUNK), range(work.heads)):
+            stop = min(start + CHUNK, first + n)
+            g, row, keys = h // groups, slice(start, stop), slice(first, stop if work.causal else first + n)
+            scores = q[row, h] @ k[keys, g].T * scale
+            if work.causal:
+                scores = xp.where(at[row, None] >= at[None, keys], scores, -math.inf)
             weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
             weights = weights / xp.sum(weights, axis=-1, keepdims=True)
-            out[row, h] = weights @ v[row, g]
+            out[row, h] = weights @ v[keys, g]
             if gradients:
                 mean = xp.sum(dout[row, h] * out[row, h], axis=-1, keepdims=True)
-                dscores = weights * (dout[row, h] @ v[row, g].T - mean) * scale
-                dq[row, h] = dscores @ k[row, g]
-                dk[row, g] += dscores.T @ q[row, h]
-                dv[row, g] += weights.T @ dout[row, h]
-    return tuple(own.arrays.read(x) for x in ((out, dq, dk, dv) if gradients else (out,)))
+                dscores = weights * (dout[row, h] @ v[keys, g].T - mean) * scale
+                dq[row, h] = dscores @ k[keys, g]
+                dk[keys, g] += dscores.T @ q[row, h]
+                dv[keys, g] += weights.T @ dout[row, h]
+    return (out, dq, dk, dv) if gradients else (out,)
 
 
-def contenders(session: Session, lib: Library, work: Work) -> list[Peer]:
-    """The peers that can run a work on a library; the session notes the others with the reason."""
+def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] = ()) -> list[Peer]:
+    """The peers that can run a work on a library; the session notes the others with the reason.
+
+    With `only`, those whose names begin with one of these.
+    """
     found = []
     for peer in PEERS:
-        if peer.library == lib.name:
+        if peer.library == lib.name and peer.name.startswith(tuple(only) or ""):
             why = "takes long to compile; run without --quick" if session.quick and peer.slow else peer.missing(lib, work)
             if why is None:
                 found.append(peer)
@@ -534,6 +546,7 @@ def contenders(session: Session, lib: Library, work: Work) -> list[Peer]:
     return found
 
 
-def distance(found: np.ndarray, right: np.ndarray) -> float:
-    """Norm of the difference over the norm of what is right; NaN where anything is not finite."""
-    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
+def distance(found: Any, right: Any) -> float:
+    """Norm of the difference over the norm of what is right, of float64 arrays; NaN where anything is not finite."""
+    xp = scree.namespace(right)
+    return float(xp.sqrt(xp.sum((found - right) ** 2)) / xp.sqrt(xp.sum(right**2)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from . import machine, plots, results
-from .measure import FEWEST, Failure, Thunk, interleaved
+from .measure import FEWEST, PATIENCE, Failure, Thunk, Times, interleaved, within
 from .results import Result, Row
 
 #: Builds a contender: what is timed, ready to be called. It may fail, for want of memory or of anything else.
 Build = Callable[[], Thunk]
 
 INTERRUPTED = 130
+SECONDS = 0.5  # for each contender of each case
 
 
 class Session:
@@ -36,16 +38,19 @@ class Session:
     device
         Where it runs, "cpu" or "cuda".
 
-    On leaving, the table goes to the screen and, with ``--out``, JSON and pictures into that folder; also after Ctrl-C, with
-    what was measured until then.
+    On leaving, the table goes to the screen and, with ``--out``, JSON and pictures into that folder; also after Ctrl-C or a
+    request to end, with what was measured until then. The JSON is written on the way too, after each step that is tracked.
     """
 
     def __init__(self, command: str, options: Mapping[str, Any], device: str = "cpu") -> None:
         self.out: Path | None = options.get("out")
         self.quick = bool(options.get("quick"))
+        self.seconds = float(options.get("seconds", SECONDS))
+        self.patience = float(options.get("patience", PATIENCE))
         self.device = device
         config = {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if k != "out"}
         self.result = Result(command, config, machine.describe(device), machine.versions(), machine.now())
+        self._before: Any = None  # what a request to end did
         self.console = Console()
         if not self.console.is_terminal:
             self.console.width = 160
@@ -56,10 +61,14 @@ class Session:
 
     def __enter__(self) -> Session:
         self._progress.start()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._progress.stop()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self.result.complete = kind is None
         if kind is not None and not issubclass(kind, KeyboardInterrupt):
             return
@@ -70,6 +79,11 @@ class Session:
             self.say("Interrupted: this is what had been measured.")
             raise typer.Exit(INTERRUPTED)
 
+    @property
+    def path(self) -> Path:
+        """Where the JSON goes."""
+        return (self.out or Path()) / f"{self.result.command}-{self.result.machine['tag']}.json"
+
     # ------------------------------------------------------------------------------------------------ measuring
     def track(self, items: Iterable[Any], what: str = "") -> Iterator[Any]:
         """The items, with a bar that shows how far along they are."""
@@ -78,6 +92,8 @@ class Session:
         for item in found:
             yield item
             self._progress.advance(task)
+            if self.out is not None:
+                self.result.write(self.path)
 
     def row(self, case: Mapping[str, Any], who: str) -> Row:
         """The row of a contender on a case; a new one where there is none yet."""
@@ -88,28 +104,32 @@ class Session:
         return self.result.rows[-1]
 
     def time(
-        self, case: Mapping[str, Any], name: str, contenders: Mapping[str, Build], *, budget: float = 1.0,
-        wait: Callable[[Any], Any] = lambda x: x,
+        self, case: Mapping[str, Any], name: str, contenders: Mapping[str, Build], *, wait: Callable[[Any], Any] = lambda x: x,
+        device: str | None = None,
     ) -> dict[str, Row]:  # fmt: skip
         """Time contenders in turn, and put the samples into their rows under `name`.
 
-        Parameters
-        ----------
-        budget
-            Seconds for each contender; a tenth of it with ``--quick``.
+        On "cuda" that is the time of the device; beside "call_s" then stands "call_host_s". With ``device="cpu"`` it is the
+        host's clock there too.
         """
         thunks: dict[str, Thunk] = {}
-        outcome: dict[str, list[float] | Failure] = {}
+        outcome: dict[str, Times | Failure] = {}
         for who, build in contenders.items():
             try:
-                thunks[who] = build()
+                with within(self.patience):
+                    thunks[who] = build()
             except Exception as error:
                 outcome[who] = Failure.of(error)
-        budget, fewest = (budget / 10, 2) if self.quick else (budget, FEWEST)
-        outcome |= interleaved(thunks, budget, wait=wait, device=self.device, fewest=fewest)
+        seconds, fewest = (self.seconds / 10, 2) if self.quick else (self.seconds, FEWEST)
+        outcome |= interleaved(
+            thunks, seconds, wait=wait, device=device or self.device, fewest=fewest, patience=self.patience
+        )
         rows = {who: self.row(case, who) for who in contenders}
         for who, row in rows.items():
-            row.add(name, outcome[who])
+            found = outcome[who]
+            row.add(name, found if isinstance(found, Failure) else found.seconds)
+            if isinstance(found, Times) and found.host:
+                row.add(f"{name.removesuffix('_s')}_host_s", found.host)
         return rows
 
     def value(self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]) -> None:
@@ -157,13 +177,8 @@ class Session:
             self.say(f"left out: {entry['what']}: {entry['why']}")
 
     def _save(self, out: Path) -> None:
-        name = f"{self.result.command}-{self.result.machine['tag']}"
-        self.result.write(out / f"{name}.json")
-        pictures = plots.draw(self.result, out)
-        self.say(f"Wrote {out / name}.json and {len(pictures)} pictures.")
-
-
-def elapsed(thunk: Thunk) -> tuple[Any, float]:
-    """The result of one call, and its seconds."""
-    start = time.perf_counter()
-    return thunk(), time.perf_counter() - start
+        self.result.write(self.path)
+        try:
+            self.say(f"Wrote {self.path} and {len(plots.draw(self.result, out))} pictures.")
+        except ImportError:
+            self.say(f"Wrote {self.path}; pictures need matplotlib, here or where `scree-bench report` reads the file.")

@@ -11,7 +11,7 @@ from .. import plots
 from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
 from ..libraries import Library, wanted, where
 from ..measure import require
-from ..options import Backend, Device, Out, Quick, Seed, numbers
+from ..options import Backend, Device, Out, Quick, Seconds, Seed, numbers
 from ..results import OK, Result, Row, unit
 from ..session import Session
 
@@ -31,7 +31,7 @@ def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[
 def command(
     lengths: Annotated[str, typer.Option(help="Sequence lengths, with commas between them.")] = "256,512,1024,2048,4096,8192",
     batch: int = 4, heads: int = 12, dim: int = 64, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
-    quick: Quick = False, out: Out = None,
+    seconds: Seconds = 0.5, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Study implementations of attention: naive, flash v1 and v2, sliding window, grouped and multi-query, padding-masked.
 
@@ -56,7 +56,7 @@ def _measure(session: Session, lib: Library, shape: Shape, seed: int) -> None:
     steps = {name: lambda a=algorithm: _step(lib, a, shape, seed) for name, algorithm in ALGORITHMS.items()}
     for name, algorithm in ALGORITHMS.items():
         session.row(case, name).values["estimate_bytes"] = float(algorithm.estimate_memory(shape))
-    session.time(case, "forward_s", steps, budget=0.5, wait=lib.wait)
+    session.time(case, "forward_s", steps, wait=lib.wait)
     for name, build in steps.items():
         if session.row(case, name).status == OK:
             session.value(case, name, "peak_bytes", lambda b=build: lib.peak(b()))

@@ -15,8 +15,8 @@ import typer
 from .. import lengths as draws
 from .. import plots
 from ..libraries import Library, wanted, where
-from ..measure import FAILED, Failure, Thunk
-from ..options import Backend, Device, Lengths, Out, Quick, Seed
+from ..measure import FAILED, PATIENCE, Failure, Thunk
+from ..options import Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed
 from ..peers import BACKWARD, Prepared, Work, contenders, distance, ours, reference
 from ..results import OK, Result
 from ..session import Session
@@ -35,11 +35,12 @@ def _near(median: float, rows: int, seed: int) -> tuple[int, ...]:
 #: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all run in float32, with a quarter of the heads.
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
     "seed": (draws.SEED, 16, 16, 64, "float16"),
+    "seed-bf16": (draws.SEED, 16, 16, 64, "bfloat16"),
     "hd128": (_near(2048, 8, 1), 16, 16, 128, "bfloat16"),
     "gqa": (_near(2048, 8, 1), 32, 8, 128, "bfloat16"),
     "small": (_near(256, 16, 2), 4, 4, 32, "float16"),
     "skewed": (SKEWED, 16, 16, 128, "bfloat16"),
-    "float32": (draws.SEED, 16, 16, 64, "float32"),
+    "fp32": (draws.SEED, 16, 16, 64, "float32"),
 }
 
 
@@ -73,7 +74,9 @@ def command(
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; several with commas between.")] = "float32",
     causal: bool = True,
     tiles: Annotated[bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")] = False,
-    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
+    only: Annotated[str, typer.Option(help="Peers, by the first letters of their names, with commas between them.")] = "",
+    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, seconds: Seconds = 0.5, patience: Patience = PATIENCE,
+    quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
 
@@ -93,29 +96,32 @@ def command(
         session.limits()
         for lib in wanted(session, backend):
             for name, what in session.track(cases, lib.name):
-                _measure(session, lib, name, what)
+                _measure(session, lib, name, what, [x.strip() for x in only.split(",") if x.strip()])
     return None
 
 
-def _measure(session: Session, lib: Library, name: str, work: Work) -> None:
+def _measure(session: Session, lib: Library, name: str, work: Work, only: list[str]) -> None:
     case = {"work": name, "backend": lib.name, "rows": len(work.lengths), "tokens": work.total, "heads": work.heads,
             "kv_heads": work.kv_heads, "dim": work.dim, "dtype": work.dtype, "causal": work.causal}  # fmt: skip
     if work.dtype not in lib.arrays.dtypes:
         return session.leave_out(f"{name} on {lib.name}", f"has no {work.dtype}")
-    peers = contenders(session, lib, work)
+    peers = contenders(session, lib, work, only)
     prepared = {peer.name: _once(lambda peer=peer: peer.prepare(lib, work)) for peer in peers}
     ready = {(who, phase): _once(lambda p=p, phase=phase: _step(lib, p(), phase)) for who, p in prepared.items()
              for phase in _phases(lib)}  # fmt: skip
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase in _phases(lib):
         builds = {who: ready[who, phase] for who in prepared}
-        for row in session.time(case, f"{phase}_s", builds, budget=1.0, wait=lib.wait).values():
+        for row in session.time(case, f"{phase}_s", builds, wait=lib.wait).values():
             if f"{phase}_s" in row.values:
                 flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]
                 row.values |= {f"{phase}_flops": flops} | ({f"{phase}_share": flops / limit} if limit else {})
     if session.device == "cpu" and PHASES["both"] * work.flops > CHECKED:
         return session.leave_out(f"errors of {name}", "too many operations for the float64 reference")
-    right = reference(lib, work, gradients=lib.phases is not None)
+    try:
+        right = reference(lib, work, gradients=lib.phases is not None)
+    except Exception as error:
+        return session.leave_out(f"errors of {name}", Failure.of(error).why)
     for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
         for who, prepare in prepared.items():
             if f"{phase}_s" in session.row(case, who).values:
@@ -146,10 +152,10 @@ def _step(lib: Library, prepared: Prepared, phase: str) -> Thunk:
     return lib.steps(prepared.function, prepared.args, prepared.cotangent)[phase]()
 
 
-def _error(lib: Library, prepared: Prepared, step: Thunk, truth: tuple[np.ndarray, ...]) -> float:
+def _error(lib: Library, prepared: Prepared, step: Thunk, truth: tuple[Any, ...]) -> float:
     found = lib.wait(step())
     parts = found if isinstance(found, tuple | list) else [found]
-    return max(distance(lib.arrays.read(prepared.packed(x)), t) for x, t in zip(parts, truth, strict=True))
+    return max(distance(lib.wide(prepared.packed(x), t), t) for x, t in zip(parts, truth, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------- tiles
@@ -191,7 +197,7 @@ def sweep(session: Session, quick: bool, seed: int) -> None:
         for (m, n), phase in itertools.product(itertools.product(candidates, candidates), PHASES):
             with TILERS[kernel](m, n):  # one after the other: each tile compiles kernels of its own
                 builds = {f"{m} x {n}": lambda work=work, phase=phase: _step(lib, ours(kernel)(lib, work), phase)}
-                session.time(case, f"{phase}_s", builds, budget=0.3, wait=lib.wait)
+                session.time(case, f"{phase}_s", builds, wait=lib.wait)
         rows = [row for row in session.result.rows if row.case == case]
         for phase in PHASES:
             timed = [row for row in rows if f"{phase}_s" in row.values]

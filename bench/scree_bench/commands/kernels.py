@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -13,26 +14,44 @@ import scree
 from .. import plots
 from ..lengths import adding_up
 from ..libraries import Function, Library, wanted, where
-from ..operations import Operation, measure
-from ..options import Device, Out, Quick, Seed
+from ..measure import PATIENCE
+from ..operations import COPY, Operation, measure
+from ..options import Device, Out, Patience, Quick, Seconds, Seed
 from ..results import Result
 from ..session import Session
 
 Build = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 
+CHECKED = 1000  # rows up to which the truth is computed, in a loop over them
+
+
+class Sizes(NamedTuple):
+    """Rows, and what each of their tokens is."""
+
+    lengths: Callable[[np.random.Generator], np.ndarray]
+    token: tuple[int, ...]
+    dtype: str
+
+
 class Batch:
     """Rows of random tokens on PyTorch, and what several operations need of them."""
 
-    def __init__(self, lib: Library, rows: int, total: int, width: int, dtype: str, seed: int) -> None:
-        self.lib, self.rng, self.dtype = lib, np.random.default_rng(seed), dtype
-        self.lengths = adding_up(rows, total, self.rng)
-        self.total, self.longest, self.width = int(self.lengths.sum()), int(self.lengths.max()), width
-        self.values = self.normal(self.total, width)
+    def __init__(self, lib: Library, sizes: Sizes, seed: int) -> None:
+        self.lib, self.rng, self.dtype = lib, np.random.default_rng(seed), sizes.dtype
+        self.lengths = sizes.lengths(self.rng)
+        self.total, self.longest = int(self.lengths.sum()), int(self.lengths.max())
+        self.width = int(np.prod(sizes.token))
+        self.values = self.normal(self.total, *sizes.token)
         offsets = lib.make(np.concatenate([[0], np.cumsum(self.lengths)]), "int32")
         self.like = scree.Array(self.values, offsets, max_length=self.longest)
-        self.mask = lib.make(np.arange(self.longest) < self.lengths[:, None], "bool")
         self.bytes = float(self.values.numel() * self.values.element_size())
+        self.compiles = True  # whether there is time for it
+
+    @cached_property
+    def mask(self) -> Any:
+        """(rows, longest) where a padded batch holds tokens."""
+        return self.lib.make(np.arange(self.longest) < self.lengths[:, None], "bool")
 
     def normal(self, *shape: int) -> Any:
         """Random numbers."""
@@ -53,36 +72,44 @@ class Batch:
         """The values as a padded batch."""
         return scree.to_padded(self.like, fill_value=fill)[0]
 
-    def by_row(self, function: Callable[[np.ndarray], np.ndarray], put: Any = np.concatenate) -> np.ndarray:
-        """A float64 loop over rows."""
-        return put([function(x) for x in np.split(self.lib.arrays.read(self.values), np.cumsum(self.lengths)[:-1])])
+    def by_row(self, function: Callable[[Any], Any], put: str = "cat") -> Callable[[], Any] | None:
+        """What a float64 loop over rows gives, on the tensors themselves; None where there are too many rows for it."""
+        import torch
+
+        if len(self.lengths) > CHECKED:
+            return None
+        return lambda: getattr(torch, put)([function(x) for x in self.lib.wide(self.values).split(self.lengths.tolist())])
 
 
 def _softmax(b: Batch) -> Operation:
     import torch.nn.functional as F  # noqa: N812
 
-    def plain(x: np.ndarray) -> np.ndarray:
-        x = np.exp(x - x.max(0, initial=-np.inf))
-        return x / x.sum(0)
-
-    return Operation("softmax", {
+    found: dict[str, Build] = {
         "scree": lambda: (lambda x: scree.softmax(b.rows(x)).values, (b.values,)),
         "scree, standard path": lambda: (lambda x: scree.softmax(b.rows(x), kernel="standard").values, (b.values,)),
-        "torch.nested": lambda: (lambda x: F.softmax(b.nested(x), 1).values(), (b.values,)),
-        "padded": lambda: (lambda x: F.softmax(x, 1)[b.mask], (b.padded(-np.inf),)),
-    }, (2 * b.bytes, 3 * b.bytes, 5 * b.bytes), lambda: b.by_row(plain))  # fmt: skip
+    }
+    if b.total == b.longest * len(b.lengths):
+        shape = (len(b.lengths), b.longest, *b.values.shape[1:])
+        found["torch, dense"] = lambda: (lambda x: F.softmax(x, 1), (b.values.reshape(shape),))
+    else:
+        found["torch.nested"] = lambda: (lambda x: F.softmax(b.nested(x), 1).values(), (b.values,))
+        found["padded"] = lambda: (lambda x: F.softmax(x, 1)[b.mask], (b.padded(-np.inf),))
+    return Operation("softmax", found, (2 * b.bytes, 3 * b.bytes, 5 * b.bytes), b.by_row(lambda x: x.softmax(0)))
 
 
 def _reduction(name: str) -> Callable[[Batch], Operation]:
     def operation(b: Batch) -> Operation:
         import torch
 
-        xp, lengths = b.lib.xp, b.like.lengths.long()
+        xp, lengths, bare = b.lib.xp, b.like.lengths.long(), name if name == "sum" else f"a{name}"
+        back = b.bytes if name == "sum" else 2 * b.bytes  # a maximum looks at its input again
         return Operation(f"{name} of rows", {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
-            "segment_reduce": lambda: (lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0), (b.values,)),
-            "torch.nested": lambda: (lambda x: getattr(b.nested(x), name if name == "sum" else "amax")(1), (b.values,)),
-        }, (b.bytes, b.bytes, 2 * b.bytes), lambda: b.by_row(lambda x: getattr(x, name)(0), np.stack))  # fmt: skip
+            "segment_reduce": lambda: (
+                lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True), (b.values,)),
+            "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (b.values,)),
+            "torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (b.values,)),
+        }, (b.bytes, back, b.bytes + back), b.by_row(lambda x: getattr(x, bare)(0), "stack"))  # fmt: skip
 
     return operation
 
@@ -92,49 +119,60 @@ def _cumulative_sum(b: Batch) -> Operation:
     return Operation("cumulative_sum", {
         "scree": lambda: (lambda x: xp.cumulative_sum(b.rows(x), axis=1).values, (b.values,)),
         "padded": lambda: (lambda x: x.cumsum(1)[b.mask], (b.padded(),)),
-    }, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), lambda: b.by_row(lambda x: x.cumsum(0)))  # fmt: skip
+    }, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), b.by_row(lambda x: x.cumsum(0)))  # fmt: skip
 
 
 def _rope(b: Batch) -> Operation:
     import torch
 
-    dim = 64 if b.width % 64 == 0 else b.width
+    dim = b.values.shape[-1] if b.values.ndim > 2 else 64
     heads = b.values.reshape(b.total, -1, dim)
     at = scree.positions(b.like)
-    at = at.values if isinstance(at, scree.Array) else at
+    angle = at.float()[:, None] * 10000.0 ** (-torch.arange(0, dim, 2, device=heads.device) / dim)
+    cos, sin = (t(angle)[:, None, :].to(heads.dtype) for t in (torch.cos, torch.sin))
 
     def by_hand(x: Any) -> Any:
-        angle = at.float()[:, None] * 10000.0 ** (-torch.arange(0, dim, 2, device=x.device) / dim)
-        cos, sin = (t(angle)[:, None, :].to(x.dtype) for t in (torch.cos, torch.sin))
         low, high = x.chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
-    return Operation("rope", {
-        "scree": lambda: (lambda x: scree.rope(b.rows(x)).values, (heads,)),
-        "by hand": lambda: (by_hand, (heads,)),
-    }, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes))  # fmt: skip
-
-
-def _grouped(b: Batch) -> Operation:
-    import torch
-
-    xp, wide, ends = b.lib.xp, b.width, b.like.offsets[1:]
-    weights, lengths = b.normal(len(b.lengths), b.width, wide) / b.width**0.5, b.lengths.tolist()
-
-    def loop(x: Any, w: Any) -> Any:
-        return torch.cat([part @ w[i] for i, part in enumerate(x.split(lengths))])
-
-    def truth() -> np.ndarray:
-        w = b.lib.arrays.read(weights)
-        return np.concatenate([x @ w[i] for i, x in enumerate(np.split(b.lib.arrays.read(b.values), np.cumsum(lengths)[:-1]))])
+    def truth() -> Any:
+        turn, (low, high) = angle.double()[:, None, :], b.lib.wide(heads).chunk(2, -1)
+        return torch.cat([low * turn.cos() - high * turn.sin(), high * turn.cos() + low * turn.sin()], -1)
 
     found: dict[str, Build] = {
-        "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
-        "loop over rows": lambda: (loop, (b.values, weights)),
+        "scree": lambda: (lambda x: scree.rope(b.rows(x)).values, (heads,)),
+        "scree, neighbours": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,)),
+        "by hand, cos and sin given": lambda: (by_hand, (heads,)),
     }
-    if b.lib.device == "cuda" and b.dtype == "bfloat16":
-        found["grouped_mm"] = lambda: (lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends), (b.values, weights))
-    return Operation("grouped product", found, (0, 0, 0), truth)
+    if b.compiles:
+        found["compiled, cos and sin given"] = lambda: (torch.compile(by_hand, dynamic=False), (heads,))
+    return Operation("rope", found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth)
+
+
+def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
+    """Each row times a matrix of its own, (width, wide): rows are the tokens of an expert."""
+
+    def operation(b: Batch) -> Operation:
+        import torch
+
+        xp, m, ends, lengths = b.lib.xp, wide or b.width, b.like.offsets[1:], b.lengths.tolist()
+        weights = b.normal(len(b.lengths), b.width, m) / b.width**0.5
+        one = weights[0]
+
+        def loop(x: Any, w: Any) -> Any:
+            return torch.cat([part @ w[i] for i, part in enumerate(x.split(lengths))])
+
+        found: dict[str, Build] = {
+            "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
+            "loop over rows": lambda: (loop, (b.values, weights)),
+            "torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one)),
+        }
+        if b.lib.device == "cuda" and b.dtype == "bfloat16":
+            found["grouped_mm"] = lambda: (lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends), (b.values, weights))
+        done = 2.0 * b.total * b.width * m
+        return Operation("grouped product", found, flops=(done, 2 * done, 3 * done))
+
+    return operation
 
 
 def _gather(b: Batch) -> Operation:
@@ -185,10 +223,38 @@ def _from_padded(b: Batch) -> Operation:
     }, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))  # fmt: skip
 
 
+#: Who does what, on the batch of the command line.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
-    _softmax, _reduction("sum"), _reduction("max"), _cumulative_sum, _rope, _grouped, _gather, _scatter, _pack, _to_padded,
+    _softmax, _reduction("sum"), _reduction("max"), _cumulative_sum, _rope, _grouped(), _gather, _scatter, _pack, _to_padded,
     _from_padded,
 )  # fmt: skip
+
+
+def about(rows: int, mean: int, sigma: float = 0.6) -> Callable[[np.random.Generator], np.ndarray]:
+    """Log-normal lengths."""
+    return lambda rng: adding_up(rows, rows * mean, rng, sigma)
+
+
+def alike(length: int) -> Callable[[np.random.Generator], np.ndarray]:
+    """So many rows of one length that they hold 16M tokens."""
+    return lambda rng: np.full((1 << 24) // length, length)
+
+
+def _skewed(rng: np.random.Generator) -> np.ndarray:
+    return np.concatenate([np.full(500_000, 4), [10_000_000], np.full(500_000, 4)])
+
+
+#: What stresses some of them, on CUDA alone: lengths of rows, what a token is, and who does what.
+HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
+    **{f"rows of {n:,}": (Sizes(alike(n), (), "float32"), (_softmax,)) for n in (1, 4, 64, 500, 4096, 65_536, 1 << 20)},
+    "rows of about 500": (Sizes(about(32_768, 500), (), "float32"), (_softmax, _reduction("sum"), _reduction("max"))),
+    "rows of about 500, x 16": (Sizes(about(4096, 500), (16,), "bfloat16"), (_softmax,)),
+    "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"), (_reduction("sum"), _reduction("max"))),
+    "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), (_reduction("sum"), _reduction("max"))),
+    "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope,)),
+    **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))
+       for n, k, m in ((8, 2048, 4096), (64, 2048, 1408), (128, 2048, 768))},
+}  # fmt: skip
 
 
 def command(
@@ -196,21 +262,28 @@ def command(
     tokens: Annotated[int, typer.Option(help="Tokens in all.")] = 16_384,
     width: Annotated[int, typer.Option(help="Numbers in a token.")] = 1024,
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
-    device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
+    hard: Annotated[bool, typer.Option(help="On CUDA also what stresses some kernels: row lengths, skew, experts.")] = True,
+    device: Device = "auto", seed: Seed = 0, seconds: Seconds = 0.5, patience: Patience = PATIENCE,
+    quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Softmax, reductions, scans, rope, grouped products, gather and scatter, packing: against PyTorch's ways to do it.
 
-    Bytes are those that must pass; the share is that of a plain copy. The error of an operation that only moves tokens is not
-    measured.
+    Bytes are those that must pass; the share is that of a plain copy of as many bytes in the same run, forward and backward.
+    Products have a rate of operations instead, and the share is that of the peak.
     """
     with Session("kernels", locals(), where(device)) as session:
         dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
         if quick:
             rows, tokens, width = 8, 256, 64
+        base = Sizes(about(rows, tokens // rows), (width,), dtype)
+        more = hard and session.device == "cuda" and not quick
         for lib in wanted(session, "torch", ("torch",)):
-            batch = Batch(lib, rows, tokens, width, dtype, seed)
-            for operation in session.track(OPERATIONS):
-                measure(session, lib, {"rows": rows, "tokens": batch.total, "width": width, "dtype": dtype}, operation(batch))
+            for what, (sizes, operations) in session.track({"": (base, OPERATIONS), **(HARD if more else {})}.items()):
+                batch = Batch(lib, sizes, seed)
+                batch.compiles = not quick
+                case = {"rows": len(batch.lengths), "tokens": batch.total, "width": batch.width, "dtype": sizes.dtype}
+                for operation in operations:
+                    measure(session, lib, {"batch": what or "text", **case}, operation(batch))
 
 
 def pictures(result: Result) -> plots.Pictures:

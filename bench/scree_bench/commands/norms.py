@@ -13,8 +13,9 @@ import scree
 
 from .. import plots
 from ..libraries import Function, Library, wanted, where
-from ..operations import Operation, measure
-from ..options import Device, Out, Quick, Seed, numbers
+from ..measure import PATIENCE
+from ..operations import COPY, Operation, measure
+from ..options import Device, Out, Patience, Quick, Seconds, Seed, numbers
 from ..results import Result
 from ..session import Session
 
@@ -78,7 +79,8 @@ def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[s
 def command(
     shapes: Annotated[str, typer.Option(help="Tokens x width, with commas between them.")] = "12160x4096,12160x1024",
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
-    device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
+    device: Device = "auto", seed: Seed = 0, seconds: Seconds = 0.5, patience: Patience = PATIENCE,
+    quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """rms_norm and layer_norm, forward and backward: bytes a second, and the share of a plain copy.
 
@@ -107,10 +109,10 @@ def _operation(session: Session, lib: Library, name: str, tokens: int, width: in
     def contender(run: Function) -> Callable[[], tuple[Function, tuple[Any, ...]]]:
         return lambda: ((lambda *args: run(*args, *(b,) * (3 - len(args)))), leaves)
 
-    def truth() -> np.ndarray:
-        y, scale, shift = (lib.arrays.read(t) for t in (x, w, b))
+    def truth() -> Any:
+        y, scale, shift = (lib.wide(t) for t in (x, w, b))
         y = y - y.mean(-1, keepdims=True) if name == "layer_norm" else y
-        y = y / np.sqrt((y * y).mean(-1, keepdims=True) + EPS) * scale
+        y = y / ((y * y).mean(-1, keepdims=True) + EPS).sqrt() * scale
         return y + shift if name == "layer_norm" else y
 
     runs = functions(session, name, offsets, tokens)

@@ -14,7 +14,7 @@ import scree
 from ..lengths import adding_up
 from ..libraries import Library, wanted
 from ..measure import Thunk
-from ..options import Backend, Out, Quick
+from ..options import Backend, Out, Quick, Seconds
 from ..results import OK, Row
 from ..session import Session
 
@@ -219,7 +219,7 @@ def rival_cases(quick: bool) -> list[Case]:
 
 
 def command(
-    backend: Backend = "all", quick: Quick = False, out: Out = None,
+    backend: Backend = "all", seconds: Seconds = 1.0, quick: Quick = False, out: Out = None,
     rivals: Annotated[bool, typer.Option("--rivals", help="Against awkward-array and ragged too, on NumPy.")] = False,
 ) -> None:  # fmt: skip
     """Against the best hand-written form of each library: ratios, and a limit for each.
@@ -246,7 +246,7 @@ def _over(row: Row) -> bool:
 def _measure(session: Session, lib: Library, case: Case) -> None:
     what = {"backend": lib.name, "what": case.name}
     contenders = {"scree": lambda: case.ours, "by hand": lambda: case.peer}
-    ours, peer = session.time(what, "call_s", contenders, budget=1.5).values()
+    ours, peer = session.time(what, "call_s", contenders).values()
     if ours.status == peer.status == OK:
         a, b = ours.values["call_s"], peer.values["call_s"]
         name, value = ("over_s", a - b) if case.difference else ("over_ratio", a / b)

@@ -16,7 +16,7 @@ from .. import lengths as draws
 from .. import plots
 from ..libraries import Library, wanted, where
 from ..measure import Thunk, require
-from ..options import Backend, Device, Lengths, Out, Quick, Seed
+from ..options import Backend, Device, Lengths, Out, Quick, Seconds, Seed
 from ..peers import Peer, Work, contenders
 from ..results import Result
 from ..session import Session
@@ -183,7 +183,7 @@ def command(
     sigma: Annotated[float, typer.Option(help="Standard deviation of their logarithms.")] = 0.8,
     batches: Annotated[int, typer.Option(help="Batches, all of which each contender works through.")] = 4,
     heads: int = 4, dim: int = 32, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
-    quick: Quick = False, out: Out = None,
+    seconds: Seconds = 0.5, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Attention, rms_norm, softmax and reductions: ragged, padded, sorted, nested, and by a loop over rows.
 
@@ -210,7 +210,7 @@ def _measure(
 ) -> None:
     slots = sum(len(x) * int(x.max()) for x in stream.batches)
     case = {"batches": name, "backend": lib.name, "operation": operation, "tokens": stream.total, "padded": slots}
-    for row in session.time(case, "pass_s", contenders, budget=1.0, wait=lib.wait).values():
+    for row in session.time(case, "pass_s", contenders, wait=lib.wait).values():
         if "pass_s" in row.values:
             row.values["real_tokens"] = stream.total / row.values["pass_s"]
 
