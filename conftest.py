@@ -24,6 +24,7 @@ NEEDS = {
     "scree_api/tests/test_transforms_bucket.py": "jax",
     "scree_api/tests/test_transforms_jax.py": "jax",
     "scree_api/tests/test_transforms_mlx.py": "mlx",
+    "scree_api/tests/test_transforms_parallel.py": "torch",
     "scree_api/tests/test_transforms_torch.py": "torch",
     "scree_api/tests/test_transforms_train.py": "torch jax optax mlx",
 }
