@@ -64,7 +64,9 @@ def _expand(arr: Array, keys: tuple[Any, ...]) -> list[Any]:
 
 
 def _is_integer(key: Any) -> bool:
-    return hasattr(key, "__index__") and not isinstance(key, bool) and getattr(key, "ndim", 0) == 0
+    if isinstance(key, slice | bool):  # not every compiler asks a slice whether it has `__index__`
+        return False
+    return hasattr(key, "__index__") and getattr(key, "ndim", 0) == 0
 
 
 def _is_full(key: Any) -> bool:

@@ -7,6 +7,7 @@ summation is a tree, so the error grows with the logarithm of the length; the nu
 from dataclasses import dataclass
 from typing import Any
 
+from .fit import accumulator
 from .layout import Layout, Tiles
 from .registry import declare, run
 
@@ -19,9 +20,11 @@ SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 
 @dataclass(frozen=True, slots=True)
 class SegmentCall:
-    """Reduce the rows of `values`, (total, ...), by `op` (sum, prod, max, min, any, all); one entry a row comes out.
+    """What `segment_reduce`, `segment_arg` or `segment_scan` shall do with the rows of `values`, (total, ...).
 
-    The reduction is done in `dtype`, which is also that of the result.
+    A reduction by `op` (sum, prod, max, min, any, all) is done in `dtype`, which is also that of the result. A scan (sum, prod)
+    gives `dtype`, and is done in float32 where that is half precision. For the place of an extremum (max, min) it is that of the
+    values.
     """
 
     op: str
@@ -90,15 +93,26 @@ def _first_of_the_best(call: SegmentCall) -> Any:
     return xp.where(spread(xp, layout.filled, first.ndim), first, -1)
 
 
-def segment_scan(op: str, values: Any, layout: Layout) -> Any:
-    """The running sum or product ("sum", "prod") within each row of `values` (total, ...); the dtype is kept."""
+def segment_scan(op: str, values: Any, layout: Layout, dtype: Any = None) -> Any:
+    """The running sum or product ("sum", "prod") within each row of `values` (total, ...), in their dtype unless one is given."""
+    return run("segment_scan", SegmentCall(op, values, layout, values.dtype if dtype is None else dtype))
+
+
+@declare("segment_scan", SegmentCall)
+def _scan(call: SegmentCall) -> Any:
+    xp = call.layout.xp
+    wide = xp.astype(call.values, accumulator(xp, call.dtype), copy=False)
+    return xp.astype(_scan_tiles(call.op, wide, call.layout), call.dtype, copy=False)
+
+
+def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
     if layout.bound <= 1 or layout.num_rows == 0 or layout.total == 0:
         return values
     xp, size = layout.xp, min(TILE, layout.bound)
     tiles = layout.tiles(size)
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.backend.device(values))
     inside = getattr(xp, SCANS[op])(tiled(xp, values, tiles, neutral), axis=1, dtype=values.dtype)
-    through = segment_scan(op, inside[:, -1, ...], tiles.layout)
+    through = _scan_tiles(op, inside[:, -1, ...], tiles.layout)
     before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
     before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
     inside = inside + before if op == "sum" else inside * before

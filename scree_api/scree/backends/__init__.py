@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
+from array_api_compat import is_array_api_obj
 
 from ..registry import load_plugins
 
@@ -113,7 +114,7 @@ def is_array(x: Any) -> bool:
 
 
 def _is_standard(x: Any) -> bool:
-    return hasattr(x, "__array_namespace__") and hasattr(x, "__dlpack_device__")  # a ragged array has no DLPack
+    return is_array_api_obj(x) and hasattr(x, "__dlpack_device__")  # a ragged array has no DLPack, CuPy's no namespace
 
 
 def _library(cls: type) -> str | None:

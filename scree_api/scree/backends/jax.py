@@ -93,4 +93,4 @@ def _compiled(op: str, values: Any, offsets: Any, bound: int, dtype: Any) -> Any
     return segment_reduce(op, values, Layout(BACKEND, offsets, int(values.shape[0]), bound), "standard", dtype)
 
 
-from . import jax_attention  # noqa: E402, F401 (registers its kernel)
+from . import jax_attention, jax_cross_entropy  # noqa: E402, F401 (register their kernels)

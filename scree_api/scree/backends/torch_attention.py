@@ -70,6 +70,13 @@ def _plan(x: torch.Tensor, offsets: torch.Tensor) -> Buckets:
     return Layout(BACKEND, offsets, x.shape[0]).buckets()
 
 
+def _room(x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What every row of `x` will be put into, 0 behind the last one."""
+    out = x.new_empty((x.shape[0], *shape), dtype=dtype)
+    out[int(offsets[-1]) :] = 0
+    return out
+
+
 def _put(out: torch.Tensor, tokens: torch.Tensor, real: torch.Tensor | None, found: torch.Tensor) -> None:
     """What was found for one bucket, (rows, heads, longest, ...), to the places of its tokens."""
     found = _tokens(found)
@@ -92,7 +99,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exp (total, num_heads)."""
-    out, sums = q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=_wide(q.dtype))
+    out, sums = (_room(q, offsets, *shape, dtype=t) for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype))))
     for tokens, real in _plan(q, offsets).parts:
         found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_padded(x, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, attn_mask=_mask(real, causal, q.dtype), scale=scale
@@ -118,7 +125,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     heads = q.shape[1]
-    grads = [q.new_zeros(q.shape) for _ in range(3)]
+    grads = [_room(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
     for tokens, real in _plan(q, offsets).parts:
         of_out = _padded(grad, tokens, heads)
         if real is not None:

@@ -156,11 +156,9 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
             values = f(xp.astype(x.values, wide, copy=False), axis=axis - 1, include_initial=include_initial, dtype=wide)
             return x.with_values(xp.astype(values, out, copy=False))
         values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
-        values = segment_scan(op, xp.astype(values, accumulator(xp, out), copy=False), x.layout)
-        rows = x.layout
+        values, rows = segment_scan(op, values, x.layout, out), x.layout
         if include_initial:
             values, rows = _with_initial(xp, values, rows, op)
-        values = xp.astype(values, out, copy=False)
         return Array._of(xp.moveaxis(values, 0, x.ragged_dim) if x.ragged_dim else values, rows, x.ragged_dim)
 
     return call

@@ -63,6 +63,7 @@ class AttentionCall:
     return_lse: bool
     alibi_slopes: Any = None
     deterministic: bool = False
+
     @property
     def num_heads(self) -> int:
         """Heads of q."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..segments import segment_reduce
 
 #: What comes of the losses of the tokens: one mean, one sum, a mean of each row, or the losses themselves.
 REDUCTIONS = ("mean", "sum", "row_mean", "none")
-LOGITS = 1 << 24  # that the standard path holds at a time, unless the inputs are larger
+LOGITS = 1 << 22  # that the standard path holds at a time, unless the inputs are larger
 
 
 class Losses:
@@ -69,9 +70,10 @@ class CrossEntropyCall(Losses):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        if self.values.ndim == 2 and self.values.shape[1] == 0:
+        _check_tokens("logits", self)
+        if self.values.shape[1] == 0:
             raise ValueError(f"logits: expected at least one class, got shape {tuple(self.x.shape)}")
-        _check(self, "logits", self.values.shape[-1] if self.values.ndim else 0)
+        _check_targets(self, self.values.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,10 @@ class LinearCrossEntropyCall(Losses):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
+        _check_tokens("x", self)
         values, weight = self.values, self.weight
-        backend(values, "x")
         dense("weight", weight, values)
-        if values.ndim != 2 or weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
+        if weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
             raise ValueError(
                 f"weight: expected shape (classes, width), at least one class and the last axis of x, {tuple(self.x.shape)}, "
                 f"got {tuple(weight.shape)}"
@@ -101,17 +103,28 @@ class LinearCrossEntropyCall(Losses):
         for name, found in (("weight", weight), ("bias", self.bias)):
             if found is not None and found.dtype != values.dtype:
                 raise TypeError(f"{name}: expected the dtype of x, {values.dtype}, got {found.dtype}; convert it with xp.astype")
-        _check(self, "x", weight.shape[0])
+        _check_targets(self, weight.shape[0])
+
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """The weight and, if there is one, the bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def _check(call: Losses, name: str, classes: int) -> None:
-    """Raise unless the tokens are floating point, (n, None, size) or (total, size), and each has a target."""
-    x, targets, values = call.x, call.targets, call.values
+def _check_tokens(name: str, call: Losses) -> None:
+    """Raise unless the tokens are floating point, (n, None, size) or (total, size)."""
+    x, values = call.x, call.values
     lib = backend(values, name)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
         raise ValueError(f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}")
     if not lib.xp.isdtype(values.dtype, "real floating"):
         raise TypeError(f"{name}: expected a real floating-point dtype, got {values.dtype}; convert it with xp.astype")
+
+
+def _check_targets(call: Losses, classes: int) -> None:
+    """Raise unless each token has a target that is a class, and the way to reduce the losses is known."""
+    x, targets, values = call.x, call.targets, call.values
+    lib = backend(values)
     if isinstance(x, Array):
         if ragged("targets", targets).ndim != 2:
             raise ValueError(f"targets: expected shape (n, None), a class a token, got {targets.shape}")
@@ -123,9 +136,10 @@ def _check(call: Losses, name: str, classes: int) -> None:
     if call.reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}")
     if call.reduction == "row_mean" and not isinstance(x, Array):
-        raise ValueError(f"reduction: 'row_mean' needs rows, and {name} is a dense array")
+        raise ValueError(f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}")
     labels = call.labels
-    host = None if lib.compiling() else lib.peek(labels)
+    hidden = x.layout.host is None if isinstance(x, Array) else lib.compiling()
+    host = None if hidden else lib.peek(labels)
     if host is not None:
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
         if wrong.size:
@@ -185,8 +199,8 @@ def linear_cross_entropy(
     """`cross_entropy` of the logits ``x @ weight.T + bias``, a part of the tokens at a time: all logits never exist at once.
 
     With a vocabulary of 128,000 the logits take more memory than the model that makes them. Here they take no more than the
-    inputs or 2**24 numbers, whichever is more, in the backward pass too, which computes them again (on a kernel of its own it may
-    be done together with the forward pass, and hold a little more).
+    inputs or 2**22 numbers, whichever is more, in the backward pass too, which computes them again. (A kernel may do that together
+    with the forward pass, and hold some more.)
 
     Parameters
     ----------
@@ -234,6 +248,7 @@ def _losses(lib: Backend, logits: Any, labels: Any, known: Any) -> Any:
     """(tokens,) in the accumulating dtype, of logits (tokens, classes) without NaN where they are not known."""
     xp, classes = lib.xp, logits.shape[1]
     logits = xp.astype(logits, accumulator(xp, logits.dtype), copy=False)
+    labels = xp.where(known, labels, 0)
     exists = (labels >= 0) & (labels < classes)
     at = xp.astype(xp.where(exists, labels, 0), xp.__array_namespace_info__().default_dtypes()["indexing"], copy=False)
     right = xp.take_along_axis(logits, at[:, None], axis=1)
@@ -254,19 +269,23 @@ def _cross_entropy(call: CrossEntropyCall) -> Any:
 
 @declare("linear_cross_entropy", LinearCrossEntropyCall)
 def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
-    values, weight, lib = call.values, call.weight, backend(call.values)
-    xp, (total, width), classes = lib.xp, values.shape, weight.shape[0]
-
-    def part(x: Any, labels: Any, known: Any, weight: Any, *bias: Any) -> Any:
-        logits = xp.where(known[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
-        return _losses(lib, logits + bias[0] if bias else logits, labels, known)
-
-    size = max(1, max(LOGITS, total * width, classes * width) // classes)
-    run_part = part if total <= size else lib.checkpoint(part)
-    parameters = (weight,) if call.bias is None else (weight, call.bias)
-    labels, known, losses = call.labels, call.known, []
+    lib, total, size = backend(call.values), call.values.shape[0], part_size(call)
+    labels, known, parameters, losses = call.labels, call.known, call.parameters, []
     for at in range(0, max(total, 1), size):
-        some = slice(at, at + size)
-        losses.append(run_part(values[some, :], labels[some], known[some], *parameters))
-    found = losses[0] if len(losses) == 1 else xp.concat(losses, axis=0)
-    return xp.sum(found) if call.summed else found
+        some = slice(at, min(at + size, total))
+        part = partial(losses_of_part, lib, labels[some], known[some])
+        losses.append((part if total <= size else lib.checkpoint(part))(call.values[some, :], *parameters))
+    found = losses[0] if len(losses) == 1 else lib.xp.concat(losses, axis=0)
+    return lib.xp.sum(found) if call.summed else found
+
+
+def part_size(call: LinearCrossEntropyCall) -> int:
+    """How many tokens' logits exist at a time."""
+    (total, width), classes = call.values.shape, call.weight.shape[0]
+    return int(max(1, max(LOGITS, total * width, classes * width) // classes))
+
+
+def losses_of_part(lib: Backend, labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
+    """(tokens,) of hidden states x (tokens, width)."""
+    logits = lib.xp.where(known[:, None], x, lib.xp.zeros_like(x)) @ lib.xp.matrix_transpose(weight)
+    return _losses(lib, logits + bias[0] if bias else logits, labels, known)

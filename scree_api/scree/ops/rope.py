@@ -8,15 +8,19 @@ from typing import Any
 
 from ..array import Array
 from ..checks import integers, number
-from ..fit import accumulator, ragged
+from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare, run
 
 
 @dataclass(frozen=True, slots=True)
 class RopeCall:
-    """Rotate the pairs of the last axis of `x`, values (total, ..., head_dim), by angles that grow with the position."""
+    """Rotate the pairs of the last axis of `x`, values (total, ..., head_dim), by angles that grow with the position.
+
+    `k` is None, or another array of the same rows, dtype and head_dim that is rotated too.
+    """
 
     x: Array
+    k: Array | None = None
     theta: float = 10000.0
     interleaved: bool = False
     start: Any = None
@@ -29,6 +33,13 @@ class RopeCall:
             raise TypeError(f"x: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
         if x.values.shape[-1] % 2 or x.values.shape[-1] == 0:
             raise ValueError(f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}")
+        if self.k is not None:
+            shared_layout("k", (x, ragged("k", self.k)))
+            if self.k.values.shape[-1] != x.values.shape[-1] or self.k.dtype != x.dtype:
+                raise ValueError(
+                    f"k: expected head_dim {x.values.shape[-1]} and dtype {x.dtype} as x, got {self.k.values.shape[-1]} and "
+                    f"{self.k.dtype}"
+                )
         number("theta", self.theta, above=0)
         if self.start is not None:
             integers("start", self.start, x.values)
@@ -37,14 +48,18 @@ class RopeCall:
 
 
 def rope(
-    x: Array, /, *, theta: float = 10000.0, interleaved: bool = False, start: Any = None, kernel: str | None = None
-) -> Array:
-    """Rotary position embedding (Su et al., 2021) of queries or keys.
+    x: Array, k: Array | None = None, /, *, theta: float = 10000.0, interleaved: bool = False, start: Any = None,
+    kernel: str | None = None,
+) -> Any:  # fmt: skip
+    """Rotary position embedding (Su et al., 2021) of queries or keys, or of both at once.
 
     Parameters
     ----------
     x
         (n, None, ..., head_dim) floating-point ragged array, head_dim even.
+    k
+        Another one with the same rows, dtype and head_dim, or None; its heads may be fewer. A kernel computes the angles once
+        for both.
     theta
         Base of the wavelengths: pair i turns by ``position * theta ** (-2 i / head_dim)``.
     interleaved
@@ -56,33 +71,41 @@ def rope(
 
     Returns
     -------
-    Array
-        Like `x`; angles and products in at least float32.
+    Array, or a pair of them
+        Like `x`, and with `k` like both; angles and products in at least float32.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> scree.rope(scree.from_lengths(np.asarray([[1.0, 0.0], [1.0, 0.0]]), [1, 1])).values  # both at position 0
+    >>> q = scree.from_lengths(np.asarray([[1.0, 0.0], [1.0, 0.0]]), [1, 1])
+    >>> scree.rope(q).values  # both at position 0
     array([[1., 0.],
            [1., 0.]])
+    >>> q, k = scree.rope(q, q * 2)
+    >>> k.values
+    array([[2., 0.],
+           [2., 0.]])
     """
-    return run("rope", RopeCall(x, theta, interleaved, start), kernel)  # type: ignore[no-any-return]
+    return run("rope", RopeCall(x, k, theta, interleaved, start), kernel)
 
 
 @declare("rope", RopeCall)
-def _rope(call: RopeCall) -> Array:
+def _rope(call: RopeCall) -> Any:
     x, layout, xp = call.x, call.x.layout, call.x.layout.xp
-    values, half = x.values, x.values.shape[-1] // 2
-    wide = accumulator(xp, x.dtype)
+    half, wide = x.values.shape[-1] // 2, accumulator(xp, x.dtype)
     positions = layout.positions
     if call.start is not None:
         positions = positions + xp.take(call.start, layout.rows, axis=0)
-    pair = xp.arange(half, dtype=wide, device=layout.backend.device(values))
+    pair = xp.arange(half, dtype=wide, device=layout.backend.device(x.values))
     angle = xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
-    angle = xp.reshape(angle, (angle.shape[0], *(1,) * (values.ndim - 2), half))
     cos, sin = xp.cos(angle), xp.sin(angle)
-    values = xp.astype(values, wide, copy=False)
-    a, b = (values[..., ::2], values[..., 1::2]) if call.interleaved else (values[..., :half], values[..., half:])
-    turned = [a * cos - b * sin, b * cos + a * sin]
-    out = xp.reshape(xp.stack(turned, axis=-1), values.shape) if call.interleaved else xp.concat(turned, axis=-1)
-    return x.with_values(xp.astype(out, x.dtype, copy=False))
+
+    def turned(x: Array) -> Array:
+        values = xp.astype(x.values, wide, copy=False)
+        c, s = (xp.reshape(t, (t.shape[0], *(1,) * (values.ndim - 2), half)) for t in (cos, sin))
+        a, b = (values[..., ::2], values[..., 1::2]) if call.interleaved else (values[..., :half], values[..., half:])
+        parts = [a * c - b * s, b * c + a * s]
+        out = xp.reshape(xp.stack(parts, axis=-1), values.shape) if call.interleaved else xp.concat(parts, axis=-1)
+        return x.with_values(xp.astype(out, x.dtype, copy=False))
+
+    return turned(x) if call.k is None else (turned(x), turned(call.k))

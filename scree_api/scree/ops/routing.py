@@ -54,10 +54,14 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
 
 @dataclass(frozen=True, slots=True)
 class GatherCall:
-    """The tokens of `x`, (tokens, ...), whose numbers, in [0, tokens), `index` holds, (count,); they come out, (count, ...)."""
+    """The tokens of `x`, (tokens, ...), whose numbers, in [0, tokens), `index` holds, (count,); they come out, (count, ...).
+
+    `distinct` says that no number comes twice.
+    """
 
     x: Any
     index: Any
+    distinct: bool = False
 
     @classmethod
     def make(cls, x: Any, index: Any) -> GatherCall:
@@ -181,7 +185,7 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
         raise ValueError(f"ids: expected one group for each of {values.shape[0]} tokens, got shape {tuple(ids.shape)}")
     _in_bounds(lib.peek(ids), "ids", num_groups)
     order, offsets = _sorted(xp, ids, num_groups, lib.device(values))
-    grouped = Array(run("gather", GatherCall(values, order)), xp.astype(offsets, xp.int32))
+    grouped = Array(run("gather", GatherCall(values, order, distinct=True)), xp.astype(offsets, xp.int32))
     return grouped, grouped.with_values(order)
 
 
