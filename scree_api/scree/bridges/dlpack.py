@@ -78,10 +78,16 @@ def to_torch(arr: Array) -> Array:
     return to_backend(arr, "torch")
 
 
+def tokens_first(arr: Array) -> Array:
+    """The array with the ragged axis first, as formats want it that know no other; a view where it can be one."""
+    if not arr.ragged_dim:
+        return arr
+    return arr.with_values(arr.layout.xp.moveaxis(arr.values, arr.ragged_dim, 0), ragged_dim=0)
+
+
 def on_host(arr: Array) -> Array:
-    """The array on NumPy with the ragged axis first, as formats want it that know no other; a view where it can be one."""
-    arr = to_backend(arr, "numpy")
-    return arr.with_values(np.moveaxis(arr.values, arr.ragged_dim, 0), ragged_dim=0) if arr.ragged_dim else arr
+    """The array on NumPy with the ragged axis first."""
+    return tokens_first(to_backend(arr, "numpy"))
 
 
 def convert(x: Any, lib: Backend) -> Any:

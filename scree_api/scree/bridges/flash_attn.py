@@ -67,7 +67,7 @@ def flash_attn_varlen_func(
     torch.Size([5, 4, 8])
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p or None, block_table=block_table)
-    left, right = bounds(window_size)
+    left, right = (None if bound == -1 else bound for bound in window_size)
     q_rows = rows_of(q, cu_seqlens_q, max_seqlen_q)
     k_rows = rows_of(k, cu_seqlens_k, max_seqlen_k)
     found = attention(
@@ -89,12 +89,6 @@ def rows_of(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | No
 def _layout(cu_seqlens: torch.Tensor, version: int, total: int, max_seqlen: int | None) -> Layout:
     """What is derived from the boundaries (tiles, the schedule of a kernel) serves every layer of a model."""
     return Array(cu_seqlens.new_empty(()).expand(total), cu_seqlens, max_length=max_seqlen).layout
-
-
-def bounds(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
-    """FlashAttention's window, in which -1 stands for no bound."""
-    left, right = (None if n == -1 else n for n in window_size)
-    return left, right
 
 
 def refuse(function: str, **given: Any) -> None:

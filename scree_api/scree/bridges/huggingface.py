@@ -12,7 +12,7 @@ from ..backends import backend
 from ..create import from_padded, to_padded
 from ..fit import shared_layout
 from ..layout import Layout
-from .dlpack import widest_integer
+from .dlpack import tokens_first, widest_integer
 
 IGNORED = -100  # the label that every loss of transformers leaves out
 
@@ -69,7 +69,8 @@ def to_hf_padded(
     Parameters
     ----------
     arr, side, fill_value, length
-        See `scree.to_padded`. Decoders that generate want ``side="left"``, and `fill_value` is the id of the padding token.
+        See `scree.to_padded`. Decoders that generate want ``side="left"``, and `fill_value` is the id of the padding token. A
+        ragged axis that is not the first becomes the first.
 
     Returns
     -------
@@ -83,7 +84,7 @@ def to_hf_padded(
     array([[0, 1, 1],
            [1, 1, 1]])
     """
-    padded, mask = to_padded(arr, side=side, fill_value=fill_value, length=length)
+    padded, mask = to_padded(tokens_first(arr), side=side, fill_value=fill_value, length=length)
     xp = arr.layout.xp
     return padded, xp.astype(mask, widest_integer(xp))
 
@@ -137,7 +138,8 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
     Parameters
     ----------
     input_ids
-        (n, None) token ids; (n, None, d) embeddings go by the name ``inputs_embeds``.
+        (n, None) token ids; (n, None, d) embeddings go by the name ``inputs_embeds``. A ragged axis that is not the first
+        becomes the first.
     labels
         (n, None) on the same rows; give `input_ids` to train a language model. The first of each row is left out of the loss,
         as it would be predicted from the row before. By default there are none.
@@ -156,9 +158,7 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
     >>> flat["position_ids"], flat["cu_seq_lens_k"], flat["max_length_q"]
     (array([[0, 1, 0, 1, 2]]), array([0, 2, 5], dtype=int32), 3)
     """
-    rows = input_ids.layout
-    if input_ids.ragged_dim:
-        raise ValueError(f"input_ids: expected shape (n, None, ...), got {input_ids.shape}")
+    input_ids, rows = tokens_first(input_ids), input_ids.layout
     if rows.max_length is None:
         rows.read()
     xp = rows.xp

@@ -11,11 +11,28 @@ from .dlpack import on_host
 
 
 def from_tensorflow(tensor: Any) -> Array:
-    """A ragged array on NumPy of a `tf.RaggedTensor` with one ragged axis, which copies.
+    """A ragged array on NumPy of a `tf.RaggedTensor` with one ragged axis.
+
+    Parameters
+    ----------
+    tensor
+        Eager `tf.RaggedTensor`.
+
+    Returns
+    -------
+    Array
+        (n, None, ...) on the memory of the tensor, which is not to be written to; copied from a device.
+
+    Raises
+    ------
+    TypeError
+        If it is no RaggedTensor, or has more than one ragged axis.
 
     Examples
     --------
-    ``from_tensorflow(tf.ragged.constant([[1, 2], [], [3]])).lengths`` is ``array([2, 0, 1])``.
+    >>> import tensorflow, scree
+    >>> scree.bridges.from_tensorflow(tensorflow.ragged.constant([[1, 2], [], [3]])).lengths
+    array([2, 0, 1])
     """
     if not hasattr(tensor, "row_splits"):
         raise TypeError(f"tensor: expected a RaggedTensor, got {type(tensor).__name__}; for a dense one use from_padded")
@@ -25,11 +42,18 @@ def from_tensorflow(tensor: Any) -> Array:
 
 
 def to_tensorflow(arr: Array) -> Any:
-    """A `tf.RaggedTensor` of the rows, which copies; a ragged axis that is not the first becomes the first.
+    """A `tf.RaggedTensor` of the rows, which copies, as TensorFlow asks for memory aligned to 64 bytes that never changes.
+
+    Parameters
+    ----------
+    arr
+        (n, None, ...) array of any library. A ragged axis that is not the first becomes the first.
 
     Examples
     --------
-    ``to_tensorflow(scree.from_lengths(np.arange(3), [2, 0, 1]))`` is ``<tf.RaggedTensor [[0, 1], [], [2]]>``.
+    >>> import numpy as np, scree
+    >>> scree.bridges.to_tensorflow(scree.from_lengths(np.arange(3), [2, 0, 1]))
+    <tf.RaggedTensor [[0, 1], [], [2]]>
     """
     import tensorflow
 

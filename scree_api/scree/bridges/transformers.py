@@ -25,8 +25,10 @@ KNOWN = (
     "and_masks", "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
     "sliding_window_bidirectional_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 )  # fmt: skip
-WINDOWED = torch.int32
+#: Functions at the top of a mask whose parts need no look inside, which a compiler does not allow.
+OUTERMOST = ("and_mask", "causal_mask_function", "bidirectional_mask_function")
 REFUSED = ("s_aux", "position_bias", "cache", "output_attentions")
+GAPS = "attention_mask: expected padding before or behind the tokens, a window sees no gaps"
 ACROSS = ("is_encoder_decoder", "add_cross_attention")  # settings of models that attend to tokens of another batch
 
 
@@ -60,36 +62,60 @@ def register(name: str = "scree") -> None:
     if any(word in name for word in ("flash", "sdpa", "flex", "eager", "paged")):
         raise ValueError(f"name: expected one that transformers gives no meaning of its own, got {name!r}")
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, torch.compiler.disable(mask))
+    AttentionMaskInterface.register(name, mask)
 
 
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None, device: Any = "cpu", **unused: Any,
+    attention_mask: torch.Tensor | None = None, device: Any = "cpu", use_vmap: bool = False, config: Any = None, **unused: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """What a model makes once for all its layers: the sequence of every key up to the last query, None where there is but one.
 
-    (batch, keys) integers, 0 for padding, equal numbers for the tokens of one sequence. If the mask has a window, of which
-    `forward` then expects to hear from the layer, the dtype is `WINDOWED`, and (batch, 0) stands for None.
+    (batch, keys): False for padding and True for the one sequence of a row; or integers, equal ones for the tokens of one
+    sequence. Under a compiler nothing is read of a padded batch, nor of a single row, whose sequences `forward` learns of.
     """
+    known = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
+    if not torch.compiler.is_compiling():
+        return _mask(*known)
+    name = mask_function.__name__
+    own = use_vmap or getattr(config, "attention_chunk_size", None)  # what users or models add to a mask
+    packed = attention_mask is None and batch_size > 1  # may be
+    if own or packed or name not in OUTERMOST or not isinstance(q_offset, int):
+        return _uncompiled_mask(*known)
+    used = kv_length if name == "bidirectional_mask_function" else min(kv_length, q_offset - kv_offset + q_length)
+    return _real(batch_size, kv_length, kv_offset, used, attention_mask, device)
+
+
+def _mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any, kv_offset: int, mask_function: Any,
+    attention_mask: torch.Tensor | None, device: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """`mask` with a look at the parts of the function, and at whether there is any padding."""
     parts = {getattr(part, "__qualname__", "a callable object").partition(".")[0]: part for part in _parts(mask_function)}
     for name in parts:
         if name not in KNOWN:
             raise ValueError(f"attention_mask: scree knows no mask like that of {name}; use sdpa or eager for this model")
-    windowed = any(name.startswith("sliding_window") for name in parts)
-    dtype = WINDOWED if windowed else torch.int64
     if "packed_sequence_mask_function" in parts:
         (packed,) = (cell.cell_contents for cell in parts["packed_sequence_mask_function"].__closure__)
-        return packed.to(dtype) + 1
+        return packed.to(torch.int64) + 1
     used = kv_length
     if "causal_mask_function" in parts:  # a static cache has room behind the last query
         used = min(kv_length, int(q_offset) - kv_offset + q_length)
-    whole = torch.ones((batch_size, 0), dtype=dtype, device=device) if windowed else None
+    real = _real(batch_size, kv_length, kv_offset, used, attention_mask, device)
+    return None if real is not None and used == kv_length and bool(real.all()) else real
+
+
+_uncompiled_mask = torch.compiler.disable(_mask)
+
+
+def _real(
+    batch_size: int, kv_length: int, kv_offset: int, used: int, attention_mask: torch.Tensor | None, device: Any
+) -> torch.Tensor | None:
+    """(batch, used) which keys are real, None where all of a cache are."""
     if attention_mask is None or not attention_mask.shape[1]:
-        return whole if used == kv_length else torch.ones((batch_size, used), dtype=dtype, device=device)
+        return None if used == kv_length else torch.ones((batch_size, used), dtype=torch.bool, device=device)
     real = attention_mask[:, kv_offset : kv_offset + used]
-    real = torch.nn.functional.pad(real, (0, used - real.shape[1]))
-    return whole if used == kv_length and bool(real.all()) else real.to(dtype)
+    return torch.nn.functional.pad(real, (0, used - real.shape[1])).to(torch.bool)
 
 
 def _parts(function: Any) -> Iterator[Any]:
@@ -107,23 +133,22 @@ def _parts(function: Any) -> Iterator[Any]:
 
 def forward(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
-    position_ids: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None, softcap: float | None = None,
+    is_causal: bool | None = None, position_ids: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None, **more: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """The attention of one layer: (batch, heads, length, head_dim) to (batch, length, heads, value_dim)."""
     for name, x in {"dropout": dropout or None, **{name: more.get(name) for name in REFUSED}}.items():
         if x is not None and x is not False:
             raise ValueError(f"{name}: scree's attention does not support it, got {x!r:.80}; use sdpa or eager for this model")
+    config = getattr(module, "config", None)
+    if "sliding_window" not in more and getattr(config, "sliding_window", None):
+        raise ValueError("sliding_window: expected the window from the layer too, not from its mask alone; use sdpa or eager")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window: Any = sliding_window or None
+    window: Any = more.get("sliding_window") or None
     if window and not causal:
         window = window - 1, window - 1
 
-    if attention_mask is not None and attention_mask.dtype == WINDOWED and not window:
-        raise ValueError("sliding_window: expected the window from the layer too, not from its mask alone; use sdpa or eager")
-    ids = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
     options = {"causal": causal, "window": window, "scale": scaling, "softcap": softcap or None}
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -132,11 +157,46 @@ def forward(
             raise ValueError(f"cu_seq_lens_q: expected a flattened batch (1, total), got {batch} rows")
         k_rows = rows_of(k, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, max_length_k)
         return attention(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v), **options).values[None], None
-    if ids is not None and ids.ndim != 2:
-        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {tuple(ids.shape)}; use sdpa or eager")
-    config = getattr(module, "config", None)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager")
     across = not causal and any(getattr(config, name, False) for name in ACROSS)
-    return _uncompiled(q, k, v, batch, ids, position_ids, across, options).unflatten(0, (batch, length)), None
+    if torch.compiler.is_compiling() and not across and attention_mask is not None and attention_mask.dtype == torch.bool:
+        out = _compacted(q, k, v, batch, attention_mask, options)
+    else:
+        out = _uncompiled(q, k, v, batch, attention_mask, position_ids, across, options)
+    return out.unflatten(0, (batch, length)), None
+
+
+def _compacted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, real: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attention of (batch * length, heads, head_dim) whose padding nobody reads: it goes behind the last row, and back."""
+    length, room, used = q.shape[0] // batch, k.shape[0] // batch, real.shape[1]
+    if options["window"]:
+        begins = torch.diff(real.to(torch.int8), prepend=real.new_zeros((batch, 1), dtype=torch.int8)) > 0
+        torch._assert_async((begins.sum(1) <= 1).all(), GAPS)
+    asks = real[:, used - length :]
+    q_slots, q_offsets = _front(asks)
+    q_rows = k_rows = Array(_moved(q, q_slots), q_offsets, max_length=length)
+    k_slots = q_slots
+    if not length == used == room:
+        k_slots, k_offsets = _front(torch.nn.functional.pad(real, (0, room - used)))
+        k_rows = Array(_moved(k, k_slots), k_offsets, max_length=room)
+    k, v = _moved(k, k_slots), _moved(v, k_slots)
+    out = attention(q_rows, k_rows.with_values(k), k_rows.with_values(v), **options).values
+    return torch.where(asks.flatten()[:, None, None], out.index_select(0, q_slots), 0.0)
+
+
+def _front(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each token of (batch, length) goes if those that are not real go behind all others; and the offsets of the rows."""
+    flat = real.flatten()
+    slots = torch.where(flat, flat.cumsum(0) - 1, flat.sum() + (~flat).cumsum(0) - 1)
+    return slots, torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _moved(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape).index_copy(0, slots, x)
 
 
 def _by_sequence(
@@ -153,7 +213,7 @@ def _by_sequence(
         across = across or (ids.shape[1] != length and not options["causal"])
         plan = _plan(ids, _version(ids), length, room, across)
     if plan.holes and options["window"]:
-        raise ValueError("attention_mask: expected padding before or behind the tokens, a window sees no gaps")
+        raise ValueError(GAPS)
     out: torch.Tensor = attention(*plan.arrays(q, k, v), **options).values
     if plan.q_tokens is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)

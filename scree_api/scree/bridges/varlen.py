@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops.attention import attention
-from .flash_attn import bounds, refuse, rows_of
+from .flash_attn import flash_attn_varlen_func, refuse
 
 
 def varlen_attn(
@@ -60,8 +59,9 @@ def varlen_attn(
     refuse("varlen_attn", seqused_k=seqused_k, block_table=block_table, num_splits=num_splits)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"key: expected {query.shape[1]} heads as query, got {key.shape[1]}; or give enable_gqa=True")
-    q = rows_of(query, cu_seq_q, max_q)
-    k = rows_of(key, cu_seq_q if cu_seq_k is None else cu_seq_k, max_k)
     lse = return_aux is not None and return_aux.lse
-    found = attention(q, k, k.with_values(value), window=bounds(window_size), scale=scale, return_lse=lse)
-    return (found[0].values, found[1].values) if lse else found.values
+    found = flash_attn_varlen_func(
+        query, key, value, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k, max_q, max_k, softmax_scale=scale,
+        window_size=window_size, return_attn_probs=lse,
+    )  # fmt: skip
+    return (found[0], found[1].T) if lse else found

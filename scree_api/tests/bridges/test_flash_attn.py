@@ -39,7 +39,8 @@ def loop(
         score = torch.einsum("qhd,khd->hqk", a, b) * scale
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        apart = torch.arange(len(b))[None, :] - torch.arange(len(a))[:, None] - (len(b) - len(a))
+        place = torch.arange(max(len(a), len(b)), device=a.device)
+        apart = place[None, : len(b)] - place[: len(a), None] - (len(b) - len(a))
         if slopes is not None:
             score = score - slopes[:, None, None] * apart.abs()
         score = score.masked_fill((apart < -left) | (apart > right), -torch.inf)

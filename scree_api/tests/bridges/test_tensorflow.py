@@ -1,4 +1,7 @@
-"""RaggedTensors there and back: of TensorFlow where it is installed, and of a stand-in with its attributes everywhere."""
+"""RaggedTensors there and back: of a stand-in with the attributes in question, and of TensorFlow where it is installed.
+
+TensorFlow takes more than a gigabyte of disk, so that it has an environment of its own: ``nox -s tensorflow``.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -37,6 +40,8 @@ def test_there_and_back(real: bool, arr: scree.Array) -> None:
             patch.setitem(sys.modules, "tensorflow", SimpleNamespace(RaggedTensor=RaggedTensor))
         tensor = to_tensorflow(arr)
     back = from_tensorflow(tensor)
+    assert np.shares_memory(back.values, np.asarray(tensor.values)) or not arr.size
+    assert np.shares_memory(back.offsets, np.asarray(tensor.row_splits))
     assert back.offsets.dtype == arr.offsets.dtype
     assert_same(back, scree.Array(first.values, first.offsets))
 
@@ -46,3 +51,18 @@ def test_what_has_no_form_raises() -> None:
         from_tensorflow(np.zeros((2, 3)))
     with pytest.raises(TypeError, match="tensor: expected one ragged axis, got 2"):
         from_tensorflow(SimpleNamespace(row_splits=None, ragged_rank=2))
+
+
+@pytest.mark.skipif(not find_spec("tensorflow"), reason="runs in nox -s tensorflow")
+def test_ragged_tensors_of_tensorflow() -> None:
+    import tensorflow as tf
+
+    arr = from_tensorflow(tf.ragged.constant([[1, 2], [], [3]]))
+    assert arr.values.tolist() == [1, 2, 3]
+    assert arr.lengths.tolist() == [2, 0, 1]
+    assert to_tensorflow(arr * 2).to_list() == [[2, 4], [], [6]]
+    assert from_tensorflow(tf.RaggedTensor.from_uniform_row_length(tf.range(6), 3)).lengths.tolist() == [3, 3]
+    half = from_tensorflow(tf.cast(tf.ragged.constant([[1.5], [2.5, 3.5]]), tf.bfloat16))
+    assert half.dtype == "bfloat16"
+    with pytest.raises(TypeError, match="expected one ragged axis, got 2"):
+        from_tensorflow(tf.ragged.constant([[[1], [2, 3]], []]))

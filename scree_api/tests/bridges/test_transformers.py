@@ -14,7 +14,7 @@ from scree.bridges import to_hf_flattened, to_hf_padded
 from scree.bridges import transformers as bridge
 
 SIZE = dict(
-    vocab_size=60, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64,
+    vocab_size=60, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
     pad_token_id=0, bos_token_id=1, eos_token_id=59,
 )
 GROUPED = SIZE | dict(num_key_value_heads=2)
@@ -46,18 +46,20 @@ def model(name: str, attention: str, device: str = "cpu", dtype: torch.dtype = t
     return kind.from_config(config, attn_implementation=attention).eval().to(device, dtype)
 
 
-def tokens(device: str = "cpu") -> scree.Array:
+def tokens() -> scree.Array:
     generator = torch.Generator().manual_seed(1)
-    return scree.from_lengths(torch.randint(3, 59, (sum(LENGTHS),), generator=generator), LENGTHS).to(device)
+    return scree.from_lengths(torch.randint(3, 59, (sum(LENGTHS),), generator=generator), LENGTHS)
+
+
+def batches(name: str, side: str = "right", device: str = "cpu") -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
+    """The tokens as a flattened and as a padded batch, with the mask of the latter."""
+    padded, mask = (x.to(device) for x in to_hf_padded(tokens(), side=side))
+    places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
+    return to_hf_flattened(tokens().to(device)), dict(input_ids=padded, attention_mask=mask, **places), mask.bool()
 
 
 def peers(name: str) -> list[str]:
     return ["eager"] if name == "gemma2" else ["eager", "sdpa"]  # sdpa has no softcap
-
-
-def positions(name: str, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a padded batch needs beside its mask."""
-    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
 
 
 def gradients(of: Any) -> list[torch.Tensor]:
@@ -69,11 +71,10 @@ def gradients(of: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batches(name: str, side: str) -> None:
-    ids, mask = to_hf_padded(tokens(), side=side)
-    real = mask.bool()
+    _, padded, real = batches(name, side)
     found = {}
     for attention in ("scree", *peers(name)):
-        logits = model(name, attention)(input_ids=ids, attention_mask=mask, **positions(name, mask)).logits[real]
+        logits = model(name, attention)(**padded).logits[real]
         logits.square().mean().backward()
         found[attention] = logits, gradients(model(name, attention))
     for attention in peers(name):
@@ -141,16 +142,32 @@ def test_without_padding_and_in_inference_mode() -> None:
         torch.testing.assert_close(model("llama", "scree")(ids).logits, model("llama", "sdpa")(ids).logits)
 
 
-def test_a_compiled_model_gives_the_same() -> None:
-    flat = to_hf_flattened(tokens())
+def compiled(name: str, device: str = "cpu", **options: Any) -> Any:
+    """Both kinds of batches through a model that is compiled as one graph: logits, and gradients of the parameters."""
+    flat, padded, real = batches(name, "left", device)
+    plain = model(name, "scree", device)
+    whole = torch.compile(plain, fullgraph=True, **options)
+    for batch, at in ((flat, 0), (padded, real)):
+        found = []
+        for f in (whole, plain):
+            logits = f(**batch, use_cache=False).logits[at]
+            logits.square().mean().backward()
+            found.append([logits, *gradients(plain)])
+        yield found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_compiles_as_one_graph(name: str) -> None:
+    for ours, plain in compiled(name, backend="aot_eager"):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_a_compiled_window_sees_no_gaps_either() -> None:
     ids, mask = to_hf_padded(tokens())
-    config = transformers.LlamaConfig(**GROUPED | dict(num_hidden_layers=1))
-    llama = transformers.LlamaModel._from_config(config, attn_implementation="scree").eval()
-    compiled = torch.compile(llama, backend="eager")
-    with torch.no_grad():
-        for batch in (flat, dict(input_ids=ids, attention_mask=mask)):
-            ours, plain = (f(**batch, use_cache=False).last_hidden_state for f in (compiled, llama))
-            torch.testing.assert_close(ours, plain)
+    mask[2, 4] = 0
+    whole = torch.compile(model("gemma3", "scree"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="attention_mask: expected padding before or behind"), torch.no_grad():
+        whole(ids, attention_mask=mask, use_cache=False)
 
 
 def test_what_it_cannot_do_raises() -> None:
@@ -176,6 +193,8 @@ def test_what_it_cannot_do_raises() -> None:
     phimoe = transformers.PhimoeConfig(**GROUPED, sliding_window=4, num_local_experts=2, attn_implementation="scree")
     with pytest.raises(ValueError, match="sliding_window: expected the window from the layer too"):
         transformers.AutoModelForCausalLM.from_config(phimoe, attn_implementation="scree")(ids)
+    with pytest.raises(ValueError, match="not supported for continuous batching"):  # in transformers' own words
+        llama.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=2)
     with pytest.raises(ValueError, match="name: expected"):
         bridge.register("my_flash")
 
@@ -202,9 +221,7 @@ def providers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-def logits_and_gradients(of: Any, real: Any, **batch: Any) -> list[torch.Tensor]:
-    """Of the real tokens alone."""
-    logits = of(**batch).logits[real]
+def with_gradients(of: Any, logits: torch.Tensor) -> list[torch.Tensor]:
     logits.double().square().mean().backward()
     return [logits, *gradients(of)]
 
@@ -213,16 +230,15 @@ def logits_and_gradients(of: Any, real: Any, **batch: Any) -> list[torch.Tensor]
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda_by_triton(name: str, dtype: torch.dtype, providers: set[str]) -> None:
-    ids = tokens("cuda")
-    padded, mask = to_hf_padded(ids)
-    real, batch = mask.bool(), dict(input_ids=padded, attention_mask=mask, **positions(name, mask))
-    wide = torch.float64 if dtype == torch.float32 else torch.float32
-    exact = logits_and_gradients(deepcopy(model(name, "eager", "cuda", dtype)).to(wide), real, **batch)
-    theirs = logits_and_gradients(model(name, peers(name)[-1], "cuda", dtype), real, **batch)
-    ours = model(name, "scree", "cuda", dtype)
-    for found in (logits_and_gradients(ours, real, **batch), logits_and_gradients(ours, 0, **to_hf_flattened(ids))):
-        assert_as_close(found[0], theirs[0], exact[0])
-        assert_as_close(found[1:], theirs[1:], exact[1:])
+    flat, padded, real = batches(name, device="cuda")
+    ours, theirs, eager = (model(name, attention, "cuda", dtype) for attention in ("scree", peers(name)[-1], "eager"))
+    wide = deepcopy(eager).to(torch.float64 if dtype == torch.float32 else torch.float32)
+    exact = with_gradients(wide, torch.cat([wide(input_ids=row[None].cuda()).logits[0] for row in tokens()]))
+    peer = with_gradients(theirs, theirs(**padded).logits[real])
+    for logits in (ours(**padded).logits[real], ours(**flat).logits[0]):
+        found = with_gradients(ours, logits)
+        assert_as_close(found[0], peer[0], exact[0])
+        assert_as_close(found[1:], peer[1:], exact[1:])
     assert providers == {"triton"}
 
 
@@ -230,12 +246,20 @@ def test_on_cuda_by_triton(name: str, dtype: torch.dtype, providers: set[str]) -
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 def test_generate_on_cuda(name: str, implementation: str, providers: set[str]) -> None:
-    ids, mask = to_hf_padded(tokens("cuda"), side="left")
+    ids, mask = to_hf_padded(tokens(), side="left")
     options = dict(
-        attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation=implementation, disable_compile=True,
+        attention_mask=mask.cuda(), max_new_tokens=6, do_sample=False, cache_implementation=implementation, disable_compile=True,
         return_dict_in_generate=True, output_logits=True,
     )
-    ours, theirs = (model(name, attention, "cuda").generate(ids, **options) for attention in ("scree", peers(name)[-1]))
+    ours, theirs = (model(name, attention, "cuda").generate(ids.cuda(), **options) for attention in ("scree", peers(name)[-1]))
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
     assert providers == {"triton"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3", "modernbert"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_on_cuda(name: str, backend: str) -> None:
+    for ours, plain in compiled(name, "cuda", backend=backend):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
