@@ -76,8 +76,7 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
     while f"{i}.mlp.up" in w:
         y = norm(x, w[f"{i}.attention.norm"])
         y = attend(xp, *(y @ w[f"{i}.attention.{part}"] for part in ("query", "key", "value")))
-        x = x + y @ w[f"{i}.attention.output"]
-        y = norm(x, w[f"{i}.mlp.norm"])
+        y, x = norm(y @ w[f"{i}.attention.output"], w[f"{i}.mlp.norm"], residual=x)
         gate = y @ w[f"{i}.mlp.gate"]
         x = x + (gate / (1 + xp.exp(-gate)) * (y @ w[f"{i}.mlp.up"])) @ w[f"{i}.mlp.down"]
         i += 1
@@ -87,7 +86,8 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
 def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.Array:
     """Every token sees those before it in its own row."""
     q, k, v = (x.with_values(xp.reshape(x.values, (x.total_length, -1, HEAD_DIM))) for x in (q, k, v))
-    context = xp.ragged.attention(xp.ragged.rope(q), xp.ragged.rope(k), v, causal=True)
+    q, k = xp.ragged.rope(q, k)
+    context = xp.ragged.attention(q, k, v, causal=True)
     return context.with_values(xp.reshape(context.values, (context.total_length, -1)))
 
 
