@@ -9,14 +9,24 @@ from typing import Any
 #: Operation -> the module and function that run it (the module's `rejects` answers for it), and the values of a call.
 KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "attention": ("attention", "run", lambda call: call.q.values),
+    "cross_entropy": ("cross_entropy", "cross_entropy", lambda call: call.values),
+    "gather": ("copies", "run_gather", lambda call: call.x),
     "grouped_matmul": ("grouped", "run", lambda call: call.x.values),
+    "join": ("copies", "run_join", lambda call: call.arrays[0].values),
     "layer_norm": ("norms", "layer_norm", lambda call: call.values),
+    "linear_cross_entropy": ("cross_entropy", "linear_cross_entropy", lambda call: call.values),
     "log_softmax": ("softmax", "log_softmax", lambda call: call.x.values),
     "logsumexp": ("softmax", "logsumexp", lambda call: call.x.values),
+    "pad": ("copies", "run_pad", lambda call: call.x.values),
     "rms_norm": ("norms", "rms_norm", lambda call: call.values),
     "rope": ("rope", "run", lambda call: call.x.values),
+    "scatter": ("copies", "run_scatter", lambda call: call.x),
+    "segment_arg": ("extrema", "run", lambda call: call.values),
     "segment_reduce": ("segments", "run", lambda call: call.values),
+    "segment_scan": ("scans", "run", lambda call: call.values),
+    "select": ("copies", "run_select", lambda call: call.x.values),
     "softmax": ("softmax", "softmax", lambda call: call.x.values),
+    "unpad": ("copies", "run_unpad", lambda call: call.x),
 }
 
 
@@ -47,7 +57,7 @@ def _register(operation: str, kernels: Any, function: str, values: Callable[[Any
         x = values(call)
         if not isinstance(x, torch.Tensor):
             return "the Triton kernels take torch tensors"
-        if x.device.type != "cuda" and not _interpreted():
+        if not (x.is_cuda or _interpreted()):
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 

@@ -3,10 +3,10 @@
 Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
 torch.export trace, the same plans run behind custom operators.
 """
-from functools import cache
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .launch import INTERPRETED
 from .plans import Rows, Spec, plan
@@ -15,6 +15,7 @@ from .tiles import UNBOUNDED
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_ROWS = 1 << 24
 _MOST_TOKENS = 1 << 26
+_UNFIT: dict[torch.device, str] = {}  # why no kernel runs on a device; empty for those that do
 
 
 def rejects(call: Any) -> str | None:
@@ -24,7 +25,7 @@ def rejects(call: Any) -> str | None:
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return "the Triton kernels take torch tensors"
     unfit = _unfit(q.device)
-    if unfit is not None:
+    if unfit:
         return unfit
     if dtype not in _DTYPES:
         return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
@@ -49,14 +50,15 @@ def rejects(call: Any) -> str | None:
     return None
 
 
-@cache
-def _unfit(device: torch.device) -> str | None:
-    """Why no kernel runs on a device."""
-    if device.type != "cuda" and not INTERPRETED:
-        return f"the Triton kernels run on CUDA devices, not on {device.type!r}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "the Triton kernels need compute capability 8.0 (Ampere) or later"
-    return None
+def _unfit(device: torch.device) -> str:
+    if device not in _UNFIT:
+        if device.type != "cuda" and not INTERPRETED:
+            _UNFIT[device] = f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+        elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            _UNFIT[device] = "the Triton kernels need compute capability 8.0 (Ampere) or later"
+        else:
+            _UNFIT[device] = ""
+    return _UNFIT[device]
 
 
 def run(call: Any) -> Any:
@@ -98,7 +100,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         float32, shape ``(num_heads,)``: a slope times the distance of query and key is taken off each score, after the
         softcap. Not differentiated.
     memo
-        A dict that lives as long as the rows do; the tile maps are kept in it.
+        A dict that belongs to the rows of q and lives as long as they do; the tile maps are kept in it.
 
     Returns
     -------
@@ -119,7 +121,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tenso
             slopes: torch.Tensor | None, memo: dict | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total)."""
     if torch.compiler.is_compiling():
-        return _forward_op(q, k, v, slopes, cu_q, cu_k, *spec)
+        rows_q = _rows_op(cu_q)
+        return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
     rows = Rows(cu_q, cu_k, memo)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, slopes, rows, spec)
@@ -149,10 +152,31 @@ def _backward(ctx, dout, dlse):
 _refuse_twice = torch.autograd.function.once_differentiable(_backward)
 
 
+#: Offsets that `_rows_op` made in a compiled function -> their tile maps.
+_MEMOS: Any = WeakIdKeyDictionary()
+
+
+@torch.library.custom_op("scree_triton::rows", mutates_args=())
+def _rows_op(offsets: torch.Tensor) -> torch.Tensor:
+    """A copy of offsets that nobody else holds, so that tile maps can be kept for it.
+
+    What a compiler hands to an operator may be memory that it uses anew. Compilers merge equal calls, so all layers of a
+    model share one copy, and with it the maps.
+    """
+    rows = offsets.clone()
+    _MEMOS[rows] = {}
+    return rows
+
+
+@_rows_op.register_fake
+def _(offsets):
+    return torch.empty_like(offsets)
+
+
 def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
     """An operator's arguments lose their identity, so the same offsets are told by their memory."""
     same = cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
-    return Rows(cu_q, cu_q if same else cu_k, None)
+    return Rows(cu_q, cu_q if same else cu_k, _MEMOS.get(cu_q))
 
 
 @torch.library.custom_op("scree_triton::attention", mutates_args=())

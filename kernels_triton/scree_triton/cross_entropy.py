@@ -46,61 +46,409 @@ def _add(x, top, total):
 @triton.jit
 def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
            MASKED: tl.constexpr):
-    """The gradient of some logits: `factor` times (softmax - 1 at the target), where ``share = factor / total``."""
+    """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
     x, column = _read(X, at, lead, V, LANES, DEEP, MASKED)
     y = tl.exp2((x - top) * _LOG2E) * share
     y = tl.where(column == target, y - factor, y).to(OUT.dtype.element_ty)
-    out = OUT + (column + lead)
     if MASKED:
-        tl.store(out, y, mask=(column >= 0) & (column < V))
+        tl.store(OUT + (column + lead), y, mask=(column >= 0) & (column < V))
     else:
-        tl.store(out, y)
+        tl.store(OUT + (column + lead), y)
 
 
-@triton.jit(do_not_specialize=("n", "first", "count", "ignored", "d_stride"))
-def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_stride, n, first, count, ignored, d_stride,
-                V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-                LOSS: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr):
-    """The tokens [first, first + count): LOSSES, and STATS (2, count), the maximum and the sum of exponentials; OUT.
+@triton.jit
+def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr):
+    column = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :] - lead
+    tl.store(OUT + (column + lead), tl.zeros([DEEP, LANES], OUT.dtype.element_ty), mask=(column >= 0) & (column < V))
 
-    X and OUT begin at token `first`, the others at token 0. Rows of X need not be aligned: they are read from the multiple of
-    ALIGN elements before them on.
+
+@triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
+def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_stride, n, first, count, size, ignored,
+                d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, ALIGN: tl.constexpr,
+                ROWS: tl.constexpr, LOSS: tl.constexpr, KEEP: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr):
+    """LOSSES and STATS (2, size), the maximum and the sum of exponentials; OUT, the gradient of the logits.
+
+    It is about the tokens [first, first + count) of `size`: X and OUT begin at the first of them. Where rows of X are not
+    aligned, they are read from the multiple of ALIGN elements before them on.
     """
     STEP: tl.constexpr = LANES * DEEP
-    end = first + count
+    end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         token = first + i
         target = tl.load(TARGETS + token)
         known = (token < end) & (target != ignored)
-        start = i.to(tl.int64) * x_stride
+        exists = (target >= 0) & (target < V)
+        target = tl.where(exists, target, -1).to(tl.int32)
+        x_start = tl.cast(i, tl.int64) * x_stride
+        out_start = tl.cast(i, tl.int64) * out_stride
         lead = 0
         begin = 0
+        stop = V // STEP * STEP
         if ALIGN > 1:
-            lead = (start % ALIGN).to(tl.int32)
-            start = tl.multiple_of(start // ALIGN * ALIGN, ALIGN)
+            lead = (x_start % ALIGN).to(tl.int32)
             begin = STEP
-        stop = tl.maximum((V + lead) // STEP * STEP, begin)
-        x = X + start
-        if LOSS:
-            if known:
-                top = tl.full([LANES], -float("inf"), tl.float32)
-                total = tl.zeros([LANES], tl.float32)
-                exists = (target >= 0) & (target < V)
+            stop = tl.maximum((V + lead) // STEP * STEP, begin)
+            x_start = tl.multiple_of(x_start // ALIGN * ALIGN, ALIGN)
+            out_start = tl.multiple_of(out_start // ALIGN * ALIGN, ALIGN)
+        x = X + x_start
+        out = OUT + out_start
+        if known:
+            if LOSS:
+                lanes = tl.full([LANES], -float("inf"), tl.float32)
+                totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if ALIGN > 1:
-                    top, total = _add(_read(x, 0, lead, V, LANES, DEEP, True)[0], top, total)
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, True)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
-                    top, total = _add(_read(x, at, lead, V, LANES, DEEP, False)[0], top, total)
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, False)[0], lanes, totals)
                 if (ALIGN > 1) | (V % STEP > 0):
-                    top, total = _add(_read(x, stop, lead, V, LANES, DEEP, True)[0], top, total)
-                most = tl.max(top, 0)
-                base = tl.where(most == -float("inf"), 0.0, most)
-                whole = tl.sum(total * tl.exp2((top - base) * _LOG2E), 0)
-                whole = tl.where(exists, whole, float("nan"))
-                tl.store(LOSSES + token, tl.log(whole) + (most - right))
-                tl.store(STATS + token, most)
-                tl.store(STATS + end + token, whole)
+                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, True)[0], lanes, totals)
+                top = tl.max(lanes, 0)
+                base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
+                total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
+                total = tl.where(exists, total, float("nan"))
+                tl.store(LOSSES + token, tl.log(total) + (top - right))
+                if KEEP:
+                    tl.store(STATS + token, top)
+                    tl.store(STATS + size + token, total)
             else:
+                top = tl.load(STATS + token)
+                total = tl.load(STATS + size + token)
+            if GRADIENT:
+                factor = 1.0
+                if SCALED:
+                    factor = tl.load(DLOSSES + token * d_stride).to(tl.float32)
+                share = factor / total
+                if ALIGN > 1:
+                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, True)
+                for at in range(begin, stop, STEP):
+                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, False)
+                if (ALIGN > 1) | (V % STEP > 0):
+                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, True)
+        else:
+            if LOSS:
                 tl.store(LOSSES + token, 0.0)
+            if GRADIENT:
+                for at in range(0, V + lead, STEP):
+                    _clear(out, at, lead, V, LANES, DEEP)
+
+
+class _Tile(NamedTuple):
+    """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor."""
+
+    lanes: int
+    deep: int
+    warps: int
+    programs: int
+
+
+#: By what is written: losses alone, a gradient alone, both. Where both are, few rows are under way, so that they stay in the cache.
+TILES = {(True, False): _Tile(2048, 4, 8, 8), (False, True): _Tile(2048, 4, 8, 8), (True, True): _Tile(8192, 2, 32, 1)}
+CHUNK = 1 << 27  # logits that exist at a time, fused; or those of 1024 tokens
+LEAST = 1024
+SUMS = torch.float32
+
+
+@cache
+def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int, loss: bool, keep: bool,
+            gradient: bool) -> tuple[Launch, int]:
+    lanes, deep, warps, programs = TILES[loss, gradient]
+    if INTERPRETED:
+        lanes, warps = 16, 1
+    lanes = min(lanes, max(triton.next_power_of_2(classes) // deep, 16))
+    *_, offsets, dlosses = dtypes
+    return Launch(loss_kernel, dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=loss,
+                                    KEEP=keep, GRADIENT=gradient, SCALED=dlosses is not None), dict(num_warps=warps)), programs
+
+
+class Targets(NamedTuple):
+    """What the tokens are held against: classes (total,), offsets where they are rows, and what does not count."""
+
+    classes: torch.Tensor
+    offsets: torch.Tensor | None
+    ignored: int
+
+    def known(self) -> torch.Tensor:
+        """(total,) which tokens count."""
+        known = self.classes != self.ignored
+        if self.offsets is not None:
+            known &= torch.arange(known.shape[0], device=known.device) < self.offsets[-1]
+        return known
+
+
+def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Tensor | None = None,
+          stats: torch.Tensor | None = None, out: torch.Tensor | None = None, dlosses: torch.Tensor | None = None) -> None:
+    """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
+
+    Parameters
+    ----------
+    losses
+        (total,) float32, written where given.
+    stats
+        (2, total) float32: written with the losses, or read where they are not given.
+    out
+        (count, classes) the gradient, written where given; may be x.
+    dlosses
+        (total,) the gradient of the losses; 1 by default.
+    """
+    count, classes = x.shape
+    if count == 0:
+        return
+    align = 16 // x.element_size()
+    if (x.stride(0) | (0 if out is None else out.stride(0))) % align == 0 or (out is not None and out.stride(0) != x.stride(0)):
+        align = 1
+    offsets = targets.offsets
+    kinds = (x.dtype, targets.classes.dtype, None if offsets is None else offsets.dtype, None if dlosses is None else dlosses.dtype)
+    launch, programs = _launch(x.device, kinds, classes, align, losses is not None, losses is not None and stats is not None, out is not None)
+    start(launch, min(count, programs * multiprocessors(x.device)),
+          (x, targets.classes, targets.classes if offsets is None else offsets, x if losses is None else losses,
+           x if stats is None else stats, x if dlosses is None else dlosses, x if out is None else out),
+          (x.stride(0), x.stride(0) if out is None else out.stride(0)),
+          (0 if offsets is None else offsets.shape[0] - 1, first, count, targets.classes.shape[0], targets.ignored,
+           0 if dlosses is None else dlosses.stride(0)))
+
+
+def _rowwise(x: torch.Tensor) -> torch.Tensor:
+    """x, (total, size), with the elements of a token side by side."""
+    return x if (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------- alone
+def forward(x: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses (total,) of logits x (total, classes), and what the backward needs to know of each token, (2, total)."""
+    losses, stats = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (x.shape[:1], (2, x.shape[0])))
+    visit(_rowwise(x), targets, losses=losses, stats=stats)
+    return losses, stats
+
+
+def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """The gradient of the logits."""
+    x = _rowwise(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    visit(x, targets, stats=stats, out=out, dlosses=dlosses)
+    return out
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, targets):
+        losses, stats = forward(x, targets)
+        ctx.save_for_backward(x, stats, targets.classes, targets.offsets)
+        ctx.ignored = targets.ignored
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dlosses):
+        x, stats, classes, offsets = ctx.saved_tensors
+        return backward(dlosses, x, stats, Targets(classes, offsets, ctx.ignored)), None
+
+
+@torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
+def _op(x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward(x, Targets(classes, offsets, ignored))
+
+
+@_op.register_fake
+def _(x, classes, offsets, ignored):
+    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty((2, x.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("scree_triton::cross_entropy_backward", mutates_args=())
+def _backward_op(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, classes: torch.Tensor,
+                 offsets: torch.Tensor | None, ignored: int) -> torch.Tensor:
+    return backward(dlosses, x, stats, Targets(classes, offsets, ignored))
+
+
+@_backward_op.register_fake
+def _(dlosses, x, stats, classes, offsets, ignored):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output):
+    x, classes, offsets, ctx.ignored = inputs
+    ctx.save_for_backward(x, output[1], classes, offsets)
+
+
+_op.register_autograd(lambda ctx, dlosses, _: (_backward_op(dlosses, *ctx.saved_tensors, ctx.ignored), None, None, None),
+                      setup_context=_save)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
+    return refuses(call.values)
+
+
+def cross_entropy(call: Any) -> torch.Tensor:
+    """Run a `CrossEntropyCall`."""
+    x, targets = call.values, _targets(call)
+    if torch.compiler.is_compiling():
+        losses = _op(x, *targets)[0]
+    elif x.requires_grad and torch.is_grad_enabled():
+        losses = _CrossEntropy.apply(x, targets)
+    else:
+        losses = forward(x, targets)[0]
+    return losses.sum() if call.summed else losses
+
+
+def _targets(call: Any) -> Targets:
+    offsets = None if call.x is call.values else call.x.offsets.contiguous()
+    return Targets(call.labels.contiguous(), offsets, call.ignore_index)
+
+
+# ---------------------------------------------------------------------------------------------------------------- fused
+class Wanted(NamedTuple):
+    """Which gradients a caller wants."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+NONE = Wanted(False, False, False)
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, wanted: Wanted = NONE,
+          dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
+    """The losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
+
+    Those of weight and bias are added up in float32 over the chunks, and are in float32 where there are several.
+    """
+    (total, width), classes = x.shape, weight.shape[0]
+    losses = torch.empty((total,), dtype=torch.float32, device=x.device)
+    chunk = max(min(total, max(LEAST, CHUNK // classes)), 1)
+    stride = -(-classes // 16) * 16  # so that rows are aligned
+    buffer = torch.empty((chunk, stride), dtype=x.dtype, device=x.device)[:, :classes]
+    sums = SUMS if total > chunk else x.dtype
+    make = torch.empty if total else torch.zeros
+    dx = torch.empty((total, width), dtype=x.dtype, device=x.device) if wanted.x else None
+    dweight = make((classes, width), dtype=sums, device=x.device) if wanted.weight else None
+    dbias = torch.zeros((classes,), dtype=torch.float32, device=x.device) if wanted.bias else None
+    known = targets.known()[:, None] if wanted.weight else None
+    for first in range(0, total, chunk):
+        some = slice(first, min(first + chunk, total))
+        part, logits = x[some], buffer[: some.stop - first]
+        if bias is None:
+            torch.mm(part, weight.mT, out=logits)
+        else:
+            torch.addmm(bias, part, weight.mT, out=logits)
+        visit(logits, targets, first, losses=losses, out=logits if any(wanted) else None, dlosses=dlosses)
+        if dx is not None:
+            torch.mm(logits, weight, out=dx[some])
+        if dweight is not None:
+            _add_product(dweight, logits.mT, torch.where(known[some], part, 0), first > 0)
+        if dbias is not None:
+            dbias += logits.sum(0, dtype=torch.float32)
+    return losses, (dx, dweight, dbias)
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
+    """Write the product of a and b to `out`, or add it; in float32 where that is the dtype of `out`."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=int(more), out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(more), out=out)
+    else:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(more), out=out)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, summed):
+        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
+        ctx.ignored, ctx.summed = targets.ignored, summed
+        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, summed) else NONE
+        losses, gradients = fused(x, weight, bias, targets, early)
+        ctx.gradients = gradients if any(early) else None
+        return losses.sum() if summed else losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss):
+        x, weight, bias, classes, offsets = ctx.saved_tensors
+        # Those of the forward pass are given away; who wants them once more waits for others.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            dlosses = dloss.expand(x.shape[0]) if ctx.summed else dloss
+            _, gradients = fused(x, weight, bias, Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3]), dlosses)
+            dloss = None
+        return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+
+def _early(x: torch.Tensor, summed: bool) -> bool:
+    """Whether gradients are computed in the forward pass."""
+    return summed and x.dtype != torch.float16
+
+
+def _finished(gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A gradient times a number, in the dtype of the inputs, on its own memory where it has that dtype."""
+    if gradient is None or factor is None:
+        return gradient if gradient is None else gradient.to(dtype)
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor)
+    return torch.mul(gradient, factor, out=torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
+
+
+def _or_empty(gradients: Gradients, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(like.new_empty((0,)) if g is None else g.to(like.dtype) for g in gradients)
+
+
+@torch.library.custom_op("scree_triton::linear_cross_entropy", mutates_args=())
+def _fused_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, classes: torch.Tensor,
+              offsets: torch.Tensor | None, ignored: int, summed: bool, early: bool) -> tuple[
+                  torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wanted = Wanted(early, early, early and bias is not None)
+    losses, gradients = fused(x, weight, bias, Targets(classes, offsets, ignored), wanted)
+    return losses.sum() if summed else losses, *_or_empty(gradients, x)
+
+
+@_fused_op.register_fake
+def _(x, weight, bias, classes, offsets, ignored, summed, early):
+    loss = x.new_empty(() if summed else x.shape[:1], dtype=torch.float32)
+    return loss, *(x.new_empty((0,) if p is None or not early else p.shape) for p in (x, weight, bias))
+
+
+@torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
+def _fused_backward_op(dlosses: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                       classes: torch.Tensor, offsets: torch.Tensor | None,
+                       ignored: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wanted = Wanted(True, True, bias is not None)
+    return _or_empty(fused(x, weight, bias, Targets(classes, offsets, ignored), wanted, dlosses)[1], x)
+
+
+@_fused_backward_op.register_fake
+def _(dlosses, x, weight, bias, classes, offsets, ignored):
+    return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
+
+
+def _save_fused(ctx, inputs, output):
+    x, weight, bias, classes, offsets, ctx.ignored, ctx.summed, ctx.early = inputs
+    ctx.biased = bias is not None
+    ctx.save_for_backward(*(output[1:] if ctx.early else (x, weight, bias, classes, offsets)))
+
+
+def _differentiate_fused(ctx, dloss, *_):
+    if ctx.early:
+        dx, dweight, dbias = (g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+    else:
+        dlosses = dloss.expand(ctx.saved_tensors[0].shape[0]) if ctx.summed else dloss
+        dx, dweight, dbias = _fused_backward_op(dlosses, *ctx.saved_tensors, ctx.ignored)
+    return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
+
+
+_fused_op.register_autograd(_differentiate_fused, setup_context=_save_fused)
+
+
+def linear_cross_entropy(call: Any) -> torch.Tensor:
+    """Run a `LinearCrossEntropyCall`."""
+    x, weight, bias, targets = _rowwise(call.values), call.weight, call.bias, _targets(call)
+    wants = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias))
+    if torch.compiler.is_compiling():
+        return _fused_op(x, weight, bias, *targets, call.summed, wants and _early(x, call.summed))[0]
+    if wants:
+        return _Fused.apply(x, weight, bias, targets, call.summed)
+    losses = fused(x, weight, bias, targets)[0]
+    return losses.sum() if call.summed else losses

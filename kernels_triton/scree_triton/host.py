@@ -3,7 +3,7 @@ from functools import cache
 
 import torch
 
-from .launch import INTERPRETED, Launch
+from .launch import INTERPRETED, Launch, current_device
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -12,11 +12,20 @@ def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], str
           numbers: tuple[int | float, ...]) -> None:
     """Launch on the device of the pointers, whichever is the current one."""
     index = pointers[0].get_device()
-    if INTERPRETED or index == torch.cuda.current_device():
+    if INTERPRETED or index == current_device():
         launch(programs, pointers, strides, numbers)
     else:
         with torch.cuda.device(index):
             launch(programs, pointers, strides, numbers)
+
+
+def differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd must hear of what is done to the tensors."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 @cache

@@ -11,7 +11,9 @@ INTERPRETED = knobs.runtime.interpret
 _MOST_ENCODED = 4096
 # The interface of the launcher that Triton generates in C is its own affair; this is the one that is known here.
 _KNOWN = triton.__version__.startswith("3.6.")
+# What torch.cuda calls, without its check that CUDA is initialized: tensors on the device are there already.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

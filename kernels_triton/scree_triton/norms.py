@@ -1,8 +1,9 @@
 """RMS norm and layer norm, forward and backward: one kernel each way, `CENTRE` says whether the mean goes.
 
-The forward reads and writes every element once; with a residual it adds that first and writes the sum too. The backward computes the statistics again from the row that it needs
-anyway, so that the forward saves none; a fixed number of programs walk over the tokens and each keeps its share of the
-gradients of weight and bias, which a second small kernel adds up in a fixed order: equal inputs give equal bits.
+The forward reads and writes every element once; with a residual it adds that first and writes the sum too. The backward
+computes the statistics again from the row that it needs anyway, so that the forward saves none; a fixed number of programs
+walk over the tokens and each keeps its share of the gradients of weight and bias, which a second small kernel adds up in a
+fixed order: equal inputs give equal bits.
 """
 from functools import cache
 from typing import Any
@@ -11,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import multiprocessors, refuses, start
+from .host import differentiated, multiprocessors, refuses, start
 from .launch import Launch
 
 _WIDEST = 16384
-_COLUMNS = 64  # of a program that adds up,
-_PARTS = 32  # and how many parts it reads at a time
+_COLUMNS = 16  # of a program that adds up,
+_PARTS = 128  # and how many parts it reads at a time
 
 
 @triton.jit
@@ -136,15 +137,15 @@ def add_kernel(PARTS, DW, DB, parts, D: tl.constexpr, DO_DW: tl.constexpr, DO_DB
 
 
 def _forward_shape(block: int) -> tuple[int, int]:
-    """By the padded width: tokens and warps of a program."""
-    return max(1, 2048 // block), min(max(block // 512, 4), 16)
+    """By the padded width: tokens and warps of a program. Measured on an H100, as the other shapes here."""
+    return max(1, 4096 // block), min(max(block // 1024, 4), 16)
 
 
 def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
     """By the padded width and bytes of an element: tokens and warps of a program, programs a multiprocessor, and stages."""
-    warps = min(max(block // 512, 4), 16)
+    warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
     # Stages hold the next rows of x and dy in shared memory, of which the smallest devices have 99 KB.
-    return max(1, 1024 // block), warps, max(1, 16 // warps), 3 if block * itemsize <= 16384 else 1
+    return max(1, 512 * warps // block), warps, 16 // warps, 3 if block * itemsize <= 16384 else 1
 
 
 @cache
@@ -174,16 +175,16 @@ def _backward_launches(device: torch.device, x: torch.dtype, dy: torch.dtype, we
 def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
             centre: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x over its last axis, contiguous, and what was normalised: x or its sum with the residual."""
-    x, add = _even(x), residual is not None
-    width = x.shape[-1]
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    residual, total = (_even(residual), torch.empty_like(y)) if residual is not None else (x, x)
+    y, add, width = torch.empty_like(x, memory_format=torch.contiguous_format), residual is not None, x.shape[-1]
+    total = torch.empty_like(y) if add else x
     count = y.numel() // width
     if count > 0:
         launch, rows = _forward_launch(x.device, x.dtype, None if weight is None else weight.dtype,
                                        None if bias is None else bias.dtype, width, centre, add)
+        x, stride = _even(x)
+        residual, residual_stride = (x, stride) if residual is None else _even(residual)
         start(launch, -(-count // rows), (x, residual, x if weight is None else weight, x if bias is None else bias, y, total),
-              (_stride(x), _stride(residual), width), (count, eps))
+              (stride, residual_stride, width), (count, eps))
     return y, total
 
 
@@ -191,11 +192,10 @@ def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsu
              centre: bool, weight_too: bool,
              bias_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of x, which was normalised, of the weight and of a bias of this dtype; dsum is what reaches x besides."""
-    x, dy, device, width, add = _even(x), _even(dy), x.device, x.shape[-1], dsum is not None
-    dsum = dy if dsum is None else _even(dsum)
-    count = x.numel() // width
+    device, width = x.device, x.shape[-1]
     first, second, rows, most = _backward_launches(device, x.dtype, dy.dtype, None if weight is None else weight.dtype,
-                                                   bias_dtype, width, centre, add, weight_too)
+                                                   bias_dtype, width, centre, dsum is not None, weight_too)
+    count = x.numel() // width
     programs = min(-(-count // rows), most)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dw = torch.empty_like(weight) if weight_too and weight is not None else None
@@ -203,24 +203,23 @@ def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsu
     summed = dw is not None or db is not None
     parts = torch.empty((2, programs, width), dtype=torch.float32, device=device) if summed else dx
     if programs > 0:
+        x, stride = _even(x)
+        dy, dy_stride = _even(dy)
+        dsum, dsum_stride = (dy, dy_stride) if dsum is None else _even(dsum)
         start(first, programs, (x, x if weight is None else weight, dy, dsum, dx, parts),
-              (_stride(x), _stride(dy), _stride(dsum), width), (count, eps))
+              (stride, dy_stride, dsum_stride, width), (count, eps))
     if summed:
         start(second, -(-width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
     return dx, dw, db
 
 
-def _even(x: torch.Tensor) -> torch.Tensor:
-    """x with its tokens at equal distances and the elements of each side by side; itself where that is so."""
+def _even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Values with tokens at equal distances and the elements of each side by side, a copy where it must be; the distance."""
     if x.is_contiguous():
-        return x
+        return x, x.shape[-1]
     x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def _stride(x: torch.Tensor) -> int:
-    """From token to token."""
-    return x.stride(-2) if x.ndim > 1 else x.shape[-1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, x.stride(0)
 
 
 class _Norm(torch.autograd.Function):
@@ -293,7 +292,7 @@ def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | 
     if torch.compiler.is_compiling():
         y, *more = _op(x, residual, weight, bias, eps, centre)
         return y, more[0] if more else x
-    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, residual, weight, bias)):
+    if differentiated(x, residual, weight, bias):
         found = _Norm.apply(x, residual, weight, bias, eps, centre)
         return (found, x) if residual is None else found
     return forward(x, residual, weight, bias, eps, centre)

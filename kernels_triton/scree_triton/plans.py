@@ -3,18 +3,20 @@
 A plan holds what follows from a call's static facts (device, dtype, shapes but for the number of tokens, strides, kind of
 mask). Plans are cached, so that a call only allocates its results and launches.
 """
+import os
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from . import portable
-from .launch import Launch, ragged
+from .launch import Launch, current_device, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, Tile, portable_tiles
+from .tuned import GLUON, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
+AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"  # measure the tiles of portable kernels at the first call of a kind
 GLUON_KNOWN = triton.__version__.startswith("3.6.")  # Gluon changes between versions, and so does what it compiles to
 
 
@@ -28,7 +30,7 @@ class Spec(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of queries and keys, and the dict (or None) in which their tile maps are kept."""
+    """The rows of queries and keys, and the dict (or None) of the queries' rows in which the tile maps are kept."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -46,10 +48,14 @@ class Rows(NamedTuple):
                after: int) -> torch.Tensor:
         if self.memo is None:
             return tile_map(offsets, other, total, block, before, after)
-        key = side, id(offsets), id(other), total, block, before, after
+        key = side, id(self.k), total, block, before, after
         found = self.memo.get(key)
-        if found is None:  # the offsets are kept beside the map, so that their ids stay theirs
-            found = self.memo[key] = tile_map(offsets, other, total, block, before, after), offsets, other
+        if found is None:
+            tiles = tile_map(offsets, other, total, block, before, after)
+            if offsets.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return tiles  # which belong to the graph, and are not there before it runs
+            # The keys' offsets are kept beside the map, so that their id stays theirs.
+            found = self.memo[key] = tiles, None if self.k is self.q else self.k
         return found[0]
 
 
@@ -79,7 +85,10 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Sp
         if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
             _PLANS.clear()
         shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
-        found = _PLANS[key] = _plan(q.device, q.dtype, shapes, *key[9:])
+        found = _plan(q.device, q.dtype, shapes, *key[9:])
+        if AUTOTUNE and isinstance(found, PortablePlan) and total > 0 and total_k > 0:
+            found = found.tuned(q, k, v, rows, spec)
+        _PLANS[key] = found
     return found
 
 
@@ -122,7 +131,7 @@ class Plan:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
-        if self.index is not None and self.index != torch.cuda.current_device():
+        if self.index is not None and self.index != current_device():
             with torch.cuda.device(self.index):
                 return self.forward(q, k, v, slopes, rows, spec)
         out = q.new_empty((q.shape[0], self.heads, self.v.dim))
@@ -135,7 +144,7 @@ class Plan:
                  lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
                  spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, contiguous; dlse has the shape of lse."""
-        if self.index is not None and self.index != torch.cuda.current_device():
+        if self.index is not None and self.index != current_device():
             with torch.cuda.device(self.index):
                 return self.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
         if dout is None:
@@ -152,14 +161,16 @@ class PortablePlan(Plan):
     """Plain Triton: one program a tile and head."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool,
-                 right: bool, softcap: bool, alibi: bool, tf32: bool):
+                 right: bool, softcap: bool, alibi: bool, tf32: bool, tiles: Tiles | None = None):
         super().__init__(device, dtype, shapes)
+        self.features = dict(left=left, right=right, softcap=softcap, alibi=alibi, tf32=tf32)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.dim, self.v.dim))
         if any(stride % 16 for x in shapes for stride in (x.stride, x.head)):
             # Loads of such strides are not pipelined, and then Triton 3.6 gives too little shared memory to two widths.
             block_d = block_dv = max(block_d, block_dv)
-        self.tiles = portable_tiles(capability, dtype.itemsize, max(block_d, block_dv))
+        self.kind = dtype.itemsize, max(block_d, block_dv, 32)
+        self.tiles = tiles or portable_tiles(capability, *self.kind)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, tile: Tile, **more: Any) -> Launch:
@@ -171,6 +182,17 @@ class PortablePlan(Plan):
         self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
         self.dq_launches = [launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)]
         self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv)
+
+    def tuned(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec) -> "PortablePlan":
+        """The same plan with the tiles that are the fastest for these arguments."""
+        from .autotune import measured
+
+        def make(tiles: Tiles) -> PortablePlan:
+            return PortablePlan(self.device, self.dtype, (self.q, self.k, self.v), **self.features, tiles=tiles)
+
+        features = tuple(name for name, has in self.features.items() if has)
+        return make(measured((self.device, *self.kind, self.dtype, *features), make, self.tiles, q, k, v, rows, spec,
+                             self.features["alibi"]))
 
     def _takes(self, dout: torch.Tensor) -> bool:
         return dout.stride(2) == 1

@@ -1,45 +1,27 @@
 """Rotary position embedding of the rows of a ragged array, forward and backward: the same kernel, turned the other way.
 
-A program turns a few tokens, all heads of each; the angles of a token are computed once for all its heads. The row of a
-token is found by bisection, so that positions restart in each row without an array of positions. Queries and keys that
-are slices of one tensor (total, heads, head_dim) are turned by one launch on both.
+A program turns a few tokens, all heads of each, of the queries and of the keys; the angles of a token are computed once for
+all of them. The row of a token is found by bisection, so that positions restart in each row without an array of positions.
 """
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import refuses, start
+from .host import differentiated, refuses, start
 from .launch import Launch
 
 _ELEMENTS = 4096  # elements that a program turns at a time
 _TOKENS = 8  # of a program
 
 
-@triton.jit(do_not_specialize=("n", "total", "bisections", "heads", "sign"))
-def rope_kernel(X, OUT, OFFSETS, START, x_stride, x_head, n, total, bisections, heads, sign, DIM: tl.constexpr,
-                HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, RATE: tl.constexpr,
-                INTERLEAVED: tl.constexpr, HAS_START: tl.constexpr):
-    """OUT (total, heads, DIM): pair i of the token at position p turned by ``sign * p * exp(-RATE * i)``."""
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    low = tl.zeros([TOKENS], tl.int32)
-    high = tl.zeros([TOKENS], tl.int32) + n
-    for _ in range(bisections):
-        middle = (low + high) // 2
-        inside = tl.load(OFFSETS + middle) <= tokens
-        low = tl.where(inside, middle, low)
-        high = tl.where(inside, high, middle)
-    position = tokens - tl.load(OFFSETS + low)
-    if HAS_START:
-        position += tl.load(START + low)
-    pair = tl.arange(0, HALF)
-    # The rates in float64: an angle is thousands of turns, and its error that of the rate.
-    angle = (position * sign).to(tl.float32)[:, None] * tl.exp(pair.to(tl.float64) * -RATE).to(tl.float32)[None, :]
-    cos = tl.cos(angle)[:, None, :]
-    sin = tl.sin(angle)[:, None, :]
+@triton.jit
+def _turn(X, OUT, tokens, total, x_stride, x_head, heads, pair, cos, sin, DIM: tl.constexpr, HALF: tl.constexpr,
+          HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """All heads of some tokens by angles (TOKENS, 1, HALF)."""
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         mask = (tokens < total)[:, None] & (head < heads)[None, :]
@@ -60,6 +42,31 @@ def rope_kernel(X, OUT, OFFSETS, START, x_stride, x_head, n, total, bisections, 
             tl.store(out + DIM // 2 + each, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=("n", "total", "bisections", "q_heads", "k_heads", "sign"))
+def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, k_head, n, total, bisections, q_heads, k_heads,
+                sign, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, RATE: tl.constexpr,
+                INTERLEAVED: tl.constexpr, HAS_START: tl.constexpr):
+    """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * exp(-RATE * i)``; K the same."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    low = tl.zeros([TOKENS], tl.int32)
+    high = tl.zeros([TOKENS], tl.int32) + n
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        inside = tl.load(OFFSETS + middle) <= tokens
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle)
+    position = tokens - tl.load(OFFSETS + low)
+    if HAS_START:
+        position += tl.load(START + low)
+    pair = tl.arange(0, HALF)
+    # The rates in float64: an angle is thousands of turns, and its error that of the rate.
+    angle = (position * sign).to(tl.float32)[:, None] * tl.exp(pair.to(tl.float64) * -RATE).to(tl.float32)[None, :]
+    cos = tl.cos(angle)[:, None, :]
+    sin = tl.sin(angle)[:, None, :]
+    _turn(Q, Q_OUT, tokens, total, q_stride, q_head, q_heads, pair, cos, sin, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+    _turn(K, K_OUT, tokens, total, k_stride, k_head, k_heads, pair, cos, sin, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+
+
 @cache
 def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None, heads: int, dim: int,
             rate: float, interleaved: bool) -> Launch:
@@ -69,51 +76,79 @@ def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dt
                                     HAS_START=start_dtype is not None), dict(num_warps=4))
 
 
-def turn(x: torch.Tensor, offsets: torch.Tensor, first: torch.Tensor | None, rate: float, interleaved: bool,
-         sign: int) -> torch.Tensor:
-    """Turn x, (total, heads, dim), by `sign` times the angles that grow with the position; contiguous."""
+class Turn(NamedTuple):
+    """How to turn: the rows, the position of the first token of each or None, the rate of the angles, and which are pairs."""
+
+    offsets: torch.Tensor
+    start: torch.Tensor | None
+    rate: float
+    interleaved: bool
+
+
+def turn(q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn q and k, (total, ..., dim), by `sign` times the angles that grow with the position; contiguous."""
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_out = None if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
+    q, (q_heads, dim, *q_strides) = _heads(q)
+    k, (k_heads, _, *k_strides) = (q, (0, 0, *q_strides)) if k is None else _heads(k)
+    total, n = q.shape[0], how.offsets.shape[0] - 1
+    if total and q_heads + k_heads:
+        launch = _launch(q.device, q.dtype, how.offsets.dtype, None if how.start is None else how.start.dtype,
+                         max(q_heads, k_heads), dim, how.rate, how.interleaved)
+        start(launch, -(-total // _TOKENS),
+              (q, k, q_out, q_out if k_out is None else k_out, how.offsets, how.offsets if how.start is None else how.start),
+              (*q_strides, *k_strides), (n, total, n.bit_length(), q_heads, k_heads, sign))
+    return q_out, k_out
+
+
+def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+    """Values as (total, heads, dim) with the elements of a head side by side; heads, dim, and the strides of tokens and heads."""
+    if x.ndim != 3:
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     if x.stride(2) != 1:
         x = x.contiguous()
-    total, heads, dim = x.shape
-    out = torch.empty((total, heads, dim), dtype=x.dtype, device=x.device)
-    if out.numel():
-        n = offsets.shape[0] - 1
-        kind = x.device, x.dtype, offsets.dtype, None if first is None else first.dtype
-        launch = _launch(*kind, heads, dim, rate, interleaved)
-        start(launch, -(-total // _TOKENS), (x, out, offsets, offsets if first is None else first), x.stride()[:2],
-              (n, total, n.bit_length(), heads, sign))
-    return out
+    return x, (*x.shape[1:], *x.stride()[:2])
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *args):
-        ctx.args = args
-        return turn(x, *args, 1)
+    def forward(ctx, q, k, how):
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        q, k = turn(q, k, how, 1)
+        return q if k is None else (q, k)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        return turn(dy, *ctx.args, -1), None, None, None, None
+    def backward(ctx, dq, dk=None):
+        if dq is None:
+            return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None
+        return *turn(dq, dk, ctx.how, -1), None
 
 
 @torch.library.custom_op("scree_triton::rope", mutates_args=())
-def _op(x: torch.Tensor, offsets: torch.Tensor, start: torch.Tensor | None, rate: float, interleaved: bool,
-        sign: int) -> torch.Tensor:
-    return turn(x, offsets, start, rate, interleaved, sign)
+def _op(q: torch.Tensor, k: torch.Tensor | None, offsets: torch.Tensor, start: torch.Tensor | None, rate: float,
+        interleaved: bool, sign: int) -> list[torch.Tensor]:
+    return [x for x in turn(q, k, Turn(offsets, start, rate, interleaved), sign) if x is not None]
 
 
 @_op.register_fake
-def _(x, offsets, start, rate, interleaved, sign):
-    return x.new_empty(x.shape)
+def _(q, k, offsets, start, rate, interleaved, sign):
+    return [x.new_empty(x.shape) for x in (q, k) if x is not None]
 
 
 def _save(ctx, inputs, output):
-    _, offsets, start, *ctx.how, ctx.sign = inputs
+    _, k, offsets, start, *ctx.how, ctx.sign = inputs
+    ctx.both = k is not None
     ctx.save_for_backward(offsets, start)
 
 
-_op.register_autograd(lambda ctx, dy: (_op(dy, *ctx.saved_tensors, *ctx.how, -ctx.sign), *(None,) * 5), setup_context=_save)
+def _differentiate(ctx, grads):
+    dq, *dk = _op(grads[0], grads[1] if ctx.both else None, *ctx.saved_tensors, *ctx.how, -ctx.sign)
+    return dq, dk[0] if dk else None, *(None,) * 5
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def rejects(call: Any) -> str | None:
@@ -126,14 +161,15 @@ def rejects(call: Any) -> str | None:
 
 def run(call: Any) -> Any:
     """Run a `RopeCall`."""
-    values = call.x.values
-    x = values.reshape(values.shape[0], math.prod(values.shape[1:-1]), values.shape[-1])
-    first = None if call.start is None else call.start.contiguous()
-    args = call.x.offsets.contiguous(), first, math.log(call.theta) * 2 / x.shape[2], call.interleaved
+    x, q, k = call.x, call.x.values, None if call.k is None else call.k.values
+    how = Turn(x.offsets.contiguous(), None if call.start is None else call.start.contiguous(),
+               math.log(call.theta) * 2 / q.shape[-1], call.interleaved)
     if torch.compiler.is_compiling():
-        out = _op(x, *args, 1)
-    elif x.requires_grad and torch.is_grad_enabled():
-        out = _Rope.apply(x, *args)
+        q, *more = _op(q, k, *how, 1)
+        k = more[0] if more else None
+    elif differentiated(q, k):
+        found = _Rope.apply(q, k, how)
+        q, k = (found, None) if k is None else found
     else:
-        out = turn(x, *args, 1)
-    return call.x.with_values(out.view(values.shape))
+        q, k = turn(q, k, how, 1)
+    return x.with_values(q) if k is None else (x.with_values(q), call.k.with_values(k))

@@ -18,6 +18,9 @@ _MOST_TILES = 32  # that a program reads one after another rather than cut a row
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
 OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY, "all": shares.ALL}
+_ARGS = (shares.ARGMAX.value, shares.ARGMIN.value)
+_SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
+
 
 class Rows(NamedTuple):
     """The rows that a call runs over: offsets, and a bound on the longest that is known on the host, or None."""
@@ -34,7 +37,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _identity(op: int, dtype: torch.dtype) -> float | int:
-    if op in (shares.MAX.value, shares.MIN.value, shares.LSE.value):
+    if op in (shares.MAX.value, shares.MIN.value, shares.LSE.value, *_ARGS):
         sign = 1 if op == shares.MIN.value else -1
         if dtype.is_floating_point:
             return sign * float("inf")
@@ -59,12 +62,15 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
     a, b
         Operands with one entry a row, (n, ...), contiguous.
     dtype
-        Of the reduction and its result; by default the accumulator's of x.
+        Of the reduction and its result; by default the accumulator's of x. Of scans that of the result, and of the place of an
+        extremum an integer one.
     """
     total, n = x.shape[0], rows.offsets.shape[0] - 1
-    acc = accumulator(x.dtype if dtype is None else dtype)
+    arg, scan = op.value in _ARGS, map.value in _SCANS
+    acc = accumulator(x.dtype if dtype is None or arg else dtype)
+    held = torch.int64 if arg else acc
     if map.value:
-        out = x if map.value == shares.COPY.value else torch.empty_like(x)
+        out = x if map.value == shares.COPY.value else torch.empty_like(x, dtype=dtype)
     else:
         out = torch.empty((n, *x.shape[1:]), dtype=acc if dtype is None else dtype, device=x.device)
     if out.numel() == 0:
@@ -72,17 +78,18 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
     width = math.prod(x.shape[1:])
     plan = _plan(x.device, total, n, rows.max_length, width)
     dtypes = tuple(p if p is None else p.dtype for p in (x, y, a, b, out, rows.offsets))
-    first, add, again = _launches(x.device, dtypes, acc, op.value, map.value, plan.group, plan.mean, width)
+    first, between, again = _launches(x.device, dtypes, acc, held, op.value, map.value, plan.group, plan.mean, width)
     cut = plan.cut and op.value > 0
     x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    parts = torch.empty((plan.shares, 2, 2, width), dtype=acc, device=x.device) if cut else kept
+    parts = torch.empty((plan.shares, 2, 2, width), dtype=held, device=x.device) if cut else kept
     tails = torch.empty((plan.shares,), dtype=torch.int32, device=x.device) if op.value else rows.offsets
-    stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value else kept
+    stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value and not scan else kept
     pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, tails,
                 rows.offsets)
     start(first, plan.programs, pointers, (), plan.numbers)
     if cut:
-        start(add, plan.programs, (parts, tails, stats, rows.offsets), (), plan.numbers[:3])
+        where = (parts, tails, rows.offsets) if scan else (parts, tails, stats, rows.offsets)
+        start(between, plan.programs, where, (), plan.numbers[:3])
         if map.value:
             start(again, plan.programs, pointers, (), plan.numbers)
     return out
@@ -123,18 +130,19 @@ def _block(width: int) -> int:
 
 
 @cache
-def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], acc: torch.dtype, op: int, map: int, group: int,
-              mean: int, width: int) -> tuple[Launch, Launch, Launch]:
-    """The first visit, what adds the parts of long rows up, and the second visit, for x, y, a, b, ... of these dtypes."""
+def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], acc: torch.dtype, held: torch.dtype, op: int,
+              map: int, group: int, mean: int, width: int) -> tuple[Launch, Launch, Launch]:
+    """The first visit, what works on the parts of long rows, and the second visit, for x, y, a, b, ... of these dtypes."""
     _, y, a, b, *_ = dtypes
     block = _block(width)
     reads = 2 if y is not None else int(map != shares.COPY.value)
-    same = dict(IDENTITY=_identity(op, acc), C=width, BC=block)
-    more = dict(G=group, W=mean, READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc])
+    same = dict(IDENTITY=_identity(op, held), C=width, BC=block)
+    more = dict(G=group, W=mean, READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc], KEPT=_ACC[held])
     visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, AGAIN=again, **same, **more), dict(num_warps=4))
               for again in (False, True)]
-    add = Launch(shares.add_kernel, dict(OP=op, MAP=map, **same, F=max(1, 1024 // block), ACC=_ACC[acc]), dict(num_warps=4))
-    return visits[0], add, visits[1]
+    kernel = shares.before_kernel if map in _SCANS else shares.add_kernel
+    between = Launch(kernel, dict(OP=op, MAP=map, **same, F=max(1, 1024 // block)), dict(num_warps=4))
+    return visits[0], between, visits[1]
 
 
 def _reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:

@@ -24,6 +24,8 @@ LSE = tl.constexpr(7)  # two numbers: the maximum m and sum(exp(x - m))
 DOT = tl.constexpr(8)  # sum(x * y)
 SUM_Y = tl.constexpr(9)  # sum(y)
 EQUAL = tl.constexpr(10)  # how many x are a
+ARGMAX = tl.constexpr(11)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
+ARGMIN = tl.constexpr(12)
 
 # What each token becomes; u, v are what its row reduced to, a and b operands with one entry a row.
 COPY = tl.constexpr(1)  # a
@@ -33,6 +35,8 @@ WEIGHTED = tl.constexpr(4)  # exp(x - u) / v * a
 SOFTMAX_BACKWARD = tl.constexpr(5)  # x * (y - u)
 LOG_SOFTMAX_BACKWARD = tl.constexpr(6)  # y - exp(x) * u
 PICK = tl.constexpr(7)  # b / u where x is a, else 0
+RUNNING = tl.constexpr(8)  # the SUM or PROD of the tokens up to it
+RUNNING_BACK = tl.constexpr(9)  # the SUM of it and the tokens behind it
 
 _WIDE = tl.constexpr(512)
 WIDE = 512
@@ -109,15 +113,29 @@ def _finite(m):
 
 
 @triton.jit
-def _nothing(like, IDENTITY: tl.constexpr):
-    """What no tokens reduce to."""
-    u = tl.full(like.shape, IDENTITY, like.dtype)
-    return u, tl.zeros_like(u)
+def _nothing(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """What no tokens reduce to, (G, BC, 1)."""
+    return tl.full([G, BC, 1], IDENTITY, KEPT), tl.zeros([G, BC, 1], KEPT)
 
 
 @triton.jit
-def _step(u, v, x, y, a, valid, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """Reduce tokens (G, BC, W) into what the rows have so far, (G, BC, 1)."""
+def _key(x, place, OP: tl.constexpr):
+    """One 64-bit number for x and its place in the row: the greatest is the first extremum."""
+    if x.dtype.is_floating():
+        bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    else:
+        order = x
+    if OP == ARGMIN:
+        order = ~order
+    if x.dtype.is_floating():
+        order = tl.where(x != x, 0x7FFFFFFF, order)
+    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - place.to(tl.int64))
+
+
+@triton.jit
+def _step(u, v, x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr):
+    """Reduce tokens (G, BC, W), at these places in their rows, (G, W), into what the rows have so far, (G, BC, 1)."""
     valid = valid[:, None, :]
     if OP == LSE:
         x = tl.where(valid, x, -float("inf"))
@@ -125,6 +143,8 @@ def _step(u, v, x, y, a, valid, OP: tl.constexpr, IDENTITY: tl.constexpr):
         low = _finite(m)
         v = v * tl.where(u == -float("inf"), 1.0, tl.exp(_finite(u) - low)) + tl.sum(tl.exp(x - low), 2, keep_dims=True)
         u = m
+    elif (OP == ARGMAX) | (OP == ARGMIN):
+        u = tl.maximum(u, tl.max(tl.where(valid, _key(x, place[:, None, :], OP), IDENTITY), 2, keep_dims=True))
     elif OP == PROD:
         u *= tl.reduce(tl.where(valid, x, IDENTITY), 2, _times, keep_dims=True)
     elif OP == MAX:
@@ -167,8 +187,19 @@ def _made(x, y, u, v, a, b, MAP: tl.constexpr):
 
 
 @triton.jit
-def _result(u, v, OP: tl.constexpr):
+def _run(x, u, valid, MAP: tl.constexpr, OP: tl.constexpr, IDENTITY: tl.constexpr):
+    """What tokens (G, BC, W) become that run on from u, (G, BC, 1), and what the tokens after them run on from."""
+    x = tl.where(valid[:, None, :], x, IDENTITY)
+    if OP == PROD:
+        return tl.cumprod(x, 2) * u, tl.reduce(x, 2, _times, keep_dims=True) * u
+    return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, tl.sum(x, 2, keep_dims=True) + u
+
+
+@triton.jit
+def _result(u, v, OP: tl.constexpr, IDENTITY: tl.constexpr):
     """The number that a reduction gives."""
+    if (OP == ARGMAX) | (OP == ARGMIN):
+        u = tl.where(u == IDENTITY, -1, 0xFFFFFFFF - (u & 0xFFFFFFFF))
     if OP == LSE:
         u = tl.where(v == 0.0, -float("inf"), _finite(u) + tl.log(tl.where(v == 0.0, 1.0, v)))
     return u
@@ -208,23 +239,31 @@ def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.c
 
 
 @triton.jit
-def _reduce_flat(X, Y, a, t0, t1, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-                 F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
-    """Reduce the tokens [t0, t1) of one row."""
-    u, v = _nothing(tl.zeros([1, BC, 1], ACC), IDENTITY)
+def _reduce_flat(X, Y, a, start, t0, t1, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+                 F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
+    u, v = _nothing(1, BC, IDENTITY, KEPT)
     for at in range(t0 // 16 * 16 if C == 1 else t0, t1, F):
         x, y, valid = _chunk(X, Y, at, t0, t1, columns, C, BC, F, READS, ACC)
-        u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
+        u, v = _step(u, v, x, y, a, valid, at - start + tl.arange(0, F)[None, :], OP, IDENTITY)
     return u, v
 
 
 @triton.jit
-def _map_flat(X, Y, OUT, u, v, a, b, real, t0, t1, columns, MAP: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-              F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
+def _map_flat(X, Y, OUT, u, v, a, b, real, t0, t1, columns, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+              C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
     """Write what the tokens [t0, t1) of one row become."""
-    for at in range(t0 // 16 * 16 if C == 1 else t0, t1, F):
+    begin = t0 // 16 * 16 if C == 1 else t0
+    for done in range(0, t1 - begin, F):
+        at = begin + done
+        if MAP == RUNNING_BACK:
+            at = begin + (t1 - begin - 1) // F * F - done
         x, y, valid = _chunk(X, Y, at, t0, t1, columns, C, BC, F, READS, ACC)
-        made = tl.where(real, _made(x, y, u, v, a, b, MAP), 0.0)
+        if (MAP == RUNNING) | (MAP == RUNNING_BACK):
+            made, u = _run(x, u, valid, MAP, OP, IDENTITY)
+        else:
+            made = _made(x, y, u, v, a, b, MAP)
+        made = tl.where(real, made, 0)
         each = tl.arange(0, F)[None, :]
         if C == 1:
             at = tl.multiple_of(at, 16)
@@ -241,17 +280,20 @@ def _map_flat(X, Y, OUT, u, v, a, b, real, t0, t1, columns, MAP: tl.constexpr, C
 @triton.jit
 def _row(X, Y, A, B, ROWS, OUT, row, start, end, n, columns, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
          C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
-         ACC: tl.constexpr):
+         ACC: tl.constexpr, KEPT: tl.constexpr):
     """One whole row."""
     one = row + tl.zeros([1], tl.int32)
     a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
-    u, v = _reduce_flat(X, Y, a, start, end if OP != NONE else start, columns, OP, IDENTITY, C, BC, F, READS, ACC)
+    if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
+        u, v = _nothing(1, BC, IDENTITY, KEPT)
+    else:
+        u, v = _reduce_flat(X, Y, a, start, start, end, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
     if MAP == NONE:
-        _keep(ROWS, _result(u, v, OP), one, one < n, columns, C)
+        _keep(ROWS, _result(u, v, OP, IDENTITY), one, one < n, columns, C)
     else:
         if OP == LSE:
             u = _finite(u)
-        _map_flat(X, Y, OUT, u, v, a, b, row < n, start, end, columns, MAP, C, BC, F, READS, ACC)
+        _map_flat(X, Y, OUT, u, v, a, b, row < n, start, end, columns, OP, MAP, IDENTITY, C, BC, F, READS, ACC)
 
 
 @triton.jit
@@ -275,13 +317,15 @@ def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
 @triton.jit(do_not_specialize=("n", "total", "share", "stride"))
 def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, stride, OP: tl.constexpr, MAP: tl.constexpr,
                  AGAIN: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr,
-                 W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
-    """The rows of one share: ROWS (n, C), or with MAP the tokens OUT (total, C).
+                 W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
+                 KEPT: tl.constexpr):
+    """The rows of one share: ROWS (n, C), or with MAP the tokens OUT (total, C). Tokens are read as ACC and reduced in KEPT.
 
     Long rows: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its beginning of a later one (1)
     reduce to, TAILS (shares,) that later row or -1. AGAIN is the second visit, which maps the tokens of long rows by what
-    `add_kernel` has left in ROWS (2, n, C).
+    `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
     """
+    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     F: tl.constexpr = G * W
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
     program = tl.program_id(0)
@@ -305,16 +349,17 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 tail = row.to(tl.int32)
                 one = row + tl.zeros([1], tl.int64)
                 a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
+                part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
                 if AGAIN or OP == NONE:
-                    u = tl.zeros([1, BC, 1], ACC)
-                    v = u
-                    if AGAIN:
+                    u, v = _nothing(1, BC, IDENTITY, KEPT)
+                    if AGAIN and RUN:
+                        u = tl.load(part + C, mask=(columns < C)[None, :, None], other=0)
+                    elif AGAIN:
                         u = _operand(ROWS, one, one < n, columns, C, ACC)
                         v = _operand(ROWS + n.to(tl.int64) * C, one, one < n, columns, C, ACC)
-                    _map_flat(X, Y, OUT, u, v, a, b, row < n, t0, t1, columns, MAP, C, BC, F, READS, ACC)
+                    _map_flat(X, Y, OUT, u, v, a, b, row < n, t0, t1, columns, OP, MAP, IDENTITY, C, BC, F, READS, ACC)
                 else:
-                    u, v = _reduce_flat(X, Y, a, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC)
-                    part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
+                    u, v = _reduce_flat(X, Y, a, start, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
                     tl.store(part, u, mask=(columns < C)[None, :, None])
                     tl.store(part + C, v, mask=(columns < C)[None, :, None])
         if side == 1 and OP != NONE and not AGAIN:
@@ -326,7 +371,7 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 start, end = _bounds(OFFSETS, row, n, total)
                 if end - start <= share:
                     _row(X, Y, A, B, ROWS, OUT, row, start, end, n, columns, OP, MAP, IDENTITY, C, BC, F, READS, HAS_A, HAS_B,
-                         ACC)
+                         ACC, KEPT)
         else:
             each = tl.arange(0, G)
             within = tl.arange(0, W)[None, :]
@@ -340,52 +385,59 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                 lengths = tl.where(whole, ends - starts, 0)
                 longest = tl.max(lengths, 0)
                 a, b = _operands(A, B, rows, n, columns, C, HAS_A, HAS_B, ACC)
-                u, v = _nothing(tl.zeros([G, BC, 1], ACC), IDENTITY)
+                u, v = _nothing(G, BC, IDENTITY, KEPT)
                 real = (rows < n)[:, None, None]
                 if longest <= W:  # every row is read once
                     at = tl.where(whole, starts, 0)[:, None] + within
                     valid = within < lengths[:, None]
                     x, y = _pair(X + base * C, Y + base * C, at, valid, columns, C, BC, READS, ACC)
-                    if OP != NONE:
-                        u, v = _step(u, v, x, y, a, valid, OP, IDENTITY)
+                    if RUN:
+                        made, u = _run(x, u, valid, MAP, OP, IDENTITY)
+                    elif OP != NONE:
+                        u, v = _step(u, v, x, y, a, valid, within + tl.zeros_like(at), OP, IDENTITY)
                     if MAP == NONE:
-                        _keep(ROWS, _result(u, v, OP), rows, whole & (rows < n), columns, C)
+                        _keep(ROWS, _result(u, v, OP, IDENTITY), rows, whole & (rows < n), columns, C)
                     else:
                         if OP == LSE:
                             u = _finite(u)
-                        made = tl.where(real, _made(x, y, u, v, a, b, MAP), 0.0)
-                        _write(OUT + base * C, made, at, valid, columns, C, BC)
+                        if not RUN:
+                            made = _made(x, y, u, v, a, b, MAP)
+                        _write(OUT + base * C, tl.where(real, made, 0), at, valid, columns, C, BC)
                 else:
                     little = whole & (lengths <= 2 * W)
                     some = tl.where(little, lengths, 0)
                     begin = tl.where(little, starts, 0)[:, None]
-                    if OP != NONE:
+                    if (OP != NONE) & (not RUN):
                         for i in range(0, tl.minimum(longest, 2 * W), W):
                             exists = i + within < some[:, None]
                             x_i, y_i = _pair(X + base * C, Y + base * C, begin + i + within, exists, columns, C, BC, READS, ACC)
-                            u, v = _step(u, v, x_i, y_i, a, exists, OP, IDENTITY)
+                            u, v = _step(u, v, x_i, y_i, a, exists, i + within + tl.zeros_like(begin), OP, IDENTITY)
                     if MAP == NONE:
-                        _keep(ROWS, _result(u, v, OP), rows, little & (rows < n), columns, C)
+                        _keep(ROWS, _result(u, v, OP, IDENTITY), rows, little & (rows < n), columns, C)
                     else:
                         if OP == LSE:
                             u = _finite(u)
-                        for i in range(0, tl.minimum(longest, 2 * W), W):
+                        for j in range(0, tl.minimum(longest, 2 * W), W):
+                            i = (tl.minimum(longest, 2 * W) - 1) // W * W - j if MAP == RUNNING_BACK else j
                             exists = i + within < some[:, None]
                             x_i, y_i = _pair(X + base * C, Y + base * C, begin + i + within, exists, columns, C, BC, READS, ACC)
-                            value = tl.where(real, _made(x_i, y_i, u, v, a, b, MAP), 0.0)
-                            _write(OUT + base * C, value, begin + i + within, exists, columns, C, BC)
+                            if RUN:
+                                value, u = _run(x_i, u, exists, MAP, OP, IDENTITY)
+                            else:
+                                value = _made(x_i, y_i, u, v, a, b, MAP)
+                            _write(OUT + base * C, tl.where(real, value, 0), begin + i + within, exists, columns, C, BC)
                     more = tl.where(little, 0, lengths)  # rows too long to stand beside the others, one at a time
                     for _ in range(tl.sum((more > 0).to(tl.int32), 0)):
                         i = tl.argmax(more, 0)
                         start, end = _bounds(OFFSETS, group + i, n, total)
                         _row(X, Y, A, B, ROWS, OUT, group + i, start, end, n, columns, OP, MAP, IDENTITY, C, BC, F, READS,
-                             HAS_A, HAS_B, ACC)
+                             HAS_A, HAS_B, ACC, KEPT)
                         more = tl.where(each == i, 0, more)
 
 
 @triton.jit(do_not_specialize=("n", "total", "share"))
 def add_kernel(PARTS, TAILS, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-               C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, ACC: tl.constexpr):
+               C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
     """Each long row from its parts, by the program of the share in which it begins: ROWS (n, C), with MAP (2, n, C)."""
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
     p = tl.program_id(0) // BLOCKS
@@ -412,6 +464,8 @@ def add_kernel(PARTS, TAILS, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, M
             u = m
         elif OP == PROD:
             u *= tl.reduce(us, 2, _times, keep_dims=True)
+        elif (OP == ARGMAX) | (OP == ARGMIN):
+            u = tl.maximum(u, tl.max(us, 2, keep_dims=True))
         elif (OP == MAX) | (OP == ANY):
             u = _greater(u, tl.reduce(us, 2, _greater, keep_dims=True))
         elif (OP == MIN) | (OP == ALL):
@@ -420,9 +474,41 @@ def add_kernel(PARTS, TAILS, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, M
             u += tl.sum(us, 2, keep_dims=True)
     out = ROWS + row.to(tl.int64) * C + columns[None, :, None]
     if MAP == NONE:
-        tl.store(out, _result(u, v, OP).to(ROWS.dtype.element_ty), mask=inside)
+        tl.store(out, _result(u, v, OP, IDENTITY).to(ROWS.dtype.element_ty), mask=inside)
     else:
         if OP == LSE:
             u = _finite(u)
         tl.store(out, u, mask=inside)
         tl.store(out + n.to(tl.int64) * C, v, mask=inside)
+
+
+@triton.jit(do_not_specialize=("n", "total", "share"))
+def before_kernel(PARTS, TAILS, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+                  C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
+    """What each part of a long row runs on from: the SUM or PROD of those before it, with RUNNING_BACK of those behind it."""
+    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    p = tl.program_id(0).to(tl.int64) // BLOCKS
+    row = tl.load(TAILS + p)
+    if (row < 0) | (row >= n):
+        return
+    columns = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
+    inside = (columns < C)[None, :, None]
+    _, end = _bounds(OFFSETS, row, n, total)
+    part = PARTS + columns[None, :, None]
+    stop = (end + row) // share + 1
+    u, _ = _nothing(1, BC, IDENTITY, PARTS.dtype.element_ty)
+    if MAP == RUNNING:
+        tl.store(part + (p * 4 + 2) * C + C, u, mask=inside)
+    for done in range(0, stop - p - 1, F):
+        q = p + 1 + done
+        if MAP == RUNNING_BACK:
+            q = p + 1 + (stop - p - 2) // F * F - done
+        parts = q + tl.arange(0, F)[None, None, :]
+        other = parts + 1 if MAP == RUNNING_BACK else parts - 1  # a part runs on from its neighbor
+        there = (parts < stop) & (other < stop)
+        x = tl.load(part + (other * 4 + tl.where(other == p, 2, 0)) * C, mask=there & inside, other=IDENTITY)
+        x, u = _run(x, u, tl.reshape(there, [1, F]), MAP, OP, IDENTITY)
+        tl.store(part + parts * 4 * C + C, x, mask=(parts < stop) & inside)
+    if MAP == RUNNING_BACK:
+        first = tl.load(part + (p + 1) * 4 * C, mask=inside, other=IDENTITY)
+        tl.store(part + (p * 4 + 2) * C + C, u + first, mask=inside)

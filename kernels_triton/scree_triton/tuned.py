@@ -41,7 +41,7 @@ _HOPPER = {
     (2, 128): Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
     (2, 256): Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
     (4, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    (4, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
+    (4, 64): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
     (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     (4, 256): Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
 }
@@ -59,6 +59,6 @@ _SMALL = {
 
 
 def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
-    """The tiles of the portable kernels, by device, bytes of an element and the wider padded head_dim."""
+    """The tiles of the portable kernels, by device, bytes of an element and the wider padded head_dim, at least 32."""
     roomy = capability in ((9, 0), (10, 0), (10, 3))
-    return (_HOPPER if roomy else _SMALL)[itemsize, max(block_d, 32)]
+    return (_HOPPER if roomy else _SMALL)[itemsize, block_d]

@@ -22,10 +22,23 @@ class Operation(NamedTuple):
     parameters: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], ...]] = lambda token, n: ()
     per_row: bool = False  # one result a row
     own: bool = False  # the last parameter has one entry a row
+    wide: bool = False  # the result is float32, whatever the inputs are
 
 
 def _reduction(name: str) -> Callable[[scree.Array], torch.Tensor]:
     return lambda x: getattr(scree.namespace(x), name)(x, axis=1)
+
+
+def _add_norm(x: scree.Array, w: torch.Tensor) -> scree.Array:
+    """Tokens (2, D) hold x and the residual, and of the result the norm and the sum."""
+    a, b = (x.with_values(x.values[:, i]) for i in range(2))
+    found = scree.rms_norm(a, w, residual=b, kernel="triton")
+    return x.with_values(torch.stack([y.values for y in found], 1))
+
+
+def _add_norm_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    total = x[:, 0] + x[:, 1]
+    return torch.stack((functional.rms_norm(total, w.shape, w, 1e-6), total), 1)
 
 
 def _rope_row(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -39,18 +52,61 @@ def _rope_row(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return (torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)).to(x.dtype)
 
 
+def _rope_both(x: scree.Array) -> scree.Array:
+    """The last head is of the keys."""
+    q, k = scree.rope(x.with_values(x.values[:, :-1]), x.with_values(x.values[:, -1:]), kernel="triton")
+    return x.with_values(torch.cat((q.values, k.values), 1))
+
+
 def _with_one(x: torch.Tensor, value: float) -> torch.Tensor:
     """The row and one more token, so that it is not empty."""
     return torch.cat([x, x.new_full((1, *x.shape[1:]), value)])
 
 
+def _classes(positions: torch.Tensor, count: int) -> torch.Tensor:
+    """The class of a token follows from its position; every fifth token has none."""
+    return torch.where(positions % 5 == 3, -100, (positions * 7 + 2) % count)
+
+
+def _targets(x: scree.Array, count: int) -> scree.Array:
+    return x.with_values(_classes(scree.positions(x).long(), count))
+
+
+def _losses(logits: torch.Tensor) -> torch.Tensor:
+    targets = _classes(torch.arange(logits.shape[0], device=logits.device), logits.shape[1])
+    return functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, f32)), targets, reduction="none")
+
+
+def _mean_loss(logits: torch.Tensor) -> torch.Tensor:
+    known = _classes(torch.arange(logits.shape[0], device=logits.device), logits.shape[1]) >= 0
+    return _losses(logits).sum() / (int(known.sum()) or math.nan)
+
+
+def _pairs(x: scree.Array) -> scree.Array:
+    """A number for each token, the same for two neighbors in a row."""
+    return x.with_values(scree.positions(x) // 2 + x.offsets[scree.segment_ids(x)])
+
+
+def _last_of_pairs(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    return torch.cat([*x[1::2].split(1), *x[len(x) - len(x) % 2:].split(1), out[(len(x) + 1) // 2:]])
+
+
+def _padded_row(x: torch.Tensor, left: bool) -> torch.Tensor:
+    fill = x.new_full((LENGTH - len(x), *x.shape[1:]), -2.5)
+    return torch.cat([fill, x] if left else [x, fill])
+
+
+LENGTH = 333  # of padded rows
 WIDTHS = ((), (3,), (2, 8), (200,))
+COPIED = ((), (3,), (2, 64), (1024,))
 OPERATIONS = {
     "rms_norm": Operation(lambda x, w: scree.rms_norm(x, w, kernel="triton"),
                           lambda x, w: functional.rms_norm(x, w.shape, w, 1e-6), ((64,), (2, 100), (1, 1024), (2050,)),
                           lambda token, n: (token[-1:],)),
     "rms_norm alone": Operation(lambda x: scree.rms_norm(x, kernel="triton"),
                                 lambda x: functional.rms_norm(x, x.shape[-1:], None, 1e-6), ((96,), (4096,))),
+    "rms_norm of a sum": Operation(_add_norm, _add_norm_row, ((2, 64), (2, 100), (2, 1024)), lambda token, n: (token[-1:],)),
     "layer_norm": Operation(lambda x, w, b: scree.layer_norm(x, w, b, kernel="triton"),
                             lambda x, w, b: functional.layer_norm(x, w.shape, w, b), ((64,), (2, 100), (1, 1024), (2050,)),
                             lambda token, n: (token[-1:], token[-1:])),
@@ -61,11 +117,44 @@ OPERATIONS = {
     "mean": Operation(_reduction("mean"), lambda x: x.sum(0) / (x.shape[0] or math.nan), WIDTHS, per_row=True),
     "max": Operation(_reduction("max"), lambda x: _with_one(x, -INF).amax(0), WIDTHS, per_row=True),
     "min": Operation(_reduction("min"), lambda x: _with_one(x, INF).amin(0), WIDTHS, per_row=True),
+    "cumulative_sum": Operation(lambda x: scree.namespace(x).cumulative_sum(x, axis=1), lambda x: x.cumsum(0), WIDTHS),
     "rope": Operation(lambda x: scree.rope(x, kernel="triton"), lambda x: _rope_row(x, False), ((1, 64), (3, 128), (5, 24))),
     "rope interleaved": Operation(lambda x: scree.rope(x, interleaved=True, kernel="triton"), lambda x: _rope_row(x, True),
                                   ((1, 64), (3, 128), (5, 24))),
+    "rope of q and k": Operation(_rope_both, lambda x: _rope_row(x, False), ((2, 64), (9, 128), (5, 24))),
     "grouped_matmul": Operation(lambda x, w: x @ w, lambda x, w: x @ w, ((64,), (40,), (128,)),
                                 lambda token, n: ((n, token[0], 96),), own=True),
+    "pad": Operation(lambda x: scree.to_padded(x, length=LENGTH, fill_value=-2.5, kernel="triton")[0],
+                     lambda x: _padded_row(x, False), COPIED, per_row=True),
+    "pad left": Operation(lambda x: scree.to_padded(x, length=LENGTH, fill_value=-2.5, side="left", kernel="triton")[0],
+                          lambda x: _padded_row(x, True), COPIED, per_row=True),
+    "pad and unpad": Operation(
+        lambda x: scree.from_padded(scree.to_padded(x, length=LENGTH)[0], lengths=x.lengths, total=x.total_length,
+                                    kernel="triton"), lambda x: x + 0, COPIED),
+    "pad and unpad by mask": Operation(
+        lambda x: scree.from_padded(*scree.to_padded(x, length=LENGTH, side="left"), total=x.total_length, kernel="triton"),
+        lambda x: x + 0, COPIED),
+    "gather": Operation(lambda x: scree.gather(x, _pairs(x), kernel="triton"),
+                        lambda x: x[torch.arange(len(x), device=x.device) // 2], COPIED),
+    "scatter": Operation(lambda x: scree.scatter(x, _pairs(x), x.total_length, kernel="triton"), _last_of_pairs, COPIED),
+    "scatter_add": Operation(
+        lambda x: scree.scatter_add(x, _pairs(x), x.total_length, kernel="triton"),
+        lambda x: torch.zeros_like(x).index_add(0, torch.arange(len(x), device=x.device) // 2, x), COPIED),
+    "flip": Operation(lambda x: scree.namespace(x).flip(x, axis=1), lambda x: x.flip(0), COPIED),
+    "concat": Operation(lambda x: scree.namespace(x).concat([x, x.with_values(-x.values), x], axis=1),
+                        lambda x: torch.cat([x, -x, x]), COPIED),
+    "cross_entropy": Operation(
+        lambda x: scree.cross_entropy(x, _targets(x, x.shape[-1]), reduction="none", kernel="triton"),
+        _losses, ((40,), (77,), (1000,), (50257,)), wide=True),
+    "cross_entropy of rows": Operation(
+        lambda x: scree.cross_entropy(x, _targets(x, x.shape[-1]), reduction="row_mean", kernel="triton"),
+        _mean_loss, ((40,), (77,), (32768,)), per_row=True, wide=True),
+    "linear_cross_entropy": Operation(
+        lambda x, w, b: scree.linear_cross_entropy(x, w, _targets(x, w.shape[0]), b, reduction="none", kernel="triton"),
+        lambda x, w, b: _losses(x @ w.T + b), ((16,), (24,), (256,)), lambda token, n: ((77, *token), (77,)), wide=True),
+    "linear_cross_entropy of rows": Operation(
+        lambda x, w: scree.linear_cross_entropy(x, w, _targets(x, w.shape[0]), reduction="row_mean", kernel="triton"),
+        lambda x, w: _mean_loss(x @ w.T), ((16,), (24,)), lambda token, n: ((50, *token),), per_row=True, wide=True),
 }
 
 
@@ -138,7 +227,7 @@ def check(case: Case, device: str) -> None:
     exact, eager = (reference(case, x, parameters, dy, dtype) for dtype in (f64, case.dtype))
     floor = {f16: 3e-4, bf16: 2.4e-3, f32: 4e-7}[case.dtype]
     for i, (got, right, rough) in enumerate(zip(found, exact, eager)):
-        assert got.dtype == case.dtype
+        assert got.dtype == (f32 if i == 0 and OPERATIONS[case.name].wide else case.dtype)
         total = right.shape[0] if i == 0 else sum(case.lengths)
         got, right, rough = (p[:total] if i < 2 else p for p in (got, right, rough))
         nan = right.isnan()

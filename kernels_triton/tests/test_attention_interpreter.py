@@ -11,6 +11,7 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
+from scree_triton import autotune, plans
 from scree_triton.attention import attention
 from scree_triton.launch import INTERPRETED
 from scree_triton.plans import Rows, Spec, plan
@@ -60,6 +61,29 @@ def test_tf32_is_a_choice(monkeypatch):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
         plans.append(plan(x, x, x, Rows(cu, cu, None), Spec(UNBOUNDED, 0, 0.25, 0.0), False))
     assert [one.forward_launch.constants["PRECISION"] for one in plans] == ["tf32x3", "tf32"]
+
+
+def test_autotune(monkeypatch, capsys):
+    """The tiles that are measured to be the fastest are used from then on, and printed; each kind is measured once."""
+    case = Case(f32, 16, 16, 1, 1, (9, 0, 20), causal=True)
+    p = problem(case, DEVICE)
+    asked = []
+
+    def measure(call, plan):  # no clock in an interpreter: the more queries and the fewer stages, the better
+        asked.append(plan.tiles)
+        return sum(-t.m + abs(t.n - 32) + t.stages + t.warps / 100 for t in plan.tiles)
+
+    monkeypatch.setattr(plans, "AUTOTUNE", True)
+    monkeypatch.setattr(autotune, "milliseconds", measure)
+    monkeypatch.setattr(autotune, "_FOUND", {})
+    monkeypatch.setattr(plans, "_PLANS", {})
+    for _ in range(2):
+        rows, spec = Rows(p.cu_q, p.cu_k, None), Spec(UNBOUNDED, 0, 0.25, 0.0)
+        found = plan(p.q, p.k, p.v, rows, spec, False)
+        assert all(tile[:3] == (128, 32, 4) and tile.stages == 1 for tile in found.tiles)
+        count = len(asked)
+        plans._PLANS.clear()
+    assert count == len(asked) and capsys.readouterr().out.count(f"(4, 32): {found.tiles!r},  # torch.float32, right") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import scree
 pytestmark = pytest.mark.gpu
 
 MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
-ROWWISE = ("softmax", "log_softmax", "logsumexp", "sum", "mean", "max", "min")
+ROWWISE = ("softmax", "log_softmax", "logsumexp", "sum", "mean", "max", "min", "cumulative_sum")
 CASES = [
     *(Case(name, dtype, token, MIXED, bounded=bounded)
       for name, operation in OPERATIONS.items() for token in operation.tokens
@@ -18,10 +18,14 @@ CASES = [
     *(Case(name, f32, operation.tokens[0], lengths, wide=True)
       for name, operation in OPERATIONS.items() for lengths in (MIXED, (), (0, 0, 7), (5,) * 1000)),
     *(Case(name, dtype, token, lengths, slack=slack)
-      for name in ("softmax", "log_softmax", "sum", "max") for dtype, token, slack in ((f32, (), 0), (bf16, (24,), 100))
+      for name in ("softmax", "log_softmax", "sum", "max", "cumulative_sum")
+      for dtype, token, slack in ((f32, (), 0), (bf16, (24,), 100))
       for lengths in ((70000, *(4,) * 900, 0, 0, 300), (4,) * 3000, (20000, 3, 9000), (1,), (0,) * 5000 + (9,))),
-    *(Case(name, bf16, (48,), MIXED, sliced=True) for name in OPERATIONS if "rope" not in name),
-    *(Case(name, bf16, (3, 64), MIXED, sliced=True) for name in ("rope", "rope interleaved")),
+    *(Case(name, dtype, token, MIXED, slack=100)
+      for name in ("pad", "pad left", "pad and unpad", "gather", "scatter_add", "flip") for dtype, token in ((f32, ()), (bf16, (24,)))),
+    *(Case(name, bf16, (48,), MIXED, sliced=True) for name in OPERATIONS if "rope" not in name and name != "rms_norm of a sum"),
+    Case("rms_norm of a sum", bf16, (2, 48), MIXED, sliced=True),
+    *(Case(name, bf16, (3, 64), MIXED, sliced=True) for name in ("rope", "rope interleaved", "rope of q and k")),
 ]
 
 
@@ -82,7 +86,7 @@ def test_graph(name):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(captured, run(case, *fresh[:2], fresh[2])))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "softmax", "sum", "rope"])
+@pytest.mark.parametrize("name", ["rms_norm", "softmax", "sum", "cumulative_sum", "rope"])
 def test_more_than_2_31_elements(name):
     """The last row against itself alone."""
     length, width = 1000, 1024
@@ -115,5 +119,11 @@ def test_skew(length):
     y = scree.softmax(x, kernel="triton").values
     lse = torch.zeros_like(exact).index_add_(0, ids, values.double().exp()).log()
     assert distance(y, (values.double() - lse[ids]).exp()) < 1e-6
+    running = torch.cat([exact.new_zeros(1), values.double().cumsum(0)])
+    found = scree.namespace(x).cumulative_sum(x, axis=1).values
+    assert distance(found, running[1:] - running[cu[:-1].long()][ids]) < 1e-6
+    found = scree.namespace(x).argmax(x, axis=1)
+    before, row, after = values.split([2_000_000, length, 2_000_000])
+    assert torch.equal(found, torch.cat([before.view(-1, 4).argmax(1), row.argmax(0, keepdim=True), after.view(-1, 4).argmax(1)]))
 
 

@@ -10,16 +10,18 @@ from scree_triton.launch import INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LAYOUTS = ((5, 0, 33, 70, 1), (0, 0), ())
 CASES = [
-    *(Case(name, f32, operation.tokens[0], LAYOUTS[0], wide=True) for name, operation in OPERATIONS.items()),
+    *(Case(name, f32, operation.tokens[0], (5, 0, 8, 1) if "entropy" in name else LAYOUTS[0], wide=True)  # a program a token
+      for name, operation in OPERATIONS.items()),
     *(Case(name, f16, operation.tokens[1], (3, 0, 20), bounded=True)
       for name, operation in OPERATIONS.items()),
     *(Case(name, f32, operation.tokens[0], lengths) for name, operation in OPERATIONS.items() for lengths in LAYOUTS[1:]),
     *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "softmax", "sum")),
-    Case("rope", f32, (2, 16), (4, 3), sliced=True),
+    *(Case(name, f32, (2, 16), (4, 3), sliced=True) for name in ("rms_norm of a sum", "rope", "rope of q and k")),
     Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
 ]
 LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
-        for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()))]
+        for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()),
+                           ("cumulative_sum", ()), ("cumulative_sum", (3,)))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -29,8 +31,7 @@ def test_error(case):
 
 @pytest.mark.parametrize("case", LONG, ids=lambda c: c.id)
 def test_rows_longer_than_a_share(case, monkeypatch):
-    monkeypatch.setattr(segments, "_ELEMENTS", 64)
-    monkeypatch.setattr(segments, "_MOST_TILES", 2)
+    cut_small(monkeypatch)
     check(case, DEVICE)
 
 
@@ -56,7 +57,56 @@ def test_integers(name, dtype):
         assert torch.equal(got.to(torch.int64), expected.to(torch.int64))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax", "sum", "max", "rope", "grouped_matmul"])
+def cut_small(monkeypatch):
+    """Shares so short that long rows are cut."""
+    monkeypatch.setattr(segments, "_ELEMENTS", 64)
+    monkeypatch.setattr(segments, "_MOST_TILES", 2)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("width", [(), (3,)])
+@pytest.mark.parametrize("dtype", [f16, f32, torch.int32])
+def test_first_extremum(dtype, width, cut, monkeypatch):
+    """Ties go to the first, NaN is the extremum, both zeros are equal; -1 in empty rows."""
+    if cut:
+        cut_small(monkeypatch)
+    lengths = [300, 0, 40, 1, 2, *(4,) * 9, 0, 7]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    values = torch.randint(-3, 4, (sum(lengths), *width), generator=generator, device=DEVICE).to(dtype)
+    if dtype.is_floating_point:
+        special = torch.tensor([0.0, -0.0, 0.0, -0.0, 2.5, -torch.inf, torch.inf, torch.nan], dtype=dtype, device=DEVICE)
+        chosen = torch.randint(0, 8, values.shape, generator=generator, device=DEVICE)
+        values = torch.where(torch.arange(len(values), device=DEVICE).view(-1, *(1,) * len(width)) > 320, special[chosen], values)
+    elif dtype == torch.int32:
+        values[5], values[310] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
+    x = scree.from_lengths(values, lengths)
+    for name in ("max", "min"):
+        assert scree.explain("segment_arg", name, x.values, x.layout, dtype).provider == "triton"
+        found = getattr(scree.namespace(x), f"arg{name}")(x, axis=1).tolist()
+        exact = values.double().cpu().numpy()  # NumPy takes the first, and NaN
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        rows = [exact[a:a + n] for a, n in zip(starts, lengths)]
+        assert found == [getattr(r, f"arg{name}")(0).tolist() if len(r) else torch.full(width, -1).tolist() for r in rows]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("name, dtype", [(name, dtype) for name in ("sum", "prod") for dtype in (torch.int32, torch.int64)])
+def test_scan_of_integers(name, dtype, cut, monkeypatch):
+    if cut:
+        cut_small(monkeypatch)
+    lengths = [300, 0, 40, 1, *(4,) * 9]
+    x = scree.from_lengths(torch.randint(-3, 4, (sum(lengths), 2), device=DEVICE).to(dtype), lengths)
+    if name == "prod":
+        x = x.with_values(x.values.sign() + (x.values == 0))  # 1 and -1
+    assert scree.explain("segment_scan", name, x.values, x.layout, dtype).provider == "triton"
+    found = getattr(scree.namespace(x), f"cumulative_{name}")(x, axis=1, dtype=dtype)
+    expected = [getattr(torch, f"cum{name}")(row, 0) for row in x.values.split(lengths)]
+    assert torch.equal(found.values, torch.cat(expected).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "max", "cumulative_sum", "rope",
+                                  "rope of q and k", "grouped_matmul", "pad", "pad and unpad", "pad and unpad by mask", "gather",
+                                  "scatter", "scatter_add", "flip", "concat"])
 def test_compiled(name):
     """Traced whole, forward and backward."""
     case = Case(name, f32, OPERATIONS[name].tokens[0], (5, 0, 33))

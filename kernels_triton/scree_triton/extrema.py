@@ -1,0 +1,36 @@
+"""Where the first maximum or minimum of each row of a ragged array is, on the kernels of `shares`."""
+from typing import Any
+
+import torch
+
+from . import shares
+from .host import refuses
+from .segments import Rows, over_rows, rows_of, too_wide
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32)  # which fit in 64 bits beside a place
+_OPS = {"max": shares.ARGMAX, "min": shares.ARGMIN}
+
+
+def _find(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
+    return over_rows(x.detach().contiguous(), rows, _OPS[op], dtype=rows.offsets.dtype)
+
+
+@torch.library.custom_op("scree_triton::segment_arg", mutates_args=())
+def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str) -> torch.Tensor:
+    return _find(x, Rows(offsets, max_length), op)
+
+
+@_op.register_fake
+def _(x, offsets, max_length, op):
+    return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]), dtype=offsets.dtype)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not find the extremum of the rows of a `SegmentCall`; None if they do."""
+    return refuses(call.values, _DTYPES) or too_wide(call.values)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `SegmentCall` as a search for the extremum: (n, ...) its place in each row, -1 in an empty one."""
+    rows = rows_of(call.layout)
+    return _op(call.values, *rows, call.op) if torch.compiler.is_compiling() else _find(call.values, rows, call.op)

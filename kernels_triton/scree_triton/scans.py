@@ -1,0 +1,61 @@
+"""Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels of `shares`."""
+from typing import Any
+
+import torch
+
+from . import segments, shares
+from .host import differentiated
+from .segments import OPS, Rows, over_rows, rows_of
+
+
+def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) -> torch.Tensor:
+    return over_rows(x.contiguous(), rows, OPS[op], shares.RUNNING_BACK if back else shares.RUNNING, dtype=dtype)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, op, dtype):
+        ctx.rows, ctx.dtype = rows, x.dtype
+        return _scan(x, rows, op, dtype, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None, None
+
+
+@torch.library.custom_op("scree_triton::segment_scan", mutates_args=())
+def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype,
+        back: bool) -> torch.Tensor:
+    return _scan(x, Rows(offsets, max_length), op, dtype, back)
+
+
+@_op.register_fake
+def _(x, offsets, max_length, op, dtype, back):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _save(ctx, inputs, output):
+    x, offsets, ctx.max_length, *_, ctx.back = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(offsets)
+
+
+_op.register_autograd(
+    lambda ctx, dy: (_op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.back), *(None,) * 5),
+    setup_context=_save)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not run over the rows of a `SegmentCall`; None if they do."""
+    return segments.rejects(call)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `SegmentCall` as a scan."""
+    x, rows = call.values, rows_of(call.layout)
+    if torch.compiler.is_compiling():
+        return _op(x, *rows, call.op, call.dtype, False)
+    if differentiated(x):
+        return _Scan.apply(x, rows, call.op, call.dtype)
+    return _scan(x, rows, call.op, call.dtype, False)

@@ -1,0 +1,155 @@
+"""Kernels that move tokens, against loops over rows in NumPy; without a GPU in Triton's interpreter."""
+import numpy as np
+import pytest
+import torch
+
+import scree
+from scree_triton import addition, copies
+from scree_triton.launch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+LENGTHS = (3, 0, 17, 1, 40)
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float64)
+
+
+def numbers(*shape, dtype=torch.float32, seed=0):
+    return (10 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+
+
+def rows_of(x):
+    """The rows of a ragged array as NumPy arrays, with the tokens in front."""
+    values = np.moveaxis(x.values.detach().cpu().numpy(), x.ragged_dim, 0)
+    return np.split(values, np.cumsum(x.lengths.cpu().numpy()))[:-1]
+
+
+def equal(x, rows):
+    """Whether a ragged array has these rows and nothing else."""
+    found = rows_of(x)
+    return len(found) == len(rows) and all(np.array_equal(a, b) for a, b in zip(found, rows))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_every_dtype(dtype, dim):
+    total = sum(LENGTHS)
+    x = scree.from_lengths(numbers(*((total, 3), (3, total))[dim], dtype=dtype), LENGTHS, ragged_dim=dim)
+    rows = rows_of(x)
+    for side in ("right", "left"):
+        padded, mask = scree.to_padded(x, side=side, fill_value=1, length=44, kernel="triton")
+        for i, row in enumerate(rows):
+            cut = slice(0, len(row)) if side == "right" else slice(44 - len(row), 44)
+            right, real = np.ones((44, 3), row.dtype), np.zeros(44, bool)
+            right[cut], real[cut] = row, True
+            assert np.array_equal(np.moveaxis(padded[i].cpu().numpy(), dim, 0), right)
+            assert np.array_equal(mask[i].cpu().numpy(), real)
+        for m in (mask, mask.to(torch.int32)):
+            assert equal(scree.from_padded(padded, m, ragged_dim=dim, kernel="triton"), rows)
+        if side == "right":
+            assert equal(scree.from_padded(padded, lengths=LENGTHS, ragged_dim=dim, kernel="triton"), rows)
+    chosen = torch.tensor([4, 2, 2, 0], device=DEVICE)
+    assert scree.explain("select", x, x.layout, x.offsets[:-1]).provider == "triton"
+    assert equal(x[chosen], [rows[i] for i in (4, 2, 2, 0)])
+    assert equal(x[:, ::-1], [row[::-1] for row in rows]) if dim == 0 else True
+    other = (2, 9, 0, 0, 5)
+    y = scree.from_lengths(numbers(*((16, 3), (3, 16))[dim], dtype=dtype, seed=1), other, ragged_dim=dim)
+    joined = scree.namespace(x).concat([x, y, x], axis=dim + 1)
+    assert equal(joined, [np.concatenate(parts) for parts in zip(rows, rows_of(y), rows)])
+    if dim == 0:
+        index = scree.from_lengths(torch.tensor([60, 0, 0, 7, 60], device=DEVICE), [2, 3])
+        everything = np.concatenate(rows)
+        assert equal(scree.gather(x, index, kernel="triton"), [everything[[60, 0]], everything[[0, 7, 60]]])
+
+
+def test_reasons():
+    x = scree.from_lengths(numbers(5, 2), [2, 3])
+    assert "up to 4" in scree.explain("join", [x] * 5, x.layout).rejected["triton"]
+    assert "one data type" in scree.explain("join", [x, x.with_values(x.values.double())], x.layout).rejected["triton"]
+    assert "no complex64" in scree.explain("pad", x.with_values(x.values.to(torch.complex64))).rejected["triton"]
+    assert "real numbers" in scree.explain("pad", x, fill_value=1j).rejected["triton"]
+    assert "add up bool" in scree.explain("scatter", x.values.bool(), x.offsets[1:].repeat(3)[:5], 6, add=True).rejected["triton"]
+
+
+@pytest.mark.parametrize("width", [(), (3,), (600,)])
+@pytest.mark.parametrize("size", [9, 200])  # sorted as bytes, and as two of them
+def test_many_tokens_in_one_place(width, size):
+    """The sums of whole chunks, in a fixed order."""
+    x = numbers(300, *width)
+    index = torch.where(torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6, 5,
+                        torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(3))).to(DEVICE)
+    exact = np.zeros((size, *width))
+    np.add.at(exact, index.cpu().numpy(), x.cpu().numpy().astype(np.float64))
+    found = scree.scatter_add(x, index, size, kernel="triton")
+    assert np.abs(found.cpu().numpy() - exact).max() <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
+    assert torch.equal(found, addition.add(x, index, size))
+
+
+def test_the_last_of_many_stays():
+    x, index = numbers(300, 2), torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    x.requires_grad_()
+    found = scree.scatter(x, index, 9, kernel="triton")
+    right, source = np.zeros((9, 2), np.float32), np.full(9, -1)
+    for i, place in enumerate(index.tolist()):
+        right[place], source[place] = x[i].detach().cpu().numpy(), i
+    assert np.array_equal(found.detach().cpu().numpy(), right)
+    dy = numbers(9, 2, seed=1)
+    (dx,) = torch.autograd.grad(found, x, dy)
+    right = np.zeros((300, 2), np.float32)
+    for place, i in enumerate(source):
+        if i >= 0:
+            right[i] = dy[place].cpu().numpy()
+    assert np.array_equal(dx.cpu().numpy(), right)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("chosen", [(4, 2, 2, 0), (4, 0, 2), (0, 1, 2, 3, 4)])
+def test_gradient_of_rows(chosen, dim):
+    """Rows taken twice add up, rows that are not taken have a gradient of 0."""
+    total = sum(LENGTHS)
+    values = numbers(*((total, 3), (3, total))[dim]).requires_grad_()
+    x = scree.from_lengths(values, LENGTHS, ragged_dim=dim)
+    y = x[list(chosen)]
+    dy = y.with_values(numbers(*y.values.shape, seed=1))
+    (dx,) = torch.autograd.grad(y.values, values, dy.values)
+    right = [np.zeros((length, 3)) for length in LENGTHS]
+    for i, row in zip(chosen, rows_of(dy)):
+        right[i] += row
+    assert np.allclose(np.moveaxis(dx.cpu().numpy(), dim, 0), np.concatenate(right), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_holes_in_the_mask(dim):
+    """With the number of tokens given, or room for more."""
+    mask = (torch.rand(4, 2000, generator=torch.Generator().manual_seed(0)) < 0.3).to(DEVICE)
+    mask[1] = False
+    padded = numbers(*((4, 2000, 2), (4, 2, 2000))[dim]).requires_grad_()
+    count = int(mask.sum())
+    rows = [np.moveaxis(p, dim, 0)[m] for p, m in zip(padded.detach().cpu().numpy(), mask.cpu().numpy())]
+    y = scree.from_padded(padded, mask, ragged_dim=dim, kernel="triton")
+    assert equal(y, rows)
+    dy = numbers(*y.values.shape, seed=1)
+    (dx,) = torch.autograd.grad(y.values, padded, dy)
+    right = np.zeros((4, 2000, 2), np.float32)
+    right[mask.cpu().numpy()] = np.moveaxis(dy.cpu().numpy(), dim, 0)
+    assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
+    slots, tokens = copies.number(mask, y.offsets, count + 5)
+    assert slots[count:].tolist() == [-1] * 5 and int((tokens >= 0).sum()) == count
+
+
+def test_numbers_beyond():
+    """What is no token is 0, and nothing is read or written there."""
+    index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
+    assert copies.take(numbers(3, 2), index, None)[[0, 2, 3]].abs().max() == 0
+    assert copies.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
+    assert copies.last(index, 3).tolist() == [-1, -1, 1]
+
+
+def test_groups_and_back():
+    """The path of a mixture of experts, with its gradient."""
+    x, ids = numbers(30, 4).requires_grad_(), torch.randint(0, 5, (30,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    grouped, index = scree.group(x, ids, 5)
+    assert equal(grouped, [x.detach().cpu().numpy()[ids.cpu().numpy() == i] for i in range(5)])
+    back = scree.scatter(grouped, index, 30, kernel="triton")
+    assert torch.equal(back, x)
+    dy = numbers(30, 4, seed=1)
+    (dx,) = torch.autograd.grad(back, x, dy)
+    assert torch.equal(dx, dy)

@@ -1,0 +1,174 @@
+"""Cross-entropy beyond what every operation is tested for: chunks, gradients of the forward pass, targets, numbers, memory."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from kernels_reference import bf16, distance, f16, f32
+
+import scree
+from scree_triton import cross_entropy
+from scree_triton.launch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+HALF = f16 if INTERPRETED else bf16  # the interpreter has no bfloat16
+
+
+def problem(lengths, width, classes, dtype, bias=True, seed=0):
+    """Hidden states, weight, bias and targets; every fourth token has none."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, device=DEVICE).to(dtype).requires_grad_()
+
+    total = sum(lengths)
+    x, weight = random(total, width), random(classes, width)
+    targets = torch.randint(classes, (total,), generator=generator, device=DEVICE)
+    targets[1::4] = -100
+    offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    rows = scree.from_offsets(x, offsets)
+    return rows, weight, random(classes) if bias else None, rows.with_values(targets)
+
+
+def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
+    """The loss and the gradients of all inputs, by PyTorch."""
+    leaves = [p.detach().to(dtype).requires_grad_() for p in (x.values, weight, bias) if p is not None]
+    loss = functional.cross_entropy(functional.linear(*leaves).to(torch.promote_types(dtype, f32)), targets.values,
+                                    reduction=reduction)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.fixture
+def chunks_of_4(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", 1)
+    monkeypatch.setattr(cross_entropy, "LEAST", 4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [f32, f16, HALF][: 2 if INTERPRETED else 3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks(chunks_of_4, dtype, reduction, bias):
+    """As exact as eager products of this dtype, however many chunks; again and again; with a factor behind it."""
+    parts = problem([5, 0, 9, 3], 24, 50, dtype, bias)
+    right, rough = (exact(*parts, reduction, d) for d in (torch.float64, dtype))
+    leaves = [p for p in (parts[0].values, *parts[1:3]) if p is not None]
+    loss = scree.linear_cross_entropy(*parts[:2], parts[3], parts[2], reduction=reduction, kernel="triton")
+    again = [torch.autograd.grad(loss * factor, leaves, retain_graph=True) for factor in (0.5, 1.0)]
+    assert loss.dtype == f32
+    assert distance(loss.detach(), right[0]) <= 2 * distance(rough[0], right[0]) + 4e-7
+    floor = {f16: 3e-4, bf16: 2.4e-3, f32: 4e-7}[dtype]
+    for factor, gradients in zip((0.5, 1.0), again):
+        for got, expected, other in zip(gradients, right[1:], rough[1:]):
+            assert got.dtype == dtype
+            assert distance(got, expected * factor) <= 2 * distance(other, expected) + floor
+
+
+def test_only_the_gradients_that_are_wanted(chunks_of_4):
+    x, weight, bias, targets = problem([5, 3], 16, 20, f32)
+    weight.requires_grad_(False)
+    loss = scree.linear_cross_entropy(x, weight, targets, bias, kernel="triton")
+    loss.backward()
+    assert weight.grad is None
+    right = exact(x, weight, bias, targets, "mean")
+    assert distance(x.values.grad, right[1]) < 1e-6 and distance(bias.grad, right[3]) < 1e-6
+
+
+def test_a_scaled_loss_saves_small_gradients_in_float16():
+    """Gradients of float16 wait for the factor of the loss; those of the forward pass would be 0 before it comes."""
+    x, weight, _, targets = problem([9], 16, 100, f16, bias=False)
+    with torch.no_grad():
+        weight *= 1e-3  # probabilities of 1 / 100
+    loss = scree.linear_cross_entropy(x, weight, targets, reduction="sum", kernel="triton") / 30000
+    loss = loss.float() * 65536
+    found = torch.autograd.grad(loss, [x.values, weight])
+    for got, expected in zip(found, exact(x, weight, None, targets, "sum")[1:]):
+        assert distance(got, expected * 65536 / 30000) < 2e-3
+
+
+def test_the_logits_stay_as_they_are():
+    x = scree.from_lengths(torch.randn(7, 33, device=DEVICE, requires_grad=True), [3, 0, 4])
+    before = x.values.detach().clone()
+    scree.cross_entropy(x, x.with_values(torch.arange(7, device=DEVICE)), kernel="triton").backward()
+    assert torch.equal(x.values.detach(), before)
+
+
+@pytest.mark.parametrize("dtype", [f32, HALF])
+@pytest.mark.parametrize("classes", [100, 77])
+def test_large_numbers(dtype, classes):
+    """Logits near 300 and of minus infinity lose no more than their own precision."""
+    x = (torch.randn(9, classes, device=DEVICE) + 300).to(dtype)
+    x[2, 5:50], x[3, :-1] = -math.inf, -math.inf
+    x.requires_grad_()
+    targets = torch.full((9,), classes - 1, device=DEVICE)
+    losses = scree.cross_entropy(x, targets, reduction="none", kernel="triton")
+    wide = x.detach().double().requires_grad_()
+    right = functional.cross_entropy(wide, targets, reduction="none")
+    assert torch.allclose(losses.double(), right, rtol=1e-6, atol=1e-6)
+    got, expected = torch.autograd.grad(losses.sum(), x)[0], torch.autograd.grad(right.sum(), wide)[0]
+    assert distance(got, expected) < (1e-6 if dtype == f32 else 5e-3)
+
+
+def test_targets_that_do_not_exist():
+    """Where nobody looks at them beforehand, the loss and the gradient of the token are NaN, and of no other."""
+    x = torch.randn(5, 20, device=DEVICE)
+    targets = cross_entropy.Targets(torch.tensor([3, 20, -1, 19, -100], device=DEVICE), None, -100)
+    losses, stats = cross_entropy.forward(x, targets)
+    assert losses.isnan().tolist() == [False, True, True, False, False] and losses[4] == 0
+    dx = cross_entropy.backward(torch.ones_like(losses), x, stats, targets)
+    assert dx.isnan().all(1).tolist() == dx.isnan().any(1).tolist() == [False, True, True, False, False]
+    assert not dx[4].any()
+
+
+def test_reasons():
+    x = torch.zeros(3, 4, dtype=torch.float64, device=DEVICE)
+    targets = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="float64"):
+        scree.cross_entropy(x, targets, kernel="triton")
+    assert scree.explain("linear_cross_entropy", x, x, targets).provider == "standard"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("classes", [32000, 50257, 128256, 256000])
+def test_many_classes(classes):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(300, classes, generator=generator, device="cuda").mul(3).to(bf16).requires_grad_()
+    targets = torch.randint(classes, (300,), generator=generator, device="cuda")
+    losses = scree.cross_entropy(x, targets, reduction="none", kernel="triton")
+    wide = x.detach().double().requires_grad_()
+    right = functional.cross_entropy(wide, targets, reduction="none")
+    assert distance(losses, right) < 1e-6
+    dy = torch.randn(300, generator=generator, device="cuda")
+    got, expected = torch.autograd.grad(losses, x, dy)[0], torch.autograd.grad(right, wide, dy.double())[0]
+    assert distance(got, expected) < 4e-3
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_logits():
+    """The last tokens against themselves alone."""
+    x = torch.empty((40000, 65536), dtype=f16, device="cuda").uniform_(-4, 4)
+    targets = torch.arange(40000, device="cuda")
+    losses, stats = cross_entropy.forward(x, cross_entropy.Targets(targets, None, -100))
+    alone = cross_entropy.Targets(targets[-8:], None, -100)
+    right, right_stats = cross_entropy.forward(x[-8:], alone)
+    assert torch.equal(losses[-8:], right)
+    dx = cross_entropy.backward(torch.ones_like(losses), x, stats, cross_entropy.Targets(targets, None, -100))
+    assert torch.equal(dx[-8:], cross_entropy.backward(torch.ones_like(right), x[-8:], right_stats, alone))
+
+
+@pytest.mark.gpu
+def test_all_logits_never_exist():
+    """The peak is that of the gradients and one chunk; eight chunks are as exact as eager products."""
+    x, weight, _, targets = problem([4000, 192, 4000], 256, 131072, bf16, bias=False)
+    for p in torch.autograd.grad(scree.linear_cross_entropy(x, weight, targets, kernel="triton"), (x.values, weight)):
+        assert p.isfinite().all()  # and cuBLAS has its memory
+    del p
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scree.linear_cross_entropy(x, weight, targets, kernel="triton").backward()
+    logits, gradients = 2 * x.total_length * weight.shape[0], 6 * weight.numel() + 2 * x.size
+    assert torch.cuda.max_memory_allocated() - before < gradients + logits / 8 + (4 << 20)
+    sample = slice(0, 512)  # the reference of all tokens would not fit
+    part = scree.from_lengths(x.values[sample].detach().requires_grad_(), [512])
+    right = exact(part, weight, None, part.with_values(targets.values[sample]), "sum")
+    scale = (targets.values >= 0).sum()
+    assert distance(x.values.grad[sample] * scale, right[1]) < 5e-3
