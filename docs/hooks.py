@@ -74,24 +74,11 @@ def cell(name: str, outcome: list[Any], notes: list[str]) -> str:
 ALL_KINDS = {**KINDS, **{f"{e}.{name}": kind for e, kinds in EXTENSIONS.items() for name, kind in kinds.items()}}
 RAGGED = [name for name in FUNCTIONS if name.startswith("ragged.")]
 
-def kernels(name: str) -> str:
-    """What `scree_bench.gpu_kernels` measured: one row for each operation, size and implementation."""
-    found = json.loads((Path(__file__).parent / "results" / f"{name}.json").read_text())
-    lines = ["| operation | size | | forward | backward |", "|---|---|---|---:|---:|"]
-    for row in found["rows"]:
-        cells = [f"`{row['operation']}`", row["size"], row["who"]]
-        for way in ("forward", "backward"):
-            units = {f"{way}_gb_s": "GB/s", f"{way}_tflop_s": "TFLOP/s"}
-            cells.append(" ".join(f"{row[key]} {unit}" for key, unit in units.items() if key in row))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"{found['device']}, torch {found['torch']}, Triton {found['triton']}, {found['date']}."])
-
 
 TABLES = {
     "kinds": functions(KINDS),
     **{name: functions(kinds) for name, kinds in EXTENSIONS.items()},
     "layouts": layouts(),
-    "kernels_h100": kernels("kernels-h100"),
     "versions": versions(),
     "coverage": coverage([name for name in FUNCTIONS if name not in RAGGED]),
     **{variant: coverage(RAGGED, variant) for variant in VARIANTS},

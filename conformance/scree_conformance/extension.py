@@ -11,7 +11,7 @@ import numpy as np
 import scree
 
 from . import oracle
-from .backends import HALF
+from .backends import EPS, HALF
 from .bench import Bench, Data
 from .layouts import ALL, Layout, lengths_of
 from .table import DTYPES, operation
@@ -33,6 +33,17 @@ for _name in ("softmax", "log_softmax", "logsumexp"):
 
 
 # ----------------------------------------------------------------------------------------------------- norms
+def _of_sum(norm: Any, dtype: str) -> Any:
+    """The norm of the sum of two arrays as it is given, and that sum."""
+    stage = oracle.rounded(dtype) if dtype in HALF else lambda x: x
+
+    def truth(rows: Any, residual: Any) -> Any:
+        total = oracle.Rows([stage(a + b) for a, b in zip(rows, residual, strict=True)], rows.template)
+        return norm(total), list(total)
+
+    return truth
+
+
 @operation("ragged.rms_norm", kernel="rms_norm")
 def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
     """With and without weight, also where x ** 2 is beyond half precision, and on dense arrays."""
@@ -42,6 +53,8 @@ def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
         bench.check(lambda a: bench.run(bench.xp.ragged.rms_norm, a), oracle.rms_norm, x, note=f"{token}, {draw}: ")
         bench.check(lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w), oracle.rms_norm, x, weight)
         bench.check(lambda a: bench.run(bench.xp.ragged.rms_norm, a, eps=0.5), partial(oracle.rms_norm, eps=0.5), x)
+        bench.check(lambda a, r: bench.run(bench.xp.ragged.rms_norm, a, residual=r), _of_sum(oracle.rms_norm, dtype), x,
+                    bench.like(x, token, dtype))
     dense = bench.dense((3, 4), dtype)
     bench.check(lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w),
                 lambda a, w: oracle.rms_norm([a], w)[0], dense, weight)  # type: ignore[arg-type]
@@ -57,15 +70,83 @@ def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
         bench.check(lambda a, w: bench.run(bench.xp.ragged.layer_norm, a, w), oracle.layer_norm, x, weight)
         bench.check(lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b, eps=0.5),
                     partial(oracle.layer_norm, eps=0.5), x, weight, bias)
+        bench.check(lambda a, r: bench.run(bench.xp.ragged.layer_norm, a, residual=r), _of_sum(oracle.layer_norm, dtype), x,
+                    bench.like(x, token, dtype))
     dense = bench.dense((3, 4), dtype)
     bench.check(lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b),
                 lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)  # type: ignore[arg-type]
 
 
+# -------------------------------------------------------------------------------------------- cross-entropy
+def _classes(bench: Bench, x: Data, count: int, ignored: int = -100) -> Data:
+    """A class for each token, or in a third of the cases none."""
+    total = x.x.total_length
+    numbers = np.where(bench.rng.random(total) < 0.3, ignored, bench.rng.integers(0, count, total))
+    targets = x.x.with_values(bench.lib.make(numbers.astype(np.int32), "int32"), ragged_dim=0)
+    return Data(targets, bench.rows(targets))
+
+
+def _wide(dtype: str) -> str:
+    return "float32" if dtype in HALF else dtype
+
+
+def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> Any:
+    """For one number of all tokens: a reference whose errors do not happen to cancel, of the tokens and of a running sum."""
+    reduction = options.get("reduction", "mean")
+    if reduction in ("none", "row_mean") or dtype == "float64":
+        return low and partial(low, **options)
+
+    def rough(*exact: Any) -> np.ndarray:
+        near, rounded = (np.concatenate([[], *f(*x, **{**options, "reduction": "none"})])
+                         for f, x in ((truth, exact), (low or truth, [x.astype(np.float32) for x in exact])))
+        error = np.sum(np.maximum(np.abs(near - rounded), EPS["float32"] / 2 * np.abs(near)))
+        orders = [np.random.default_rng(i).permutation(near.astype(np.float32)) for i in range(8)]
+        error += max(abs(np.add.accumulate([0, *x], dtype=np.float32)[-1] - np.sum(near)) for x in orders)
+        right = truth(*exact, **options)
+        return np.asarray(right + error * (1 if reduction == "sum" else right / (np.sum(near) or 1)))
+
+    return rough
+
+
+@operation("ragged.cross_entropy", kernel="cross_entropy")
+def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Every reduction, also of large numbers, of one class and with another mark of what is ignored; and of dense arrays."""
+    for classes, draw, options in (
+        (5, "any", {"reduction": "none"}), (5, "any", {"reduction": "row_mean"}), (5, "any", {"reduction": "sum"}), (5, "any", {}),
+        (33, "large", {"reduction": "none"}), (1, "any", {"reduction": "none"}), (5, "any", {"ignore_index": 2}),
+    ):  # fmt: skip
+        x = bench.ragged(layout, (classes,), dtype, draw)
+        targets = _classes(bench, x, classes, options.get("ignore_index", -100))
+        truth = partial(oracle.cross_entropy, targets=targets.exact)
+        bench.check(lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x, **options), partial(truth, **options), x,
+                    rough=_worst(truth, dtype, options), dtype=_wide(dtype), curved=True, note=f"{classes}, {draw}, {options}: ")
+    dense = Data(x.x.values, bench.lib.read(x.x.values))
+    bench.check(lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x.values, reduction="none"),
+                lambda a: np.concatenate([np.zeros(0, a.dtype), *truth(x.exact.astype(a.dtype), reduction="none")]), dense,
+                dtype=_wide(dtype), curved=True, note="dense: ")
+
+
+@operation("ragged.linear_cross_entropy", kernel="linear_cross_entropy")
+def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Every reduction, with and without bias."""
+    weight, bias = bench.dense((6, 4), dtype), bench.dense((6,), dtype)
+    for options in ({"reduction": "none"}, {"reduction": "row_mean"}, {"reduction": "sum"}, {}):
+        x = bench.ragged(layout, (4,), dtype)
+        targets = _classes(bench, x, 6)
+        for parameters in ((weight,), (weight, bias)):
+            def truth(a: Any, w: Any, *b: Any, **more: Any) -> Any:
+                return oracle.linear_cross_entropy(a, w, targets.exact, *b, **more)
+
+            low = partial(truth, stage=oracle.rounded(dtype)) if dtype in HALF else None
+            bench.check(lambda a, w, *b: bench.run(bench.xp.ragged.linear_cross_entropy, a, w, targets.x, *b, **options),
+                        partial(truth, **options), x, *parameters, rough=_worst(truth, dtype, options, low), dtype=_wide(dtype),
+                        curved=True, note=f"{options}: ")
+
+
 # ------------------------------------------------------------------------------------------------------ rope
 @operation("ragged.rope", kernel="rope")
 def rope(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Both pairings, another base, and rows that continue."""
+    """Both pairings, another base, and rows that continue; queries and keys together."""
     starts = [3 * i for i in range(len(lengths_of(layout)))]
     start = bench.lib.make(np.asarray(starts, np.int32), "int32")
     for token in ((8,), (2, 8)):
@@ -75,6 +156,8 @@ def rope(bench: Bench, layout: Layout, dtype: str) -> None:
                         curved=True, note=f"{token}, {options}: ")
         bench.check(lambda a: bench.run(bench.xp.ragged.rope, a, start=start), partial(oracle.rope, start=starts), x,
                     curved=True)
+        bench.check(lambda q, k: bench.run(bench.xp.ragged.rope, q, k), lambda q, k: (oracle.rope(q), oracle.rope(k)), x,
+                    bench.like(x, (*(1,) * (len(token) - 1), 8), dtype), curved=True)
 
 
 # --------------------------------------------------------------------------------------------------- routing

@@ -145,6 +145,39 @@ def logsumexp(rows: Rows, axis: int = 0) -> np.ndarray:
     return rows.stack(one)
 
 
+def cross_entropy(
+    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean",
+) -> list[np.ndarray] | np.ndarray:  # fmt: skip
+    """``log(sum(exp(x))) - x[target]`` of each token, a token after the other; 0 where the target is ignored."""
+    out, known = [], []
+    for row, classes in zip(rows, targets, strict=True):
+        loss = np.zeros(len(row), row.dtype)
+        for i, (x, target) in enumerate(zip(row, classes, strict=True)):
+            if target != ignore_index:
+                top = np.max(x)
+                loss[i] = np.log(np.sum(np.exp(x - top))) + (top - x[target])
+        out.append(loss)
+        known.append(np.asarray(classes) != ignore_index)
+    if reduction == "none":
+        return out
+    wide = rows.template.dtype.type
+    sums, counts = (np.asarray([np.sum(x, dtype=d) for x in parts], d) for parts, d in ((out, wide), (known, np.int64)))
+    if reduction == "row_mean":
+        with np.errstate(all="ignore"):
+            return np.asarray(sums / counts.astype(wide))
+    total = np.sum(sums, dtype=wide)
+    return np.asarray(total if reduction == "sum" else total / wide(np.sum(counts)) if np.sum(counts) else wide(math.nan))
+
+
+def linear_cross_entropy(
+    rows: Rows, weight: np.ndarray, targets: Sequence[np.ndarray], bias: Any = 0, *,
+    stage: Callable[[np.ndarray], np.ndarray] = lambda x: x, **options: Any,
+) -> list[np.ndarray] | np.ndarray:  # fmt: skip
+    """The same of the logits ``x @ weight.T + bias``; `stage` rounds them where a lower precision keeps them so."""
+    template = np.zeros((0, len(weight)), rows.template.dtype)
+    return cross_entropy(Rows((stage(stage(row @ weight.T) + bias) for row in rows), template), targets, **options)
+
+
 def rms_norm(rows: Rows, weight: Any = 1, eps: float = 1e-6) -> list[np.ndarray]:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis."""
     return [row / np.sqrt(np.mean(row * row, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight for row in rows]

@@ -29,6 +29,10 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
     "logsumexp": (((3,),), (), lambda r, x: r.logsumexp(x), oracle.logsumexp),
     "rms_norm": (((4,),), ((4,),), lambda r, x, w: r.rms_norm(x, w), oracle.rms_norm),
     "layer_norm": (((4,),), ((4,), (4,)), lambda r, x, w, b: r.layer_norm(x, w, b), oracle.layer_norm),
+    "cross_entropy": (((5,),), (), lambda r, x: r.cross_entropy(x, _classes(r, x, 5), reduction="none"),
+                      lambda x: oracle.cross_entropy(x, _some(x, 5), reduction="none")),
+    "linear_cross_entropy": (((4,),), ((6, 4), (6,)), lambda r, x, w, b: r.linear_cross_entropy(x, w, _classes(r, x, 6), b),
+                             lambda x, w, b: oracle.linear_cross_entropy(x, w, _some(x, 6), b)),
     "rope": (((2, 4),), (), lambda r, x: r.rope(x), oracle.rope),
     "attention": (((4, 4), (2, 4), (2, 3)), (), lambda r, q, k, v: r.attention(q, k, v, causal=True),
                   lambda q, k, v: oracle.attention(q, k, v, causal=True)[0]),
@@ -61,6 +65,16 @@ UNTRACED = {
     "from_padded": "the number of tokens depends on the mask", "same_layout": "it answers with a Python bool",
     "dropout": "the state of a generator is no array",
 }  # fmt: skip
+
+
+def _classes(r: Any, x: scree.Array, count: int) -> scree.Array:
+    """A class for each token by its position; every third has none."""
+    at, xp = r.positions(x), x.__array_namespace__()
+    return x.with_values(xp.where(at % 3 == 1, -100, at % count), ragged_dim=0)
+
+
+def _some(rows: Rows, count: int) -> list[np.ndarray]:
+    return [np.where(np.arange(len(row)) % 3 == 1, -100, np.arange(len(row)) % count) for row in rows]
 
 
 def _first(x: scree.Array) -> scree.Array:
