@@ -1,15 +1,21 @@
 """The command line: `scree-bench COMMAND`, or `python -m scree_bench COMMAND`."""
 
+import subprocess
+import sys
 from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from time import perf_counter
 
 import typer
 
 from .commands import report
+from .options import Device, Quick
 
 #: The subcommands that measure, a module each, in the order in which help and the report show them.
 MEASURING = (
-    "memory", "throughput", "attention", "algorithms", "norms", "kernels", "model", "precision", "collectives", "ratios",
-    "overhead",
+    "memory", "throughput", "attention", "algorithms", "norms", "kernels", "block", "model", "precision", "collectives",
+    "ratios", "overhead",
 )  # fmt: skip
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -20,7 +26,30 @@ def about() -> None:
     """Measure what scree saves and costs on this machine, beside everything else that does the same."""
 
 
-for name in MEASURING:
-    app.command(name)(import_module(f"scree_bench.commands.{name}").command)
+COMMANDS = {name: import_module(f"scree_bench.commands.{name}").command for name in MEASURING}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+
+
+@app.command("all")
+def everything(out: Path, device: Device = "auto", quick: Quick = False) -> None:
+    """Run every subcommand, each in a process of its own, with its results in the folder OUT.
+
+    The exit status is 1 if one of them has another one than 0.
+    """
+    failed = []
+    for name, command in COMMANDS.items():
+        options = ["--device", device] if "device" in signature(command).parameters else []
+        start = perf_counter()
+        status = subprocess.call(
+            [sys.executable, "-m", "scree_bench", name, "--out", str(out), *options, *(["--quick"] if quick else [])]
+        )
+        typer.echo(f"scree-bench {name}: {perf_counter() - start:.0f} s, exit status {status}")
+        failed += [name] if status else []
+    if failed:
+        typer.echo(f"not 0: {', '.join(failed)}")
+        raise typer.Exit(1)
+
+
 app.command("report")(report.command)
 app.command("compare")(report.compare)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import typer
@@ -28,7 +28,8 @@ def _itself(x: Any) -> Any:
     return x
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """A call that is ready to be made: a thunk that shows its parts, since compilers count memory from them."""
 
     run: Function
@@ -180,7 +181,8 @@ def _jax(arrays: backends.Library, device: str) -> Library:
         }  # fmt: skip
 
     def peak(step: Step) -> int:
-        found = step.run.lower(*step.args).compile().memory_analysis()
+        run: Any = step.run
+        found = run.lower(*step.args).compile().memory_analysis()
         return int(found.temp_size_in_bytes + found.output_size_in_bytes)
 
     return Library("jax", device, arrays, jax.block_until_ready, phases, peak, jax.jit)

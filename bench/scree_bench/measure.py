@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 Thunk = Callable[[], Any]
 
 SHORTEST = 2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
-FEWEST = 5  # samples of each contender, whatever they cost; `--quick` takes two
+FEWEST = 5  # samples of each contender even where they exceed the budget; two where they do so tenfold, or with `--quick`
 PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
 LONGEST_SLEEP = 0.02  # seconds that a device waits for the host
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
@@ -83,7 +83,7 @@ def interleaved(
     device
         On "cuda" calls are timed by events: see `_device_clock`.
     fewest
-        Samples of each contender, even where they exceed the budget.
+        Samples of each contender, even where they exceed the budget; two where they would exceed it tenfold.
     patience
         Seconds for the first call of each contender, which may compile.
 
@@ -114,8 +114,8 @@ def interleaved(
         if name in inner and host is None:
             inner[name] = max(1, int(SHORTEST / max(once, 1e-9)))
     times = {name: Times([], []) for name in inner}
-    stop, rounds = time.perf_counter() + budget * len(inner), 0
-    while inner and (rounds < fewest or time.perf_counter() < stop):
+    start, rounds, budget = time.perf_counter(), 0, budget * len(inner)
+    while inner and (rounds < 2 or time.perf_counter() - start < (budget if rounds >= fewest else 10 * budget)):
         for name in list(inner):
             seconds, host = sample(name)
             times[name].seconds.append(seconds)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
-from .libraries import Function, Library
+from .libraries import Function, Library, Step
 from .measure import Thunk
 from .peers import distance
 from .session import Build, Session
@@ -29,6 +30,12 @@ class Operation(NamedTuple):
         The result in float64, of PyTorch or NumPy, or None; contenders whose result has another form are not compared.
     flops
         Floating-point operations of the passes, where these and not the bytes are what counts.
+    yardsticks
+        As `contenders`: other work of the same size, which has no error.
+    differentiable
+        Whether there is a backward.
+    peak
+        Whether the memory of both passes is what it is about.
     """
 
     name: str
@@ -36,21 +43,23 @@ class Operation(NamedTuple):
     moved: tuple[float, float, float] = (0, 0, 0)
     truth: Callable[[], Any] | None = None
     flops: tuple[float, float, float] = (0, 0, 0)
+    yardsticks: Mapping[str, Callable[[], tuple[Function, tuple[Any, ...]]]] = {}
+    differentiable: bool = True
+    peak: bool = False
 
 
-def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: Operation, gradients: bool = True) -> None:
-    """Time every contender, forward and, where asked for, backward; beside a copy of as many bytes where these are known."""
+def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: Operation) -> None:
+    """Time every contender, forward and, where there is one, backward; beside a copy of as many bytes where these are known."""
     case = {"operation": operation.name, **case}
     peak = session.limits().get(f"matmul_{case['dtype']}_flops")
     for phase, at in PHASES.items():
-        if phase != "forward" and not (gradients and lib.phases is not None):
+        if phase != "forward" and not (operation.differentiable and lib.phases is not None):
             continue
         name, moved, flops = f"{phase}_s", operation.moved[at], operation.flops[at]
-        builds: dict[str, Build] = {
-            who: lambda b=build, p=phase: step(lib, b, p) for who, build in operation.contenders.items()
-        }
+        everyone = {**operation.contenders, **operation.yardsticks}
+        builds: dict[str, Build] = {who: partial(step, lib, build, phase) for who, build in everyone.items()}
         if moved:
-            builds[COPY] = lambda moved=moved: _copy(lib, moved)
+            builds[COPY] = partial(_copy, lib, moved)
         rows = session.time(case, name, builds, wait=lib.wait)
         copied = rows[COPY].values.get(name) if moved else None
         for row in rows.values():
@@ -61,21 +70,29 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
                 row.values |= {f"{phase}_rate": moved / seconds} | ({f"{phase}_of_copy_share": copied / seconds} if copied else {})
             if flops:
                 row.values |= {f"{phase}_flops": flops / seconds} | ({f"{phase}_share": flops / seconds / peak} if peak else {})
+    if operation.peak:
+        for who, build in operation.contenders.items():
+            if "both_s" in session.row(case, who).values:
+                session.value(case, who, "both_peak_bytes", partial(_peak, lib, build))
     if operation.truth is not None:
         right = operation.truth()
         for who, build in operation.contenders.items():
             if "forward_s" in session.row(case, who).values:
-                session.value(case, who, "relative_error", lambda b=build: _error(lib, b, right))
+                session.value(case, who, "relative_error", partial(_error, lib, build, right))
 
 
-def step(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], phase: str) -> Thunk:
+def step(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], phase: str) -> Step:
     """A phase of a contender, ready to be called; the gradient sent back is all ones times a hundredth."""
     function, args = build()
     cotangent = None
     if phase != "forward":
         out = function(*args)
-        cotangent = lib.xp.ones_like(out) * 0.01
+        cotangent = tuple(x * 0 + 0.01 for x in out) if isinstance(out, tuple) else out * 0 + 0.01
     return lib.steps(function, args, cotangent)[phase]()
+
+
+def _peak(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]]) -> int:
+    return lib.peak(step(lib, build, "both"))
 
 
 def _copy(lib: Library, moved: float) -> Thunk:
@@ -87,7 +104,5 @@ def _copy(lib: Library, moved: float) -> Thunk:
 
 
 def _error(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], right: Any) -> float:
-    found = lib.wait(step(lib, build, "forward")())
-    if found.shape != right.shape:
-        raise ValueError(f"expected shape {tuple(right.shape)}, got {tuple(found.shape)}")
-    return distance(lib.wide(found, right), right)
+    found, right = (x if isinstance(x, tuple) else (x,) for x in (lib.wait(step(lib, build, "forward")()), right))
+    return max(distance(lib.wide(x, y).reshape(y.shape), y) for x, y in zip(found, right, strict=True))

@@ -10,8 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.util import find_spec
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -88,6 +89,11 @@ class Work:
         return tuple(rng.standard_normal((self.total, h, self.dim), dtype=np.float32) for h in heads)
 
     @cached_property
+    def made(self) -> dict[str, tuple[Any, ...]]:
+        """The arrays as those of a library, by its name, once they have been made."""
+        return {}
+
+    @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """(rows, longest) index of each token, 0 in the padding, and which of them are real."""
         at = np.arange(self.longest)
@@ -114,10 +120,11 @@ class Peer(NamedTuple):
     slow: bool = False  # to compile: not with --quick
 
 
-@lru_cache(maxsize=1)
 def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
     """Queries, keys and values, and the gradient of the result: one copy for all the peers of a work."""
-    *args, cotangent = (lib.make(x, work.dtype) for x in work.arrays)
+    if lib.name not in work.made:
+        work.made[lib.name] = tuple(lib.make(x, work.dtype) for x in work.arrays)
+    *args, cotangent = work.made[lib.name]
     return tuple(args), cotangent
 
 
@@ -351,7 +358,8 @@ def _varlen(lib: Library, work: Work) -> Prepared:
     args, cotangent = _packed(lib, work)
     cu, longest = _bounds(lib, work)
     window = (-1, 0) if work.causal else (-1, -1)
-    grouped = {"enable_gqa": True} if work.heads != work.kv_heads else {}
+    known = signature(varlen_attn).parameters
+    grouped = {"enable_gqa": True} if work.heads != work.kv_heads and "enable_gqa" in known else {}
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window, **grouped)
@@ -443,20 +451,21 @@ def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Wo
             return "runs on CUDA devices only"
         if dtypes and work.dtype not in dtypes:
             return f"takes {' and '.join(dtypes)}, not {work.dtype}"
-        absent = [m for m in modules if not _importable(m)]
+        absent = [m for m in modules if not importable(m)]
         return f"{' and '.join(absent)} cannot be imported" if absent else None
 
     return missing
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
+    """Whether there is such a module."""
     try:
         return find_spec(module) is not None
     except ImportError:
         return False
 
 
-def _compiler(lib: Library, work: Work) -> str | None:
+def compiler(lib: Library, work: Work) -> str | None:
     from shutil import which
 
     if lib.device == "cpu" and not (which("g++") or which("clang++") or which("c++")):
@@ -485,7 +494,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("padded, SDPA", "torch", _torch_sdpa(None)),
     Peer("loop over rows, SDPA", "torch", _torch_rows),
     Peer("torch.nested, SDPA", "torch", _torch_nested, _nested),
-    Peer("flex_attention", "torch", _torch_flex, _compiler, slow=True),
+    Peer("flex_attention", "torch", _torch_flex, compiler, slow=True),
     Peer("padded, jax.nn", "jax", _jax_own),
     Peer("padded, mx.fast", "mlx", _mlx_own),
     *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", _torch_sdpa(b), _on_cuda(*_HALF))

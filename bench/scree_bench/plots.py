@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from . import results
 from .results import Result, Row, text, unit
 
 Draw = Callable[[Any], None]
@@ -37,9 +38,17 @@ def draw(result: Result, out: Path, form: str = "svg") -> list[Path]:
     return written
 
 
+def tables(result: Result) -> list[results.Table]:
+    """The tables of a result: ``tables(result)`` of its module where it has one, otherwise everything."""
+    module = import_module(f"scree_bench.commands.{result.command}")
+    found: list[results.Table] = module.tables(result) if hasattr(module, "tables") else results.tables(result.rows)
+    return found
+
+
 def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
     """Draw one picture in every theme: ``name-light.svg`` and ``name-dark.svg``."""
     import matplotlib as mpl
+    from cycler import cycler
     from matplotlib.figure import Figure
 
     out.mkdir(parents=True, exist_ok=True)
@@ -49,7 +58,7 @@ def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
             "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back, "text.color": ink,
             "axes.labelcolor": ink, "axes.edgecolor": grid, "xtick.color": ink, "ytick.color": ink, "grid.color": grid,
             "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-            "axes.prop_cycle": mpl.cycler(color=colors, linestyle=STYLES),
+            "axes.prop_cycle": cycler(color=colors, linestyle=STYLES),
             "font.size": 11, "axes.titlesize": 12, "axes.titlelocation": "left",
             "legend.frameon": False, "legend.fontsize": 10, "lines.linewidth": 2, "lines.markersize": 5,
             "svg.fonttype": "none", "svg.hashsalt": "scree", "font.family": "sans-serif",
@@ -89,8 +98,11 @@ def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> No
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str) -> None:
-    """A group of horizontal bars for each entry, a color for each contender, its value beside each bar."""
+def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str, apart: bool = False) -> None:
+    """A group of horizontal bars for each entry, a color for each contender, its value beside each bar.
+
+    With `apart` each group has a scale of its own.
+    """
     names = sorted(dict.fromkeys(who for group in groups.values() for who in group), key=lambda who: not who.startswith("scree"))
     palette = _colors()
     crowded = len(names) > len(palette)  # then names stand beside the bars, and color only tells ours from theirs
@@ -98,10 +110,11 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
     place, ticks, longest = 0.0, [], 0.0
     for label, group in groups.items():
         ticks.append((place + (len(group) - 1) / 2, label))
+        scale = max(group.values(), default=1.0) if apart else 1.0
         for who, x in group.items():
-            axes.barh(place, x, color=colors[who], height=0.8)
-            axes.text(x, place, f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}", va="center", fontsize=9)
-            longest, place = max(longest, x), place + 1
+            axes.barh(place, x / scale, color=colors[who], height=0.8)
+            axes.text(x / scale, place, f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}", va="center", fontsize=9)
+            longest, place = max(longest, x / scale), place + 1
         place += 0.8
     axes.set(xlim=(0, longest * (1.5 if crowded else 1.2) or 1), xticks=[])
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
@@ -136,6 +149,15 @@ def grouped(rows: Iterable[Row], value: str, label: Callable[[Row], str]) -> dic
     for row in rows:
         if value in row.values:
             found.setdefault(label(row), {})[row.who] = row.values[value]
+    return found
+
+
+def fastest(groups: Mapping[str, Mapping[str, float]], count: int) -> dict[str, dict[str, float]]:
+    """Of each group ours and the least of the others, so many in all."""
+    found = {}
+    for label, group in groups.items():
+        best = sorted(group, key=lambda who: (who != "scree", group[who]))[:count]
+        found[label] = {who: group[who] for who in sorted(best, key=lambda who: (who != "scree", group[who]))}
     return found
 
 

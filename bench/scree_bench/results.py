@@ -197,18 +197,22 @@ def cell(row: Row, name: str, reference: Row | None) -> str:
     return text
 
 
-def tables(result: Result) -> list[Table]:
-    """Rows side by side, a table for each kind of case: what was measured, on what, and how it went."""
+def tables(rows: Sequence[Row], shown: Sequence[str] = ()) -> list[Table]:
+    """Rows side by side, a table for each kind of case: what was measured, on what, and how it went.
+
+    With `shown`, of the values only these, in this order.
+    """
     groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in result.rows:
+    for row in rows:
         groups.setdefault(tuple(row.case), []).append(row)
-    return [_table(list(keys), rows) for keys, rows in groups.items()]
+    return [_table(list(keys), found, shown) for keys, found in groups.items()]
 
 
-def _table(keys: list[str], rows: list[Row]) -> Table:
+def _table(keys: list[str], rows: list[Row], shown: Sequence[str]) -> Table:
     shared = {k: v for k, v in rows[0].case.items() if all(row.case[k] == v for row in rows)}
     keys = [k for k in keys if k not in shared]
-    names = _unique(name for row in rows for name in row.values)
+    there = _unique(name for row in rows for name in row.values)
+    names = [name for name in shown if name in there] or there
     firsts: dict[str, Row] = {}  # ours where there is one
     for row in sorted(rows, key=lambda row: not row.who.startswith("scree")):
         firsts.setdefault(repr(row.case), row)
@@ -221,6 +225,18 @@ def _table(keys: list[str], rows: list[Row]) -> Table:
     titles = [_title(name) for name in names]
     caption = ", ".join(f"{k} {text(v)}" for k, v in shared.items())
     return Table(caption, [*keys, "", *titles], lines, notes)
+
+
+def pivot(rows: Sequence[Row], value: str, by: str, caption: str) -> Table:
+    """One value: a line for each entry of the case's `by`, a column for each contender."""
+    rows = [row for row in rows if value in row.values]
+    names = _unique(row.who for row in rows)
+    firsts = {row.case[by]: row for row in reversed(rows) if row.who.startswith("scree")}
+    lines = []
+    for entry in _unique(row.case[by] for row in rows):
+        found = {row.who: cell(row, value, firsts.get(entry)) for row in rows if row.case[by] == entry}
+        lines.append([text(entry), *(found.get(who, "") for who in names)])
+    return Table(caption, [by, *names], lines, [])
 
 
 def _title(name: str) -> str:
@@ -257,8 +273,8 @@ def compare(before: Result, after: Result, least: float = 0.05) -> list[Move]:
     moves = []
     for row in after.rows:
         was = old.get((repr(row.case), row.who))
-        for name in row.values if was else ():
-            if name not in was.values:
+        for name in row.values:
+            if was is None or name not in was.values:
                 continue
             a, b = was.values[name], row.values[name]
             sampled = name in row.samples

@@ -23,7 +23,7 @@ from .results import Result, Row
 Build = Callable[[], Thunk]
 
 INTERRUPTED = 130
-SECONDS = 0.5  # for each contender of each case
+SECONDS = 0.3  # for each contender of each case
 
 
 class Session:
@@ -162,7 +162,7 @@ class Session:
         result, about = self.result, self.result.machine
         where = about["gpu"] if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
         self.say(f"{result.command} on {where}, {result.date[:10]}")
-        for found in results.tables(result):
+        for found in plots.tables(result):
             shown = Table(box=box.SIMPLE_HEAD, title=found.caption, title_justify="left")
             for i, title in enumerate(found.header):
                 shown.add_column(title, justify="right" if i else "left")

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 
 from scree_bench import results
 from scree_bench.cli import MEASURING, app
-from scree_bench.results import OK, Result
+from scree_bench.commands.report import MARK, head
+from scree_bench.measure import Failure
+from scree_bench.results import OK, Result, Row
 
 TORCH = find_spec("torch") is not None
-NEEDS_TORCH = ("norms", "kernels", "model", "collectives")
+NEEDS_TORCH = ("norms", "kernels", "block", "model", "collectives")
 EAGER = ",".join(name for name in ("numpy", "torch") if find_spec(name))
 LAZY = [name for name, module in (("jax", "jax"), ("mlx", "mlx")) if find_spec(module)]
 
@@ -117,6 +119,15 @@ def adds_up_to_whole_steps(found: Result) -> None:
             assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
 
 
+def is_right_in_every_form(found: Result) -> None:
+    whole = {row.who: row.values for row in found.rows if row.case["part"] == "the whole block"}
+    for who in ("scree", "padded, SDPA"):
+        assert max(whole[who]["forward_error"], whole[who]["gradient_error"]) < 16 * 2**-23, who
+    for phase in ("forward", "both"):
+        limits = [row.values[f"{phase}_limit_s"] for row in found.rows if f"{phase}_limit_s" in row.values]
+        assert whole["limit"][f"{phase}_s"] == pytest.approx(sum(limits[:-1])) == pytest.approx(limits[-1])
+
+
 def counts_what_links_carry(found: Result) -> None:
     share = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "all-to-all": 0.5}  # two processes
     rows = found.rows
@@ -132,6 +143,7 @@ CHECKS = {
     "precision": (accumulates_as_known, sums_half_precision_wide),
     "attention": (is_right_whoever_computes_it,),
     "model": (has_one_loss_ragged_and_padded, adds_up_to_whole_steps),
+    "block": (is_right_in_every_form,),
     "collectives": (counts_what_links_carry,),
 }
 
@@ -240,24 +252,50 @@ def test_report_and_compare(tmp_path):
     invoke("compare", str(paths[0]), str(paths[1]), status=2)
 
 
-def test_report_takes_what_the_kernel_scripts_write(tmp_path):
-    head = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01", "torch": "2.11"}
-    times = {"forward_ms": {"ours": 0.1, "FA2": 0.2}, "forward_backward_ms": {"ours": 0.4, "FA2": 0.6}}
-    work = {"tokens": 4, "rows": 2, "heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float16", "gflop": 2.0, **times}
-    host = {"forward": {"ours": 9.0}}
-    attention = {**head, "limits": {"copy_tb_s": 3.0}, "notes": ["Cut off."], "workloads": {"seed": work}, "host_us": host}
-    rows = [{"operation": "softmax", "size": "4", "who": "copy", "forward_ms": 0.5, "forward_gb_s": 2000},
-            {"operation": "softmax", "size": "4", "who": "scree", "forward_ms": 1.0, "forward_gb_s": 1000},
-            {"operation": "softmax", "size": "4", "who": "torch", "error": "no"}]  # fmt: skip
-    for name, data in (("attention", attention), ("kernels", {**head, "rows": rows})):
-        (tmp_path / f"{name}-h100.json").write_text(json.dumps(data))
-    invoke("report", *map(str, tmp_path.glob("*.json")), "--out", str(tmp_path / "bench.md"))
-    text = (tmp_path / "bench.md").read_text()
+def sweep() -> Result:
+    """Two named workloads and two of the sweep, by us, in half the time of a peer that fails on the last."""
+    machine = {"device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "tag": "h100", "limits": {"copy_rate": 3e12}}
+    rows = []
+    for i, work in enumerate(("seed", "gqa", "d32 h4 n256", "d64 h8 n1024")):
+        for who, factor in (("scree", 1), ("FA2", 2)):
+            row = Row({"work": work, "dtype": "float16"}, who)
+            row.add("forward_s", [1e-4 * factor] * 3)
+            row.add("both_s", Failure("failed", "no") if (i, who) == (3, "FA2") else [3e-4 * factor] * 3)
+            rows.append(row)
+    notes = {"notes": ["Cut off."]}
+    return Result("attention", {}, machine, {"torch": "2.11"}, "2026-01-01T00:00:00Z", rows, extra=notes, complete=True)
+
+
+def test_report_of_attention(tmp_path):
+    sweep().write(tmp_path / "attention-h100.json")
+    page = tmp_path / "speed.md"
+    invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page))
+    text = page.read_text()
     assert "## Attention: NVIDIA H100 80GB HBM3" in text and "Limits of the machine: copy 3 TB/s." in text
     assert "\nCut off.\n" in text
-    assert "| FA2 | 200 us (2.00x) | 10 TFLOP/s | 600 us (1.50x) | 11.7 TFLOP/s |" in text
-    assert "| copy | 500 us (0.50x) | 2 TB/s |" in text and "torch: failed: no" in text
-    assert (tmp_path / "bench" / "attention-both-h100-dark.svg").exists()
+    assert "| seed | FA2 | 200 us ±0% (2.00x) | 600 us ±0% (2.00x) |" in text  # named workloads, row by row
+    assert "| FA2 | forward | 0.50 | 0.50 to 0.50 | 2 of 2 |" in text  # the sweep, its ratios
+    assert "| FA2 | both | 0.50 | 0.50 to 0.50 | 1 of 1 |" in text
+    assert "| d32 h4 n256 | 100 us ±0% | 200 us ±0% (2.00x) |" in text  # and side by side
+    for name in ("attention-both", "attention-shapes-forward"):
+        assert (tmp_path / "speed" / f"{name}-h100-dark.svg").exists()
+
+
+def test_report_keeps_what_is_written_by_hand(tmp_path):
+    page = tmp_path / "speed.md"
+    invoke("report", "--out", str(page))
+    assert page.read_text().startswith("# Benchmarks")
+    page.write_text(f"# Mine\n\n{MARK}\n\n## Results of yesterday\n")
+    sweep().write(tmp_path / "attention-h100.json")
+    for _ in range(2):  # and again
+        invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page))
+        text = page.read_text()
+        assert text.startswith(f"# Mine\n\n{MARK}\n\n## Attention") and "yesterday" not in text
+
+
+def test_the_page_lists_all_there_is_to_run():
+    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    assert head() in text
 
 
 def test_report_without_results(tmp_path):

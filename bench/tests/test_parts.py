@@ -3,6 +3,8 @@
 import doctest
 import json
 import math
+import signal
+import time
 from importlib.util import find_spec
 
 import numpy as np
@@ -22,11 +24,17 @@ from scree_bench.session import INTERRUPTED, Session
 # ------------------------------------------------------------------------------------------------ measuring
 def test_contenders_take_turns():
     calls = []
-    found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0, fewest=3)
+    found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
     assert calls[:4] == ["a", "b", "a", "b"]  # warm-up, then one call to see how long it takes
     turns = [x for i, x in enumerate(calls[4:]) if i == 0 or calls[4:][i - 1] != x]
-    assert turns == ["a", "b"] * 3
-    assert all(len(samples) == 3 for samples in found.values())
+    assert turns == ["a", "b"] * 2
+    assert all(len(times.seconds) == 2 and not times.host for times in found.values())
+
+
+def test_slow_calls_take_few_samples():
+    pause = {"slow": lambda: time.sleep(0.02)}
+    assert len(interleaved(pause, 1e-3)["slow"].seconds) == 2  # ten times over the budget
+    assert len(interleaved(pause, 0.02)["slow"].seconds) == measure.FEWEST
 
 
 def test_examples_of_the_docstrings():
@@ -42,7 +50,20 @@ def test_one_failure_does_not_stop_the_others():
 
     found = interleaved({"late": late, "fine": lambda: math.exp(1)}, 0.01)
     assert found["late"].status == OUT_OF_MEMORY
-    assert len(found["fine"]) >= measure.FEWEST
+    assert len(found["fine"].seconds) >= measure.FEWEST
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no alarms")
+def test_what_hangs_does_not_stop_the_others(tmp_path):
+    def hang():
+        time.sleep(60)
+
+    with Session("memory", options(tmp_path, patience=0.05, seconds=0.01)) as session:
+        builds = {"hangs": lambda: hang, "compiles for ever": hang, "fine": lambda: lambda: math.exp(1)}
+        rows = session.time({"n": 1}, "call_s", builds)
+    assert rows["fine"].status == "ok"
+    for who in ("hangs", "compiles for ever"):
+        assert (rows[who].status, rows[who].why) == (FAILED, "call_s: took more than 0.05 s")
 
 
 def test_each_result_is_waited_for():
@@ -87,7 +108,7 @@ def test_out_of_memory_is_a_result(tmp_path):
         raise MemoryError("no room")
 
     with Session("memory", options(tmp_path)) as session:
-        rows = session.time({"n": 1}, "call_s", {"small": lambda: lambda: None, "huge": huge}, budget=0.01)
+        rows = session.time({"n": 1}, "call_s", {"small": lambda: lambda: None, "huge": huge})
     assert rows["small"].status == "ok" and rows["small"].values["call_s"] > 0
     assert (rows["huge"].status, rows["huge"].why) == (OUT_OF_MEMORY, "call_s: no room")
     saved = results.read(tmp_path / "memory-cpu.json")
@@ -101,6 +122,32 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path):
     assert stopped.value.exit_code == INTERRUPTED
     saved = results.read(tmp_path / "memory-cpu.json")
     assert not saved.complete and saved.rows[0].values == {"batch_bytes": 5.0}
+
+
+def test_a_request_to_end_keeps_what_was_measured(tmp_path):
+    with pytest.raises(typer.Exit), Session("memory", options(tmp_path)) as session:
+        session.value({"n": 1}, "scree", "batch_bytes", lambda: 5)
+        signal.raise_signal(signal.SIGTERM)
+    assert results.read(tmp_path / "memory-cpu.json").rows[0].values == {"batch_bytes": 5.0}
+    assert signal.getsignal(signal.SIGTERM) is not signal.default_int_handler
+
+
+def test_results_are_written_on_the_way(tmp_path):
+    with Session("memory", options(tmp_path)) as session:
+        for number in session.track([1, 2]):
+            if number == 2:
+                assert [row.values for row in results.read(tmp_path / "memory-cpu.json").rows] == [{"batch_bytes": 1.0}]
+            session.value({"n": number}, "scree", "batch_bytes", lambda number=number: number)
+
+
+def test_pictures_are_not_needed_to_measure(tmp_path, monkeypatch):
+    def missing(*_):
+        raise ImportError("matplotlib")
+
+    monkeypatch.setattr(plots, "draw", missing)
+    with Session("memory", options(tmp_path)) as session:
+        session.value({"n": 1}, "scree", "batch_bytes", lambda: 5)
+    assert results.read(tmp_path / "memory-cpu.json").complete
 
 
 def test_other_errors_are_not_swallowed(tmp_path):
@@ -159,7 +206,7 @@ def test_tables_show_medians_spreads_and_ratios():
     other = Row({"n": 1}, "padded")
     other.add("call_s", [2e-3, 2.2e-3, 1.8e-3])
     result.rows += [other, Row({"n": 1}, "huge", OUT_OF_MEMORY, "call_s: no room")]
-    (table,) = results.tables(result)
+    (table,) = results.tables(result.rows)
     assert table.caption == "n 1" and table.header == ["", "call"]
     assert table.lines == [["scree", "1 ms ±0%"], ["padded", "2 ms ±5% (2.00x)"], ["huge", OUT_OF_MEMORY]]
     assert table.notes == ["huge: out of memory: call_s: no room"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -9,11 +11,11 @@ import typer
 
 from .. import plots
 from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
-from ..libraries import Library, wanted, where
+from ..libraries import Library, Step, wanted, where
 from ..measure import require
 from ..options import Backend, Device, Out, Quick, Seconds, Seed, numbers
 from ..results import OK, Result, Row, unit
-from ..session import Session
+from ..session import SECONDS, Session
 
 COMPILED = 1024  # longest sequence for libraries that compile: they see the loops unrolled, block by block
 
@@ -30,8 +32,10 @@ def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[
 
 def command(
     lengths: Annotated[str, typer.Option(help="Sequence lengths, with commas between them.")] = "256,512,1024,2048,4096,8192",
-    batch: int = 4, heads: int = 12, dim: int = 64, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
-    seconds: Seconds = 0.5, quick: Quick = False, out: Out = None,
+    batch: Annotated[int | None, typer.Option(help="4 on CUDA, 1 on the CPU.")] = None,
+    heads: Annotated[int | None, typer.Option(help="12 on CUDA, 4 on the CPU.")] = None, dim: int = 64,
+    backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
+    seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Study implementations of attention: naive, flash v1 and v2, sliding window, grouped and multi-query, padding-masked.
 
@@ -39,7 +43,8 @@ def command(
     the pictures show which blocks each algorithm visits and how its running maximum and sum grow.
     """
     with Session("algorithms", locals(), where(device)) as session:
-        sizes = numbers(lengths)
+        sizes, cuda = numbers(lengths), session.device == "cuda"
+        batch, heads = batch or (4 if cuda else 1), heads or (12 if cuda else 4)
         if quick:
             sizes, batch, heads, dim = [n for n in sizes if n <= 512] or sizes[:1], 1, 4, 32
         session.result.extra = trace(seed)
@@ -53,16 +58,20 @@ def command(
 
 def _measure(session: Session, lib: Library, shape: Shape, seed: int) -> None:
     case = {"backend": lib.name, "batch": shape.n, "heads": shape.heads, "dim": shape.dim, "length": shape.length}
-    steps = {name: lambda a=algorithm: _step(lib, a, shape, seed) for name, algorithm in ALGORITHMS.items()}
+    steps = {name: partial(_step, lib, algorithm, shape, seed) for name, algorithm in ALGORITHMS.items()}
     for name, algorithm in ALGORITHMS.items():
         session.row(case, name).values["estimate_bytes"] = float(algorithm.estimate_memory(shape))
     session.time(case, "forward_s", steps, wait=lib.wait)
     for name, build in steps.items():
         if session.row(case, name).status == OK:
-            session.value(case, name, "peak_bytes", lambda b=build: lib.peak(b()))
+            session.value(case, name, "peak_bytes", partial(_peak, lib, build))
 
 
-def _step(lib: Library, algorithm: Algorithm, shape: Shape, seed: int) -> Any:
+def _peak(lib: Library, build: Callable[[], Step]) -> int:
+    return lib.peak(build())
+
+
+def _step(lib: Library, algorithm: Algorithm, shape: Shape, seed: int) -> Step:
     require(algorithm.estimate_memory(shape) + 4 * shape.output, lib.device)
     return lib.steps(algorithm.run, inputs(lib, shape, algorithm, seed))["forward"]()
 
@@ -87,19 +96,20 @@ def trace(seed: int, length: int = 512) -> dict[str, Any]:
 def pictures(result: Result) -> plots.Pictures:
     """Memory against length, time against length, both beside the estimates, and the algorithms at work."""
     found: plots.Pictures = {
-        "algorithms-blocks": lambda figure: _blocks(figure, result),
-        "algorithms-softmax": lambda figure: _softmax(figure, result),
+        "algorithms-blocks": partial(_blocks, result=result),
+        "algorithms-softmax": partial(_softmax, result=result),
     }
     for name in dict.fromkeys(row.case["backend"] for row in result.rows):
         rows = [row for row in result.rows if row.case["backend"] == name]
-        found[f"algorithms-{name}-memory"] = lambda figure, rows=rows, name=name: plots.curves(
-            figure.add_subplot(), rows, "length", "peak_bytes", f"Peak memory beside the inputs, {name}"
-        )
-        found[f"algorithms-{name}-time"] = lambda figure, rows=rows, name=name: plots.curves(
-            figure.add_subplot(), rows, "length", "forward_s", f"Time of the forward pass, {name}"
-        )
-        found[f"algorithms-{name}"] = lambda figure, rows=rows, name=name: _dashboard(figure, rows, name)
+        for what, value, title in (("memory", "peak_bytes", "Peak memory beside the inputs"),
+                                   ("time", "forward_s", "Time of the forward pass")):
+            found[f"algorithms-{name}-{what}"] = partial(_line, rows=rows, value=value, title=f"{title}, {name}")
+        found[f"algorithms-{name}"] = partial(_dashboard, rows=rows, name=name)
     return found
+
+
+def _line(figure: Any, rows: list[Row], value: str, title: str) -> None:
+    plots.curves(figure.add_subplot(), rows, "length", value, title)
 
 
 def _dashboard(figure: Any, rows: list[Row], name: str) -> None:

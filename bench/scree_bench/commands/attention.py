@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from importlib import import_module
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -13,14 +15,17 @@ import numpy as np
 import typer
 
 from .. import lengths as draws
-from .. import plots
+from .. import plots, results
 from ..libraries import Library, wanted, where
-from ..measure import FAILED, PATIENCE, Failure, Thunk
+from ..measure import FAILED, PATIENCE, Failure, Thunk, median
 from ..options import Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed
 from ..peers import BACKWARD, Prepared, Work, contenders, distance, ours, reference
-from ..results import OK, Result
-from ..session import Session
+from ..results import OK, Result, Row, Table
+from ..session import SECONDS, Session
 
+SHOWN = ("forward_s", "forward_share", "backward_s", "both_s", "both_share", "forward_host_s", "both_host_s", "forward_error",
+         "gradient_error")  # fmt: skip
+SHAPE = re.compile(r"d\d+ h\d+ n\d+")  # the name of one of the 27 works
 CHECKED = 1e11  # operations up to which a CPU computes the float64 reference; some ten seconds
 PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}  # and their operations over those of the forward pass
 SKEWED = (32_768, *(128,) * 255)
@@ -74,8 +79,9 @@ def command(
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; several with commas between.")] = "float32",
     causal: bool = True,
     tiles: Annotated[bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")] = False,
+    errors: Annotated[bool, typer.Option(help="Compare all with float64.")] = True,
     only: Annotated[str, typer.Option(help="Peers, by the first letters of their names, with commas between them.")] = "",
-    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, seconds: Seconds = 0.5, patience: Patience = PATIENCE,
+    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
@@ -96,19 +102,19 @@ def command(
         session.limits()
         for lib in wanted(session, backend):
             for name, what in session.track(cases, lib.name):
-                _measure(session, lib, name, what, [x.strip() for x in only.split(",") if x.strip()])
+                _measure(session, lib, name, what, [x.strip() for x in only.split(",") if x.strip()], errors)
     return None
 
 
-def _measure(session: Session, lib: Library, name: str, work: Work, only: list[str]) -> None:
+def _measure(session: Session, lib: Library, name: str, work: Work, only: list[str], errors: bool) -> None:
     case = {"work": name, "backend": lib.name, "rows": len(work.lengths), "tokens": work.total, "heads": work.heads,
             "kv_heads": work.kv_heads, "dim": work.dim, "dtype": work.dtype, "causal": work.causal}  # fmt: skip
     if work.dtype not in lib.arrays.dtypes:
         return session.leave_out(f"{name} on {lib.name}", f"has no {work.dtype}")
     peers = contenders(session, lib, work, only)
-    prepared = {peer.name: _once(lambda peer=peer: peer.prepare(lib, work)) for peer in peers}
-    ready = {(who, phase): _once(lambda p=p, phase=phase: _step(lib, p(), phase)) for who, p in prepared.items()
-             for phase in _phases(lib)}  # fmt: skip
+    prepared = {peer.name: cache(partial(peer.prepare, lib, work)) for peer in peers}
+    ready = {(who, phase): cache(partial(_step, lib, prepare, phase))
+             for who, prepare in prepared.items() for phase in _phases(lib)}  # fmt: skip
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase in _phases(lib):
         builds = {who: ready[who, phase] for who in prepared}
@@ -116,6 +122,8 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
             if f"{phase}_s" in row.values:
                 flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]
                 row.values |= {f"{phase}_flops": flops} | ({f"{phase}_share": flops / limit} if limit else {})
+    if not errors:
+        return None
     if session.device == "cpu" and PHASES["both"] * work.flops > CHECKED:
         return session.leave_out(f"errors of {name}", "too many operations for the float64 reference")
     try:
@@ -125,7 +133,7 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
     for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
         for who, prepare in prepared.items():
             if f"{phase}_s" in session.row(case, who).values:
-                session.value(case, who, name, lambda p=prepare, s=ready[who, phase], t=truth: _error(lib, p(), s(), t))
+                session.value(case, who, name, partial(_error, lib, prepare, ready[who, phase], truth))
     return None
 
 
@@ -136,26 +144,15 @@ def _phases(lib: Library) -> list[str]:
     return [phase for phase in PHASES if phase != "backward" or lib.name != "mlx"]
 
 
-def _once(build: Callable[[], Any]) -> Callable[[], Any]:
-    """Build when first asked; a failure comes again each time."""
-    kept: list[Any] = []
-
-    def get() -> Any:
-        if not kept:
-            kept.append(build())
-        return kept[0]
-
-    return get
-
-
-def _step(lib: Library, prepared: Prepared, phase: str) -> Thunk:
+def _step(lib: Library, prepare: Callable[[], Prepared], phase: str) -> Thunk:
+    prepared = prepare()
     return lib.steps(prepared.function, prepared.args, prepared.cotangent)[phase]()
 
 
-def _error(lib: Library, prepared: Prepared, step: Thunk, truth: tuple[Any, ...]) -> float:
-    found = lib.wait(step())
+def _error(lib: Library, prepare: Callable[[], Prepared], step: Callable[[], Thunk], truth: tuple[Any, ...]) -> float:
+    found = lib.wait(step()())
     parts = found if isinstance(found, tuple | list) else [found]
-    return max(distance(lib.wide(prepared.packed(x), t), t) for x, t in zip(parts, truth, strict=True))
+    return max(distance(lib.wide(prepare().packed(x), t), t) for x, t in zip(parts, truth, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------- tiles
@@ -196,7 +193,7 @@ def sweep(session: Session, quick: bool, seed: int) -> None:
         case = {"kernel": kernel, "length": length, "dim": dim, "dtype": dtype}
         for (m, n), phase in itertools.product(itertools.product(candidates, candidates), PHASES):
             with TILERS[kernel](m, n):  # one after the other: each tile compiles kernels of its own
-                builds = {f"{m} x {n}": lambda work=work, phase=phase: _step(lib, ours(kernel)(lib, work), phase)}
+                builds = {f"{m} x {n}": partial(_step, lib, partial(ours(kernel), lib, work), phase)}
                 session.time(case, f"{phase}_s", builds, wait=lib.wait)
         rows = [row for row in session.result.rows if row.case == case]
         for phase in PHASES:
@@ -209,37 +206,65 @@ def sweep(session: Session, quick: bool, seed: int) -> None:
                 found.add(f"{phase}_s", Failure(FAILED, "no tile runs"))
 
 
-# ------------------------------------------------------------------------------------------------ pictures
+# -------------------------------------------------------------------------------------- tables and pictures
+def tables(result: Result) -> list[Table]:
+    """The values that say most of named workloads; of the sweep over shapes the ratios, and times of the whole."""
+    swept = [row for row in result.rows if SHAPE.fullmatch(row.case.get("work", ""))]
+    found = results.tables([row for row in result.rows if row not in swept], SHOWN)
+    if swept:
+        found.append(_ratios(swept))
+        found += [results.pivot(swept, f"{phase}_s", "work", f"the sweep over shapes, {name}")
+                  for phase, name in (("forward", "forward"), ("both", "forward and backward"))]  # fmt: skip
+    return found
+
+
+def _ratios(rows: Sequence[Row]) -> Table:
+    """Our time over each peer's, over all shapes."""
+    lines = []
+    own = {repr(row.case): row.values for row in rows if row.who == "scree"}
+    for who in dict.fromkeys(row.who for row in rows if row.who != "scree"):
+        for phase in PHASES:
+            value = f"{phase}_s"
+            found = sorted(own[repr(row.case)][value] / row.values[value] for row in rows
+                           if row.who == who and value in row.values and value in own.get(repr(row.case), ()))  # fmt: skip
+            if found:
+                faster = f"{sum(x <= 1 for x in found)} of {len(found)}"
+                lines.append([who, phase, f"{median(found):.2f}", f"{found[0]:.2f} to {found[-1]:.2f}", faster])
+    header = ["peer", "", "our time over the peer's, median", "from, to", "not slower on"]
+    return Table("the sweep over shapes, ratios: below 1 is faster", header, lines, [])
+
+
 def pictures(result: Result) -> plots.Pictures:
-    """Times of each workload, by phase; with more than six workloads, ratios to ours."""
+    """Times of the fastest on each named workload, by phase; and of the sweep over shapes the ratios to ours."""
     rows = [row for row in result.rows if row.status == OK and "work" in row.case]
     found: plots.Pictures = {}
-    for phase in PHASES:
-        value = f"{phase}_s"
-        chosen = [row for row in rows if value in row.values]
-        if not chosen:
-            continue
-
-        def paint(figure: Any, chosen: Any = chosen, value: str = value, phase: str = phase) -> None:
-            title = {"both": "Attention, forward and backward"}.get(phase, f"Attention, {phase}")
-            groups = plots.grouped(chosen, value, plots.labels(chosen, "rows", "tokens", "heads", "kv_heads", "dim"))
-            plots.bars(figure.add_subplot(), groups, value, f"{title}: less is better")
-
-        def ratios(figure: Any, chosen: Any = chosen, value: str = value, phase: str = phase) -> None:
-            axes = figure.add_subplot()
-            own = {repr(row.case): row.values[value] for row in reversed(chosen) if row.who.startswith("scree")}
-            theirs = [row for row in chosen if not row.who.startswith("scree") and repr(row.case) in own]
-            for who in dict.fromkeys(row.who for row in theirs):
-                points = sorted(own[repr(row.case)] / row.values[value] for row in theirs if row.who == who)
-                axes.plot(range(len(points)), points, marker="o", label=who)
-            axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
-            name = {"both": "forward and backward"}.get(phase, phase)
-            axes.set(title=f"scree's time over a peer's, {name}: below 1 is faster", xlabel="shapes, sorted", yscale="log")
-            for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                which(lambda v, _: f"{v:.2g}")
-            if theirs:
-                axes.legend()
-
-        many = len({repr(row.case) for row in chosen}) > 6
-        found[f"attention-{phase}"] = ratios if many else paint
+    for phase, name in (("forward", "forward"), ("backward", "backward"), ("both", "forward and backward")):
+        timed = [row for row in rows if f"{phase}_s" in row.values]
+        swept = [row for row in timed if SHAPE.fullmatch(row.case["work"])]
+        named = [row for row in timed if row not in swept]
+        if named:
+            found[f"attention-{phase}"] = partial(_bars, rows=named, phase=phase, name=name)
+        if swept:
+            found[f"attention-shapes-{phase}"] = partial(_curves, rows=swept, phase=phase, name=name)
     return found
+
+
+def _bars(figure: Any, rows: list[Row], phase: str, name: str) -> None:
+    groups = plots.grouped(rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "heads", "kv_heads", "dim"))
+    title = f"Attention, {name}: less is better, a scale for each workload"
+    plots.bars(figure.add_subplot(), plots.fastest(groups, 6), f"{phase}_s", title, apart=True)
+
+
+def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
+    axes = figure.add_subplot()
+    own = {row.case["work"]: row.values[f"{phase}_s"] for row in rows if row.who == "scree"}
+    theirs = [row for row in rows if row.who != "scree" and row.case["work"] in own]
+    for who in dict.fromkeys(row.who for row in theirs):
+        points = sorted(own[row.case["work"]] / row.values[f"{phase}_s"] for row in theirs if row.who == who)
+        axes.plot(range(1, len(points) + 1), points, marker="o", label=who)
+    axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
+    axes.set(title=f"scree's time over a peer's, {name}: below 1 is faster", xlabel="shapes, sorted", yscale="log")
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(lambda v, _: f"{v:.2g}")
+    if theirs:
+        axes.legend()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -11,18 +12,21 @@ import typer
 
 import scree
 
-from .. import plots
+from .. import plots, results
 from ..lengths import adding_up
 from ..libraries import Function, Library, wanted, where
 from ..measure import PATIENCE
-from ..operations import COPY, Operation, measure
+from ..operations import Operation, measure
 from ..options import Device, Out, Patience, Quick, Seconds, Seed
-from ..results import Result
-from ..session import Session
+from ..peers import importable
+from ..results import Result, Table
+from ..session import SECONDS, Session
 
 Build = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 
+SHOWN = ("forward_s", "forward_of_copy_share", "forward_share", "backward_s", "backward_of_copy_share", "backward_share",
+         "forward_host_s", "both_host_s", "both_peak_bytes", "relative_error")  # fmt: skip
 CHECKED = 1000  # rows up to which the truth is computed, in a loop over them
 
 
@@ -38,10 +42,13 @@ class Batch:
     """Rows of random tokens on PyTorch, and what several operations need of them."""
 
     def __init__(self, lib: Library, sizes: Sizes, seed: int) -> None:
+        import torch
+
         self.lib, self.rng, self.dtype = lib, np.random.default_rng(seed), sizes.dtype
         self.lengths = sizes.lengths(self.rng)
         self.total, self.longest = int(self.lengths.sum()), int(self.lengths.max())
         self.width = int(np.prod(sizes.token))
+        self.generator = torch.Generator(lib.device).manual_seed(seed)
         self.values = self.normal(self.total, *sizes.token)
         offsets = lib.make(np.concatenate([[0], np.cumsum(self.lengths)]), "int32")
         self.like = scree.Array(self.values, offsets, max_length=self.longest)
@@ -55,7 +62,14 @@ class Batch:
 
     def normal(self, *shape: int) -> Any:
         """Random numbers."""
-        return self.lib.make(self.rng.standard_normal(shape, dtype=np.float32), self.dtype)
+        import torch
+
+        dtype = self.lib.arrays.dtypes[self.dtype]
+        return torch.randn(shape, generator=self.generator, device=self.lib.device).to(dtype)
+
+    def classes(self, count: int) -> Any:
+        """A class for each token."""
+        return self.lib.make(self.rng.integers(0, count, self.total), "int64")
 
     def rows(self, values: Any) -> scree.Array:
         """Values as rows."""
@@ -81,6 +95,14 @@ class Batch:
         return lambda: getattr(torch, put)([function(x) for x in self.lib.wide(self.values).split(self.lengths.tolist())])
 
 
+def torch_compile(function: Function) -> Function:
+    """The function under `torch.compile`, for these shapes alone."""
+    import torch
+
+    found: Function = torch.compile(function, dynamic=False)
+    return found
+
+
 def _softmax(b: Batch) -> Operation:
     import torch.nn.functional as F  # noqa: N812
 
@@ -103,15 +125,26 @@ def _reduction(name: str) -> Callable[[Batch], Operation]:
 
         xp, lengths, bare = b.lib.xp, b.like.lengths.long(), name if name == "sum" else f"a{name}"
         back = b.bytes if name == "sum" else 2 * b.bytes  # a maximum looks at its input again
-        return Operation(f"{name} of rows", {
+        found: dict[str, Build] = {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
             "segment_reduce": lambda: (
                 lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True), (b.values,)),
             "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (b.values,)),
-            "torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (b.values,)),
-        }, (b.bytes, back, b.bytes + back), b.by_row(lambda x: getattr(x, bare)(0), "stack"))  # fmt: skip
+        }  # fmt: skip
+        whole: dict[str, Build] = {"torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (b.values,))}
+        truth = b.by_row(lambda x: getattr(x, bare)(0), "stack")
+        return Operation(f"{name} of rows", found, (b.bytes, back, b.bytes + back), truth, yardsticks=whole)
 
     return operation
+
+
+def _argmax(b: Batch) -> Operation:
+    xp = b.lib.xp
+    return Operation("argmax of rows", {
+        "scree": lambda: (lambda x: xp.argmax(b.rows(x), axis=1), (b.values,)),
+        "padded": lambda: (lambda x: x.argmax(1), (b.padded(-np.inf),)),
+    }, (b.bytes, 0, 0), b.by_row(lambda x: x.argmax(0), "stack"),
+        yardsticks={"torch, all rows as one": lambda: (lambda x: x.argmax(0), (b.values,))}, differentiable=False)  # fmt: skip
 
 
 def _cumulative_sum(b: Batch) -> Operation:
@@ -141,12 +174,64 @@ def _rope(b: Batch) -> Operation:
 
     found: dict[str, Build] = {
         "scree": lambda: (lambda x: scree.rope(b.rows(x)).values, (heads,)),
-        "scree, neighbours": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,)),
         "by hand, cos and sin given": lambda: (by_hand, (heads,)),
     }
     if b.compiles:
-        found["compiled, cos and sin given"] = lambda: (torch.compile(by_hand, dynamic=False), (heads,))
-    return Operation("rope", found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth)
+        found["compiled, cos and sin given"] = lambda: (torch_compile(by_hand), (heads,))
+    other: dict[str, Build] = {
+        "scree, neighbours as pairs": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,))
+    }
+    return Operation("rope", found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth, yardsticks=other)
+
+
+def _cross_entropy(b: Batch) -> Operation:
+    """The features of a token are its logits."""
+    import torch.nn.functional as F  # noqa: N812
+
+    right = b.classes(b.width)
+
+    def own(x: Any) -> Any:
+        return F.cross_entropy(x.float(), right)
+
+    found: dict[str, Build] = {
+        "scree": lambda: (lambda x: scree.cross_entropy(b.rows(x), b.rows(right)), (b.values,)),
+        "torch": lambda: (own, (b.values,)),
+    }
+    if b.compiles:
+        found["torch, compiled"] = lambda: (torch_compile(own), (b.values,))
+    moved = b.bytes, 2 * b.bytes, 3 * b.bytes
+    return Operation("cross_entropy", found, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right))
+
+
+def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Operation]:
+    """The losses of the logits that a product makes of the tokens, for so many classes; twice the features by default."""
+
+    def operation(b: Batch) -> Operation:
+        import torch.nn.functional as F  # noqa: N812
+
+        count = classes or 2 * b.width
+        right, weight = b.classes(count), b.normal(count, b.width) / b.width**0.5
+
+        def own(x: Any, w: Any) -> Any:
+            return F.cross_entropy((x @ w.T).float(), right)
+
+        def liger() -> tuple[Function, tuple[Any, ...]]:
+            run = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
+            return lambda x, w: run(x, w, right)[0], (b.values, weight)
+
+        found: dict[str, Build] = {
+            "scree": lambda: (lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(right)), (b.values, weight)),
+            "torch": lambda: (own, (b.values, weight)),
+        }
+        if b.compiles:
+            found["torch, compiled"] = lambda: (torch_compile(own), (b.values, weight))
+        if b.lib.device == "cuda" and importable("liger_kernel"):
+            found["liger_kernel"] = liger
+        done = 2.0 * b.total * b.width * count
+        return Operation("linear_cross_entropy", found, flops=(done, 2 * done, 3 * done), peak=True,
+                         truth=lambda: F.cross_entropy(b.lib.wide(b.values) @ b.lib.wide(weight).T, right))  # fmt: skip
+
+    return operation
 
 
 def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
@@ -165,12 +250,16 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
         found: dict[str, Build] = {
             "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
             "loop over rows": lambda: (loop, (b.values, weights)),
-            "torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one)),
         }
+        dense: dict[str, Build] = {"torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))}
         if b.lib.device == "cuda" and b.dtype == "bfloat16":
             found["grouped_mm"] = lambda: (lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends), (b.values, weights))
         done = 2.0 * b.total * b.width * m
-        return Operation("grouped product", found, flops=(done, 2 * done, 3 * done))
+
+        def truth() -> Any:
+            return loop(b.lib.wide(b.values), b.lib.wide(weights))
+
+        return Operation("grouped product", found, truth=truth, flops=(done, 2 * done, 3 * done), yardsticks=dense)
 
     return operation
 
@@ -203,6 +292,20 @@ def _pack(b: Batch) -> Operation:
     }, (2 * b.bytes, b.bytes, 3 * b.bytes))  # fmt: skip
 
 
+def _concat(b: Batch) -> Operation:
+    import torch
+
+    xp, lengths, other = b.lib.xp, b.lengths.tolist(), b.normal(b.total, b.width)
+
+    def by_hand(x: Any, y: Any) -> Any:
+        return torch.cat([part for pair in zip(x.split(lengths), y.split(lengths), strict=True) for part in pair])
+
+    return Operation("concat along the rows", {
+        "scree": lambda: (lambda x, y: xp.concat([b.rows(x), b.rows(y)], axis=1).values, (b.values, other)),
+        "split and torch.cat": lambda: (by_hand, (b.values, other)),
+    }, (4 * b.bytes, 4 * b.bytes, 8 * b.bytes))  # fmt: skip
+
+
 def _to_padded(b: Batch) -> Operation:
     import torch
 
@@ -225,8 +328,8 @@ def _from_padded(b: Batch) -> Operation:
 
 #: Who does what, on the batch of the command line.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
-    _softmax, _reduction("sum"), _reduction("max"), _cumulative_sum, _rope, _grouped(), _gather, _scatter, _pack, _to_padded,
-    _from_padded,
+    _softmax, _reduction("sum"), _reduction("max"), _argmax, _cumulative_sum, _rope, _cross_entropy, _linear_cross_entropy(),
+    _grouped(), _gather, _scatter, _pack, _concat, _to_padded, _from_padded,
 )  # fmt: skip
 
 
@@ -254,16 +357,19 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
     "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope,)),
     **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))
        for n, k, m in ((8, 2048, 4096), (64, 2048, 1408), (128, 2048, 768))},
+    **{f"{n:,} classes": (Sizes(about(16, (1 << 25) // n), (n,), "bfloat16"), (_cross_entropy,)) for n in (32_768, 262_144)},
+    **{f"product, {n:,} classes": (Sizes(about(16, 512), (2048,), "bfloat16"), (_linear_cross_entropy(n),))
+       for n in (32_768, 131_072)},
 }  # fmt: skip
 
 
 def command(
     rows: Annotated[int, typer.Option(help="Rows of the batch; lengths are log-normal.")] = 16,
-    tokens: Annotated[int, typer.Option(help="Tokens in all.")] = 16_384,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 4,096 on the CPU.")] = None,
     width: Annotated[int, typer.Option(help="Numbers in a token.")] = 1024,
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
     hard: Annotated[bool, typer.Option(help="On CUDA also what stresses some kernels: row lengths, skew, experts.")] = True,
-    device: Device = "auto", seed: Seed = 0, seconds: Seconds = 0.5, patience: Patience = PATIENCE,
+    device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Softmax, reductions, scans, rope, grouped products, gather and scatter, packing: against PyTorch's ways to do it.
@@ -273,6 +379,7 @@ def command(
     """
     with Session("kernels", locals(), where(device)) as session:
         dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
+        tokens = tokens or (16_384 if session.device == "cuda" else 4096)
         if quick:
             rows, tokens, width = 8, 256, 64
         base = Sizes(about(rows, tokens // rows), (width,), dtype)
@@ -286,6 +393,11 @@ def command(
                     measure(session, lib, {"batch": what or "text", **case}, operation(batch))
 
 
+def tables(result: Result) -> list[Table]:
+    """The values that say most."""
+    return results.tables(result.rows, SHOWN)
+
+
 def pictures(result: Result) -> plots.Pictures:
     """Times of each operation, forward and with its gradients."""
 
@@ -296,5 +408,5 @@ def pictures(result: Result) -> plots.Pictures:
     for phase, title in (("forward", "Forward"), ("backward", "Backward"), ("both", "Forward and backward")):
         if any(f"{phase}_s" in row.values for row in result.rows):
             value, title = f"{phase}_s", f"{title}: less is better"
-            found[f"kernels-{phase}"] = lambda figure, value=value, title=title: paint(figure, value, title)
+            found[f"kernels-{phase}"] = partial(paint, value=value, title=title)
     return found

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .. import gpt, lengths, plots
+from .. import gpt, lengths, plots, results
 from ..libraries import allocations, where
 from ..measure import Failure, require
 from ..options import Device, Out, Quick, Seed, numbers
-from ..results import OK, Result, Row, unit
+from ..results import OK, Result, Row, Table, unit
 from ..session import Session
 
 PHASES = ("forward", "backward", "optimizer")
@@ -85,7 +85,7 @@ class Step:
 
 
 def command(
-    sizes: Annotated[str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}.")] = "small",
+    sizes: Annotated[str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}; small on CUDA, mini on the CPU.")] = "",
     contexts: Annotated[str, typer.Option(help="Median lengths of the rows, with commas between them.")] = "128,256,512",
     batch: Annotated[int, typer.Option(help="Rows.")] = 4,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
@@ -102,6 +102,7 @@ def command(
     with Session("model", locals(), where(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("model", "needs PyTorch, which is not installed")
+        sizes = sizes or ("small" if session.device == "cuda" else "mini")
         chosen, medians = [x.strip() for x in sizes.split(",")], numbers(contexts)
         if unknown := [x for x in chosen if x not in gpt.SIZES]:
             raise typer.BadParameter(f"--sizes: expected some of {', '.join(gpt.SIZES)}, got {unknown[0]!r}")
@@ -220,6 +221,16 @@ def classify(kernel: str) -> str:
     """The class of a kernel, by its name."""
     name = kernel.lower()
     return next((kind for kind, words in CLASSES.items() if any(word in name for word in words)), "other")
+
+
+def tables(result: Result) -> list[Table]:
+    """Times and memory of each case; the shares of each phase; and the kernels that take longest in the last case."""
+    found = results.tables(result.rows)
+    last = list(result.extra.get("kernels", {}).items())[-len(PHASES) :]
+    for name, kernels in last:
+        lines = [[kernel, unit("self_s").show(seconds)] for kernel, seconds in kernels]
+        found.append(Table(f"the kernels that take longest, {name}", ["kernel", "of itself"], lines, []))
+    return found
 
 
 def _label(row: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -11,54 +12,67 @@ import typer
 
 import scree
 
-from .. import plots
+from .. import plots, results
 from ..libraries import Function, Library, wanted, where
 from ..measure import PATIENCE
-from ..operations import COPY, Operation, measure
+from ..operations import Operation, measure
 from ..options import Device, Out, Patience, Quick, Seconds, Seed, numbers
-from ..results import Result
-from ..session import Session
+from ..results import Result, Table
+from ..session import SECONDS, Session
 
 EPS = 1e-6
+SHAPES = {"cuda": "12160x4096,12160x1024", "cpu": "2048x4096,2048x1024"}
+SHOWN = ("forward_s", "forward_rate", "forward_of_copy_share", "backward_s", "backward_rate", "backward_of_copy_share",
+         "forward_host_s", "both_host_s", "relative_error")  # fmt: skip
 
 
 def _liger(name: str) -> Function:
     if name == "rms_norm":
         run = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
-        return lambda x, w, b: run(x, w, EPS, 0.0, "llama", False)
+        return lambda x, w: run(x, w, EPS, 0.0, "llama", False)
     run = import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction.apply
     return lambda x, w, b: run(x, w, b, EPS)
 
 
 def _quack(name: str) -> Function:
     run = import_module("quack.rmsnorm").rmsnorm
-    return lambda x, w, b: run(x, w, eps=EPS)
+    if name == "rms_norm":
+        return lambda x, w: run(x, w, eps=EPS)
+    return lambda x, w, r: run(x, w, residual=r, eps=EPS, prenorm=True)
 
 
 #: Other people's kernels: module -> the norms it has, and how to get at them.
 IMPORTED: dict[str, tuple[tuple[str, ...], Callable[[str], Function]]] = {
     "liger_kernel": (("rms_norm", "layer_norm"), _liger),
-    "quack": (("rms_norm",), _quack),
+    "quack": (("rms_norm", "rms_norm of a sum"), _quack),
+}
+
+#: Name -> as one writes it in PyTorch's functions, and how often it must read or write all tokens, forward and backward.
+NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
+    "rms_norm": (lambda F: lambda x, w: F.rms_norm(x, w.shape, w, EPS), (2, 3)),
+    "rms_norm of a sum": (lambda F: lambda x, w, r: (F.rms_norm(x + r, w.shape, w, EPS), x + r), (4, 4)),
+    "layer_norm": (lambda F: lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS), (2, 3)),
 }
 
 
 def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[str, Function]:
-    """Who -> ``function(x, weight, bias)`` on the tokens of all rows."""
+    """Who -> the norm of the tokens of all rows; that of a sum gives the sum too."""
     import torch
     import torch.nn.functional as F  # noqa: N812
 
     def ours(kernel: str | None) -> Function:
-        def run(x: Any, w: Any, b: Any) -> Any:
+        def run(x: Any, w: Any, other: Any = None) -> Any:
             arr = scree.Array(x, offsets, max_length=longest)
+            if name == "layer_norm":
+                return scree.layer_norm(arr, w, other, eps=EPS, kernel=kernel).values
             if name == "rms_norm":
                 return scree.rms_norm(arr, w, eps=EPS, kernel=kernel).values
-            return scree.layer_norm(arr, w, b, eps=EPS, kernel=kernel).values
+            normed, total = scree.rms_norm(arr, w, residual=arr.with_values(other), eps=EPS, kernel=kernel)
+            return normed.values, total.values
 
         return run
 
-    def own(x: Any, w: Any, b: Any) -> Any:
-        return F.rms_norm(x, w.shape, w, EPS) if name == "rms_norm" else F.layer_norm(x, w.shape, w, b, EPS)
-
+    own = NORMS[name][0](F)
     found = {"scree": ours(None), "scree, standard path": ours("standard"), "torch": own}
     if session.quick:
         session.leave_out("torch, compiled", "takes long to compile; run without --quick")
@@ -77,46 +91,57 @@ def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[s
 
 
 def command(
-    shapes: Annotated[str, typer.Option(help="Tokens x width, with commas between them.")] = "12160x4096,12160x1024",
+    shapes: Annotated[str, typer.Option(help=f"Tokens x width; {SHAPES['cuda']} on CUDA, {SHAPES['cpu']} on the CPU.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
-    device: Device = "auto", seed: Seed = 0, seconds: Seconds = 0.5, patience: Patience = PATIENCE,
+    device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
-    """rms_norm and layer_norm, forward and backward: bytes a second, and the share of a plain copy.
+    """rms_norm and layer_norm, forward and backward: bytes a second, and the share of a plain copy of as many bytes.
 
-    Bytes are those that must pass: x once in and once out forward, x and the gradient in and a gradient out backward.
+    Bytes are those that must pass: x once in and once out forward, x and the gradient in and a gradient out backward. The norm of
+    a sum adds a residual first and gives the sum too.
     """
     with Session("norms", locals(), where(device)) as session:
         dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
-        sizes = [numbers(x, "x") for x in shapes.split(",")]
+        sizes = [numbers(x, "x") for x in (shapes or SHAPES[session.device]).split(",")]
         if any(len(size) != 2 for size in sizes):
             raise typer.BadParameter(f"--shapes: expected tokens x width, as 12160x4096, got {shapes!r}")
         sizes = [[64, 256]] if quick else sizes
         for lib in wanted(session, "torch", ("torch",)):
             for tokens, width in session.track(sizes):
-                for name in ("rms_norm", "layer_norm"):
+                for name in NORMS:
                     measure(session, lib, {"tokens": tokens, "width": width, "dtype": dtype},
                             _operation(session, lib, name, tokens, width, dtype, seed))  # fmt: skip
 
 
 def _operation(session: Session, lib: Library, name: str, tokens: int, width: int, dtype: str, seed: int) -> Operation:
-    rng = np.random.default_rng(seed)
-    x, w, b = (lib.make(rng.standard_normal(shape, dtype=np.float32), dtype) for shape in ((tokens, width), (width,), (width,)))
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+
+    generator = torch.Generator(lib.device).manual_seed(seed)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device=lib.device).to(lib.arrays.dtypes[dtype])
+
+    x, w = normal(tokens, width), normal(width)
+    leaves = {"rms_norm": (x, w), "layer_norm": (x, w, normal(width))}.get(name) or (x, w, normal(tokens, width))
     offsets = lib.make(np.asarray([0, tokens // 3, tokens]), "int32")
-    leaves = (x, w) if name == "rms_norm" else (x, w, b)
-    moved = float(x.numel() * x.element_size())
+    plain, passes = NORMS[name]
+    moved, (forward, backward) = float(x.numel() * x.element_size()), passes
 
     def contender(run: Function) -> Callable[[], tuple[Function, tuple[Any, ...]]]:
-        return lambda: ((lambda *args: run(*args, *(b,) * (3 - len(args)))), leaves)
-
-    def truth() -> Any:
-        y, scale, shift = (lib.wide(t) for t in (x, w, b))
-        y = y - y.mean(-1, keepdims=True) if name == "layer_norm" else y
-        y = y / ((y * y).mean(-1, keepdims=True) + EPS).sqrt() * scale
-        return y + shift if name == "layer_norm" else y
+        return lambda: (run, leaves)
 
     runs = functions(session, name, offsets, tokens)
-    return Operation(name, {who: contender(run) for who, run in runs.items()}, (2 * moved, 3 * moved, 5 * moved), truth)
+    return Operation(
+        name, {who: contender(run) for who, run in runs.items()},
+        (forward * moved, backward * moved, (forward + backward) * moved), lambda: plain(F)(*map(lib.wide, leaves)),
+    )  # fmt: skip
+
+
+def tables(result: Result) -> list[Table]:
+    """The values that say most."""
+    return results.tables(result.rows, SHOWN)
 
 
 def pictures(result: Result) -> plots.Pictures:
@@ -127,4 +152,4 @@ def pictures(result: Result) -> plots.Pictures:
         groups = plots.grouped(result.rows, value, plots.labels(result.rows))
         plots.bars(figure.add_subplot(), groups, value, f"Norms, {phase}: bytes a second, more is better")
 
-    return {f"norms-{phase}": lambda figure, phase=phase: paint(figure, phase) for phase in ("forward", "backward")}
+    return {f"norms-{phase}": partial(paint, phase=phase) for phase in ("forward", "backward")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..libraries import Library, wanted, where
 from ..measure import Thunk
 from ..options import Backend, Device, Out, Quick, Seconds
 from ..results import Result
-from ..session import Session
+from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
@@ -27,7 +27,7 @@ def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
     """Name -> our call, and the bare call on the values that it stands for, where there is one."""
     rng, total = np.random.default_rng(0), sum(LENGTHS)
     values = lib.make(rng.standard_normal((total, 2, 8), dtype=np.float32))
-    arr = scree.from_lengths(values, LENGTHS)
+    arr: Any = scree.from_lengths(values, LENGTHS)
     offsets, xp, bare = arr.offsets, scree.namespace(arr), arr.layout.xp
     weight = lib.make(np.ones(8, np.float32))
     rows = scree.unpack(arr)
@@ -50,7 +50,7 @@ def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
 
 
 def command(
-    backend: Backend = "all", device: Device = "auto", seconds: Seconds = 0.5, quick: Quick = False, out: Out = None,
+    backend: Backend = "all", device: Device = "auto", seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Microseconds a call, against the bare library; and how long imports take.
 
@@ -61,15 +61,15 @@ def command(
         for lib in wanted(session, backend):
             for what, (ours, bare) in session.track(calls(lib).items(), lib.name):
                 case = {"backend": lib.name, "call": what}
-                contenders: dict[str, Callable[[], Thunk]] = {"scree": lambda x=ours: _values(x)}
+                contenders: dict[str, Build] = {"scree": partial(_values, ours)}
                 if bare is not None:
-                    contenders["bare"] = lambda x=bare: x
+                    contenders["bare"] = partial(_itself, bare)
                 rows = session.time(case, "call_s", contenders, wait=_itself if lib.device == "cuda" else lib.wait, device="cpu")
                 if bare is not None and all("call_s" in row.values for row in rows.values()):
                     rows["scree"].values["over_s"] = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
         names = [name for name in IMPORTS if find_spec(name.partition(".")[0]) is not None]
-        commands = {name: lambda x=name: _importer(x) for name in (names[:2] if quick else names)}
-        imports = {"nothing": lambda: _importer(""), **commands}
+        commands = {name: partial(_importer, name) for name in (names[:2] if quick else names)}
+        imports: dict[str, Build] = {"nothing": partial(_importer, ""), **commands}
         session.time({"what": "import in a new process"}, "import_s", imports, device="cpu")
 
 

@@ -100,7 +100,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def general_cases(lib: Library, quick: bool) -> list[Case]:
     """Elementwise overhead, row sums, packing and padding."""
     rng, hand, wait = np.random.default_rng(0), HANDS[lib.name](), lib.wait
-    small = scree.from_lengths(lib.make(_normal(rng, 13, 8)), [4, 2, 7])
+    small: Any = scree.from_lengths(lib.make(_normal(rng, 13, 8)), [4, 2, 7])
     xp, bare = scree.namespace(small), small.layout.xp
     lengths = rng.poisson(50, 10_000 if quick else 100_000)
     long = scree.from_lengths(lib.make(_normal(rng, lengths.sum())), lengths)
@@ -198,7 +198,7 @@ def rival_cases(quick: bool) -> list[Case]:
 
     rng = np.random.default_rng(3)
     lengths = rng.poisson(50, 10_000 if quick else 100_000)
-    arr = scree.from_lengths(rng.standard_normal(lengths.sum()), lengths)
+    arr: Any = scree.from_lengths(rng.standard_normal(lengths.sum()), lengths)
     per_row, xp = rng.standard_normal((lengths.size, 1)), scree.namespace(arr)
     offsets = ak.index.Index64(arr.offsets.astype(np.int64))
     theirs = ak.Array(ak.contents.ListOffsetArray(offsets, ak.contents.NumpyArray(arr.values)))

@@ -19,7 +19,7 @@ from ..measure import Thunk, require
 from ..options import Backend, Device, Lengths, Out, Quick, Seconds, Seed
 from ..peers import Peer, Work, contenders
 from ..results import Result
-from ..session import Session
+from ..session import SECONDS, Session
 
 EPS = 1e-6
 
@@ -183,7 +183,7 @@ def command(
     sigma: Annotated[float, typer.Option(help="Standard deviation of their logarithms.")] = 0.8,
     batches: Annotated[int, typer.Option(help="Batches, all of which each contender works through.")] = 4,
     heads: int = 4, dim: int = 32, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
-    seconds: Seconds = 0.5, quick: Quick = False, out: Out = None,
+    seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Attention, rms_norm, softmax and reductions: ragged, padded, sorted, nested, and by a loop over rows.
 

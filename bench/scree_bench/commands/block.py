@@ -1,0 +1,351 @@
+"""`block`: one transformer block on ragged arrays, forward and backward, whole and term by term, beside its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+import scree
+
+from .. import plots
+from ..lengths import adding_up
+from ..libraries import Function, Library, Step, wanted, where
+from ..measure import PATIENCE
+from ..operations import step as pass_of
+from ..options import Device, Out, Patience, Quick, Seconds, Seed
+from ..peers import BACKWARD, PEERS, Work, compiler, distance
+from ..results import Result, Row
+from ..session import SECONDS, Build, Session
+
+EPS = 1e-6
+PHASES = ("forward", "both")
+WHOLE = "the whole block"
+
+
+class Sizes(NamedTuple):
+    """Tokens in all, and the sizes of the block."""
+
+    tokens: int
+    width: int
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+
+
+SIZES = {
+    "cuda": Sizes(16_384, 2048, 16, 4, 128, 5632),
+    "cpu": Sizes(1024, 512, 8, 2, 64, 1408),
+    "quick": Sizes(96, 32, 4, 1, 16, 64),
+}
+
+
+class Weights(NamedTuple):
+    """The weights of a block; queries, keys and values come out of one product, and so do gate and values of the second half."""
+
+    norm1: Any
+    qkv: Any
+    out: Any
+    norm2: Any
+    up: Any
+    down: Any
+
+
+def block(x: scree.Array, w: Weights, s: Sizes) -> scree.Array:
+    """(n, None, width): norm, attention with rotary positions, norm, gated feed-forward network, on any library."""
+    xp = scree.namespace(x)
+    y = xp.ragged.rms_norm(x, w.norm1, eps=EPS) @ w.qkv
+    y = y.with_values(xp.reshape(y.values, (y.total_length, -1, s.dim)))
+    qk, v = xp.ragged.rope(y[:, :, : s.heads + s.kv_heads]), y[:, :, s.heads + s.kv_heads :]
+    y = xp.ragged.attention(qk[:, :, : s.heads], qk[:, :, s.heads :], v, causal=True)
+    y = y.with_values(xp.reshape(y.values, (y.total_length, -1))) @ w.out
+    y, x = xp.ragged.rms_norm(y, w.norm2, residual=x, eps=EPS)
+    return x + gated(xp, y @ w.up) @ w.down
+
+
+def gated(xp: Any, y: Any) -> Any:
+    """Half of the features, each times a smooth gate made of one of the other half (Shazeer, 2020)."""
+    gate, up = y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :]
+    return gate / (1 + xp.exp(-gate)) * up
+
+
+def plain(x: Any, w: Weights, s: Sizes, turn: Function, attend: Function) -> Any:
+    """The same in PyTorch's own functions, on (..., width); `turn` gives positions to queries and keys."""
+    import torch.nn.functional as F  # noqa: N812
+
+    y = (F.rms_norm(x, (s.width,), w.norm1, EPS) @ w.qkv).unflatten(-1, (-1, s.dim))
+    q, k, v = y.split([s.heads, s.kv_heads, s.kv_heads], -2)
+    x = x + attend(turn(q), turn(k), v).flatten(-2) @ w.out
+    gate, up = (F.rms_norm(x, (s.width,), w.norm2, EPS) @ w.up).chunk(2, -1)
+    return x + (F.silu(gate) * up) @ w.down
+
+
+class Case:
+    """Random rows and weights, and the block in every form: ``function(x, *weights)`` and its `x`."""
+
+    def __init__(self, lib: Library, s: Sizes, rows: int, dtype: str, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.lib, self.s, self.dtype = lib, s, dtype
+        self.lengths = adding_up(rows, s.tokens, rng)
+        self.work = Work(tuple(map(int, self.lengths)), s.heads, s.kv_heads, s.dim, dtype, True, seed)
+
+        def normal(*shape: int, scale: float = 1.0) -> Any:
+            return lib.make(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale), dtype)
+
+        ones, features = lib.make(np.ones(s.width, np.float32), dtype), (s.heads + 2 * s.kv_heads) * s.dim
+        shapes = {"qkv": (s.width, features), "out": (s.heads * s.dim, s.width), "up": (s.width, 2 * s.hidden),
+                  "down": (s.hidden, s.width)}  # fmt: skip
+        self.weights = Weights(
+            norm1=ones, norm2=ones.clone(), **{name: normal(*shape, scale=shape[0] ** -0.5) for name, shape in shapes.items()}
+        )
+        self.x = normal(self.work.total, s.width)
+        self.like = scree.Array(self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.longest)
+        self.tokens, self.real = (lib.make(x, kind) for x, kind in zip(self.work.tokens, ("int64", "bool"), strict=True))
+
+    def ours(self) -> tuple[Function, Any]:
+        """On ragged arrays."""
+        offsets, longest, s = self.like.offsets, self.work.longest, self.s
+        return lambda x, *w: block(scree.Array(x, offsets, max_length=longest), Weights(*w), s).values, self.x
+
+    def padded(self) -> tuple[Function, Any]:
+        """On a padded batch."""
+        import torch.nn.functional as F  # noqa: N812
+
+        turn = self._turn(self.lib.make(np.arange(self.work.longest), "int32"))
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x[self.tokens] * self.real[:, :, None]
+
+    def varlen(self) -> tuple[Function, Any]:
+        """On rows end to end, with the attention that PyTorch has for them."""
+        name = "varlen_attn (FA2)" if find_spec("torch.nn.attention.varlen") else "FA2 (aten)"
+        attend = next(peer for peer in PEERS if peer.name == name).prepare(self.lib, self.work).function
+        turn = self._turn(scree.positions(self.like))
+        return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x
+
+    def _turn(self, at: Any, dtype: str = "") -> Function:
+        """Rotary positions; the angles are made once."""
+        import torch
+
+        half = self.s.dim // 2
+        angle = at.double()[:, None, None] * 10000.0 ** (-torch.arange(half, device=at.device).double() / half)
+        cos, sin = (t(angle).to(self.lib.arrays.dtypes[dtype or self.dtype]) for t in (torch.cos, torch.sin))
+
+        def turn(x: Any) -> Any:
+            low, high = x.chunk(2, -1)
+            return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+        return turn
+
+    def truth(self) -> tuple[Any, ...]:
+        """The result and the gradients of all leaves, in float64, with attention row by row."""
+        import torch
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            outs = []
+            for row in zip(*(x.transpose(0, 1).split(list(self.work.lengths), 1) for x in (q, k, v)), strict=True):
+                a, b, c = row[0], *(x.repeat_interleave(self.s.heads // self.s.kv_heads, 0) for x in row[1:])
+                scores = a @ b.transpose(1, 2) / self.s.dim**0.5
+                outs.append(scores.masked_fill(scores.new_ones(scores.shape[1:]).triu(1).bool(), -np.inf).softmax(-1) @ c)
+            return torch.cat(outs, 1).transpose(0, 1)
+
+        leaves = [self.lib.wide(x).requires_grad_() for x in (self.x, *self.weights)]
+        turn = self._turn(scree.positions(self.like), "float64")
+        out = plain(leaves[0], Weights(*leaves[1:]), self.s, turn, attend)
+        return (out.detach(), *torch.autograd.grad(out, leaves, torch.full_like(out, 0.01)))
+
+    def packed(self, x: Any) -> Any:
+        """A padded result as rows end to end; weights and packed results as they are."""
+        return x[self.real] if x.shape[:2] == self.real.shape else x
+
+
+def step(case: Case, form: Callable[[], tuple[Function, Any]], phase: str) -> Step:
+    """A pass through a form of the block; the gradient sent back is a hundredth for every number of a real token."""
+    function, x = form()
+    cotangent = x.new_full(x.shape, 0.01)
+    if x.ndim == 3:
+        cotangent *= case.real[:, :, None]
+    return case.lib.steps(function, (x, *case.weights), cotangent)[phase]()
+
+
+def compiled(form: Callable[[], tuple[Function, Any]]) -> tuple[Function, Any]:
+    """The form under `torch.compile`."""
+    import torch
+
+    function, x = form()
+    return torch.compile(function, dynamic=False), x
+
+
+def captured(ready: Callable[[], Step]) -> Step:
+    """The call as a CUDA graph; its results stand where they stood when it was captured."""
+    import torch
+
+    call = ready()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return Step(replay)
+
+
+class Term(NamedTuple):
+    """A part of the block: ``run(*args)``, and its least bytes and operations forward and backward."""
+
+    run: Function
+    args: tuple[Any, ...]
+    moved: tuple[float, float] = (0, 0)
+    flops: tuple[float, float] = (0, 0)
+    fuses: bool = False  # what a compiler makes one kernel of
+
+
+def terms(case: Case) -> dict[str, Term]:
+    """What the block consists of, by name."""
+    s, w, like, lib = case.s, case.weights, case.like, case.lib
+    xp, t, item = lib.xp, case.work.total, case.x.element_size()
+
+    def tokens(*shape: int) -> Any:
+        return case.x.new_ones((t, *shape))
+
+    def product(weight: Any) -> Term:
+        flops = 2.0 * t * weight.shape[0] * weight.shape[1]
+        return Term(lambda x, w: (like.with_values(x) @ w).values, (tokens(weight.shape[0]), weight), flops=(flops, 2 * flops))
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return scree.attention(*(like.with_values(x) for x in (q, k, v)), causal=True).values
+
+    def normed_sum(x: Any, y: Any, w: Any) -> Any:
+        normed, total = scree.rms_norm(like.with_values(x), w, residual=like.with_values(y), eps=EPS)
+        return normed.values, total.values
+
+    row, turned = float(t * s.width * item), float(t * (s.heads + s.kv_heads) * s.dim * item)
+    hidden, kv = float(t * s.hidden * item), (s.kv_heads, s.dim)
+    return {
+        "norm": Term(lambda x, w: scree.rms_norm(like.with_values(x), w, eps=EPS).values, (case.x, w.norm1), (2 * row, 3 * row)),
+        "product: queries, keys, values": product(w.qkv),
+        "rope": Term(lambda x: scree.rope(like.with_values(x)).values, (tokens(s.heads + s.kv_heads, s.dim),), (2 * turned,) * 2),
+        "attention": Term(attend, (tokens(s.heads, s.dim), tokens(*kv), tokens(*kv)),
+                          flops=(case.work.flops, BACKWARD * case.work.flops)),
+        "product: output": product(w.out),
+        "norm of a sum": Term(normed_sum, (case.x, tokens(s.width), w.norm2), (4 * row, 4 * row)),
+        "product: gate and up": product(w.up),
+        "gate": Term(lambda y: gated(xp, y), (tokens(2 * s.hidden),), (3 * hidden, 5 * hidden), fuses=True),
+        "product: down": product(w.down),
+        "sum": Term(lambda x, y: x + y, (case.x, tokens(s.width)), (3 * row, 3 * row)),
+    }  # fmt: skip
+
+
+def command(
+    rows: Annotated[int, typer.Option(help="Rows; lengths are log-normal.")] = 16,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
+    device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
+    quick: Quick = False, out: Out = None,
+) -> None:  # fmt: skip
+    """One transformer block on ragged arrays, forward and backward, against padding and PyTorch's varlen attention.
+
+    Norm, one product for queries, keys and values, rotary positions, attention, product, norm, gated feed-forward network: width
+    2,048, 16 heads on 4 of keys, 128 each, on CUDA, and less on the CPU. Eager and compiled, and on CUDA as a captured graph too.
+    The limit is the sum of the terms: operations over the measured peak of matrix products, or bytes over the measured bandwidth.
+    """
+    with Session("block", locals(), where(device)) as session:
+        s = SIZES["quick" if quick else session.device]
+        s = s._replace(tokens=tokens or s.tokens)
+        dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
+        for lib in wanted(session, "torch", ("torch",)):
+            case = Case(lib, s, 4 if quick else rows, dtype, seed)
+            about = {"rows": len(case.lengths), "tokens": case.work.total, "longest": case.work.longest, "width": s.width,
+                     "heads": s.heads, "kv_heads": s.kv_heads, "dim": s.dim, "hidden": s.hidden, "dtype": dtype}  # fmt: skip
+            for part in session.track((_whole, _terms)):
+                part(session, case, about)
+
+
+def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
+    cuda = session.device == "cuda"
+    forms = {"scree": case.ours, "padded, SDPA": case.padded}
+    if cuda and case.dtype != "float32":
+        forms["packed, torch's varlen attention"] = case.varlen
+    else:
+        session.leave_out("packed, torch's varlen attention", "takes half precision on CUDA devices only")
+    why = "takes long to compile; run without --quick" if session.quick else compiler(case.lib, case.work)
+    if why:
+        session.leave_out("compiled forms", why)
+    made: dict[str, Callable[[], tuple[Function, Any]]] = dict(forms)
+    if not why:
+        made |= {f"{who}, compiled": partial(compiled, form) for who, form in forms.items()}
+    ready = {(who, phase): cache(partial(step, case, form, phase)) for who, form in made.items() for phase in PHASES}
+    for phase in PHASES:
+        builds: dict[str, Build] = {who: ready[who, phase] for who in made}
+        if cuda:
+            builds |= {f"{who}, captured": partial(captured, ready[who, phase]) for who in made}
+        for row in session.time({"part": WHOLE, **about}, f"{phase}_s", builds, wait=case.lib.wait).values():
+            if phase == "both" and "both_s" in row.values:
+                row.values["real_tokens"] = case.work.total / row.values["both_s"]
+    right = case.truth()
+    for who in made:
+        for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
+            if f"{phase}_s" in session.row({"part": WHOLE, **about}, who).values:
+                session.value({"part": WHOLE, **about}, who, name, partial(_error, case, ready[who, phase], truth))
+
+
+def _error(case: Case, ready: Callable[[], Step], truth: tuple[Any, ...]) -> float:
+    found = case.lib.wait(ready()())
+    parts = found if isinstance(found, tuple) else (found,)
+    return max(distance(case.lib.wide(case.packed(x)), t) for x, t in zip(parts, truth, strict=True))
+
+
+def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
+    import torch
+
+    limits = session.limits()
+    peak, copy = limits[f"matmul_{case.dtype}_flops"], limits["copy_rate"]
+    fuse = session.device == "cuda" and not session.quick
+    total = Row({"part": "the sum of the terms", **about}, "scree")
+    for name, term in terms(case).items():
+        at = {"part": name, **about}
+        run = torch.compile(term.run, dynamic=False) if fuse and term.fuses else term.run
+        for phase in PHASES:
+            builds = {"scree": partial(_part, case, run, term, phase)}
+            row = session.time(at, f"{phase}_s", builds, wait=case.lib.wait)["scree"]
+            passes = 1 if phase == "forward" else 2
+            least = sum(term.flops[:passes]) / peak + sum(term.moved[:passes]) / copy
+            row.values[f"{phase}_limit_s"] = least
+            for key in (f"{phase}_s", f"{phase}_limit_s"):
+                total.values[key] = total.values.get(key, 0.0) + row.values.get(key, float("nan"))
+    session.result.rows.append(total)
+    limit = session.row({"part": WHOLE, **about}, "limit")
+    limit.values |= {f"{phase}_s": total.values[f"{phase}_limit_s"] for phase in PHASES}
+
+
+def _part(case: Case, run: Function, term: Term, phase: str) -> Step:
+    return pass_of(case.lib, lambda: (run, term.args), phase)
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """The whole block by everyone, and each term beside its limit."""
+    rows = [row for row in result.rows if "both_s" in row.values]
+    whole = {WHOLE: {row.who: row.values["both_s"] for row in rows if row.case["part"] == WHOLE}}
+    parts = {row.case["part"]: {"scree": row.values["both_s"], "limit": row.values["both_limit_s"]}
+             for row in rows if "both_limit_s" in row.values}  # fmt: skip
+    titles = {"block": (whole, "A transformer block, forward and backward: less is better"),
+              "block-terms": (parts, "Its terms, forward and backward, beside the limit of the machine")}  # fmt: skip
+
+    def paint(figure: Any, groups: dict[str, dict[str, float]], title: str) -> None:
+        plots.bars(figure.add_subplot(), groups, "both_s", title)
+
+    return {name: partial(paint, groups=groups, title=title) for name, (groups, title) in titles.items() if any(groups.values())}
