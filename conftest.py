@@ -10,6 +10,7 @@ NEEDS = {
     "scree_api/scree/bridges/flash_attn.py": "torch",
     "scree_api/scree/bridges/lists.py": "pandas",
     "scree_api/scree/bridges/scipy.py": "scipy",
+    "scree_api/scree/bridges/tensorflow.py": "tensorflow",
     "scree_api/scree/bridges/torch.py": "torch",
     "scree_api/scree/bridges/transformers.py": "torch transformers",
     "scree_api/scree/bridges/varlen.py": "torch",
