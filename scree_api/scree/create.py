@@ -221,7 +221,7 @@ def from_padded(
     ragged_dim: int = 0,
     kernel: str | None = None,
 ) -> Array:
-    """A ragged array of the real tokens of a padded batch, in their order. Reads the lengths of its rows, unless `total` is given.
+    """A ragged array of the real tokens of a padded batch, in their order. Reads the lengths of rows unless `total` is given.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ def from_padded(
 class UnpadCall:
     """Take the tokens of the rows of `layout` out of `x`, a padded batch, whose axis ``ragged_dim + 1`` is the padded one.
 
-    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. The values come out, (..., total, ...).
+    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. Their values come out.
     """
 
     x: Any

@@ -153,13 +153,19 @@ class TokenBudgetSampler:
         self.epoch, self.position = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where in which epoch the sampler is."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+        """Where in which epoch the sampler is, the same on every rank; and what the batches follow from."""
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._settings()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from where `state_dict` was taken, with the same lengths, budget and number of ranks."""
+        """Go on from where `state_dict` was taken; raises `ValueError` if rows, budget or number of ranks are others."""
+        for name, own in self._settings().items():
+            if state.get(name) != own:
+                raise ValueError(f"state: expected one of {name} {own}, got {state.get(name)}; the batches would be others")
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self._plans = None
+
+    def _settings(self) -> dict[str, int]:
+        return {"rows": self.lengths.size, "budget": self.budget, "num_ranks": self.num_ranks}
 
     def _plan(self) -> list[np.ndarray]:
         """The batches of this rank in this epoch."""

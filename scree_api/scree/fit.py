@@ -57,7 +57,7 @@ def difference(a: Array, b: Array) -> str:
 
 def against(name: str, x: Any, like: Array) -> Any:
     """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`."""
-    if not is_array(x) or x.ndim == 0:
+    if isinstance(x, bool | int | float | complex) or not is_array(x) or x.ndim == 0:
         return x
     if type(x) is not type(like.values):
         checks.dense(name, x, like.values)

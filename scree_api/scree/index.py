@@ -212,10 +212,12 @@ def _elements(arr: Array, keys: list[Any]) -> Array:
         return arr
     _in_bounds(arr, arr.values.shape, keys)
     for axis, k in enumerate(keys):  # one array an axis, each on its own, as slices are
+        if isinstance(k, slice) or _is_integer(k):
+            continue
         if is_array(k) and k.ndim == 1:
             places = entries(arr, k, axis)
             arr, keys[axis] = arr.with_values(arr.layout.xp.take(arr.values, places, axis=axis)), FULL
-        elif not isinstance(k, slice) and not _is_integer(k):
+        else:
             raise TypeError(f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}")
     gone = sum(_is_integer(k) for k in keys[: arr.ragged_dim])
     return arr.with_values(arr.values[tuple(keys)], ragged_dim=arr.ragged_dim - gone)

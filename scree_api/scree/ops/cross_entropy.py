@@ -269,20 +269,23 @@ def _cross_entropy(call: CrossEntropyCall) -> Any:
 
 @declare("linear_cross_entropy", LinearCrossEntropyCall)
 def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
-    lib, total, size = backend(call.values), call.values.shape[0], part_size(call)
-    labels, known, parameters, losses = call.labels, call.known, call.parameters, []
-    for at in range(0, max(total, 1), size):
-        some = slice(at, min(at + size, total))
-        part = partial(losses_of_part, lib, labels[some], known[some])
-        losses.append((part if total <= size else lib.checkpoint(part))(call.values[some, :], *parameters))
-    found = losses[0] if len(losses) == 1 else lib.xp.concat(losses, axis=0)
+    lib, (total, _), size = backend(call.values), call.values.shape, part_size(call)
+    labels, known, losses = call.labels, call.known, []
+    if total <= size:
+        found = losses_of_part(lib, labels, known, call.values, *call.parameters)
+    else:
+        for at in range(0, total, size):
+            some = slice(at, min(at + size, total))
+            part = lib.checkpoint(partial(losses_of_part, lib, labels[some], known[some]))
+            losses.append(part(call.values[some, :], *call.parameters))
+        found = lib.xp.concat(losses, axis=0)
     return lib.xp.sum(found) if call.summed else found
 
 
 def part_size(call: LinearCrossEntropyCall) -> int:
     """How many tokens' logits exist at a time."""
     (total, width), classes = call.values.shape, call.weight.shape[0]
-    return int(max(1, max(LOGITS, total * width, classes * width) // classes))
+    return max(1, max(LOGITS, total * width, classes * width) // classes)  # type: ignore[no-any-return]
 
 
 def losses_of_part(lib: Backend, labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
