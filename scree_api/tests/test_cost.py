@@ -37,3 +37,11 @@ def test_attention_holds_no_more_than_the_tokens(tokens: scree.Array, window: ob
 def test_rows_are_reduced_without_padding(tokens: scree.Array, name: str) -> None:
     function = getattr(scree.namespace(tokens), name)
     assert peak(lambda: function(tokens, axis=1)) < 10 * tokens.values.nbytes
+
+
+def test_all_logits_never_exist(tokens: scree.Array) -> None:
+    x = tokens.with_values(tokens.values[:, 0])
+    weight = np.random.default_rng(1).standard_normal((10000, x.values.shape[1])).astype(np.float32)
+    targets = x.with_values(np.arange(x.total_length) % len(weight))
+    whole = 4 * x.total_length * len(weight)  # bytes
+    assert peak(lambda: scree.linear_cross_entropy(x, weight, targets)) < whole / 4

@@ -1,6 +1,7 @@
 """Batches: collated, within a budget of tokens, even over ranks, cut, in windows, of several modalities."""
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -87,16 +88,18 @@ def test_every_row_once_in_batches_within_the_budget(num_ranks: int, shuffle: bo
         assert list(itertools.chain(*batches)) == found
 
 
-def test_it_goes_on_where_it_was_and_orders_differ() -> None:
-    sampler = TokenBudgetSampler(LENGTHS * 10, 20, seed=3)
+@pytest.mark.parametrize("rank, num_ranks", [(0, 1), (0, 3), (2, 3)])
+def test_it_goes_on_where_it_was_and_orders_differ(rank: int, num_ranks: int) -> None:
+    ranks = {"rank": rank, "num_ranks": num_ranks}
+    sampler = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
     whole = list(sampler)
     assert sampler.epoch == 1
     other = list(sampler)
     assert whole != other
-    again = TokenBudgetSampler(LENGTHS * 10, 20, seed=3)
+    again = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
     first = list(itertools.islice(again, 3))
-    state = again.state_dict()
-    resumed = TokenBudgetSampler(LENGTHS * 10, 20)
+    state = json.loads(json.dumps(again.state_dict()))
+    resumed = TokenBudgetSampler(LENGTHS * 10, 20, **ranks)
     resumed.load_state_dict(state)
     assert first + list(resumed) == whole
     assert list(resumed) == other
@@ -116,6 +119,8 @@ def test_the_last_batches_may_be_left_out() -> None:
 def test_sampler_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="lengths: expected at most 11, the budget, got 12 at 4"):
         TokenBudgetSampler(rows(), 11)
+    with pytest.raises(ValueError, match="state: expected one of num_ranks 2, got 1; the batches would be others"):
+        TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(TokenBudgetSampler(LENGTHS, 20).state_dict())
     with pytest.raises(ValueError, match="rank: expected"):
         TokenBudgetSampler(LENGTHS, 20, rank=2, num_ranks=2)
     with pytest.raises(ValueError, match="lengths: expected one axis of integers"):
@@ -212,6 +217,15 @@ def test_interleaved_segments_know_what_they_are() -> None:
         interleave([[]])
     with pytest.raises(TypeError, match="samples: expected a number for each segment's modality"):
         interleave([[("text", np.ones(2))]])  # type: ignore[list-item]
+
+
+def test_gradients_pass_through_batches() -> None:
+    torch = pytest.importorskip("torch")
+    parts = [torch.ones(n, 2, requires_grad=True) for n in (3, 0, 5)]
+    arr = collate([{"x": part} for part in parts])["x"]
+    windows, _ = chunk(truncate(arr, 4, side="left"), 3, overlap=1)
+    interleave([[(0, row), (1, row)] for row in windows]).tokens.values.sum().backward()
+    assert [part.grad[:, 0].tolist() for part in parts] == [[2, 2, 2], [], [0, 2, 2, 4, 2]]
 
 
 @pytest.mark.parametrize("library", ["torch", "jax", "mlx", "array_api_strict"])

@@ -52,6 +52,13 @@ def moves(xp: Any, x: scree.Array, index: Any) -> Any:
     return xp.ragged.scatter_add(moved, index, x.total_length) + xp.ragged.scatter(x, index, x.total_length)
 
 
+def losses(xp: Any, x: scree.Array, index: Any) -> Any:
+    """Each fourth token counts for nothing; the first two tokens are the matrix of classes."""
+    targets = x.with_values(xp.where(index % 4 == 3, -100, index % 2))
+    each = xp.ragged.cross_entropy(x, targets, reduction="none")
+    return each.values * xp.ragged.linear_cross_entropy(x, xp.stack([x.values[i, :] for i in range(2)]), targets)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "windowed": windowed,
@@ -59,6 +66,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "norms": norms,
     "rope": lambda xp, x, index: xp.ragged.rope(x),
     "reductions": reductions,
+    "losses": losses,
     "moves": moves,
 }
 
@@ -120,6 +128,12 @@ def expected(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> np.
         angle = np.concatenate([np.arange(n) for n in lengths])[:, None] * 10000.0 ** (-np.arange(4) / 4)
         a, b, cos, sin = x[:, :4], x[:, 4:], np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+    if name == "losses":
+        def of(logits: np.ndarray) -> np.ndarray:
+            each = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(x)), INDEX % 2]
+            return np.where(INDEX % 4 == 3, 0, each)
+
+        return of(x) * of(x @ x[:2].T).sum() / np.count_nonzero(INDEX % 4 != 3)
     if name == "reductions":
         none = np.zeros(WIDTH)
         per_row: list[Callable[[np.ndarray], np.ndarray]] = [
