@@ -74,14 +74,14 @@ def mask(
     (batch, keys): False for padding and True for the one sequence of a row; or integers, equal ones for the tokens of one
     sequence. Under a compiler nothing is read of a padded batch, nor of a single row, whose sequences `forward` learns of.
     """
-    known = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
+    given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device)
     if not torch.compiler.is_compiling():
-        return _mask(*known)
+        return _mask(*given)
     name = mask_function.__name__
     own = use_vmap or getattr(config, "attention_chunk_size", None)  # what users or models add to a mask
     packed = attention_mask is None and batch_size > 1  # may be
     if own or packed or name not in OUTERMOST or not isinstance(q_offset, int):
-        return _uncompiled_mask(*known)
+        return _uncompiled_mask(*given)
     used = kv_length if name == "bidirectional_mask_function" else min(kv_length, q_offset - kv_offset + q_length)
     return _real(batch_size, kv_length, kv_offset, used, attention_mask, device)
 
@@ -161,8 +161,9 @@ def forward(
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager")
     across = not causal and any(getattr(config, name, False) for name in ACROSS)
-    if torch.compiler.is_compiling() and not across and attention_mask is not None and attention_mask.dtype == torch.bool:
-        out = _compacted(q, k, v, batch, attention_mask, options)
+    real = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
+    if torch.compiler.is_compiling() and real is not None and not across and (causal or real.shape[1] == length):
+        out = _compacted(q, k, v, batch, real, options)
     else:
         out = _uncompiled(q, k, v, batch, attention_mask, position_ids, across, options)
     return out.unflatten(0, (batch, length)), None
@@ -177,15 +178,15 @@ def _compacted(
         begins = torch.diff(real.to(torch.int8), prepend=real.new_zeros((batch, 1), dtype=torch.int8)) > 0
         torch._assert_async((begins.sum(1) <= 1).all(), GAPS)
     asks = real[:, used - length :]
-    q_slots, q_offsets = _front(asks)
-    q_rows = k_rows = Array(_moved(q, q_slots), q_offsets, max_length=length)
-    k_slots = q_slots
-    if not length == used == room:
+    slots, offsets = _front(asks)
+    q_rows, k_slots = Array(_moved(q, slots), offsets, max_length=length), slots
+    if length == used == room:
+        k_rows = q_rows.with_values(_moved(k, slots))
+    else:
         k_slots, k_offsets = _front(torch.nn.functional.pad(real, (0, room - used)))
         k_rows = Array(_moved(k, k_slots), k_offsets, max_length=room)
-    k, v = _moved(k, k_slots), _moved(v, k_slots)
-    out = attention(q_rows, k_rows.with_values(k), k_rows.with_values(v), **options).values
-    return torch.where(asks.flatten()[:, None, None], out.index_select(0, q_slots), 0.0)
+    out = attention(q_rows, k_rows, k_rows.with_values(_moved(v, k_slots)), **options).values
+    return torch.where(asks.flatten()[:, None, None], out.index_select(0, slots), 0.0)
 
 
 def _front(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,6 +197,7 @@ def _front(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _moved(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The tokens of `x`, each in its slot."""
     return x.new_empty(x.shape).index_copy(0, slots, x)
 
 

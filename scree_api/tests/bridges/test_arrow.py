@@ -82,6 +82,15 @@ def test_polars(indices: str) -> None:
     assert_same(from_arrow(polars.DataFrame({"ids": series})["ids"][1:]), arr[1:])
 
 
+def test_arrays_within_lists_of_polars() -> None:
+    polars = pytest.importorskip("polars")
+    series = polars.Series("x", rows())
+    assert series.dtype == polars.List(polars.Array(polars.Float32, 2))
+    assert_same(from_arrow(series), rows())
+    with pytest.raises(ValueError, match="no null rows, got 1"):
+        from_arrow(polars.Series("x", [[1, 2], None]))
+
+
 def test_datasets() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset(pa.table({"ids": pa.array(rows("int64").with_values(filled((6,), "int64")))}))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from ragged_cases import arrays, assert_same, few, filled
 from scipy import sparse
 
@@ -11,10 +12,13 @@ from scree.bridges import from_scipy, to_scipy
 
 
 @few
-@given(columns=arrays(dtypes=("int32", "int64"), ragged=False, rests=((),), strides=("plain",)))
-def test_there_and_back_on_the_same_memory(columns: scree.Array) -> None:
+@given(
+    columns=arrays(dtypes=("int32", "int64"), ragged=False, rests=((),), strides=("plain",)),
+    dtype=st.sampled_from(("bool", "int8", "int64", "float32", "float64", "complex64")),
+)
+def test_there_and_back_on_the_same_memory(columns: scree.Array, dtype: str) -> None:
     columns = scree.Array(columns.values, columns.offsets.astype(columns.dtype))  # SciPy keeps one dtype for both
-    values = columns.with_values(filled((columns.total_length,), "float32") + 1)
+    values = columns.with_values(filled((columns.total_length,), dtype))
     matrix = to_scipy(columns, values, 97)
     assert matrix.shape == (columns.batch_size, 97)
     back = from_scipy(matrix)

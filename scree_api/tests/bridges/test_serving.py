@@ -49,6 +49,11 @@ def test_on_every_library(library: str) -> None:
     tokens = scree.from_lengths(np.zeros(19, np.float32), [7, 0, 12])
     there = slot_mapping(pages.to_backend(library), tokens.to_backend(library), 4)
     np.testing.assert_array_equal(to_numpy(there).values, slot_mapping(pages, tokens, 4).values)
+    pages, lengths = pages.to_backend(library), tokens.to_backend(library).lengths
+    assert_same(from_block_table(to_block_table(pages), lengths, 4).to_numpy(), pages.to_numpy())
+    back, seq_lens = from_flashinfer(*to_flashinfer(pages, lengths, 4), 4)
+    assert back.values is pages.values
+    assert [int(n) for n in seq_lens] == [7, 0, 12]
 
 
 def test_what_does_not_fit_raises() -> None:

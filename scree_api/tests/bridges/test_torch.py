@@ -91,6 +91,14 @@ def test_holes_are_packed_with_gradients() -> None:
     assert torch.equal(dense.grad[0, 1:3], torch.ones(2, 2))
 
 
+def test_holes_of_a_transposed_tensor_are_packed() -> None:
+    dense = torch.arange(24.0).reshape(3, 4, 2)
+    start, length = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1])
+    arr = from_torch_nested(torch.nested.narrow(dense, 1, start, length, layout=torch.jagged).transpose(1, 2))
+    assert arr.shape == (3, 2, None)
+    assert torch.equal(arr.values, torch.cat([dense[0, 1:3], dense[2, 2:3]]).T)
+
+
 def test_two_arrays_on_one_layout_stay_together() -> None:
     arr = rows()
     total = to_torch_nested(arr) + to_torch_nested(arr.with_values(arr.values * 2))  # torch refuses other ragged sizes
@@ -123,6 +131,14 @@ def test_to_takes_what_a_tensor_takes() -> None:
     assert meta.offsets.device.type == "meta"
     assert meta.lengths.shape == (4,)
     assert arr.to(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_gradients_pass_from_device_to_device_and_dtype_to_dtype() -> None:
+    arr = rows()
+    for moved in (arr.to("cpu", torch.float64), arr.to(torch.float16, copy=True), arr.to_device("cpu"), arr.to_backend("torch")):
+        arr.values.grad = None
+        moved.values.sum().backward()
+        assert torch.equal(arr.values.grad, torch.ones(6, 2))
 
 
 def test_a_data_loader_takes_it_for_a_batch() -> None:
