@@ -23,6 +23,7 @@ Weights = Mapping[str, Any]
 Attention = Callable[[Any, Any, Any, Any], Any]  # xp, queries, keys, values -> context
 
 VOCABULARY = 256  # bytes
+IGNORED = -100  # no byte follows; what cross-entropy passes over
 HEAD_DIM = 16
 
 
@@ -57,17 +58,9 @@ def loss(w: Weights, tokens: scree.Array, real: Any) -> Any:
     rows, place = scree.segment_ids(tokens), scree.positions(tokens)
     known = xp.take(real, rows, axis=0) & (place < xp.take(tokens.lengths, rows, axis=0) - 1)  # a next byte
     follows = xp.concat([tokens.values[1:], tokens.values[:1]], axis=0)
+    targets = tokens.with_values(xp.where(known, follows, IGNORED))
     x = layers(xp, w, xp.take(w["embedding"], tokens, axis=0), attention)
-    return cross_entropy(xp, w, x.values, follows, known)
-
-
-def cross_entropy(xp: Any, w: Weights, x: Any, follows: Any, known: Any) -> Any:
-    """Of the tokens end to end, (total, width), against those that follow, where these are known."""
-    scores = x @ xp.matrix_transpose(w["embedding"])
-    scores = scores - xp.max(scores, axis=-1, keepdims=True)
-    right = xp.arange(VOCABULARY) == follows[:, None]
-    surprise = xp.log(xp.sum(xp.exp(scores), axis=-1)) - xp.sum(xp.where(right, scores, xp.zeros_like(scores)), axis=-1)
-    return xp.sum(xp.where(known, surprise, xp.zeros_like(surprise))) / xp.sum(xp.astype(known, surprise.dtype))
+    return xp.ragged.linear_cross_entropy(x, w["embedding"], targets)
 
 
 def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
@@ -126,4 +119,5 @@ def padded_loss(w: Weights, tokens: Any, mask: Any) -> Any:
     x = layers(xp, w, xp.take(w["embedding"], xp.reshape(tokens, (-1,)), axis=0), attend)
     follows = xp.concat([tokens[:, 1:], tokens[:, :1]], axis=1)
     known = xp.concat([mask[:, 1:], xp.zeros_like(mask[:, :1])], axis=1)
-    return cross_entropy(xp, w, x, xp.reshape(follows, (-1,)), xp.reshape(known, (-1,)))
+    targets = xp.reshape(xp.where(known, follows, IGNORED), (-1,))
+    return xp.ragged.linear_cross_entropy(x, w["embedding"], targets)
