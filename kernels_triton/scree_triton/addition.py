@@ -1,8 +1,8 @@
 """Tokens added up at numbered places, in float32 and in a fixed order: equal inputs give equal bits.
 
-The numbers are sorted, so that the tokens of a place are neighbors in the order. Of the sorted tokens every chunk that belongs to
-one place as a whole is added up beforehand, by a program of its own; a place adds these chunks and what stands beside them. So one
-place that most tokens go to does not keep a program busy alone.
+The numbers are sorted, so that the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a
+whole is added up beforehand, by a program of its own; a place adds its chunks and what stands beside them. So a place that most
+tokens go to does not keep one program busy alone.
 """
 import math
 from functools import cache

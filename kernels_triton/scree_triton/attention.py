@@ -125,17 +125,17 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tenso
         return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
     rows = Rows(cu_q, cu_k, memo)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, slopes, rows, spec)
+        return _Attention.apply(q, k, v, (slopes, rows, spec))
     return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, slopes, rows, spec):
+    def forward(ctx, q, k, v, constants):
+        slopes, rows, spec = ctx.constants = constants
         ctx.plan = plan(q, k, v, rows, spec, slopes is not None)
         out, lse = ctx.plan.forward(q, k, v, slopes, rows, spec)
-        ctx.save_for_backward(q, k, v, slopes, out, lse)
-        ctx.rows, ctx.spec = rows, spec
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -146,7 +146,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _backward(ctx, dout, dlse):
-    return *ctx.plan.backward(*ctx.saved_tensors, dout, dlse, ctx.rows, ctx.spec), None, None, None
+    q, k, v, out, lse = ctx.saved_tensors
+    slopes, rows, spec = ctx.constants
+    return *ctx.plan.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None
 
 
 _refuse_twice = torch.autograd.function.once_differentiable(_backward)

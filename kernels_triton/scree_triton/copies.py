@@ -1,9 +1,9 @@
 """Tokens from one place to another: padded batches, numbered tokens, rows, and rows of several arrays end to end.
 
-All of these copy, for each of some tokens, the bytes of the token from one place to another. They differ in how a program finds
-both places, which is all that their kernels say. Data types do not matter: bytes are moved by units of up to 8, so that a
-thread reads and writes 16 at a time wherever the arrays allow it. Where there is nothing to copy, a fill is written: what tokens
-behind the last row hold is not read, and they come out as 0.
+All of these copy the bytes of tokens, and differ in how a program finds where a token stands and where it goes, which is all
+that their kernels say. Data types do not matter: bytes are moved by units of up to 8, and a thread moves two units at a time
+wherever strides and addresses are multiples of 16. Where there is nothing to copy, a fill is written: what tokens behind the
+last row hold is not read, and they come out as 0.
 
 Values have the shape (..., total, ...) with the tokens along `dim`; what stands before that axis makes the pieces of a token.
 """
@@ -147,20 +147,20 @@ def join_kernel(X0, X1, X2, X3, O0, O1, O2, O3, OUT, n, bisections, y_token, y_p
     The blocks of array i begin at `block<i>`. What stands behind the last row of each counts as one more row.
     """
     block, token, piece, column = _part(PIECES, WIDTH, BC, TOKENS)
-    X, O, first, total, x_token, x_piece = X0, O0, block1 * 0, total0, token0, piece0  # noqa: E741
+    X, O, first, total, x_token, x_piece = X0, O0, block1 * 0, total0, token0, piece0
     j = block * 0
     if COUNT > 1:
         j += (block >= block1).to(tl.int32)
         if block >= block1:
-            X, O, first, total, x_token, x_piece = X1, O1, block1, total1, token1, piece1  # noqa: E741
+            X, O, first, total, x_token, x_piece = X1, O1, block1, total1, token1, piece1
     if COUNT > 2:
         j += (block >= block2).to(tl.int32)
         if block >= block2:
-            X, O, first, total, x_token, x_piece = X2, O2, block2, total2, token2, piece2  # noqa: E741
+            X, O, first, total, x_token, x_piece = X2, O2, block2, total2, token2, piece2
     if COUNT > 3:
         j += (block >= block3).to(tl.int32)
         if block >= block3:
-            X, O, first, total, x_token, x_piece = X3, O3, block3, total3, token3, piece3  # noqa: E741
+            X, O, first, total, x_token, x_piece = X3, O3, block3, total3, token3, piece3
     token -= first.to(tl.int64) * TOKENS
     row = _row_of(O, token, n, bisections)
     place = token  # what the earlier arrays have up to the end of this row, and the later ones before it, stands before
@@ -200,7 +200,7 @@ def number_kernel(MASK, OFFSETS, SLOTS, TOKENS, n, length, total, row_stride, st
 @cache
 def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], pieces: int, width: int, align: int,
             *flags: bool | int) -> tuple[Launch, int, int]:
-    """A kernel for pieces of `width` bytes whose addresses are multiples of `align`; tokens of a program, programs of a token."""
+    """A kernel for pieces of `width` bytes at multiples of `align`; the tokens of a program and the programs of a token."""
     unit = min(align, 8)
     units = width // unit
     block = units & -units  # a power of two that divides it, if that is not too small
@@ -223,7 +223,7 @@ def _align(width: int, *parts: int) -> int:
 
 
 def _laid(x: torch.Tensor, dim: int, first: int = 0) -> tuple[torch.Tensor, int, int]:
-    """x with the elements of a piece side by side; the bytes from token to token, along `dim`, and from piece to piece."""
+    """A tensor with the elements of a piece side by side; the bytes from token to token, along `dim`, and piece to piece."""
     size, shape, strides = x.element_size(), x.shape, x.stride()
     if not x.is_contiguous():
         inner, even = 1, all(strides[axis] == strides[axis + 1] * shape[axis + 1] for axis in range(first, dim - 1))
@@ -362,9 +362,10 @@ def _join(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], out: torc
     laid = [_laid(x, dim) for x in xs]
     out, y_token, y_piece = _laid(out, dim)
     pieces, width = _pieces(out, dim)
-    align = _align(width, y_token, y_piece, out.data_ptr(), *(part for x, *strides in laid for part in (x.data_ptr(), *strides)))
-    count, n = len(xs), offsets[0].shape[0] - 1
-    launch, tokens, programs = _launch(join_kernel, out.device, tuple(o.dtype for o in offsets), pieces, width, align, count, back)
+    parts = [part for x, *strides in laid for part in (x.data_ptr(), *strides)]
+    align = _align(width, y_token, y_piece, out.data_ptr(), *parts)
+    count, n, dtypes = len(xs), offsets[0].shape[0] - 1, tuple(one.dtype for one in offsets)
+    launch, tokens, programs = _launch(join_kernel, out.device, dtypes, pieces, width, align, count, back)
     ends = [0]
     for x in xs:
         ends.append(ends[-1] - (-x.shape[dim] // tokens))
@@ -558,8 +559,9 @@ def _keep_joined(ctx, inputs, output):
     ctx.save_for_backward(*offsets)
 
 
-_join_op.register_autograd(lambda ctx, dy: (_unjoin_op(dy, ctx.saved_tensors, ctx.totals, ctx.dim), None, None),
-                           setup_context=_keep_joined)
+_join_op.register_autograd(
+    lambda ctx, dy: (_unjoin_op(dy, ctx.saved_tensors, ctx.totals, ctx.dim), [None] * len(ctx.totals), None),
+    setup_context=_keep_joined)
 
 
 # ------------------------------------------------------------------------------------------ calls

@@ -53,8 +53,8 @@ class Launch:
     """A Triton kernel with its constants fixed.
 
     One is made for one device. The JIT inspects every argument at every call to choose a variant, and Triton encodes every
-    descriptor anew. Here one variant is kept for the common case, all pointers and strides multiples of 16 and fit for 32
-    bits, and launched directly, with descriptors that are encoded once for each tensor they describe; other calls go through
+    descriptor anew. Here one variant is kept for the common case, all pointers and strides multiples of 16 and all numbers fit
+    for 32 bits, and launched directly, with descriptors that are encoded once for each tensor they describe; other calls go through
     the JIT.
 
     Parameters
@@ -87,20 +87,22 @@ class Launch:
             self.kernel[(programs,)](*pointers, *strides, *numbers, **self.constants)
             return
         addresses = [pointer.data_ptr() for pointer in pointers]
-        bits = size = 0
+        bits = 0
         for address in addresses:
             bits |= address
         for stride in strides:
-            size |= stride
-        common = (bits | size) & 15 == 0 and size < 1 << 31 and max(numbers) < 1 << 31
-        if common and self.launch is not None:
+            bits |= stride
+        if self.launch is not None and bits & 15 == 0:
             descriptors = self._encode(described, shapes) if shapes else ()
-            self.launch(programs, 1, 1, current_stream(self.index), *self.fixed, *descriptors, *addresses, *strides, *numbers,
-                        *self.values)
-            return
+            try:
+                self.launch(programs, 1, 1, current_stream(self.index), *self.fixed, *descriptors, *addresses, *strides,
+                            *numbers, *self.values)
+                return
+            except OverflowError:  # a number that does not fit into 32 bits: another variant
+                pass
         typed = (_typed(x, shape, rows) for x, shape, rows in zip(described, shapes, self.rows))
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
-        if common and _KNOWN:
+        if bits & 15 == 0 and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN:
             self._keep(compiled, pointers[0].get_device())
 
     def _keep(self, compiled: Any, index: int) -> None:

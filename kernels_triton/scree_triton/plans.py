@@ -115,6 +115,11 @@ def _head_group(heads: int, dim: int) -> int:
     return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if heads % g == 0)
 
 
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of the same shape; `empty_like` is the cheapest way, but keeps what order of axes it finds."""
+    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+
+
 class Plan:
     """The common part: shapes, and what a forward and a backward allocate."""
 
@@ -134,9 +139,10 @@ class Plan:
         if self.index is not None and self.index != current_device():
             with torch.cuda.device(self.index):
                 return self.forward(q, k, v, slopes, rows, spec)
-        out = q.new_empty((q.shape[0], self.heads, self.v.dim))
-        lse = q.new_empty((self.heads, q.shape[0]), dtype=torch.float32)
-        if q.shape[0] > 0:
+        total = q.shape[0]
+        out = _contiguous(q) if self.v.dim == self.q.dim else q.new_empty((total, self.heads, self.v.dim))
+        lse = q.new_empty((self.heads, total), dtype=torch.float32)
+        if total > 0:
             self._forward(q, k, v, slopes, out, lse, rows, spec)
         return out, lse
 
@@ -151,7 +157,7 @@ class Plan:
             dout = torch.zeros_like(out)
         elif not self._takes(dout):
             dout = dout.contiguous()
-        grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        grads = _contiguous(q), _contiguous(k), _contiguous(v)
         stats = q.new_empty((2, self.heads, q.shape[0]), dtype=torch.float32)
         self._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
         return grads

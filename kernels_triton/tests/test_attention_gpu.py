@@ -190,6 +190,29 @@ def test_graph(dim):
     assert all(torch.equal(x, y) for x, y in zip(captured, eager))
 
 
+@pytest.mark.parametrize("dim", [64, 80])
+def test_graph_follows_offsets(dim):
+    """A graph that makes its ragged array cuts the rows that it finds when it is replayed."""
+    import scree
+
+    case = Case(f16, dim, dim, 2, 2, LONG, causal=True)
+    p = problem(case, "cuda")
+
+    def attend():
+        q = scree.from_cu_seqlens(p.q, p.cu_q, max_length=sum(LONG))
+        return scree.attention(q, q.with_values(p.k), q.with_values(p.v), causal=True, kernel="triton").values
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    p.cu_q.copy_(offsets(LONG[::-1], "cuda"))
+    graph.replay()
+    assert torch.equal(captured, attend())
+    assert distance(captured, reference(case._replace(q_lengths=LONG[::-1]), p, torch.float64)[0]) < 1e-3
+
+
 def test_overlapping_launches():
     case = Case(bf16, 64, 64, 4, 2, LONG, causal=True)
     p = problem(case, "cuda")

@@ -66,7 +66,8 @@ def test_reasons():
     assert "one data type" in scree.explain("join", [x, x.with_values(x.values.double())], x.layout).rejected["triton"]
     assert "no complex64" in scree.explain("pad", x.with_values(x.values.to(torch.complex64))).rejected["triton"]
     assert "real numbers" in scree.explain("pad", x, fill_value=1j).rejected["triton"]
-    assert "add up bool" in scree.explain("scatter", x.values.bool(), x.offsets[1:].repeat(3)[:5], 6, add=True).rejected["triton"]
+    places = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    assert "add up bool" in scree.explain("scatter", x.values.bool(), places, 6, add=True).rejected["triton"]
 
 
 @pytest.mark.parametrize("width", [(), (3,), (600,)])
