@@ -167,14 +167,15 @@ def _places(bench: Bench, layout: Layout, size: int, distinct: bool) -> Data:
     return bench.of(bench.lib.make(numbers.astype(np.int32), "int32"), lengths_of(layout))
 
 
-@operation("ragged.gather")
+@operation("ragged.gather", kernel="gather")
 def gather(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens of ragged and dense arrays by ragged numbers; rows by dense ones."""
     source = bench.ragged([2, 0, 3], (2,), dtype)
     index = _places(bench, layout, 5, distinct=False)
-    bench.check(lambda a, i: bench.xp.ragged.gather(a, i),
+    bench.check(lambda a, i: bench.run(bench.xp.ragged.gather, a, i),
                 lambda a, i: [np.concatenate(a)[row] for row in i], source, index)
-    bench.check(lambda a, i: bench.xp.ragged.gather(a, i), lambda a, i: [a[row] for row in i], bench.dense((5, 2), dtype), index)
+    bench.check(lambda a, i: bench.run(bench.xp.ragged.gather, a, i), lambda a, i: [a[row] for row in i],
+                bench.dense((5, 2), dtype), index)
     rows = bench.lib.make(np.asarray([2, 0, 0]), "int32")
     bench.check(lambda a: bench.xp.ragged.gather(a, rows, axis=0), lambda a: [a[2], a[0], a[0]], source)
 

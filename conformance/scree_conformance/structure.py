@@ -57,16 +57,16 @@ def creation(bench: Bench, layout: Layout, dtype: str) -> None:
             bench.close(scree.from_segment_ids(x.x.values, make(ids, "int32"), ragged_dim=dim), list(x.exact))
 
 
-@operation("ragged.to_padded ragged.from_padded", dtypes=ANY)
+@operation("ragged.to_padded", dtypes=ANY, kernel="pad")
 def padding(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Padding on both sides, with room to spare, and back by mask and by lengths."""
-    lengths, make, read = lengths_of(layout), bench.lib.make, bench.lib.read
+    """Padding on both sides, with room to spare."""
+    lengths = lengths_of(layout)
     n, longest = len(lengths), max(lengths, default=0)
     for dim in (0, 1):
         x = bench.ragged(layout, (2,), dtype, "natural", dim)
         for side in ("right", "left"):
             for length, fill in ((None, 0), (longest + 2, 1)):
-                padded, mask = bench.xp.ragged.to_padded(x.x, side=side, fill_value=fill, length=length)
+                padded, mask = bench.run(bench.xp.ragged.to_padded, x.x, side=side, fill_value=fill, length=length)
                 size = longest if length is None else length
                 expected = np.full((n, 2, size) if dim else (n, size, 2), fill, x.exact.template.dtype)
                 real = np.zeros((n, size), bool)
@@ -76,14 +76,26 @@ def padding(bench: Bench, layout: Layout, dtype: str) -> None:
                     expected[(i, slice(None), cut) if dim else (i, cut)] = row
                 bench.close(padded, expected, dtype=dtype, note=f"{side}, length={length}: ")
                 bench.close(mask, real, dtype="bool")
+
+
+@operation("ragged.from_padded", dtypes=ANY, kernel="unpad")
+def unpadding(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Padding on both sides, with room to spare, back by mask and by lengths; the number of tokens given and not."""
+    lengths, make, read, unpad = lengths_of(layout), bench.lib.make, bench.lib.read, bench.xp.ragged.from_padded
+    for dim in (0, 1):
+        x = bench.ragged(layout, (2,), dtype, "natural", dim)
+        for side in ("right", "left"):
+            for length in (None, max(lengths, default=0) + 2):
+                padded, mask = bench.xp.ragged.to_padded(x.x, side=side, length=length)
                 for m in (mask, make(read(mask), "int32"), make(read(mask), "uint8")):
-                    bench.close(bench.xp.ragged.from_padded(padded, m, ragged_dim=dim), list(x.exact), dtype=dtype)
+                    bench.close(bench.run(unpad, padded, m, ragged_dim=dim), list(x.exact), dtype=dtype)
                 if side == "right":
                     for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
-                        bench.close(bench.xp.ragged.from_padded(padded, lengths=given, ragged_dim=dim), list(x.exact))
+                        found = bench.run(unpad, padded, lengths=given, ragged_dim=dim, total=sum(lengths))
+                        bench.close(found, list(x.exact))
     scattered = bench.rng.integers(0, 2, (4, 6)).astype(bool)  # holes anywhere
     dense = bench.dense((4, 6, 2), dtype, "natural")
-    bench.close(bench.xp.ragged.from_padded(dense.x, make(scattered, "bool")),
+    bench.close(bench.run(unpad, dense.x, make(scattered, "bool"), total=int(scattered.sum())),
                 [row[keep] for row, keep in zip(dense.exact, scattered, strict=True)], dtype=dtype)
 
 
