@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from .results import Result, Row
 Build = Callable[[], Thunk]
 
 INTERRUPTED = 130
+EVERY = 5.0  # seconds between two times that the JSON is written on the way
 SECONDS = 0.3  # for each contender of each case
 
 
@@ -39,7 +41,7 @@ class Session:
         Where it runs, "cpu" or "cuda".
 
     On leaving, the table goes to the screen and, with ``--out``, JSON and pictures into that folder; also after Ctrl-C or a
-    request to end, with what was measured until then. The JSON is written on the way too, after each step that is tracked.
+    request to end, with what was measured until then. The JSON is written on the way too.
     """
 
     def __init__(self, command: str, options: Mapping[str, Any], device: str = "cpu") -> None:
@@ -51,6 +53,7 @@ class Session:
         config = {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if k != "out"}
         self.result = Result(command, config, machine.describe(device), machine.versions(), machine.now())
         self._before: Any = None  # what a request to end did
+        self._written = 0.0
         self.console = Console()
         if not self.console.is_terminal:
             self.console.width = 160
@@ -92,8 +95,6 @@ class Session:
         for item in found:
             yield item
             self._progress.advance(task)
-            if self.out is not None:
-                self.result.write(self.path)
 
     def row(self, case: Mapping[str, Any], who: str) -> Row:
         """The row of a contender on a case; a new one where there is none yet."""
@@ -130,6 +131,9 @@ class Session:
             row.add(name, found if isinstance(found, Failure) else found.seconds)
             if isinstance(found, Times) and found.host:
                 row.add(f"{name.removesuffix('_s')}_host_s", found.host)
+        if self.out is not None and time.monotonic() > self._written + EVERY:
+            self.result.write(self.path)
+            self._written = time.monotonic()
         return rows
 
     def value(self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]) -> None:

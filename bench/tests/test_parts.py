@@ -134,10 +134,9 @@ def test_a_request_to_end_keeps_what_was_measured(tmp_path):
 
 def test_results_are_written_on_the_way(tmp_path):
     with Session("memory", options(tmp_path)) as session:
-        for number in session.track([1, 2]):
-            if number == 2:
-                assert [row.values for row in results.read(tmp_path / "memory-cpu.json").rows] == [{"batch_bytes": 1.0}]
-            session.value({"n": number}, "scree", "batch_bytes", lambda number=number: number)
+        session.time({"n": 1}, "call_s", {"scree": lambda: lambda: None})
+        saved = results.read(tmp_path / "memory-cpu.json")
+        assert saved.rows == session.result.rows and not saved.complete
 
 
 def test_pictures_are_not_needed_to_measure(tmp_path, monkeypatch):
@@ -336,3 +335,31 @@ def test_sizes_of_gpt2():
 )  # fmt: skip
 def test_kernels_are_told_by_their_names(name, kind):
     assert classify(name) == kind
+
+
+# ---------------------------------------------------------------------------------------------------- block
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_the_block_is_compiled_in_one_piece():
+    import torch
+
+    from scree_bench.commands import block
+
+    case = block.Case(load("torch"), block.SIZES["quick"], 3, "float32", 0)
+    function, x = case.ours()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, *case.weights), function(x, *case.weights))
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_limits_of_a_block_are_those_of_its_operations():
+    from scree_bench.commands import block
+
+    s = block.SIZES["quick"]
+    case = block.Case(load("torch"), s, 3, "float32", 0)
+    parts, t = block.terms(case), case.work.total
+    weights = sum(w.numel() for w in case.weights if w.ndim == 2)
+    products = [term.flops for name, term in parts.items() if name.startswith("product")]
+    assert sum(forward for forward, _ in products) == 2 * t * weights
+    assert all(backward == 2 * forward for forward, backward in products)
+    assert parts["attention"].flops == (case.work.flops, 2.5 * case.work.flops)
+    assert parts["gate"].moved == (3 * 4 * t * s.hidden, 5 * 4 * t * s.hidden)

@@ -321,7 +321,8 @@ def _to_padded(b: Batch) -> Operation:
 def _from_padded(b: Batch) -> Operation:
     slots = b.bytes * b.mask.numel() / b.total
     return Operation("from_padded", {
-        "scree": lambda: (lambda x: scree.from_padded(x, b.mask).values, (b.padded(),)),
+        "scree": lambda: (lambda x: scree.from_padded(x, b.mask, total=b.total).values, (b.padded(),)),
+        "scree, total unknown": lambda: (lambda x: scree.from_padded(x, b.mask).values, (b.padded(),)),
         "boolean mask": lambda: (lambda x: x[b.mask], (b.padded(),)),
     }, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))  # fmt: skip
 
