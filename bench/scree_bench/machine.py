@@ -97,6 +97,6 @@ def limits(device: str, quick: bool) -> dict[str, float]:
         for dtype in dtypes:
             factors = torch.randn(width, width, device=device).to(getattr(torch, dtype))
             calls[f"matmul_{dtype}_flops"] = lambda x=factors: x @ x
-    times = interleaved(calls, 0.1 if quick else 1.0, device=device)
+    times = interleaved(calls, 0.1 if quick or cuda else 1.0, device=device)
     work = {"copy_rate": 2.0 * size}
     return {name: work.get(name, 2.0 * width**3) / median(x.seconds) for name, x in times.items() if isinstance(x, Times)}

@@ -174,7 +174,7 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         """The table in Markdown."""
         rows = [self.header, ["---"] * len(self.header), *([x.replace("|", "\\|") for x in line] for line in self.lines)]
-        caption = [f"For {self.caption}:", ""] if self.caption else []
+        caption = [f"{self.caption[0].upper()}{self.caption[1:]}:", ""] if self.caption else []
         notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join([*caption, *("| " + " | ".join(row) + " |" for row in rows), *notes])
 
@@ -221,22 +221,28 @@ def _table(keys: list[str], rows: list[Row], shown: Sequence[str]) -> Table:
         first = firsts[repr(row.case)]
         lines.append([*(text(row.case[k]) for k in keys), row.who, *(cell(row, name, first) for name in names)])
         if row.status != OK:
-            notes.append(f"{', '.join([*(text(row.case[k]) for k in keys), row.who])}: {row.status}: {row.why}")
+            notes.append(_note(row, keys))
     titles = [_title(name) for name in names]
     caption = ", ".join(f"{k} {text(v)}" for k, v in shared.items())
     return Table(caption, [*keys, "", *titles], lines, notes)
 
 
-def pivot(rows: Sequence[Row], value: str, by: str, caption: str) -> Table:
-    """One value: a line for each entry of the case's `by`, a column for each contender."""
-    rows = [row for row in rows if value in row.values]
+def pivot(rows: Sequence[Row], value: str, by: Sequence[str], caption: str) -> Table:
+    """One value: a line for each case, told apart by some of its entries, and a column for each contender."""
+    rows = [row for row in rows if value in row.values or row.status != OK]
     names = _unique(row.who for row in rows)
-    firsts = {row.case[by]: row for row in reversed(rows) if row.who.startswith("scree")}
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row.case[k] for k in by), {})[row.who] = row
     lines = []
-    for entry in _unique(row.case[by] for row in rows):
-        found = {row.who: cell(row, value, firsts.get(entry)) for row in rows if row.case[by] == entry}
-        lines.append([text(entry), *(found.get(who, "") for who in names)])
-    return Table(caption, [by, *names], lines, [])
+    for case, found in cases.items():
+        first = next((row for who, row in found.items() if who.startswith("scree")), None)
+        lines.append([*map(text, case), *(cell(found[who], value, first) if who in found else "" for who in names)])
+    return Table(caption, [*by, *names], lines, [_note(row, by) for row in rows if row.status != OK])
+
+
+def _note(row: Row, keys: Sequence[str]) -> str:
+    return f"{', '.join([*(text(row.case[k]) for k in keys), row.who])}: {row.status}: {row.why}"
 
 
 def _title(name: str) -> str:

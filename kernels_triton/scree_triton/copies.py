@@ -21,8 +21,9 @@ from .addition import ACC, add
 from .host import start
 from .launch import Launch
 
-_UNITS = 1024  # that a program moves
+_UNITS = 512  # that a program moves
 _WARPS = 4
+_CHUNK = 1024  # slots of a mask that are counted at a time
 _MOST_JOINED = 4
 
 
@@ -72,10 +73,12 @@ def pad_kernel(X, PADDED, MASK, OFFSETS, slots, length, low, high, x_token, x_pi
                LEFT: tl.constexpr, MARKS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr,
                TOKENS: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr):
     """Every slot of a padded batch from the token that stands there."""
-    _, slot, piece, column = _part(PIECES, WIDTH, BC, TOKENS)
+    block, slot, piece, column = _part(PIECES, WIDTH, BC, TOKENS)
     exists = slot < slots
-    row = slot // length
-    place = slot - row * length
+    first = block.to(tl.int64) * TOKENS  # one long division for all slots
+    place = (first % length).to(tl.int32) + tl.arange(0, TOKENS)
+    row = first // length + place // length
+    place = (place % length).to(tl.int64)
     begin = tl.load(OFFSETS + row, mask=exists, other=0).to(tl.int64)
     end = tl.load(OFFSETS + row + 1, mask=exists, other=0).to(tl.int64)
     token = end - length + place if LEFT else begin + place
@@ -121,16 +124,21 @@ def take_kernel(X, OUT, INDEX, CHECK, count, size, x_token, y_token, CHECKED: tl
 def select_kernel(X, OUT, OFFSETS, STARTS, n, total, bisections, size, step, low, high, x_token, x_piece, y_token, y_piece,
                   BACK: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr,
                   UNIT: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows of OUT, whose tokens stand at STARTS, STARTS + step ... in X; BACK puts them there."""
+    """Rows of OUT, whose tokens stand at STARTS, STARTS + step ... in X; BACK puts them there.
+
+    BACK is 2 where they fill X; then what stands behind the last row in both is set to 0.
+    """
     _, token, piece, column = _part(PIECES, WIDTH, BC, TOKENS)
     row = _row_of(OFFSETS, token, n, bisections)
     begin = tl.load(OFFSETS + row).to(tl.int64)
     source = tl.load(STARTS + row, mask=row < n, other=0).to(tl.int64) + (token - begin) * step
+    source = tl.where(row < n, source, token)
     real = (row < n) & (source >= 0) & (source < size)
     there = source * x_token + piece.to(tl.int64) * x_piece
     here = token * y_token + piece.to(tl.int64) * y_piece
     if BACK:
-        _copy(OUT, X, here, there, real, real & (token < total), low, high, column, WIDTH, BC, UNIT, ALIGN)
+        exists = (real | (row == n)) if BACK == 2 else real
+        _copy(OUT, X, here, there, real, exists & (token < total), low, high, column, WIDTH, BC, UNIT, ALIGN)
     else:
         _copy(X, OUT, there, here, real, token < total, low, high, column, WIDTH, BC, UNIT, ALIGN)
 
@@ -178,23 +186,28 @@ def join_kernel(X0, X1, X2, X3, O0, O1, O2, O3, OUT, n, bisections, y_token, y_p
         _copy(X, OUT, here, there, row < n, token < total, 0, 0, column, WIDTH, BC, UNIT, ALIGN)
 
 
-@triton.jit(do_not_specialize=("n", "length", "total", "row_stride", "stride"))
-def number_kernel(MASK, OFFSETS, SLOTS, TOKENS, n, length, total, row_stride, stride, BLOCK: tl.constexpr):
-    """For every slot of a padded batch the token that stands there or -1, and for every token its slot; a program a row."""
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=("n", "length", "total", "chunks"))
+def number_kernel(MASK, OFFSETS, SLOTS, TOKENS, n, length, total, chunks, BLOCK: tl.constexpr):
+    """For every slot of a padded batch the token that stands there or -1, and for every token its slot or -1.
+
+    A program does one of the chunks of a row, after it has counted the tokens before it; the last one what no row holds.
+    """
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    first = tl.program_id(0) % chunks * BLOCK
     token = tl.load(OFFSETS + row).to(tl.int64)
     each = tl.arange(0, BLOCK)
     if row < n:
-        for start in range(0, length, BLOCK):
-            place = start + each
-            real = tl.load(MASK + row * row_stride + place * stride, mask=place < length, other=0) != 0
-            rank = token + tl.cumsum(real.to(tl.int32), 0) - 1
-            tl.store(TOKENS + row * length + place, tl.where(real, rank, -1), mask=place < length)
-            tl.store(SLOTS + rank, row * length + place, mask=real & (rank < total))
-            token += tl.sum(real.to(tl.int32), 0)
+        before = tl.zeros([BLOCK], tl.int32)
+        for at in range(0, first, BLOCK):
+            before += (tl.load(MASK + row * length + at + each) != 0).to(tl.int32)
+        place = first + each
+        real = tl.load(MASK + row * length + place, mask=place < length, other=0) != 0
+        rank = token + tl.sum(before, 0) + tl.cumsum(real.to(tl.int32), 0) - 1
+        tl.store(TOKENS + row * length + place, tl.where(real, rank, -1), mask=place < length)
+        tl.store(SLOTS + rank, row * length + place, mask=real & (rank < total))
     else:
-        for first in range(token, total, BLOCK):
-            tl.store(SLOTS + first + each, -1, mask=first + each < total)
+        for at in range(token, total, BLOCK):
+            tl.store(SLOTS + at + each, -1, mask=at + each < total)
 
 
 @cache
@@ -259,7 +272,7 @@ def pad(x: torch.Tensor, offsets: torch.Tensor, dim: int, length: int, left: boo
     """A padded batch (n, ..., length, ...) of rows x, (..., total, ...), and with `marks` the mask of its tokens."""
     n = offsets.shape[0] - 1
     out = torch.empty((n, *x.shape[:dim], length, *x.shape[dim + 1:]), dtype=x.dtype, device=x.device)
-    mask = torch.empty((n, length) if marks else (0,), dtype=torch.bool, device=x.device)
+    mask = (torch.empty if out.numel() else torch.zeros)((n, length) if marks else (0,), dtype=torch.bool, device=x.device)
     if out.numel():
         x, x_token, x_piece = _laid(x, dim)
         pieces, width = _pieces(x, dim)
@@ -306,13 +319,13 @@ def select(x: torch.Tensor, offsets: torch.Tensor, starts: torch.Tensor, dim: in
     """Rows (..., total, ...), whose tokens stand at `starts`, `starts + step` ... in x."""
     out = torch.empty((*x.shape[:dim], total, *x.shape[dim + 1:]), dtype=x.dtype, device=x.device)
     if out.numel():
-        _select(x, out, offsets, starts, dim, step, fill, False)
+        _select(x, out, offsets, starts, dim, step, fill, 0)
     return out
 
 
 def _select(x: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, starts: torch.Tensor, dim: int, step: int, fill: int,
-            back: bool) -> None:
-    """Copy tokens of x to rows, or with `back` from them."""
+            back: int) -> None:
+    """Copy tokens of x to rows, or with `back` from them, as the kernel says."""
     if back:
         rows, y_token, y_piece = _laid(rows, dim)
         _, x_token, x_piece = _laid(x, dim)
@@ -335,9 +348,10 @@ def unselect(dy: torch.Tensor, shape: Sequence[int], offsets: torch.Tensor, star
         numbers = torch.arange(shape[dim], dtype=offsets.dtype, device=dy.device)
         numbers = select(numbers, offsets, starts, 0, dy.shape[dim], step, True, -1)
         return add(dy.movedim(dim, 0), numbers, shape[dim]).movedim(0, dim).contiguous()
-    dx = torch.zeros(tuple(shape), dtype=dy.dtype, device=dy.device)
+    whole = dy.shape[dim] == shape[dim]
+    dx = (torch.empty if whole else torch.zeros)(tuple(shape), dtype=dy.dtype, device=dy.device)
     if dy.numel() and dx.numel():
-        _select(dx, dy, offsets, starts, dim, step, 0, True)
+        _select(dx, dy, offsets, starts, dim, step, 0, 1 + whole)
     return dx
 
 
@@ -388,14 +402,16 @@ def number(mask: torch.Tensor, offsets: torch.Tensor, total: int) -> tuple[torch
     dtype = _counter(max(n * length, total))
     slots = torch.empty((total,), dtype=dtype, device=mask.device)
     tokens = torch.empty((n * length,), dtype=dtype, device=mask.device)
-    launch = _number_launch(mask.device, mask.dtype, offsets.dtype, dtype)
-    start(launch, n + 1, (mask, offsets, slots, tokens), (), (n, length, total, *mask.stride()))
+    chunks = max(1, -(-length // _CHUNK))
+    launch = _small(number_kernel, mask.device, _CHUNK, mask.dtype, offsets.dtype, dtype)
+    start(launch, n * chunks + 1, (mask.contiguous(), offsets, slots, tokens), (), (n, length, total, chunks))
     return slots, tokens
 
 
 @cache
-def _number_launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
-    return Launch(number_kernel, dict(BLOCK=1024), dict(num_warps=4))
+def _small(kernel: Any, device: torch.device, block: int, *dtypes: torch.dtype) -> Launch:
+    """A kernel whose only constant is its block."""
+    return Launch(kernel, dict(BLOCK=block), dict(num_warps=4))
 
 
 @triton.jit(do_not_specialize=("count", "size"))
@@ -411,13 +427,9 @@ def last(index: torch.Tensor, size: int) -> torch.Tensor:
     count = index.shape[0]
     found = torch.full((size,), -1, dtype=_counter(count), device=index.device)
     if count and size:
-        start(_last_launch(index.device, index.dtype, found.dtype), -(-count // 256), (index, found), (), (count, size))
+        launch = _small(last_kernel, index.device, 256, index.dtype, found.dtype)
+        start(launch, -(-count // 256), (index, found), (), (count, size))
     return found
-
-
-@cache
-def _last_launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
-    return Launch(last_kernel, dict(BLOCK=256), dict(num_warps=4))
 
 
 # ------------------------------------------------------------------------------------------ gradients
@@ -567,17 +579,18 @@ _join_op.register_autograd(
 # ------------------------------------------------------------------------------------------ calls
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a call; None if they do."""
-    arrays = getattr(call, "arrays", None) or [call.x]
-    x = arrays[0] if isinstance(arrays[0], torch.Tensor) else arrays[0].values
-    if len(arrays) > _MOST_JOINED:
-        return f"the Triton kernels join up to {_MOST_JOINED} arrays at once, not {len(arrays)}"
-    if any(other.values.dtype != x.dtype for other in arrays[1:]):
-        return "the Triton kernels join arrays of one data type"
+    x = call.arrays[0] if hasattr(call, "arrays") else call.x
+    x = x if isinstance(x, torch.Tensor) else x.values
+    if hasattr(call, "arrays"):
+        if len(call.arrays) > _MOST_JOINED:
+            return f"the Triton kernels join up to {_MOST_JOINED} arrays at once, not {len(call.arrays)}"
+        if any(other.values.dtype != x.dtype for other in call.arrays):
+            return "the Triton kernels join arrays of one data type"
     if x.is_complex():
         return f"the Triton kernels take no {str(x.dtype)[6:]} here"
-    if (getattr(call, "add", False) or x.requires_grad) and x.dtype not in ACC:
+    if (x.requires_grad or getattr(call, "add", False)) and x.dtype not in ACC:
         return f"the Triton kernels do not add up {str(x.dtype)[6:]}"
-    if hasattr(call, "fill_value") and (isinstance(call.fill_value, complex) or 0 in call.x.element_shape):
+    if hasattr(call, "fill_value") and (isinstance(call.fill_value, complex) or (x.numel() == 0 and call.x.total_length)):
         return "the Triton kernels pad tokens of one element at least, and with real numbers"
     return None
 

@@ -24,14 +24,18 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, MASKED: tl.constexpr):
-    """(DEEP, LANES) logits from column ``at - lead`` on in float32, -inf where there is none; and the columns."""
+def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr):
+    """(DEEP, LANES) logits from column ``at - lead`` on in float32, -inf where there is none; and the columns.
+
+    KEEP asks the cache to keep them.
+    """
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     column = place - lead
+    POLICY: tl.constexpr = "evict_last" if KEEP else "evict_first"
     if MASKED:
-        x = tl.load(X + place, mask=(column >= 0) & (column < V), other=-float("inf"))
+        x = tl.load(X + place, mask=(column >= 0) & (column < V), other=-float("inf"), eviction_policy=POLICY)
     else:
-        x = tl.load(X + place)
+        x = tl.load(X + place, eviction_policy=POLICY)
     return x.to(tl.float32), column
 
 
@@ -47,13 +51,13 @@ def _add(x, top, total):
 def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
            MASKED: tl.constexpr):
     """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
-    x, column = _read(X, at, lead, V, LANES, DEEP, MASKED)
+    x, column = _read(X, at, lead, V, LANES, DEEP, MASKED, False)
     y = tl.exp2((x - top) * _LOG2E) * share
     y = tl.where(column == target, y - factor, y).to(OUT.dtype.element_ty)
     if MASKED:
-        tl.store(OUT + (column + lead), y, mask=(column >= 0) & (column < V))
+        tl.store(OUT + (column + lead), y, mask=(column >= 0) & (column < V), eviction_policy="evict_first")
     else:
-        tl.store(OUT + (column + lead), y)
+        tl.store(OUT + (column + lead), y, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -100,11 +104,11 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if ALIGN > 1:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, True)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, True, GRADIENT)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, False)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, False, GRADIENT)[0], lanes, totals)
                 if (ALIGN > 1) | (V % STEP > 0):
-                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, True)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, True, GRADIENT)[0], lanes, totals)
                 top = tl.max(lanes, 0)
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
@@ -144,11 +148,13 @@ class _Tile(NamedTuple):
     programs: int
 
 
-#: By what is written: losses alone, a gradient alone, both. Where both are, few rows are under way, so that they stay in the cache.
-TILES = {(True, False): _Tile(2048, 4, 8, 8), (False, True): _Tile(2048, 4, 8, 8), (True, True): _Tile(8192, 2, 32, 1)}
-CHUNK = 1 << 27  # logits that exist at a time, fused; or those of 1024 tokens
-LEAST = 1024
-SUMS = torch.float32
+#: By what is written: losses alone, a gradient alone, both.
+TILES = {(True, False): _Tile(2048, 4, 8, 4), (False, True): _Tile(4096, 2, 16, 4), (True, True): _Tile(8192, 4, 32, 1)}
+CACHED = 20 << 20  # bytes of the rows under way where a second pass should find them in the cache
+CHUNK = 1 << 28  # logits that exist at a time, fused
+LEAST = 1024  # or those of so many tokens, for products that are worth their weight
+PARTS = 4  # or a fourth of them
+ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
 
 
 @cache
@@ -202,7 +208,10 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
     offsets = targets.offsets
     kinds = (x.dtype, targets.classes.dtype, None if offsets is None else offsets.dtype, None if dlosses is None else dlosses.dtype)
     launch, programs = _launch(x.device, kinds, classes, align, losses is not None, losses is not None and stats is not None, out is not None)
-    start(launch, min(count, programs * multiprocessors(x.device)),
+    programs *= multiprocessors(x.device)
+    if losses is not None and out is not None:
+        programs = min(programs, max(CACHED // (classes * x.element_size()), programs // 4, 1))
+    start(launch, min(count, programs),
           (x, targets.classes, targets.classes if offsets is None else offsets, x if losses is None else losses,
            x if stats is None else stats, x if dlosses is None else dlosses, x if out is None else out),
           (x.stride(0), x.stride(0) if out is None else out.stride(0)),
@@ -299,6 +308,26 @@ def _targets(call: Any) -> Targets:
 
 
 # ---------------------------------------------------------------------------------------------------------------- fused
+@triton.jit(do_not_specialize=("count",))
+def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT = X * FACTOR in float32: PyTorch would round the factor to the dtype of X. Where OUT is X, 1 changes nothing."""
+    factor = tl.load(FACTOR).to(tl.float32)
+    if SAME:
+        if factor == 1.0:
+            return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tl.store(OUT + at, (tl.load(X + at, mask=mask).to(tl.float32) * factor).to(OUT.dtype.element_ty), mask=mask)
+
+
+_BLOCK = 8192
+
+
+@cache
+def _scale_launch(device: torch.device, dtype: torch.dtype, out: torch.dtype, factor: torch.dtype) -> Launch:
+    return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
+
+
 class Wanted(NamedTuple):
     """Which gradients a caller wants."""
 
@@ -315,14 +344,14 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
           dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
     """The losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
 
-    Those of weight and bias are added up in float32 over the chunks, and are in float32 where there are several.
+    Where there are many chunks, those of weight and bias are added up, and come, in float32.
     """
     (total, width), classes = x.shape, weight.shape[0]
     losses = torch.empty((total,), dtype=torch.float32, device=x.device)
-    chunk = max(min(total, max(LEAST, CHUNK // classes)), 1)
+    chunk = max(min(total, max(LEAST, min(CHUNK // classes, -(-total // PARTS)))), 1)
     stride = -(-classes // 16) * 16  # so that rows are aligned
     buffer = torch.empty((chunk, stride), dtype=x.dtype, device=x.device)[:, :classes]
-    sums = SUMS if total > chunk else x.dtype
+    sums = torch.float32 if total > chunk * ROUNDED else x.dtype
     make = torch.empty if total else torch.zeros
     dx = torch.empty((total, width), dtype=x.dtype, device=x.device) if wanted.x else None
     dweight = make((classes, width), dtype=sums, device=x.device) if wanted.weight else None
@@ -385,11 +414,15 @@ def _early(x: torch.Tensor, summed: bool) -> bool:
 
 def _finished(gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A gradient times a number, in the dtype of the inputs, on its own memory where it has that dtype."""
-    if gradient is None or factor is None:
-        return gradient if gradient is None else gradient.to(dtype)
-    if gradient.dtype == dtype:
-        return gradient.mul_(factor)
-    return torch.mul(gradient, factor, out=torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
+    if gradient is None or (factor is None and gradient.dtype == dtype):
+        return gradient
+    out = gradient if gradient.dtype == dtype else torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    if factor is None:
+        return out.copy_(gradient)
+    if out.numel():
+        launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
+        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (), (out.numel(),))
+    return out
 
 
 def _or_empty(gradients: Gradients, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -432,7 +465,7 @@ def _save_fused(ctx, inputs, output):
 
 def _differentiate_fused(ctx, dloss, *_):
     if ctx.early:
-        dx, dweight, dbias = (g * dloss.to(g.dtype) for g in ctx.saved_tensors)
+        dx, dweight, dbias = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
     else:
         dlosses = dloss.expand(ctx.saved_tensors[0].shape[0]) if ctx.summed else dloss
         dx, dweight, dbias = _fused_backward_op(dlosses, *ctx.saved_tensors, ctx.ignored)

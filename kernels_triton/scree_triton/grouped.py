@@ -1,9 +1,13 @@
 """The grouped matrix product: every row of a ragged array times its own matrix, and the gradients of both.
 
-The product and the gradient of the rows share a kernel: a tile of a row's tokens against a tile of its matrix. A slot of
-the tile map holds tokens of one row only (block ``j`` of row ``b`` is slot ``offsets[b] // BLOCK_M + b + j``), found by
-bisection. The gradient of a matrix is one program's for each of its tiles, which walks over the tokens of the row: no
-atomics, equal inputs give equal bits. float32 operands are multiplied as three TF32 products, see `portable`.
+The product and the gradient of the rows share a kernel: a tile of a row's tokens against a tile of its matrix. The gradient of
+a matrix is one program's for each of its tiles, which walks over the tokens of the row: no atomics, equal inputs give equal
+bits.
+
+Two pairs of kernels do it. The first reads tiles with the copy engine of Hopper and later devices, in half precision: one
+program a multiprocessor counts the tiles of each row and takes tile after tile. The second reads through pointers, and takes
+what the first does not. Its slots hold tokens of one row only (block ``j`` of row ``b`` is slot
+``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see `portable`.
 """
 from functools import cache
 from typing import Any
@@ -12,8 +16,69 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import refuses, start
-from .launch import Launch
+from .host import differentiated, multiprocessors, refuses, start
+from .launch import INTERPRETED, Launch, Tiled, ragged_shape, tiled
+from .tuned import ROOMY
+
+_MOST_COUNTED = 1024  # rows whose tiles a program counts at once
+_FAR = tl.constexpr(1 << 30)  # the end of every row, see `launch.Ragged`
+
+
+@triton.jit(do_not_specialize=("n", "total"))
+def tiled_kernel(X, W, OUT, OFFSETS, n, total, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TURNED: tl.constexpr):
+    """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row; W is (n, K, M), TURNED (n, M, K)."""
+    COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    row = tl.arange(0, ROWS)  # and row n are the tokens behind the last one
+    start = tl.load(OFFSETS + row, mask=row <= n, other=total).to(tl.int32)
+    end = tl.load(OFFSETS + row + 1, mask=row < n, other=total).to(tl.int32)
+    blocks = tl.where(row <= n, tl.cdiv(end - start, BLOCK_T), 0)
+    before = tl.cumsum(blocks, 0) - blocks
+    slots = tl.sum(blocks, 0)
+    token = tl.arange(0, BLOCK_T)
+    for tile in tl.range(tl.program_id(0), slots * COLUMNS, tl.num_programs(0), flatten=True):
+        # GROUP slots side by side, so that they share the tiles of the matrices in the cache
+        first = tile // (GROUP * COLUMNS) * GROUP
+        side = tl.minimum(slots - first, GROUP)
+        slot = first + tile % (GROUP * COLUMNS) % side
+        column = tile % (GROUP * COLUMNS) // side * BLOCK_M
+        of = tl.sum(((before <= slot) & (row <= n)).to(tl.int32), 0) - 1
+        at = tl.sum(tl.where(row == of, start + (slot - before) * BLOCK_T, 0), 0)
+        stop = tl.sum(tl.where(row == of, end, 0), 0)
+        matrix = tl.minimum(of, n - 1)
+        acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if TURNED:
+                w = tl.trans(tl.reshape(W.load([matrix, column, k]), [BLOCK_M, BLOCK_K]))
+            else:
+                w = tl.reshape(W.load([matrix, k, column]), [BLOCK_K, BLOCK_M])
+            acc = tl.dot(X.load([at, k]), w, acc)
+        m = column + tl.arange(0, BLOCK_M)
+        out = OUT + (at + token).to(tl.int64)[:, None] * M + m[None, :]
+        y = tl.where(of < n, acc, 0.0).to(OUT.dtype.element_ty)
+        tl.store(out, y, mask=(at + token < stop)[:, None] & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=("unused",))
+def tiled_weight_kernel(X, DY, DW, OFFSETS, unused, K: tl.constexpr, M: tl.constexpr, BLOCK_T: tl.constexpr,
+                        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
+    COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * COLUMNS
+    row = tl.program_id(0) // TILES
+    column = tl.program_id(0) % COLUMNS * BLOCK_M
+    depth = tl.program_id(0) % TILES // COLUMNS * BLOCK_K
+    start = tl.load(OFFSETS + row).to(tl.int32)
+    end = tl.load(OFFSETS + row + 1).to(tl.int32)
+    acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+    for at in range(start, end, BLOCK_T):
+        x = tl.reshape(X.load([_FAR, end, _FAR - end + at, depth]), [BLOCK_T, BLOCK_K])
+        dy = tl.reshape(DY.load([_FAR, end, _FAR - end + at, column]), [BLOCK_T, BLOCK_M])
+        acc = tl.dot(tl.trans(x), dy, acc)
+    k = depth + tl.arange(0, BLOCK_K)
+    m = column + tl.arange(0, BLOCK_M)
+    out = DW + row.to(tl.int64) * (K * M) + k[:, None] * M + m[None, :]
+    tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
 
 
 @triton.jit(do_not_specialize=("n", "total", "bisections"))
@@ -98,21 +163,45 @@ def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constex
 #: of the gradient of the matrices.
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+#: The same for the copy engine.
+TILED_PRODUCT = (128, 256, 64, 8, 3)
+TILED_WEIGHT = (128, 256, 64, 8, 3)
 GROUP = 8
 
 
 @cache
-def _product_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int) -> Launch:
+def _launches(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int) -> tuple[Launch, Launch]:
+    """The product, and the gradient of the matrices, through pointers."""
     tokens, columns, depth, warps, stages = PRODUCT[dtype.itemsize]
-    return Launch(product_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
-                  dict(num_warps=warps, num_stages=stages))
+    product = Launch(product_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
+                     dict(num_warps=warps, num_stages=stages))
+    depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
+    return product, Launch(weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+                           dict(num_warps=warps, num_stages=stages))
 
 
 @cache
-def _weight_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int) -> Launch:
-    depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
-    return Launch(weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
-                  dict(num_warps=warps, num_stages=stages))
+def _tiled_launches(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int, rows: int,
+                    turned: bool) -> tuple[Launch, Launch]:
+    """The same by the copy engine; `rows` is a power of 2 greater than their number."""
+    tokens, columns, depth, warps, stages = TILED_PRODUCT
+    product = Launch(tiled_kernel, dict(K=k, M=m, ROWS=rows, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP,
+                                        TURNED=turned),
+                     dict(num_warps=warps, num_stages=stages), (tokens, columns if turned else depth))
+    depth, columns, tokens, warps, stages = TILED_WEIGHT
+    return product, Launch(tiled_weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+                           dict(num_warps=warps, num_stages=stages), (tokens, tokens))
+
+
+@cache
+def _copies_tiles(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device) in ROOMY
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, and no element twice."""
+    steps = x.stride()[:-1]
+    return x.element_size() == 2 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 and step >= x.shape[-1] for step in steps)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -120,9 +209,19 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     total, (n, k, m) = x.shape[0], weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((total, m), dtype=x.dtype, device=x.device)
-    if out.numel():
+    if not out.numel():
+        return out
+    turned = weight.stride(2) != 1
+    plain = weight.mT if turned else weight
+    if 0 < n < _MOST_COUNTED and plain.stride(2) == 1 and _readable(x) and _readable(plain) and _copies_tiles(x.device):
+        launch, _ = _tiled_launches(x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned)
+        _, columns, depth, *_ = TILED_PRODUCT
+        shapes = (tiled(tuple(x.shape), x.stride(), depth),
+                  tiled(tuple(plain.shape), plain.stride(), depth if turned else columns))
+        start(launch, multiprocessors(x.device), (out, offsets), (), (n, total), (x, plain), shapes)
+    else:
         tokens, columns = PRODUCT[x.dtype.itemsize][:2]
-        start(_product_launch(x.device, x.dtype, offsets.dtype, k, m), (total // tokens + n + 1) * -(-m // columns),
+        start(_launches(x.device, x.dtype, offsets.dtype, k, m)[0], (total // tokens + n + 1) * -(-m // columns),
               (x, weight, out, offsets), (x.stride(0), *weight.stride()), (n, total, (n + 1).bit_length()))
     return out
 
@@ -132,11 +231,24 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     n, k, m = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
     x, dy = (t if t.stride(1) == 1 else t.contiguous() for t in (x, dy))
     dw = torch.empty((n, k, m), dtype=x.dtype, device=x.device)
-    if n:
+    if not n:
+        return dw
+    if x.shape[0] and _readable(x) and _readable(dy) and _copies_tiles(x.device):
+        _, launch = _tiled_launches(x.device, x.dtype, offsets.dtype, k, m, 0, False)
+        depth, columns, *_ = TILED_WEIGHT
+        shapes = (_of_row(k, x.stride(0), depth), _of_row(m, dy.stride(0), columns))
+        start(launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes)
+    else:
         depth, columns = WEIGHT[x.dtype.itemsize][:2]
-        start(_weight_launch(x.device, x.dtype, offsets.dtype, k, m), n * -(-k // depth) * -(-m // columns),
+        start(_launches(x.device, x.dtype, offsets.dtype, k, m)[1], n * -(-k // depth) * -(-m // columns),
               (x, dy, dw, offsets), (x.stride(0), dy.stride(0)), (0,))
     return dw
+
+
+@cache
+def _of_row(width: int, stride: int, columns: int) -> Tiled:
+    """Tiles of `columns` columns that end where a row of the batch ends."""
+    return Tiled(*ragged_shape(1, width, stride, width), columns)
 
 
 class _Product(torch.autograd.Function):
@@ -195,7 +307,7 @@ def run(call: Any) -> Any:
     x, weight, offsets = call.x.values, call.weight, call.x.offsets.contiguous()
     if torch.compiler.is_compiling():
         out = _op(x, weight, offsets)
-    elif torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    elif differentiated(x, weight):
         out = _Product.apply(x, weight, offsets)
     else:
         out = product(x, weight, offsets)

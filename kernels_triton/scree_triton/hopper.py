@@ -1,4 +1,4 @@
-"""Attention on Hopper in Gluon: warp-specialised forward, float16 and bfloat16, head_dim 64 and 128.
+"""Attention on Hopper in Gluon: warp-specialised forward and backward, float16 and bfloat16, head_dim 32, 64 and 128.
 
 A program is one producer warp and two consumer warpgroups of 64 query rows each (Shah et al., FlashAttention-3, 2024,
 arXiv:2407.08608). The producer takes tiles from a counter, longest first, and fills rings of shared memory by TMA; the
@@ -19,7 +19,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)  # where a running maximum starts; finite, so that exp2(-inf - m) is 0 and not NaN
 BILLION = gl.constexpr(1 << 30)  # the extent of a ragged descriptor's token dimension
-_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group")
+_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left")
 _SLOTS = 4096
 _rings: dict[tuple[int, int], list] = {}
 
@@ -62,7 +62,10 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def _post(slot, tile, t, total_tiles, head, LAYOUT: gl.constexpr):
-    """Copy a tile's entry to the consumers' queue; a length of 0 stops them."""
+    """Copy a tile's entry to the consumers' queue; a length of 0 stops them.
+
+    All lanes write the same, so that the arrival of one lane, which comes after its own write, is enough for the readers.
+    """
     e = gl.arange(0, 8, LAYOUT)
     entry = gl.load(tile + e)
     entry = gl.where(e == 5, head, entry)
@@ -88,6 +91,16 @@ def _key_tiles(first, length, other, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexp
     if CAUSAL:
         end = gl.minimum(other, first + BLOCK_M + other - length)
     return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
+
+
+@gluon.jit
+def _first_tile(first, length, other, left, tiles, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
+    """The first key tile that a query tile attends: 0 without a window."""
+    if LEFT:
+        return gl.minimum(gl.maximum(first + other - length - left, 0) // BLOCK_N, tiles - 1)
+    else:
+        return 0
+
 
 @gluon.jit
 def _claim(COUNTER, total_tiles):
@@ -116,8 +129,9 @@ def _store_tile(base, value, first, length, stride, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                      COUNTER, q_head, k_head, v_head, heads, group_size, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+                      COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                      LEFT: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -142,7 +156,8 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
             t = _claim(COUNTER, total_tiles)
             k_column = head // group_size * k_head
             v_column = head // group_size * v_head
-            for j in range(_key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL) - 1, -1, -1):
+            tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT) - 1, -1):
                 stage = c % STAGES
                 phase = ((c // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
@@ -182,8 +197,18 @@ def _partial_sums(y):
 
 
 @gluon.jit
-def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, offs_n, scale,
-                  MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+def _attended(x, limit, left, offs_n, LEFT: gl.constexpr):
+    """Scores, -inf behind each query's last key and, with a window, before its first."""
+    x = gl.where(limit[:, None] >= offs_n[None, :], x, -float("inf"))
+    if LEFT:
+        x = gl.where((limit - left)[:, None] <= offs_n[None, :], x, -float("inf"))
+    return x
+
+
+@gluon.jit
+def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left, offs_n,
+                  scale, MASK: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
+                  LAYOUT_O: gl.constexpr):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
     ROWS: gl.constexpr = q.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -200,7 +225,7 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
     x = warpgroup_mma_wait(1, deps=(x, ))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK:
-        x = gl.where(limit[:, None] >= offs_n[None, :], x, -float("inf"))
+        x = _attended(x, limit, left, offs_n, LEFT)
     m_new = gl.maximum(m, gl.max(x, 1) * scale)
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * scale - m_new[:, None])
@@ -213,8 +238,8 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
 
 @gluon.jit
 def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                      out_stride, total, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr):
+                      out_stride, total, left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -243,6 +268,11 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         else:
             limit = query * 0 + (other - 1)
             full = gl.minimum(other // BLOCK_N, tiles - 1)
+        # From here on down to `low`, those of `low` to `inner` begin before the first key of some query.
+        low = _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT)
+        inner = low
+        if LEFT:
+            inner = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N), full)
         mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c)
         x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
@@ -250,21 +280,28 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         _pass_turn(w, c)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(k_empty.index(c % STAGES), count=1)
-        x = gl.where((limit - (tiles - 1) * BLOCK_N)[:, None] >= offs_n[None, :], x, -float("inf"))
+        x = _attended(x, limit - (tiles - 1) * BLOCK_N, left, offs_n, LEFT)
         m = gl.maximum(gl.max(x, 1) * scale, LOWEST)
         y = gl.exp2(x * scale - m[:, None])
         l = _partial_sums(y)
         acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         c += 1
         if CAUSAL and not SAME:
-            for j in range(tiles - 2, full - 1, -1):
+            for j in range(tiles - 2, gl.maximum(full, low) - 1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
-                                             limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+                                             limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
+                                             LAYOUT_O)
                 c += 1
-        for j in range(full - 1, -1, -1):
-            acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, offs_n,
-                                         scale, False, STAGES, LAYOUT_S, LAYOUT_O)
+        for j in range(full - 1, gl.maximum(inner, low) - 1, -1):
+            acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left,
+                                         offs_n, scale, False, LEFT, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
+        if LEFT:
+            for j in range(inner - 1, low - 1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+                                             limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
+                                             LAYOUT_O)
+                c += 1
         mbarrier.arrive(q_empty.index(i % 2), count=1)
         before = c - 1
         p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
@@ -287,11 +324,11 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size, group,
-                   scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   CAUSAL: gl.constexpr, SAME: gl.constexpr):
+                   left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+                   CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
     """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e).
 
-    SAME: queries and keys have the same offsets.
+    SAME: queries and keys have the same offsets. LEFT: a query of a causal row attends `left` keys before its own position.
     """
     q_s = gl.allocate_shared_memory(qd.dtype, [4, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
@@ -305,11 +342,12 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head,
     v_empty = _barriers(STAGES, 2)
     gl.warp_specialize([
         (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME)),
+                             out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT)),
         (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                             out_stride, total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME)),
+                             out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                             COUNTER, q_head, k_head, v_head, heads, group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
+                             COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
+                             STAGES, CAUSAL, LEFT)),
     ], [4, 1], [240, 24])
 
 

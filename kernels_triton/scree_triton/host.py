@@ -1,5 +1,6 @@
 """What the kernels beside attention share on the host side."""
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -9,14 +10,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
-          numbers: tuple[int | float, ...]) -> None:
+          numbers: tuple[int | float, ...], *described: Any) -> None:
     """Launch on the device of the pointers, whichever is the current one."""
     index = pointers[0].get_device()
     if INTERPRETED or index == current_device():
-        launch(programs, pointers, strides, numbers)
+        launch(programs, pointers, strides, numbers, *described)
     else:
         with torch.cuda.device(index):
-            launch(programs, pointers, strides, numbers)
+            launch(programs, pointers, strides, numbers, *described)
 
 
 def differentiated(*tensors: torch.Tensor | None) -> bool:

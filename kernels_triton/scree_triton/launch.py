@@ -1,6 +1,6 @@
 """Launching a compiled kernel without paying for the JIT's argument inspection at every call."""
 import inspect
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +36,34 @@ class Ragged:
     def __init__(self, heads: int, dim: int, stride: int, head: int):
         self.shape, self.strides = ragged_shape(heads, dim, stride, head)
 
+    def typed(self, base: torch.Tensor, rows: int) -> Any:
+        """The descriptor as Gluon's compiler wants to see it, with its layout in shared memory."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        block = [1, 1, rows, base.shape[2]]
+        dtype = gl.float16 if base.dtype == torch.float16 else gl.bfloat16
+        return TensorDescriptor(base, list(self.shape), list(self.strides), block,
+                                gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
+class Tiled:
+    """How it sees an array of this shape: tiles of some rows and `columns` columns of the last two axes, 0 beyond the ends."""
+
+    __slots__ = ("columns", "shape", "strides")
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], columns: int):
+        self.shape, self.strides, self.columns = shape, strides, columns
+
+    def typed(self, base: torch.Tensor, rows: int) -> Any:
+        """The descriptor as Triton's compiler wants to see it."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(base, list(self.shape), list(self.strides), [1] * (len(self.shape) - 2) + [rows, self.columns])
+
 
 ragged = cache(Ragged)  # one object for all tensors that differ in their tokens alone: a key that costs nothing to compare
+tiled = lru_cache(_MOST_ENCODED)(Tiled)
 
 
 class _Described(NamedTuple):
@@ -78,13 +104,14 @@ class Launch:
 
     def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
                  numbers: tuple[int | float, ...], described: tuple[torch.Tensor, ...] = (),
-                 shapes: tuple[Ragged, ...] = ()) -> None:
+                 shapes: tuple[Ragged | Tiled, ...] = ()) -> None:
         """Launch on the current device, which must be that of the pointers, and its current stream.
 
         The kernel reads the tensors `described` through descriptors, each of its shape.
         """
         if INTERPRETED:
-            self.kernel[(programs,)](*pointers, *strides, *numbers, **self.constants)
+            typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
+            self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants)
             return
         addresses = [pointer.data_ptr() for pointer in pointers]
         bits = 0
@@ -100,7 +127,7 @@ class Launch:
                 return
             except OverflowError:  # a number that does not fit into 32 bits: another variant
                 pass
-        typed = (_typed(x, shape, rows) for x, shape, rows in zip(described, shapes, self.rows))
+        typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
         if bits & 15 == 0 and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN:
             self._keep(compiled, pointers[0].get_device())
@@ -118,7 +145,7 @@ class Launch:
         self.fixed = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
         self.launch = launch
 
-    def _encode(self, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged, ...]) -> tuple:
+    def _encode(self, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:
         """The launcher's arguments for the descriptors."""
         key = (*[x.data_ptr() for x in described], *shapes)
         found = self.encoded.get(key)
@@ -131,14 +158,3 @@ class Launch:
                 x for base, shape, how in zip(described, shapes, self.metadata)
                 for x in make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how))
         return found
-
-
-def _typed(base: torch.Tensor, shape: Ragged, rows: int) -> Any:
-    """The descriptor as Gluon's compiler wants to see it, with its layout in shared memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [1, 1, rows, base.shape[2]]
-    dtype = gl.float16 if base.dtype == torch.float16 else gl.bfloat16
-    return TensorDescriptor(base, list(shape.shape), list(shape.strides), block,
-                            gl.NVMMASharedLayout.get_default_for(block, dtype))

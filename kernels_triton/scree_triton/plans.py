@@ -96,10 +96,10 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
           softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool) -> "Plan":
     q, _, v = shapes
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
-              and v.dim == q.dim and dtype != torch.float32 and not (left or softcap or alibi) and right == causal and aligned
-              and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
+              and v.dim == q.dim and dtype != torch.float32 and (causal or not (left or right)) and not (softcap or alibi)
+              and aligned and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper:
-        return HopperPlan(device, dtype, shapes, causal, same)
+        return HopperPlan(device, dtype, shapes, left, causal, same)
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
 
 
@@ -237,7 +237,7 @@ class PortablePlan(Plan):
 class HopperPlan(Plan):
     """Gluon on Hopper: one persistent program a multiprocessor."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], causal: bool,
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, causal: bool,
                  same: bool):
         from . import hopper
 
@@ -251,7 +251,7 @@ class HopperPlan(Plan):
         options = dict(num_warps=4, maxnreg=168)
         m, n, stages = self.tiles.forward
         self.forward_launch = Launch(hopper.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, SAME=same), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, SAME=same, LEFT=left), options,
             (m // 2, n, n))
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
@@ -259,12 +259,13 @@ class HopperPlan(Plan):
             HELD=dim <= 64),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
+        # ptxas puts the keys that the variant without a mask holds in registers to another use while they are still needed.
+        held = dim == 32 or (dim == 64 and causal)
         self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=dim <= 64), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=held), options,
             (m, n // 2, n // 2, m))
-
-        # ptxas puts the keys that this one variant holds in registers to another use while they are still needed.
-        self.instead = None if dim != 64 or causal else PortablePlan(device, dtype, shapes, False, False, False, False, False)
+        # A window is made good use of in the forward alone.
+        self.windowed = PortablePlan(device, dtype, shapes, left, causal, False, False, False) if left else None
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
@@ -275,14 +276,14 @@ class HopperPlan(Plan):
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
                             (out, lse, tiles, self.counter(self.device)), (*self.columns, self.out_stride),
-                            (total, *self.q_counts, spec.scale * LOG2E), (q, k, v), self.described)
+                            (total, *self.q_counts, spec.left, spec.scale * LOG2E), (q, k, v), self.described)
 
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
+        if self.windowed is not None:
+            self.windowed._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
+            return
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
-        if self.instead is not None:
-            self.instead._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
-            return
         stride, head, _ = dout.stride()
         descriptors = (q, k, v, dout), (*self.described, ragged(self.heads, self.v.dim, stride, head))
         columns = (*self.columns, head)

@@ -78,11 +78,11 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
     width = math.prod(x.shape[1:])
     plan = _plan(x.device, total, n, rows.max_length, width)
     dtypes = tuple(p if p is None else p.dtype for p in (x, y, a, b, out, rows.offsets))
-    first, between, again = _launches(x.device, dtypes, acc, held, op.value, map.value, plan.group, plan.mean, width)
+    first, between, again = _launches(x.device, dtypes, acc, held, op.value, map.value, plan.cut, plan.group, plan.mean, width)
     cut = plan.cut and op.value > 0
     x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
     parts = torch.empty((plan.shares, 2, 2, width), dtype=held, device=x.device) if cut else kept
-    tails = torch.empty((plan.shares,), dtype=torch.int32, device=x.device) if op.value else rows.offsets
+    tails = torch.empty((plan.shares,), dtype=torch.int32, device=x.device) if cut else rows.offsets
     stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value and not scan else kept
     pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, tails,
                 rows.offsets)
@@ -131,14 +131,14 @@ def _block(width: int) -> int:
 
 @cache
 def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], acc: torch.dtype, held: torch.dtype, op: int,
-              map: int, group: int, mean: int, width: int) -> tuple[Launch, Launch, Launch]:
+              map: int, cut: bool, group: int, mean: int, width: int) -> tuple[Launch, Launch, Launch]:
     """The first visit, what works on the parts of long rows, and the second visit, for x, y, a, b, ... of these dtypes."""
     _, y, a, b, *_ = dtypes
     block = _block(width)
     reads = 2 if y is not None else int(map != shares.COPY.value)
     same = dict(IDENTITY=_identity(op, held), C=width, BC=block)
     more = dict(G=group, W=mean, READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc], KEPT=_ACC[held])
-    visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, AGAIN=again, **same, **more), dict(num_warps=4))
+    visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, CUT=cut, AGAIN=again, **same, **more), dict(num_warps=4))
               for again in (False, True)]
     kernel = shares.before_kernel if map in _SCANS else shares.add_kernel
     between = Launch(kernel, dict(OP=op, MAP=map, **same, F=max(1, 1024 // block)), dict(num_warps=4))

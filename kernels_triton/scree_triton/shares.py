@@ -316,12 +316,12 @@ def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n", "total", "share", "stride"))
 def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, stride, OP: tl.constexpr, MAP: tl.constexpr,
-                 AGAIN: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr,
-                 W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
+                 CUT: tl.constexpr, AGAIN: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+                 G: tl.constexpr, W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
                  KEPT: tl.constexpr):
     """The rows of one share: ROWS (n, C), or with MAP the tokens OUT (total, C). Tokens are read as ACC and reduced in KEPT.
 
-    Long rows: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its beginning of a later one (1)
+    Rows longer than a share, with CUT: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its beginning of a later one (1)
     reduce to, TAILS (shares,) that later row or -1. AGAIN is the second visit, which maps the tokens of long rows by what
     `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
     """
@@ -337,33 +337,34 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
     d1 = d0 + share
     first, last = _begin_before(OFFSETS, d0, d1, n, stride)
 
-    for side in tl.static_range(2):  # the end of a long row that began earlier, the beginning of one that goes on
-        row = first - 1 if side == 0 else last - 1
-        has = first > 0 if side == 0 else last > first
-        tail = -1
-        if has:
-            start, end = _bounds(OFFSETS, row, n, total)
-            t0 = d0 - row - 1 if side == 0 else start
-            t1 = tl.minimum(end, d1 - row - 1)
-            if (end - start > share) & (t0 <= t1):
-                tail = row.to(tl.int32)
-                one = row + tl.zeros([1], tl.int64)
-                a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
-                part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
-                if AGAIN or OP == NONE:
-                    u, v = _nothing(1, BC, IDENTITY, KEPT)
-                    if AGAIN and RUN:
-                        u = tl.load(part + C, mask=(columns < C)[None, :, None], other=0)
-                    elif AGAIN:
-                        u = _operand(ROWS, one, one < n, columns, C, ACC)
-                        v = _operand(ROWS + n.to(tl.int64) * C, one, one < n, columns, C, ACC)
-                    _map_flat(X, Y, OUT, u, v, a, b, row < n, t0, t1, columns, OP, MAP, IDENTITY, C, BC, F, READS, ACC)
-                else:
-                    u, v = _reduce_flat(X, Y, a, start, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
-                    tl.store(part, u, mask=(columns < C)[None, :, None])
-                    tl.store(part + C, v, mask=(columns < C)[None, :, None])
-        if side == 1 and OP != NONE and not AGAIN:
-            tl.store(TAILS + p, tail)
+    if CUT:
+        for side in tl.static_range(2):  # the end of a long row that began earlier, the beginning of one that goes on
+            row = first - 1 if side == 0 else last - 1
+            has = first > 0 if side == 0 else last > first
+            tail = -1
+            if has:
+                start, end = _bounds(OFFSETS, row, n, total)
+                t0 = d0 - row - 1 if side == 0 else start
+                t1 = tl.minimum(end, d1 - row - 1)
+                if (end - start > share) & (t0 <= t1):
+                    tail = row.to(tl.int32)
+                    one = row + tl.zeros([1], tl.int64)
+                    a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
+                    part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
+                    if AGAIN or OP == NONE:
+                        u, v = _nothing(1, BC, IDENTITY, KEPT)
+                        if AGAIN and RUN:
+                            u = tl.load(part + C, mask=(columns < C)[None, :, None], other=0)
+                        elif AGAIN:
+                            u = _operand(ROWS, one, one < n, columns, C, ACC)
+                            v = _operand(ROWS + n.to(tl.int64) * C, one, one < n, columns, C, ACC)
+                        _map_flat(X, Y, OUT, u, v, a, b, row < n, t0, t1, columns, OP, MAP, IDENTITY, C, BC, F, READS, ACC)
+                    else:
+                        u, v = _reduce_flat(X, Y, a, start, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
+                        tl.store(part, u, mask=(columns < C)[None, :, None])
+                        tl.store(part + C, v, mask=(columns < C)[None, :, None])
+            if side == 1 and OP != NONE and not AGAIN:
+                tl.store(TAILS + p, tail)
 
     if not AGAIN:
         if G == 1:

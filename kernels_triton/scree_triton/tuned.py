@@ -58,7 +58,10 @@ _SMALL = {
 }
 
 
+#: Compute capabilities of devices where a program may have 227 KB of shared memory.
+ROOMY = ((9, 0), (10, 0), (10, 3))
+
+
 def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
     """The tiles of the portable kernels, by device, bytes of an element and the wider padded head_dim, at least 32."""
-    roomy = capability in ((9, 0), (10, 0), (10, 3))
-    return (_HOPPER if roomy else _SMALL)[itemsize, block_d]
+    return (_HOPPER if capability in ROOMY else _SMALL)[itemsize, block_d]

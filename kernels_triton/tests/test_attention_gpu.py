@@ -35,6 +35,8 @@ CASES = [
     *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, alibi=True, **mask)
       for dtype, dim, k_lengths, mask in itertools.product(
           (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:3] + MASKS[5:6])),
+    *(Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=True, window=(left, None))
+      for dim in (64, 128) for k_lengths in (None, LONG[::-1]) for left in (0, 127, 128, 300)),
     *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
     *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
 ]

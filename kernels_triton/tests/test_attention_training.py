@@ -18,12 +18,15 @@ from scree_triton.attention import _MEMOS, _forward_op, attention
 from scree_triton.launch import INTERPRETED
 from scree_triton.tiles import UNBOUNDED, tile_map
 
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
 f16, f32, f64 = torch.float16, torch.float32, torch.float64
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (9, 0, 21, 1)
 # The interpreter knows no Hopper; on a Hopper GPU float16 with head_dim 64 runs there, and the others on the portable kernels.
 KINDS = [(f32, 16)] if INTERPRETED else [(f32, 16), (f16, 64), (f16, 80)]
-BOUND = {f32: 1e-5, f16: 4e-3}  # some units in the last place, as a step adds over 31 tokens
+# Some units in the last place, as gradients go through three products; on a GPU float32 is three products of TF32, 21 bits.
+BOUND = {f32: 1e-5 if INTERPRETED else 5e-5, f16: 1e-2}
 
 
 class Block(torch.nn.Module):
@@ -52,10 +55,10 @@ def batch(dtype, dim, seed=1):
 
 
 def gradients(run, block, x, *rest):
-    """The output of `run`, and the gradients of its mean square for the input and the block's parameters."""
+    """The output of `run`, and the gradients of the sum of its squares for the input and the block's parameters."""
     x = x.detach().requires_grad_()
     y = run(x, *rest)
-    return [y, *torch.autograd.grad((y.float() ** 2).mean(), [x, *block.parameters()])]
+    return [y, *torch.autograd.grad((y.float() ** 2).sum(), [x, *block.parameters()])]
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
@@ -68,10 +71,10 @@ def test_steps(dtype, dim):
     start = [p.detach().clone() for p in ours.parameters()]
 
     def train(block, x, target):
-        optimizer = torch.optim.SGD(block.parameters(), lr=0.5, momentum=0.9)
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.004, momentum=0.9)
         for _ in range(3):
             optimizer.zero_grad()
-            ((block(x, cu) - target) ** 2).mean().backward()
+            (((block(x, cu) - target) ** 2).sum() / x.shape[0]).backward()
             optimizer.step()
 
     train(exact, x.to(f64), target.to(f64))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import scree
+from scree.create import OffsetsCall
 from scree_triton import addition, copies
 from scree_triton.launch import INTERPRETED
 
@@ -154,3 +155,12 @@ def test_groups_and_back():
     dy = numbers(30, 4, seed=1)
     (dx,) = torch.autograd.grad(back, x, dy)
     assert torch.equal(dx, dy)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1500])
+def test_offsets_from_lengths(count):
+    """On any device, without a look at the lengths."""
+    given = torch.arange(count, device=DEVICE) % 7
+    for dtype in (torch.int32, torch.int64):
+        call = OffsetsCall(given.to(dtype), torch.int32)
+        assert scree.registry.run("offsets", call, "triton").tolist() == np.cumsum([0, *given.tolist()]).tolist()

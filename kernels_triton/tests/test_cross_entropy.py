@@ -38,32 +38,31 @@ def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-@pytest.fixture
-def chunks_of_4(monkeypatch):
+@pytest.fixture(params=[2, 1])  # few chunks, whose gradients are added up in half precision, and many
+def small_chunks(request, monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK", 1)
-    monkeypatch.setattr(cross_entropy, "LEAST", 4)
+    monkeypatch.setattr(cross_entropy, "LEAST", request.param)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", [f32, f16, HALF][: 2 if INTERPRETED else 3])
-@pytest.mark.parametrize("bias", [True, False])
-def test_chunks(chunks_of_4, dtype, reduction, bias):
+@pytest.mark.parametrize("reduction, bias", [("mean", True), ("sum", False)])
+@pytest.mark.parametrize("dtype", [f32, f16] if INTERPRETED else [f32, f16, bf16])
+def test_chunks(small_chunks, dtype, reduction, bias):
     """As exact as eager products of this dtype, however many chunks; again and again; with a factor behind it."""
-    parts = problem([5, 0, 9, 3], 24, 50, dtype, bias)
+    parts = problem([3, 0, 4, 2], 24, 50, dtype, bias)
     right, rough = (exact(*parts, reduction, d) for d in (torch.float64, dtype))
     leaves = [p for p in (parts[0].values, *parts[1:3]) if p is not None]
     loss = scree.linear_cross_entropy(*parts[:2], parts[3], parts[2], reduction=reduction, kernel="triton")
-    again = [torch.autograd.grad(loss * factor, leaves, retain_graph=True) for factor in (0.5, 1.0)]
+    again = [torch.autograd.grad(loss * factor, leaves, retain_graph=True) for factor in (0.3, 1.0)]
     assert loss.dtype == f32
     assert distance(loss.detach(), right[0]) <= 2 * distance(rough[0], right[0]) + 4e-7
     floor = {f16: 3e-4, bf16: 2.4e-3, f32: 4e-7}[dtype]
-    for factor, gradients in zip((0.5, 1.0), again):
+    for factor, gradients in zip((0.3, 1.0), again):
         for got, expected, other in zip(gradients, right[1:], rough[1:]):
             assert got.dtype == dtype
             assert distance(got, expected * factor) <= 2 * distance(other, expected) + floor
 
 
-def test_only_the_gradients_that_are_wanted(chunks_of_4):
+def test_only_the_gradients_that_are_wanted(small_chunks):
     x, weight, bias, targets = problem([5, 3], 16, 20, f32)
     weight.requires_grad_(False)
     loss = scree.linear_cross_entropy(x, weight, targets, bias, kernel="triton")
@@ -157,7 +156,7 @@ def test_more_than_2_31_logits():
 
 @pytest.mark.gpu
 def test_all_logits_never_exist():
-    """The peak is that of the gradients and one chunk; eight chunks are as exact as eager products."""
+    """The peak is that of the gradients and a fourth of the logits."""
     x, weight, _, targets = problem([4000, 192, 4000], 256, 131072, bf16, bias=False)
     for p in torch.autograd.grad(scree.linear_cross_entropy(x, weight, targets, kernel="triton"), (x.values, weight)):
         assert p.isfinite().all()  # and cuBLAS has its memory
@@ -165,8 +164,8 @@ def test_all_logits_never_exist():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     scree.linear_cross_entropy(x, weight, targets, kernel="triton").backward()
-    logits, gradients = 2 * x.total_length * weight.shape[0], 6 * weight.numel() + 2 * x.size
-    assert torch.cuda.max_memory_allocated() - before < gradients + logits / 8 + (4 << 20)
+    logits, gradients = 2 * x.total_length * weight.shape[0], 2 * (weight.numel() + x.size)
+    assert torch.cuda.max_memory_allocated() - before < gradients + logits / 4 + (8 << 20)
     sample = slice(0, 512)  # the reference of all tokens would not fit
     part = scree.from_lengths(x.values[sample].detach().requires_grad_(), [512])
     right = exact(part, weight, None, part.with_values(targets.values[sample]), "sum")

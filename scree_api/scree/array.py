@@ -91,7 +91,7 @@ class Array:
         fields["offsets"] = rows.offsets
         fields["ragged_dim"] = ragged_dim
         fields["max_length"] = rows.max_length
-        fields["layout"] = rows
+        fields["_layout"] = rows
         return self
 
     def _check(self, host: np.ndarray) -> None:
@@ -120,10 +120,10 @@ class Array:
     @property
     def layout(self) -> layout.Layout:
         """The row boundaries with everything derived from them, shared by all arrays of one layout."""
-        found = self.__dict__.get("layout")
+        found = self.__dict__.get("_layout")
         if found is None:
             found = layout.Layout(backends.backend(self.offsets), self.offsets, self.total_length, self.max_length)
-            self.__dict__["layout"] = found
+            self.__dict__["_layout"] = found
         return found
 
     def with_values(self, values: Any, *, ragged_dim: int | None = None) -> Array:

@@ -159,10 +159,23 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
     lengths = integers("lengths", lengths, values)
     if lengths.ndim != 1:
         raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
-    dtype = lib.xp.int64 if lengths.dtype == lib.xp.int64 else lib.xp.int32
-    zero = lib.xp.zeros((1,), dtype=dtype, device=lib.device(lengths))
-    offsets = lib.xp.concat([zero, lib.xp.cumulative_sum(lengths, dtype=dtype)])
+    offsets = run("offsets", OffsetsCall(lengths, lib.xp.int64 if lengths.dtype == lib.xp.int64 else lib.xp.int32))
     return Array(values, offsets, ragged_dim, max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetsCall:
+    """Offsets of a dtype from `lengths`, (n,): (n + 1,), 0 and the sums of all lengths so far."""
+
+    lengths: Any
+    dtype: Any
+
+
+@declare("offsets", OffsetsCall)
+def _add_up(call: OffsetsCall) -> Any:
+    lib = backend(call.lengths)
+    zero = lib.xp.zeros((1,), dtype=call.dtype, device=lib.device(call.lengths))
+    return lib.xp.concat([zero, lib.xp.cumulative_sum(call.lengths, dtype=call.dtype)])
 
 
 def from_segment_ids(
@@ -279,16 +292,13 @@ class UnpadCall:
             counts = _lengths(lengths, padded, shape, total)
         else:
             mask, counts = _marked(mask, padded, shape, total)
-        device, dtype = lib.device(padded), lib.xp.int32
         if isinstance(counts, np.ndarray):
             if total is not None and total != counts.sum():
                 raise ValueError(f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out")
-            return cls(padded, Layout.from_host(lib, counts, device=device), mask, axis - 1)
+            return cls(padded, Layout.from_host(lib, counts, device=lib.device(padded)), mask, axis - 1)
         assert total is not None
-        if total > np.iinfo(np.int32).max:
-            dtype = lib.xp.int64
-        ends = [lib.xp.zeros((1,), dtype=dtype, device=device), lib.xp.cumulative_sum(counts, dtype=dtype)]
-        return cls(padded, Layout(lib, lib.xp.concat(ends), total, shape[1]), mask, axis - 1)
+        offsets = run("offsets", OffsetsCall(counts, lib.xp.int32 if total <= np.iinfo(np.int32).max else lib.xp.int64))
+        return cls(padded, Layout(lib, offsets, total, shape[1]), mask, axis - 1)
 
 
 def _lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | None) -> Any:

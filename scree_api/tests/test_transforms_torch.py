@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_transforms import INDEX, LENGTHS, LONGEST, OPERATIONS, OTHER, apply, expected, judged, loss, slope, values, weights
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 
 import scree
 
@@ -231,3 +232,15 @@ def test_nothing_is_read_from_a_device(name: str) -> None:
         x.offsets[1].item()
     found = torch.autograd.grad(loss(name, x, w, index), (v, w))
     assert [g.shape for g in found] == [v.shape, w.shape]
+
+
+def test_a_window_bounds_the_work_where_nothing_is_read() -> None:
+    rows = torch.empty((4096, 2, 8), device="meta"), torch.empty(9, dtype=torch.int32, device="meta")
+    x = scree.from_cu_seqlens(*rows, max_length=4096)
+
+    def work(window: int | None) -> int:
+        with FlopCounterMode(display=False) as counter:
+            scree.attention(x, x, x, causal=True, window=window)
+        return counter.get_total_flops()
+
+    assert work(64) * 64 == work(None) * 3  # what 64 queries see are 127 keys, in 3 tiles of 64 at most

@@ -213,7 +213,7 @@ def tables(result: Result) -> list[Table]:
     found = results.tables([row for row in result.rows if row not in swept], SHOWN)
     if swept:
         found.append(_ratios(swept))
-        found += [results.pivot(swept, f"{phase}_s", "work", f"the sweep over shapes, {name}")
+        found += [results.pivot(swept, f"{phase}_s", ["work"], f"the sweep over shapes, {name}")
                   for phase, name in (("forward", "forward"), ("both", "forward and backward"))]  # fmt: skip
     return found
 

@@ -12,11 +12,11 @@ import numpy as np
 
 import scree
 
-from .. import plots
+from .. import plots, results
 from ..libraries import Library, wanted, where
 from ..measure import Thunk
 from ..options import Backend, Device, Out, Quick, Seconds
-from ..results import Result
+from ..results import Result, Table
 from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
@@ -90,6 +90,12 @@ def _values(thunk: Thunk) -> Thunk:
 def _importer(name: str) -> Thunk:
     code = f"import {name}" if name else ""
     return lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def tables(result: Result) -> list[Table]:
+    """Ours and the bare call side by side."""
+    calls, others = ([row for row in result.rows if ("call" in row.case) is kind] for kind in (True, False))
+    return [results.pivot(calls, "call_s", ["backend", "call"], "a call, and the bare call that it stands for"), *results.tables(others)]
 
 
 def pictures(result: Result) -> plots.Pictures:

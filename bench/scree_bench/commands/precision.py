@@ -9,12 +9,12 @@ import numpy as np
 
 import scree
 
-from .. import plots
+from .. import plots, results
 from ..lengths import adding_up
 from ..libraries import Library, wanted, where
 from ..options import Backend, Device, Out, Quick, Seed
 from ..peers import distance
-from ..results import Result
+from ..results import Result, Table
 from ..session import Session
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -121,6 +121,16 @@ def _operations(session: Session, lib: Library, dtype: str, scale: float, values
 def _distance(found: np.ndarray, truth: np.ndarray) -> float:
     with np.errstate(all="ignore"):
         return distance(found, truth)
+
+
+def tables(result: Result) -> list[Table]:
+    """Contenders side by side."""
+    added = [row for row in result.rows if "sum in" in row.case]
+    others = [row for row in result.rows if "operation" in row.case]
+    return [
+        results.pivot(added, "sum_value", ["sum in", "numbers in", "added as"], "a thousand times 0.01, added one by one"),
+        results.pivot(others, "relative_error", ["operation", "dtype", "size of numbers", "backend"], "relative errors against float64"),
+    ]
 
 
 def pictures(result: Result) -> plots.Pictures:

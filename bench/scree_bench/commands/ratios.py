@@ -220,7 +220,7 @@ def rival_cases(quick: bool) -> list[Case]:
 
 def command(
     backend: Backend = "all", seconds: Seconds = 1.0, quick: Quick = False, out: Out = None,
-    rivals: Annotated[bool, typer.Option("--rivals", help="Against awkward-array and ragged too, on NumPy.")] = False,
+    rivals: Annotated[bool, typer.Option(help="Against awkward-array and ragged too, on NumPy.")] = True,
 ) -> None:  # fmt: skip
     """Against the best hand-written form of each library: ratios, and a limit for each.
 
@@ -230,7 +230,10 @@ def command(
         for lib in wanted(session, backend):
             cases = [case for make in (general_cases, sort_case, attention_cases) for case in make(lib, quick)]
             if rivals and lib.name == "numpy":
-                cases += rival_cases(quick)
+                try:
+                    cases += rival_cases(quick)
+                except ImportError as error:
+                    session.leave_out("awkward and ragged", f"not installed ({error})")
             for case in session.track(cases, lib.name):
                 _measure(session, lib, case)
     over = [row for row in session.result.rows if _over(row)]

@@ -4,7 +4,7 @@
 - Default dtypes are float32, complex64, int32; indices and counts are int32, for an MLX axis is never longer.
   ``sum``, ``prod`` and the scans lift bool and small integers to int32, small unsigned integers to uint32.
 - float64 exists on the CPU only and there is no complex128: NumPy's float64 stays float64 or raises; ``fft`` and
-  ``eig`` refuse float64; an elementwise mix of float64 with complex64 is complex64.
+  ``eig`` of float64 warn and give complex64; an elementwise mix of float64 with complex64 is complex64.
 - Indices out of bounds in ``take`` and ``take_along_axis`` are not checked and read foreign memory: clip them first.
   A shift by the width of the dtype or more is undefined.
 - Arrays have value semantics, live in unified memory and belong to no device: ``device(x)`` is where operations run.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import builtins
 import functools
 import math
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from types import ModuleType
@@ -611,12 +612,12 @@ def _solve(x1: Array, x2: Array, /) -> Array:
 # ---------------------------------------------------------------- fft
 
 def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``fn`` refuse float64, where MLX narrows the result to complex64 without a word."""
+    """Make ``fn`` warn of float64, where MLX narrows the result to complex64 without a word."""
     @functools.wraps(fn)
     def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
         if x.dtype == mx.float64:
-            raise ValueError(f"MLX has no complex128, so no {fn.__name__.lstrip('_')} of float64: "
-                             "use astype(x, float32)")
+            warnings.warn(f"MLX has no complex128: {fn.__name__.lstrip('_')} of float64 gives complex64; use "
+                          "astype(x, float32)", RuntimeWarning, stacklevel=2)
         return fn(x, *args, **kwargs)
     return checked
 
@@ -662,7 +663,7 @@ fft = _extension(
     *(_single(getattr(mx.fft, f"{i}{r}fft{n}")) for i in ("", "i") for r in ("", "r") for n in ("", "n")))
 
 __all__ = sorted({*_SAME, *(name for name in globals() if name[0] != "_"), "__array_api_version__",
-                  "__array_namespace_info__"} - {"annotations", "builtins", "functools", "math", "namedtuple", "mx",
+                  "__array_namespace_info__"} - {"annotations", "builtins", "functools", "math", "namedtuple", "warnings", "mx",
                                                  "np", "Any", "Array", "Callable", "Dtype", "ModuleType", "TypeAlias"})
 
 

@@ -1,5 +1,6 @@
 """NumPy: `reduceat` for segment reductions, `repeat` for row ids."""
 
+from itertools import pairwise
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -33,6 +34,7 @@ def _to_device(x: np.ndarray, device: Any) -> np.ndarray:
 BACKEND = Backend("numpy", xp, peek=_itself, read=_itself, row_ids=_row_ids, device=lambda x: "cpu", uniform=_uniform,
                   to_device=_to_device)
 
+CHUNK = 1 << 18  # tokens that pass the cache together
 UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "any": np.logical_or,
           "all": np.logical_and}
 
@@ -60,15 +62,20 @@ def _rejects_arg(call: SegmentCall) -> str | None:
 
 @register_kernel("segment_arg", provider="reduceat", rejects=_rejects_arg)
 def first_of_the_best(call: SegmentCall) -> np.ndarray:
-    """The first token of each row that is as good as the row's best; few are, so that little is left after one comparison."""
-    values, layout = call.values, call.layout
-    top = reduceat(call)
-    best = values == np.repeat(top, layout.lengths)
-    if values.dtype.kind == "f" and np.isnan(top).any():
-        best |= np.isnan(values)
-    found = np.flatnonzero(best)
-    rows = layout.rows[found]
-    first = np.diff(rows, prepend=-1) > 0
-    out = np.full(layout.num_rows, -1)
-    out[rows[first]] = found[first] - layout.offsets[:-1][rows[first]]
+    """The first token of each row that is as good as the row's best, by as many rows at a time as the cache holds."""
+    values, offsets, lengths = call.values, call.layout.offsets, call.layout.lengths
+    out, filled = np.full(lengths.shape[0], -1), np.flatnonzero(lengths)
+    starts = offsets[filled]
+    cuts = np.unique([*np.searchsorted(starts, np.arange(0, values.shape[0], CHUNK)), filled.size])
+    for low, high in pairwise(cuts):
+        rows, begin = filled[low:high], starts[low]
+        part, places = values[begin : offsets[rows[-1] + 1]], starts[low:high] - begin
+        top = UFUNCS[call.op].reduceat(part, places)
+        best = part == np.repeat(top, lengths[rows])
+        if part.dtype.kind == "f" and np.isnan(top).any():
+            best |= np.isnan(part)
+        found = np.flatnonzero(best)
+        if found.size > rows.size:  # some are as good as one another
+            found = found[np.searchsorted(found, places)]
+        out[rows] = found - places
     return out

@@ -24,7 +24,8 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     library
         The name of a library ("numpy", "torch", "jax", "mlx", "array_api_strict" ...) or its namespace.
     device
-        Where the result shall be; by default where the memory is, or the host for a library that knows no devices.
+        Where the result shall be; by default where the memory is, or the host for a library that knows no devices. CuPy
+        has its arrays on its current device.
 
     Returns
     -------
@@ -125,6 +126,8 @@ def dtype_name(dtype: Any) -> str:
 def _take(lib: Backend, x: Any) -> Any:
     if x.__dlpack_device__()[0] != 1 and lib.name not in DEVICES:  # 1 is host memory
         x = backend(x).read(x)
+    if x.__dlpack_device__()[0] == 1 and lib.name == "cupy":  # which has no arrays in host memory
+        return lib.xp.asarray(np.from_dlpack(x))
     if backend(x).name not in ("torch", "jax", "mlx", "numpy") and x.__dlpack_device__()[0] == 1:
         x = np.from_dlpack(x)  # a view, whose strides are known
     if isinstance(x, np.ndarray) and (min(x.strides, default=0) < 0 or not x.flags.writeable):

@@ -45,11 +45,11 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
 
 def _same_elements(arrays: list[Array], but: int | None = None) -> None:
     """Raise unless all have the library and the element axes of the first, one of them aside."""
-    first = arrays[0]
+    first, shape = arrays[0], arrays[0].shape
     for i, x in enumerate(arrays):
         checks.dense(f"arrays[{i}]", x.values, first.values)
-        if any(x.shape[a] != first.shape[a] for a in range(1, first.ndim) if a != but):
-            raise ValueError(f"arrays[{i}]: expected the element axes of arrays[0], {first.shape}, got {x.shape}")
+        if any(a != b for axis, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if axis not in (0, but)):
+            raise ValueError(f"arrays[{i}]: expected the element axes of arrays[0], {shape}, got {x.shape}")
 
 
 def _stacked(layouts: list[Layout]) -> Layout:

@@ -249,12 +249,11 @@ def _losses(lib: Backend, logits: Any, labels: Any, known: Any) -> Any:
     xp, classes = lib.xp, logits.shape[1]
     logits = xp.astype(logits, accumulator(xp, logits.dtype), copy=False)
     labels = xp.where(known, labels, 0)
-    exists = (labels >= 0) & (labels < classes)
-    at = xp.astype(xp.where(exists, labels, 0), xp.__array_namespace_info__().default_dtypes()["indexing"], copy=False)
-    right = xp.take_along_axis(logits, at[:, None], axis=1)
+    target = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
+    right = xp.sum(xp.where(target, logits, xp.zeros_like(logits)), axis=1, keepdims=True)  # a gather compiles for one size only
     top = xp.max(logits, axis=1, keepdims=True)
     loss = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + (top - right))[:, 0]
-    one = xp.ones_like(loss)
+    one, exists = xp.ones_like(loss), (labels >= 0) & (labels < classes)
     return xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0)
 
 

@@ -1,0 +1,61 @@
+"""Offsets from lengths, by one launch."""
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .host import start
+from .launch import Launch
+
+_BLOCK = 1024  # rows at a time
+_MOST_ROWS = 1 << 16  # that one program goes over
+_DTYPES = (torch.int32, torch.int64)
+
+
+@triton.jit(do_not_specialize=("n",))
+def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr):
+    """OFFSETS (n + 1,): the sums of what stands before each of LENGTHS (n,), and of all."""
+    total = tl.cast(0, tl.int64)
+    for first in range(0, n, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        length = tl.load(LENGTHS + row, mask=row < n, other=0).to(tl.int64)
+        tl.store(OFFSETS + row, total + tl.cumsum(length, 0) - length, mask=row < n)
+        total += tl.sum(length, 0)
+    tl.store(OFFSETS + n, total)
+
+
+def offsets(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(n + 1,) of a dtype: where rows of these lengths begin, and where the last one ends."""
+    n = lengths.shape[0]
+    found = torch.empty((n + 1,), dtype=dtype, device=lengths.device)
+    start(_launch(lengths.device, lengths.dtype, dtype), 1, (lengths.contiguous(), found), (), (n,))
+    return found
+
+
+@cache
+def _launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
+    return Launch(offsets_kernel, dict(BLOCK=_BLOCK), dict(num_warps=4))
+
+
+_op = torch.library.custom_op("scree_triton::offsets", offsets, mutates_args=())
+
+
+@_op.register_fake
+def _(lengths, dtype):
+    return lengths.new_empty((lengths.shape[0] + 1,), dtype=dtype)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernel does not take an `OffsetsCall`; None if it does."""
+    if call.lengths.shape[0] > _MOST_ROWS:
+        return f"the Triton kernel adds up the lengths of at most {_MOST_ROWS} rows, not {call.lengths.shape[0]}"
+    if call.lengths.dtype not in _DTYPES:
+        return f"the Triton kernel takes int32 or int64, not {call.lengths.dtype}"
+    return None
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run an `OffsetsCall`."""
+    return (_op if torch.compiler.is_compiling() else offsets)(call.lengths, call.dtype)
