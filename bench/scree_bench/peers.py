@@ -118,6 +118,7 @@ class Peer(NamedTuple):
     prepare: Callable[[Library, Work], Prepared]
     missing: Callable[[Library, Work], str | None] = lambda lib, work: None
     slow: bool = False  # to compile: not with --quick
+    backward: bool = True  # whether it has one
 
 
 def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
@@ -503,7 +504,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("FA2 (aten)", "torch", _fa2, _on_cuda(*_HALF)),
     Peer("varlen_attn (FA2)", "torch", _varlen, _on_cuda(*_HALF)),
     Peer("FA3", "torch", _flash("flash_attn_interface"), _on_cuda(*_HALF, modules=["flash_attn_interface"])),
-    Peer("FA3 (forward only)", "torch", _flash("fa3_fwd_interface"), _on_cuda("bfloat16", modules=["fa3_fwd_interface"])),
+    Peer("FA3 (forward only)", "torch", _flash("fa3_fwd_interface"), _on_cuda("bfloat16", modules=["fa3_fwd_interface"]),
+         backward=False),
     Peer("FA4", "torch", _flash("flash_attn.cute"), _on_cuda(*_HALF, modules=["flash_attn.cute"])),
     Peer("efficient, packed", "torch", _efficient, _on_cuda("float32")),
 )  # fmt: skip
@@ -542,11 +544,13 @@ def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ..
 def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] = ()) -> list[Peer]:
     """The peers that can run a work on a library; the session notes the others with the reason.
 
-    With `only`, those whose names begin with one of these.
+    With `only`, those that it names, or whose names begin with an entry that is no name.
     """
+    names = {peer.name for peer in PEERS}
+    beginnings = tuple(x for x in only if x not in names)
     found = []
     for peer in PEERS:
-        if peer.library == lib.name and peer.name.startswith(tuple(only) or ""):
+        if peer.library == lib.name and (not only or peer.name in only or peer.name.startswith(beginnings)):
             why = "takes long to compile; run without --quick" if session.quick and peer.slow else peer.missing(lib, work)
             if why is None:
                 found.append(peer)

@@ -25,7 +25,7 @@ Build = Callable[[], Thunk]
 
 INTERRUPTED = 130
 EVERY = 5.0  # seconds between two times that the JSON is written on the way
-SECONDS = 0.3  # for each contender of each case
+SECONDS = 0.2  # for each contender of each case
 
 
 class Session:

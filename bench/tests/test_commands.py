@@ -220,9 +220,9 @@ def test_limits_fail_the_run(monkeypatch):
     for name in ("general_cases", "attention_cases"):
         monkeypatch.setattr(ratios, name, lambda lib, quick: [])
     monkeypatch.setattr(ratios, "sort_case", cases(1e9))
-    invoke("ratios", "--quick", "--backend", "numpy")
+    invoke("ratios", "--quick", "--no-rivals", "--backend", "numpy")
     monkeypatch.setattr(ratios, "sort_case", cases(0))
-    assert "over the limit: numpy, nothing" in invoke("ratios", "--quick", "--backend", "numpy", status=1)
+    assert "over the limit: numpy, nothing" in invoke("ratios", "--quick", "--no-rivals", "--backend", "numpy", status=1)
 
 
 def test_report_and_compare(tmp_path):
@@ -296,6 +296,20 @@ def test_report_keeps_what_is_written_by_hand(tmp_path):
 def test_the_page_lists_all_there_is_to_run():
     text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     assert head() in text
+
+
+def test_all_runs_everything(tmp_path, monkeypatch):
+    calls = []
+
+    def call(arguments):
+        calls.append(arguments[3:])
+        return int(arguments[3] == "ratios")
+
+    monkeypatch.setattr("scree_bench.cli.subprocess.call", call)
+    said = invoke("all", str(tmp_path), "--quick", "--device", "cpu", status=1)
+    assert [name for name, *_ in calls] == list(MEASURING) and "not 0: ratios" in said
+    assert calls[0] == ["memory", "--out", str(tmp_path), "--device", "cpu", "--quick"]
+    assert ["ratios", "--out", str(tmp_path), "--quick"] in calls
 
 
 def test_report_without_results(tmp_path):

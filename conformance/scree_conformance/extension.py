@@ -143,6 +143,33 @@ def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
                         curved=True, note=f"{options}: ")
 
 
+@operation("ragged.linear_cross_entropy: in parts", ("empty_between",), ("float32", "float64"), kernel="linear_cross_entropy")
+def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
+    """So many classes that a few tokens' logits exist at a time; and gradients, where the library has them."""
+    x, weight = bench.ragged(layout, (2,), dtype), bench.dense((1 << 20, 2), dtype)
+    targets = _classes(bench, x, len(weight.exact))
+
+    def run(values: Any, w: Any) -> Any:
+        return bench.run(bench.xp.ragged.linear_cross_entropy, x.x.with_values(values), w, targets.x, reduction="sum")
+
+    def truth(a: Any, w: Any, **options: Any) -> Any:
+        return oracle.linear_cross_entropy(a, w, targets.exact, **options)
+
+    def slopes(a: Any, w: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Of the sum, by every token and by every class."""
+        tokens, classes = np.concatenate([a.template, *a]), np.concatenate([np.zeros(0, np.int64), *targets.exact])
+        surplus = np.stack([softmax - (np.arange(len(w)) == k) if k >= 0 else 0 * softmax
+                            for softmax, k in zip(oracle.softmax(oracle.Rows(tokens @ w.T, tokens)), classes, strict=True)])
+        return surplus @ w, surplus.T @ tokens
+
+    bench.check(lambda a, w: run(a.values, w), partial(truth, reduction="sum"), x, weight, curved=True,
+                rough=_worst(truth, dtype, {"reduction": "sum"}))
+    if bench.lib.grad is not None:
+        exact, low = (x.exact, weight.exact), (x.exact.astype(np.float32), weight.exact.astype(np.float32))
+        for got, right, rough in zip(bench.lib.grad(run, x.x.values, weight.x), slopes(*exact), slopes(*low), strict=True):
+            bench.close(got, right, right, rough, dtype=dtype)
+
+
 # ------------------------------------------------------------------------------------------------------ rope
 @operation("ragged.rope", kernel="rope")
 def rope(bench: Bench, layout: Layout, dtype: str) -> None:

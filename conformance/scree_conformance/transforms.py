@@ -57,12 +57,12 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
                   lambda x: [row * np.arange(len(row)) for row in x]),
     "unpack": (((3,),), (), lambda r, x: x.__array_namespace__().concat(r.unpack(x), axis=0), lambda x: _all(x)),
     "pack": (((3,),), (), lambda r, x: r.pack(r.unpack(x)), list),
-    "from_padded": (((3,),), (), lambda r, x: r.from_padded(*r.to_padded(x)), list),
+    "from_padded": (((3,),), (), lambda r, x: r.from_padded(*r.to_padded(x, length=130), total=x.total_length), list),
 }  # fmt: skip
 #: Function -> why it cannot be compiled.
 UNTRACED = {
     "pack": "the lengths are those of Python's list", "unpack": "the sizes of the rows depend on the offsets",
-    "from_padded": "the number of tokens depends on the mask", "same_layout": "it answers with a Python bool",
+    "same_layout": "it answers with a Python bool",
     "dropout": "the state of a generator is no array",
 }  # fmt: skip
 

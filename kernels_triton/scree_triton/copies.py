@@ -9,7 +9,7 @@ Values have the shape (..., total, ...) with the tokens along `dim`; what stands
 """
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -206,8 +206,8 @@ def number_kernel(MASK, OFFSETS, SLOTS, TOKENS, n, length, total, chunks, BLOCK:
         tl.store(TOKENS + row * length + place, tl.where(real, rank, -1), mask=place < length)
         tl.store(SLOTS + rank, row * length + place, mask=real & (rank < total))
     else:
-        for at in range(token, total, BLOCK):
-            tl.store(SLOTS + at + each, -1, mask=at + each < total)
+        for rest in range(token, total, BLOCK):
+            tl.store(SLOTS + rest + each, -1, mask=rest + each < total)
 
 
 @cache
@@ -473,8 +473,8 @@ LINEAR = {
             dy, offsets, starts, dim, shape[dim], step, distinct),
         lambda dy, shape, *_: dy.new_empty(shape)),
 }
-_PLAIN = SimpleNamespace(**{name: linear.run for name, linear in LINEAR.items()})
-_OPERATORS = SimpleNamespace()
+_EAGER = SimpleNamespace()  # the functions of this table for eager code, which are differentiable in their turn
+_OPERATORS = SimpleNamespace()  # and for compiled code
 
 
 class _Map(torch.autograd.Function):
@@ -488,9 +488,8 @@ class _Map(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy, *_):
-        return LINEAR[ctx.name].gradient(_PLAIN, dy, ctx.shape, *ctx.args), None, *(None,) * len(ctx.args)
+        return LINEAR[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args), None, *(None,) * len(ctx.args)
 
 
 def _make_operator(name: str) -> None:
@@ -512,18 +511,21 @@ def _make_operator(name: str) -> None:
 
     operator.register_autograd(differentiate, setup_context=keep)
     setattr(_OPERATORS, name, operator)
+    setattr(_EAGER, name, partial(_eager, name))
+
+
+def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Map.apply(x, name, *args)
+    return LINEAR[name].run(x, *args)
+
+
+def _apply(name: str, x: torch.Tensor, *args: Any) -> Any:
+    return getattr(_OPERATORS, name)(x, *args) if torch.compiler.is_compiling() else _eager(name, x, *args)
 
 
 for _name in LINEAR:
     _make_operator(_name)
-
-
-def _apply(name: str, x: torch.Tensor, *args: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return getattr(_OPERATORS, name)(x, *args)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _Map.apply(x, name, *args)
-    return LINEAR[name].run(x, *args)
 
 
 class _Join(torch.autograd.Function):
@@ -533,9 +535,19 @@ class _Join(torch.autograd.Function):
         return join(xs, offsets, dim)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return None, None, *unjoin(dy, ctx.offsets, ctx.totals, ctx.dim)
+        return None, None, *_Unjoin.apply(dy, ctx.offsets, ctx.totals, ctx.dim)
+
+
+class _Unjoin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dy, offsets, totals, dim):
+        ctx.offsets, ctx.dim = offsets, dim
+        return tuple(unjoin(dy, offsets, totals, dim))
+
+    @staticmethod
+    def backward(ctx, *dxs):
+        return _Join.apply(ctx.offsets, ctx.dim, *dxs), None, None, None
 
 
 _join_op = torch.library.custom_op("scree_triton::join", join, mutates_args=())

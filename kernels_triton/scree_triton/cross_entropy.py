@@ -158,15 +158,16 @@ ROUNDED = 8  # parts of a gradient that are added up in half precision; more are
 
 
 @cache
-def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int, loss: bool, keep: bool,
-            gradient: bool) -> tuple[Launch, int]:
-    lanes, deep, warps, programs = TILES[loss, gradient]
+def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int, write: tuple[bool, bool],
+            keep: bool) -> tuple[Launch, int]:
+    lanes, deep, warps, programs = TILES[write]
     if INTERPRETED:
         lanes, warps = 16, 1
     lanes = min(lanes, max(triton.next_power_of_2(classes) // deep, 16))
     *_, offsets, dlosses = dtypes
-    return Launch(loss_kernel, dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=loss,
-                                    KEEP=keep, GRADIENT=gradient, SCALED=dlosses is not None), dict(num_warps=warps)), programs
+    constants = dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=write[0], KEEP=keep,
+                     GRADIENT=write[1], SCALED=dlosses is not None)
+    return Launch(loss_kernel, constants, dict(num_warps=warps)), programs
 
 
 class Targets(NamedTuple):
@@ -206,10 +207,11 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
     if (x.stride(0) | (0 if out is None else out.stride(0))) % align == 0 or (out is not None and out.stride(0) != x.stride(0)):
         align = 1
     offsets = targets.offsets
-    kinds = (x.dtype, targets.classes.dtype, None if offsets is None else offsets.dtype, None if dlosses is None else dlosses.dtype)
-    launch, programs = _launch(x.device, kinds, classes, align, losses is not None, losses is not None and stats is not None, out is not None)
+    dtypes = (x.dtype, targets.classes.dtype, *(None if p is None else p.dtype for p in (offsets, dlosses)))
+    write = losses is not None, out is not None
+    launch, programs = _launch(x.device, dtypes, classes, align, write, write[0] and stats is not None)
     programs *= multiprocessors(x.device)
-    if losses is not None and out is not None:
+    if all(write):
         programs = min(programs, max(CACHED // (classes * x.element_size()), programs // 4, 1))
     start(launch, min(count, programs),
           (x, targets.classes, targets.classes if offsets is None else offsets, x if losses is None else losses,
@@ -308,13 +310,12 @@ def _targets(call: Any) -> Targets:
 
 
 # ---------------------------------------------------------------------------------------------------------------- fused
-@triton.jit(do_not_specialize=("count",))
-def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("unused",))
+def scale_kernel(X, FACTOR, OUT, count, unused, SAME: tl.constexpr, BLOCK: tl.constexpr):
     """OUT = X * FACTOR in float32: PyTorch would round the factor to the dtype of X. Where OUT is X, 1 changes nothing."""
     factor = tl.load(FACTOR).to(tl.float32)
-    if SAME:
-        if factor == 1.0:
-            return
+    if SAME & (factor == 1.0):
+        return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     tl.store(OUT + at, (tl.load(X + at, mask=mask).to(tl.float32) * factor).to(OUT.dtype.element_ty), mask=mask)
@@ -402,8 +403,8 @@ class _Fused(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             dlosses = dloss.expand(x.shape[0]) if ctx.summed else dloss
-            _, gradients = fused(x, weight, bias, Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3]), dlosses)
-            dloss = None
+            targets, wanted = Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3])
+            gradients, dloss = fused(x, weight, bias, targets, wanted, dlosses)[1], None
         return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
 
 
@@ -421,7 +422,7 @@ def _finished(gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype:
         return out.copy_(gradient)
     if out.numel():
         launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
-        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (), (out.numel(),))
+        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), (0,))
     return out
 
 

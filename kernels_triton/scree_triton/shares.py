@@ -278,6 +278,14 @@ def _map_flat(X, Y, OUT, u, v, a, b, real, t0, t1, columns, OP: tl.constexpr, MA
 
 
 @triton.jit
+def _clear(OUT, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
+    """Write 0 to the tokens [t0, t1)."""
+    for at in range(t0, t1, F):
+        tokens = at + tl.arange(0, F)[None, :]
+        _write(OUT, tl.zeros([1, BC, F], OUT.dtype.element_ty), tokens, tokens < t1, columns, C, BC)
+
+
+@triton.jit
 def _row(X, Y, A, B, ROWS, OUT, row, start, end, n, columns, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
          C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
          ACC: tl.constexpr, KEPT: tl.constexpr):
@@ -317,13 +325,13 @@ def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
 @triton.jit(do_not_specialize=("n", "total", "share", "stride"))
 def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, stride, OP: tl.constexpr, MAP: tl.constexpr,
                  CUT: tl.constexpr, AGAIN: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-                 G: tl.constexpr, W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr,
-                 KEPT: tl.constexpr):
+                 G: tl.constexpr, W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
+                 ACC: tl.constexpr, KEPT: tl.constexpr):
     """The rows of one share: ROWS (n, C), or with MAP the tokens OUT (total, C). Tokens are read as ACC and reduced in KEPT.
 
-    Rows longer than a share, with CUT: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its beginning of a later one (1)
-    reduce to, TAILS (shares,) that later row or -1. AGAIN is the second visit, which maps the tokens of long rows by what
-    `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
+    With CUT rows may be longer than a share: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its
+    beginning of a later one (1) reduce to, TAILS (shares,) that later row or -1. AGAIN is the second visit, which maps the
+    tokens of long rows by what `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     F: tl.constexpr = G * W
@@ -365,6 +373,9 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                         tl.store(part + C, v, mask=(columns < C)[None, :, None])
             if side == 1 and OP != NONE and not AGAIN:
                 tl.store(TAILS + p, tail)
+    elif MAP != NONE:  # no row is so long, but there may be as many tokens behind the last one
+        behind = tl.load(OFFSETS + n).to(tl.int64)
+        _clear(OUT, tl.maximum(behind, d0 - n - 1), tl.minimum(total, d1 - n - 1), columns, C, BC, F)
 
     if not AGAIN:
         if G == 1:

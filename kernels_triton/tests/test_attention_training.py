@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scree
 from scree_triton import plans
-from scree_triton.attention import _MEMOS, _forward_op, attention
+from scree_triton.attention import _MEMOS, _forward_op, _rows_op, attention
 from scree_triton.launch import INTERPRETED
 from scree_triton.tiles import UNBOUNDED, tile_map
 
@@ -166,6 +166,7 @@ def test_operator(dtype, dim):
     q, k, v = (torch.randn((sum(LENGTHS), 2, dim), generator=generator, device=DEVICE).to(dtype).requires_grad_()
                for _ in range(3))
     cu = offsets(LENGTHS, DEVICE)
+    torch.library.opcheck(_rows_op, (cu,))
     torch.library.opcheck(_forward_op, (q, k, v, None, cu, cu, UNBOUNDED, 0, 0.1, 0.0))
 
 

@@ -8,6 +8,7 @@ from scree.create import OffsetsCall
 from scree_triton import addition, copies
 from scree_triton.launch import INTERPRETED
 
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (3, 0, 17, 1, 40)
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float64)
@@ -72,7 +73,7 @@ def test_reasons():
 
 
 @pytest.mark.parametrize("width", [(), (3,), (600,)])
-@pytest.mark.parametrize("size", [9, 200])  # sorted as bytes, and as two of them
+@pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and as two of them
 def test_many_tokens_in_one_place(width, size):
     """The sums of whole chunks, in a fixed order."""
     x = numbers(300, *width)
@@ -164,3 +165,24 @@ def test_offsets_from_lengths(count):
     for dtype in (torch.int32, torch.int64):
         call = OffsetsCall(given.to(dtype), torch.int32)
         assert scree.registry.run("offsets", call, "triton").tolist() == np.cumsum([0, *given.tolist()]).tolist()
+
+
+def test_gradients_of_gradients():
+    """All of these functions are linear: the gradient of the gradient is the function again."""
+    x = scree.from_lengths(numbers(61, 2).requires_grad_(), LENGTHS)
+    index = scree.from_lengths(torch.tensor([3, 0, 3], device=DEVICE), [1, 2])
+    pairs = torch.arange(61, device=DEVICE) // 2
+    functions = {
+        "pad": lambda rows: scree.to_padded(rows)[0],
+        "unpad": lambda rows: scree.from_padded(scree.to_padded(rows)[0], lengths=LENGTHS).values,
+        "gather": lambda rows: scree.gather(rows, index).values,
+        "scatter_add": lambda rows: scree.scatter_add(rows, pairs, 40),
+        "scatter": lambda rows: scree.scatter(rows, pairs, 40),
+        "select": lambda rows: rows[[4, 2, 2]].values,
+        "join": lambda rows: scree.namespace(rows).concat([rows, rows * 2], axis=1).values,
+    }
+    for name, f in functions.items():
+        y = f(x)
+        dy, other = torch.ones_like(y).requires_grad_(), numbers(61, 2, seed=1)
+        (dx,) = torch.autograd.grad(y, x.values, dy, create_graph=True)
+        assert torch.equal(torch.autograd.grad(dx, dy, other)[0], f(x.with_values(other))), name

@@ -24,6 +24,7 @@ CASES = [
     *(Case(name, dtype, token, MIXED, slack=100) for name in ("pad", "pad left", "pad and unpad", "gather", "flip")
       for dtype, token in ((f32, ()), (bf16, (24,)))),
     *(Case(name, bf16, (48,), MIXED, sliced=True) for name in OPERATIONS if "rope" not in name and name != "rms_norm of a sum"),
+    *(Case(name, f32, (), (300, 0, 4), slack=200_000, bounded=True) for name in ("softmax", "cumulative_sum", "sum")),
     Case("rms_norm of a sum", bf16, (2, 48), MIXED, sliced=True),
     *(Case(name, bf16, (3, 64), MIXED, sliced=True) for name in ("rope", "rope interleaved", "rope of q and k")),
 ]

@@ -4,7 +4,7 @@ import torch
 from kernels_reference import OPERATIONS, Case, check, f16, f32, inputs, run
 
 import scree
-from scree_triton import segments
+from scree_triton import segments, shares, softmax
 from scree_triton.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -63,6 +63,21 @@ def cut_small(monkeypatch):
     monkeypatch.setattr(segments, "_MOST_TILES", 2)
 
 
+@pytest.mark.parametrize("longest", [None, 5])
+def test_tokens_behind_the_last_row(longest, monkeypatch):
+    """More of them than a share has: they become 0, and are in no reduction."""
+    cut_small(monkeypatch)
+    rows = segments.Rows(torch.tensor([0, 5, 5, 8], dtype=torch.int32, device=DEVICE), longest)
+    x = torch.randn(308, 3, device=DEVICE)
+    x[8:] = torch.nan
+    parts = x[:8].split([5, 0, 3])
+    expected = torch.cat([part.softmax(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)])
+    torch.testing.assert_close(softmax.over(x, rows, "softmax"), expected)
+    running = segments.over_rows(x, rows, shares.SUM, shares.RUNNING)
+    torch.testing.assert_close(running, torch.cat([part.cumsum(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)]))
+    torch.testing.assert_close(segments.reduce(x, rows, "sum", f32), torch.stack([part.sum(0) for part in parts]))
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("width", [(), (3,)])
 @pytest.mark.parametrize("dtype", [f16, f32, torch.int32])
@@ -104,9 +119,9 @@ def test_scan_of_integers(name, dtype, cut, monkeypatch):
     assert torch.equal(found.values, torch.cat(expected).to(dtype))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "max", "cumulative_sum", "rope",
-                                  "rope of q and k", "grouped_matmul", "pad", "pad and unpad", "pad and unpad by mask", "gather",
-                                  "scatter", "scatter_add", "flip", "concat"])
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "max", "cumulative_sum",
+                                  "rope", "rope of q and k", "grouped_matmul", "pad", "pad and unpad",
+                                  "pad and unpad by mask", "gather", "scatter", "scatter_add", "flip", "concat"])
 def test_compiled(name):
     """Traced whole, forward and backward."""
     case = Case(name, f32, OPERATIONS[name].tokens[0], (5, 0, 33))

@@ -56,11 +56,14 @@ class Buckets(NamedTuple):
     parts
         For each bucket the tokens of its rows, (rows, longest) indices into the values, the last token repeated behind the
         end of a row; and which of them are real, or None where all are.
+    starts
+        The first token of the first row of each bucket.
     slots
         (total,) where each token stands in the buckets end to end.
     """
 
     parts: list[tuple[Any, Any]]
+    starts: list[int]
     slots: Any
 
 
@@ -186,31 +189,34 @@ class Layout:
         host = None if self._host is None else self._host.astype(np.int64) * count
         return Layout(self.backend, offsets * count, total, longest, host)
 
-    def buckets(self) -> Buckets:
+    def buckets(self, padded: bool = True) -> Buckets:
         """Rows by falling length, a new bucket wherever one is too short for that of the row before. Reads the offsets.
 
         Too short is less than 3/4 of the longest row of the bucket, or than 15/16 where that row is `LONG`: there padding costs
-        more than another call. So there are at most about ``20 + 16 * log(longest / LONG)`` buckets.
+        more than another call. So there are at most about ``20 + 16 * log(longest / LONG)`` buckets. Where nothing is to be
+        padded, every length has a bucket of its own.
         """
-        found: Buckets = self.once("buckets", lambda: self._bucket(self.read().astype(np.int64)))
+        found: Buckets = self.once(("buckets", padded), lambda: self._bucket(self.read().astype(np.int64), padded))
         return found
 
-    def _bucket(self, host: np.ndarray) -> Buckets:
+    def _bucket(self, host: np.ndarray, padded: bool) -> Buckets:
         lengths, device = np.diff(host), self.backend.device(self.offsets)
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-        slots, parts, used = np.zeros(self.total, np.int64), [], 0
+        slots, parts, starts, used, falling = np.zeros(self.total, np.int64), [], [], 0, 16 * lengths[order]
         while order.size:
             longest = lengths[order[0]]
-            share = 12 if longest < LONG else 15
-            rows, order = np.split(order, [np.count_nonzero(16 * lengths[order] >= share * longest)])
+            share = 16 if not padded else 12 if longest < LONG else 15
+            here = np.searchsorted(-falling, -share * longest, side="right")
+            rows, order, falling = order[:here], order[here:], falling[here:]
             place = np.arange(longest)
             real = place < lengths[rows, None]
             tokens = host[rows, None] + np.minimum(place, lengths[rows, None] - 1)
             slots[tokens[real]] = used + np.flatnonzero(real)
             used += real.size
-            on_device = [self.xp.asarray(x, device=device) for x in (tokens.astype(host.dtype), real)]
-            parts.append((on_device[0], None if real.all() else on_device[1]))
-        return Buckets(parts, self.xp.asarray(slots, device=device))
+            known = None if real.all() else self.xp.asarray(real, device=device)
+            parts.append((self.xp.asarray(tokens, device=device), known))
+            starts.append(int(tokens[0, 0]))
+        return Buckets(parts, starts, self.xp.asarray(slots, device=device))
 
     def tile_slots(self, size: int) -> Any:
         """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""

@@ -7,6 +7,7 @@ summation is a tree, so the error grows with the logarithm of the length; the nu
 from dataclasses import dataclass
 from typing import Any
 
+from .backends import backend
 from .fit import accumulator
 from .layout import Layout, Tiles
 from .registry import declare, run
@@ -117,6 +118,12 @@ def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
     before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
     inside = inside + before if op == "sum" else inside * before
     return xp.take(xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:])), layout.tile_slots(size), axis=0)
+
+
+def divide(xp: Any, total: Any, count: Any) -> Any:
+    """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
+    nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
+    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
 
 
 def spread(xp: Any, x: Any, ndim: int) -> Any:

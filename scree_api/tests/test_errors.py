@@ -129,6 +129,8 @@ CASES: dict[str, Case] = {
                                 ("lengths: expected lengths in [0, 3], got 1 to 4",)),
     "padded lengths negative": (lambda x: scree.from_padded(x.f(2, 3), lengths=[1, -1]), ValueError, ("in [0, 3], got -1",)),
     "padded lengths shape": (lambda x: scree.from_padded(x.f(2, 3), lengths=[1]), ValueError, ("lengths: expected 2", "(1,)")),
+    "padded total": (lambda x: scree.from_padded(x.f(2, 3), lengths=[1, 1], total=3), ValueError,
+                     ("total: expected 2", "got 3")),
     "padded lengths float": (lambda x: scree.from_padded(x.f(2, 3), lengths=[1.0, 1.0]), ValueError, ("lengths:", "float64")),
     "to_padded too short": (lambda x: scree.to_padded(x.r(ROWS), length=2), ValueError,
                             ("length: expected at least 3, the longest row, got 2", "arr[:, :length]")),

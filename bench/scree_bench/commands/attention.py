@@ -80,7 +80,7 @@ def command(
     causal: bool = True,
     tiles: Annotated[bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")] = False,
     errors: Annotated[bool, typer.Option(help="Compare all with float64.")] = True,
-    only: Annotated[str, typer.Option(help="Peers, by the first letters of their names, with commas between them.")] = "",
+    only: Annotated[str, typer.Option(help="Peers, by their names or the first letters of them.")] = "",
     backend: Backend = "all", device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -117,7 +117,7 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
              for who, prepare in prepared.items() for phase in _phases(lib)}  # fmt: skip
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase in _phases(lib):
-        builds = {who: ready[who, phase] for who in prepared}
+        builds = {peer.name: ready[peer.name, phase] for peer in peers if peer.backward or phase == "forward"}
         for row in session.time(case, f"{phase}_s", builds, wait=lib.wait).values():
             if f"{phase}_s" in row.values:
                 flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]

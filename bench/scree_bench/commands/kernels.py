@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cached_property, partial
 from importlib import import_module
@@ -16,10 +17,10 @@ from .. import plots, results
 from ..lengths import adding_up
 from ..libraries import Function, Library, wanted, where
 from ..measure import PATIENCE
-from ..operations import Operation, measure
+from ..operations import COPY, Operation, measure
 from ..options import Device, Out, Patience, Quick, Seconds, Seed
 from ..peers import importable
-from ..results import Result, Table
+from ..results import Result, Row, Table
 from ..session import SECONDS, Session
 
 Build = Callable[[], tuple[Function, tuple[Any, ...]]]
@@ -108,8 +109,9 @@ def _softmax(b: Batch) -> Operation:
 
     found: dict[str, Build] = {
         "scree": lambda: (lambda x: scree.softmax(b.rows(x)).values, (b.values,)),
-        "scree, standard path": lambda: (lambda x: scree.softmax(b.rows(x), kernel="standard").values, (b.values,)),
     }
+    if b.lib.device == "cuda":  # elsewhere it is what runs anyway
+        found["scree, standard path"] = lambda: (lambda x: scree.softmax(b.rows(x), kernel="standard").values, (b.values,))
     if b.total == b.longest * len(b.lengths):
         shape = (len(b.lengths), b.longest, *b.values.shape[1:])
         found["torch, dense"] = lambda: (lambda x: F.softmax(x, 1), (b.values.reshape(shape),))
@@ -400,14 +402,17 @@ def tables(result: Result) -> list[Table]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Times of each operation, forward and with its gradients."""
-
-    def paint(figure: Any, value: str, title: str) -> None:
-        plots.bars(figure.add_subplot(), plots.grouped(result.rows, value, plots.labels(result.rows)), value, title)
-
+    """Times of ours and of the two fastest others, of each operation on texts, and of what stresses some of them."""
     found: plots.Pictures = {}
-    for phase, title in (("forward", "Forward"), ("backward", "Backward"), ("both", "Forward and backward")):
-        if any(f"{phase}_s" in row.values for row in result.rows):
-            value, title = f"{phase}_s", f"{title}: less is better"
-            found[f"kernels-{phase}"] = partial(paint, value=value, title=title)
+    for phase, hard in itertools.product(("forward", "backward"), (False, True)):
+        rows = [row for row in result.rows if f"{phase}_s" in row.values and row.who != COPY
+                and (row.case.get("batch", "text") != "text") is hard]  # fmt: skip
+        if rows:
+            found[f"kernels-{'hard-' if hard else ''}{phase}"] = partial(_paint, rows=rows, phase=phase)
     return found
+
+
+def _paint(figure: Any, rows: list[Row], phase: str) -> None:
+    groups = plots.grouped(rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "width", "dtype"))
+    title = f"{phase.capitalize()}: less is better, a scale for each operation"
+    plots.bars(figure.add_subplot(), plots.fastest(groups, 3), f"{phase}_s", title, apart=True)

@@ -73,7 +73,9 @@ def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[s
         return run
 
     own = NORMS[name][0](F)
-    found = {"scree": ours(None), "scree, standard path": ours("standard"), "torch": own}
+    found = {"scree": ours(None), "torch": own}
+    if session.device == "cuda":  # elsewhere it is what runs anyway
+        found["scree, standard path"] = ours("standard")
     if session.quick:
         session.leave_out("torch, compiled", "takes long to compile; run without --quick")
     else:

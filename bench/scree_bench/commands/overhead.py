@@ -95,7 +95,8 @@ def _importer(name: str) -> Thunk:
 def tables(result: Result) -> list[Table]:
     """Ours and the bare call side by side."""
     calls, others = ([row for row in result.rows if ("call" in row.case) is kind] for kind in (True, False))
-    return [results.pivot(calls, "call_s", ["backend", "call"], "a call, and the bare call that it stands for"), *results.tables(others)]
+    side_by_side = results.pivot(calls, "call_s", ["backend", "call"], "a call, and the bare call that it stands for")
+    return [side_by_side, *results.tables(others)]
 
 
 def pictures(result: Result) -> plots.Pictures:

@@ -127,9 +127,10 @@ def tables(result: Result) -> list[Table]:
     """Contenders side by side."""
     added = [row for row in result.rows if "sum in" in row.case]
     others = [row for row in result.rows if "operation" in row.case]
+    keys = ["operation", "dtype", "size of numbers", "backend"]
     return [
         results.pivot(added, "sum_value", ["sum in", "numbers in", "added as"], "a thousand times 0.01, added one by one"),
-        results.pivot(others, "relative_error", ["operation", "dtype", "size of numbers", "backend"], "relative errors against float64"),
+        results.pivot(others, "relative_error", keys, "relative errors against float64"),
     ]
 
 

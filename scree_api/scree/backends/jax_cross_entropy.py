@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from ..ops.cross_entropy import LinearCrossEntropyCall, losses_of_part, part_size
 from ..registry import register_kernel
-from .jax import BACKEND
 
 
 def rejects(call: LinearCrossEntropyCall) -> str | None:
@@ -33,7 +32,7 @@ def scan(call: LinearCrossEntropyCall) -> Any:
     @jax.checkpoint
     def one(part: Any) -> Any:
         x, labels, known = part
-        return losses_of_part(BACKEND, labels, known, x, *call.parameters)
+        return losses_of_part(labels, known, x, *call.parameters)
 
     losses = jax.lax.map(one, tuple(map(cut, (call.values, call.labels, call.known))))
     losses = jnp.reshape(losses, (parts * size,))[:total]

@@ -163,6 +163,6 @@ class _Reduce(torch.autograd.Function):
 
 
 from ..namespace import build  # noqa: E402
-from . import torch_attention  # noqa: E402, F401 (registers its kernel)
+from . import torch_attention, torch_cross_entropy  # noqa: E402, F401 (register their kernels)
 
 build(BACKEND)  # now, because the first call may stand in a compiled function, where no module can be made

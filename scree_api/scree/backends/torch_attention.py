@@ -1,4 +1,4 @@
-"""Attention on the CPU by PyTorch's fused kernel: rows of similar length together, each bucket padded by a quarter at most.
+"""Attention on the CPU by PyTorch's fused kernel: rows of equal length together, without padding.
 
 A compiler cannot look at the lengths, so that there the same buckets stand behind an operator of their own, which `torch.compile`
 and `torch.export` take as one step.
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..array import Array
-from ..layout import Buckets, Layout, same
+from ..layout import Layout, same
 from ..ops.attention import AttentionCall
 from ..registry import register_kernel
 from .torch import BACKEND
@@ -20,9 +20,9 @@ def rejects(call: AttentionCall) -> str | None:
     if call.q.layout.backend is not BACKEND:
         return "the fused kernel takes torch tensors only"
     if call.q.values.device.type != "cpu":
-        return "length buckets are for the CPU, where the lengths are read for free"
+        return "rows of equal length are found on the CPU alone, where the lengths are read for free"
     if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(call.q.layout, call.k.layout):
-        return "length buckets need q and k with the same rows, known on the host"
+        return "the fused kernel needs q and k with the same rows, known on the host"
     if call.return_lse or call.softcap is not None or call.alibi_slopes is not None:
         return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
     if call.window != (None, 0 if call.causal else None):
@@ -34,40 +34,41 @@ def rejects(call: AttentionCall) -> str | None:
 
 @register_kernel("attention", provider="sdpa", rejects=rejects)
 def sdpa(call: AttentionCall) -> Array:
-    """`torch.nn.functional.scaled_dot_product_attention` of each bucket."""
+    """`torch.nn.functional.scaled_dot_product_attention` of the rows of each length."""
     q, k, v = (x.values for x in (call.q, call.k, call.v))
     if torch.compiler.is_compiling():
         return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
     if not call.q.total_length:
         return call.q
-    plan = call.q.layout.buckets()
+    plan = call.q.layout.buckets(padded=False)
     outs: list[Any] = []
-    for tokens, real in plan.parts:
-        mask = None if call.causal or real is None else real[:, None, None, :]  # a causal query sees no padding behind it
+    for start, (tokens, _) in zip(plan.starts, plan.parts):
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(_padded(x, tokens, call.num_heads) for x in (q, k, v)), attn_mask=mask, is_causal=call.causal, scale=call.scale
+            *(_rows(x, start, tokens, call.num_heads) for x in (q, k, v)), is_causal=call.causal, scale=call.scale
         )
         outs.append(_tokens(out))
     return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
 
 
-def _padded(x: torch.Tensor, tokens: torch.Tensor, heads: int) -> torch.Tensor:
-    """(rows, heads, longest, dim) of one bucket, heads of keys repeated for those of their queries."""
+def _rows(x: torch.Tensor, start: int, tokens: torch.Tensor, heads: int) -> torch.Tensor:
+    """(rows, heads, length, dim) of one bucket, heads of keys repeated for those of their queries."""
     if tokens.shape[0] == 1:  # one row stands together already
-        x = x.narrow(0, int(tokens[0, 0]), tokens.shape[1])[None].transpose(1, 2)
+        x = x.narrow(0, start, tokens.shape[1])[None].transpose(1, 2)
     else:
         x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, longest, ...) -> (rows * longest, heads, ...)."""
+    """(rows, heads, length, ...) -> (rows * length, heads, ...)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 # ------------------------------------------------------------------------------------ as one step of a compiled function
-def _plan(x: torch.Tensor, offsets: torch.Tensor) -> Buckets:
-    return Layout(BACKEND, offsets, x.shape[0]).buckets()
+def _parts(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """For the rows of each length the first token, and all of them (rows, length)."""
+    plan = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)
+    return list(zip(plan.starts, (tokens for tokens, _ in plan.parts)))
 
 
 def _room(x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,21 +78,12 @@ def _room(x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtyp
     return out
 
 
-def _put(out: torch.Tensor, tokens: torch.Tensor, real: torch.Tensor | None, found: torch.Tensor) -> None:
-    """What was found for one bucket, (rows, heads, longest, ...), to the places of its tokens."""
-    found = _tokens(found)
+def _put(out: torch.Tensor, start: int, tokens: torch.Tensor, found: torch.Tensor) -> None:
+    """What was found for one bucket, (rows, heads, length, ...), to the places of its tokens."""
     if tokens.shape[0] == 1:
-        out.narrow(0, int(tokens[0, 0]), tokens.shape[1]).copy_(found)
+        out.narrow(0, start, tokens.shape[1]).copy_(_tokens(found))
     else:
-        kept = slice(None) if real is None else real.reshape(-1)
-        out.index_copy_(0, tokens.reshape(-1)[kept].to(torch.int64), found[kept])
-
-
-def _mask(real: torch.Tensor | None, causal: bool, dtype: torch.dtype) -> torch.Tensor | None:
-    """What is added to the scores."""
-    if causal or real is None:
-        return None
-    return torch.zeros(real.shape, dtype=dtype).masked_fill(~real, -torch.inf)[:, None, None, :]
+        out.index_copy_(0, tokens.reshape(-1), _tokens(found))
 
 
 @torch.library.custom_op("scree::attention", mutates_args=())
@@ -100,12 +92,12 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exp (total, num_heads)."""
     out, sums = (_room(q, offsets, *shape, dtype=t) for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype))))
-    for tokens, real in _plan(q, offsets).parts:
+    for start, tokens in _parts(q, offsets):
         found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_padded(x, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, attn_mask=_mask(real, causal, q.dtype), scale=scale
+            *(_rows(x, start, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, scale=scale
         )
-        _put(out, tokens, real, found)
-        _put(sums, tokens, real, lse)
+        _put(out, start, tokens, found)
+        _put(sums, start, tokens, lse)
     return out, sums
 
 
@@ -126,16 +118,12 @@ def attend_backward(
     """Gradients of q, k and v."""
     heads = q.shape[1]
     grads = [_room(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
-    for tokens, real in _plan(q, offsets).parts:
-        of_out = _padded(grad, tokens, heads)
-        if real is not None:
-            of_out = of_out.masked_fill(~real[:, None, :, None], 0)
+    for start, tokens in _parts(q, offsets):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            of_out, *(_padded(x, tokens, heads) for x in (q, k, v, out, lse)), 0.0, causal,
-            attn_mask=_mask(real, causal, q.dtype), scale=scale,
-        )  # fmt: skip
+            *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)), 0.0, causal, scale=scale
+        )
         for whole, x in zip(grads, found, strict=True):
-            _put(whole, tokens, real, x)
+            _put(whole, start, tokens, x)
     dq, dk, dv = grads
     return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv))
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..backends import Backend, backend, constant
+from ..backends import Backend, constant
 from ..fit import Function, accumulator, against, axes_of
 from ..layout import Layout
-from ..segments import segment_reduce, segment_scan, spread
+from ..segments import divide, segment_reduce, segment_scan, spread
 
 #: Reductions that divide: an integer input gives a floating-point result.
 AVERAGES = ("mean", "std", "var")
@@ -104,12 +104,6 @@ def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any, keepdims: bool)
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
     total = _reduce_rows(xp, "sum", x, axes, keepdims, wide)
     return divide(xp, total, _counts(xp, x, axes, total, keepdims))
-
-
-def divide(xp: Any, total: Any, count: Any) -> Any:
-    """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
-    nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
-    return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
 
 
 def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..backends import Backend, backend, is_array
+from ..backends import backend, is_array
 from ..checks import dense, integer, integers
 from ..fit import accumulator, ragged, shared_layout
-from ..lift.reduce import divide
 from ..registry import declare, run
-from ..segments import segment_reduce
+from ..segments import divide, segment_reduce
 
 #: What comes of the losses of the tokens: one mean, one sum, a mean of each row, or the losses themselves.
 REDUCTIONS = ("mean", "sum", "row_mean", "none")
+NONE = -100  # no class, by PyTorch's convention
 LOGITS = 1 << 22  # that the standard path holds at a time, unless the inputs are larger
 
 
@@ -66,7 +66,7 @@ class CrossEntropyCall(Losses):
 
     x: Any
     targets: Any
-    ignore_index: int = -100
+    ignore_index: int = NONE
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class LinearCrossEntropyCall(Losses):
     weight: Any
     targets: Any
     bias: Any = None
-    ignore_index: int = -100
+    ignore_index: int = NONE
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ def _check_targets(call: Losses, classes: int) -> None:
 
 
 def cross_entropy(
-    logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", kernel: str | None = None
+    logits: Any, targets: Any, *, ignore_index: int = NONE, reduction: str = "mean", kernel: str | None = None
 ) -> Any:
     """How badly the logits of each token predict its class: ``log(sum(exp(logits))) - logits[target]``, in nats.
 
@@ -193,7 +193,7 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    x: Any, weight: Any, targets: Any, bias: Any = None, *, ignore_index: int = -100, reduction: str = "mean",
+    x: Any, weight: Any, targets: Any, bias: Any = None, *, ignore_index: int = NONE, reduction: str = "mean",
     kernel: str | None = None,
 ) -> Any:  # fmt: skip
     """`cross_entropy` of the logits ``x @ weight.T + bias``, a part of the tokens at a time: all logits never exist at once.
@@ -244,26 +244,20 @@ def _reduced(call: Losses, found: Any) -> Any:
     return divide(xp, segment_reduce("sum", found, rows), counts)
 
 
-def _losses(lib: Backend, logits: Any, labels: Any, known: Any) -> Any:
-    """(tokens,) in the accumulating dtype, of logits (tokens, classes) without NaN where they are not known."""
-    xp, classes = lib.xp, logits.shape[1]
-    logits = xp.astype(logits, accumulator(xp, logits.dtype), copy=False)
-    labels = xp.where(known, labels, 0)
-    target = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
-    right = xp.sum(xp.where(target, logits, xp.zeros_like(logits)), axis=1, keepdims=True)  # a gather compiles for one size only
-    top = xp.max(logits, axis=1, keepdims=True)
-    loss = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + (top - right))[:, 0]
-    one, exists = xp.ones_like(loss), (labels >= 0) & (labels < classes)
-    return xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0)
-
-
 @declare("cross_entropy", CrossEntropyCall)
 def _cross_entropy(call: CrossEntropyCall) -> Any:
-    lib = backend(call.values)
-    known = call.known
-    logits = lib.xp.where(known[:, None], call.values, lib.xp.zeros_like(call.values))
-    losses = _losses(lib, logits, call.labels, known)
-    return lib.xp.sum(losses) if call.summed else losses
+    lib, known, classes = backend(call.values), call.known, call.values.shape[1]
+    xp = lib.xp
+    logits = xp.astype(call.values, accumulator(xp, call.values.dtype), copy=False)
+    logits = xp.where(known[:, None], logits, xp.zeros_like(logits))
+    labels = xp.where(known, call.labels, 0)
+    target = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
+    right = xp.sum(xp.where(target, logits, xp.zeros_like(logits)), axis=1)  # a gather compiles for one size only
+    top = xp.max(logits, axis=1)
+    loss = xp.log(xp.sum(xp.exp(logits - top[:, None]), axis=1)) + (top - right)
+    one, exists = xp.ones_like(loss), (labels >= 0) & (labels < classes)
+    losses = xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0)
+    return xp.sum(losses) if call.summed else losses
 
 
 @declare("linear_cross_entropy", LinearCrossEntropyCall)
@@ -271,11 +265,11 @@ def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     lib, (total, _), size = backend(call.values), call.values.shape, part_size(call)
     labels, known, losses = call.labels, call.known, []
     if total <= size:
-        found = losses_of_part(lib, labels, known, call.values, *call.parameters)
+        found = losses_of_part(labels, known, call.values, *call.parameters)
     else:
         for at in range(0, total, size):
             some = slice(at, min(at + size, total))
-            part = lib.checkpoint(partial(losses_of_part, lib, labels[some], known[some]))
+            part = lib.checkpoint(partial(losses_of_part, labels[some], known[some]))
             losses.append(part(call.values[some, :], *call.parameters))
         found = lib.xp.concat(losses, axis=0)
     return lib.xp.sum(found) if call.summed else found
@@ -287,7 +281,9 @@ def part_size(call: LinearCrossEntropyCall) -> int:
     return max(1, max(LOGITS, total * width, classes * width) // classes)  # type: ignore[no-any-return]
 
 
-def losses_of_part(lib: Backend, labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
+def losses_of_part(labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
     """(tokens,) of hidden states x (tokens, width)."""
-    logits = lib.xp.where(known[:, None], x, lib.xp.zeros_like(x)) @ lib.xp.matrix_transpose(weight)
-    return _losses(lib, logits + bias[0] if bias else logits, labels, known)
+    xp = backend(x).xp
+    logits = xp.where(known[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
+    targets = xp.where(known, labels, NONE)
+    return run("cross_entropy", CrossEntropyCall(logits + bias[0] if bias else logits, targets, NONE, "none"))

@@ -156,6 +156,22 @@ def compiled(name: str, device: str = "cpu", **options: Any) -> Any:
         yield found
 
 
+@pytest.mark.parametrize("causal, length, room", [(False, 7, 7), (True, 7, 7), (True, 3, 9)])
+def test_padding_that_nobody_reads_is_as_that_which_is_read(causal: bool, length: int, room: int) -> None:
+    """One compiled layer, on masks of every kind; the queries are the last of 7 keys, behind which a cache has room."""
+    options = {"causal": causal, "window": None, "scale": None, "softcap": None}
+    compacted = torch.compile(bridge._compacted, backend="eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4 * n, heads, 8, generator=generator) for n, heads in ((length, 4), (room, 2), (room, 2)))
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    for share in (0.0, 0.2, 0.5, 0.8, 1.0):
+        real = torch.rand(4, 7, generator=generator) < share
+        found = [compacted(*qkv, 4, real, options), bridge._by_sequence(*qkv, 4, real, None, False, options)]
+        weight = torch.randn(found[0].shape, generator=generator)
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*(torch.autograd.grad((x * weight).sum(), qkv, materialize_grads=True) for x in found))
+
+
 @pytest.mark.parametrize("name, backend", [("llama", "aot_eager"), ("gemma3", "eager")])
 def test_a_model_compiles_as_one_graph(name: str, backend: str) -> None:
     for ours, plain in compiled(name, backend=backend):

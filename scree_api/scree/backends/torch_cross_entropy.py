@@ -1,0 +1,26 @@
+"""Cross-entropy on the CPU by PyTorch's own, where the targets have been looked at: it does not survive wrong ones elsewhere."""
+
+import torch
+
+from ..ops.cross_entropy import CrossEntropyCall
+from ..registry import register_kernel
+from .torch import BACKEND
+
+
+def rejects(call: CrossEntropyCall) -> str | None:
+    """Why PyTorch's own cannot take the call."""
+    if not isinstance(call.values, torch.Tensor):
+        return "PyTorch's cross-entropy takes torch tensors only"
+    if BACKEND.compiling() or BACKEND.peek(call.labels) is None:
+        return "PyTorch's cross-entropy needs targets that are known to be classes, on the CPU"
+    return None
+
+
+@register_kernel("cross_entropy", provider="torch", rejects=rejects)
+def cross_entropy(call: CrossEntropyCall) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy`, in float32 at least."""
+    known, x = call.known, call.values
+    x = x if known.all() else torch.where(known[:, None], x, 0)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    reduction = "sum" if call.summed else "none"
+    return torch.nn.functional.cross_entropy(x, call.labels.to(torch.int64), ignore_index=call.ignore_index, reduction=reduction)
