@@ -21,13 +21,14 @@ NEEDS = {
     "scree_api/tests/bridges/test_scipy.py": "scipy",
     "scree_api/tests/bridges/test_torch.py": "torch",
     "scree_api/tests/bridges/test_transformers.py": "torch transformers",
+    "scree_api/tests/bridges/test_tensorflow_installed.py": "tensorflow",
     "scree_api/tests/test_mlx_namespace.py": "mlx",
     "scree_api/tests/test_transforms_bucket.py": "jax",
     "scree_api/tests/test_transforms_jax.py": "jax",
     "scree_api/tests/test_transforms_mlx.py": "mlx",
     "scree_api/tests/test_transforms_parallel.py": "torch",
     "scree_api/tests/test_transforms_torch.py": "torch",
-    "scree_api/tests/test_transforms_train.py": "torch jax optax mlx",
+    "scree_api/tests/test_transforms_train.py": "torch jax optax mlx chatterbot_corpus yaml",
 }
 
 collect_ignore = [path for path, libraries in NEEDS.items() if not all(map(find_spec, libraries.split()))]

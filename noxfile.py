@@ -3,6 +3,8 @@
 Every session has an environment of its own, which is kept for the next run.
 """
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2024.4.15"
@@ -47,6 +49,14 @@ def conformance(session: nox.Session, backend: str) -> None:
     """The conformance suite on one backend, as another project would run it."""
     install(session, backend)
     session.run("python", "-m", "scree_conformance", "--backend", backend, *session.posargs)
+
+
+@nox.session
+def tensorflow(session: nox.Session) -> None:
+    """The bridge to TensorFlow, whose size asks for an environment of its own."""
+    session.install("-c", "constraints.txt", "-e", ".", "tensorflow-cpu>=2.21", "pytest>=8", "hypothesis>=6.100")
+    files = ["scree_api/scree/bridges/tensorflow.py", *map(str, Path("scree_api/tests/bridges").glob("test_tensorflow*.py"))]
+    session.run("pytest", *files, env={"TF_CPP_MIN_LOG_LEVEL": "3", "SCREE_BACKENDS": "numpy"})
 
 
 @nox.session

@@ -25,6 +25,7 @@ from .measure import require
 if TYPE_CHECKING:
     from .session import Session
 
+EINSUM = 2e8  # bytes of padded scores up to which NumPy's einsum is run, at a few operations a nanosecond
 CHUNK = 2048  # queries of which the reference holds the scores
 BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
 
@@ -163,22 +164,24 @@ def _ours_traced(lib: Library, work: Work) -> Prepared:
 # ------------------------------------------------------------------------------------------- padded batches
 def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
     """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
-    require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim)
-    tokens, real = work.tokens
-
-    def pad(x: np.ndarray) -> Any:
-        x = np.where(real[:, :, None, None], x[tokens], 0).transpose(0, 2, 1, 3)
-        return lib.make(np.ascontiguousarray(x), work.dtype)
-
+    require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim, lib.device)
+    args, cotangent = _packed(lib, work)
+    tokens, real = (lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True))
     xp = lib.xp
-    slots = lib.make(np.flatnonzero(real.reshape(-1)), "int32")
+
+    def pad(x: Any) -> Any:
+        found = xp.reshape(xp.take(x, xp.reshape(tokens, (-1,)), axis=0), (*tokens.shape, *x.shape[1:]))
+        found = xp.permute_dims(xp.where(real[:, :, None, None], found, xp.zeros_like(found)), (0, 2, 1, 3))
+        return np.ascontiguousarray(found) if lib.name == "numpy" else getattr(found, "contiguous", lambda: found)()
+
+    slots = lib.make(np.flatnonzero(work.tokens[1].reshape(-1)), "int32")
 
     def packed(x: Any) -> Any:
         x = xp.permute_dims(x, (0, 2, 1, 3))
         return xp.take(xp.reshape(x, (-1, *x.shape[2:])), slots, axis=0)
 
-    q, k, v, cotangent = (pad(x) for x in work.arrays)
-    return (q, k, v), cotangent, packed
+    q, k, v = map(pad, args)
+    return (q, k, v), pad(cotangent), packed
 
 
 def visible(work: Work) -> np.ndarray:
@@ -474,6 +477,10 @@ def compiler(lib: Library, work: Work) -> str | None:
     return None
 
 
+def _few(lib: Library, work: Work) -> str | None:
+    return None if work.padded_scores <= EINSUM else "takes minutes on so many scores"
+
+
 def _nested(lib: Library, work: Work) -> str | None:
     if work.causal and lib.device == "cpu":
         return "is not causal on the CPU"
@@ -489,7 +496,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("scree (jit)", "jax", _ours_traced),
     Peer("scree", "mlx", ours(None)),
     Peer("scree, standard path", "torch", ours("standard")),
-    Peer("padded, einsum", "numpy", _einsum),
+    Peer("padded, einsum", "numpy", _einsum, _few),
     *(Peer("padded, matmul", name, _naive) for name in ("numpy", "torch", "jax", "mlx")),
     *(Peer("loop over rows", name, _rows) for name in ("numpy", "jax", "mlx")),
     Peer("padded, SDPA", "torch", _torch_sdpa(None)),
@@ -518,7 +525,8 @@ def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ..
     long rows would take NumPy minutes; and they stay there.
     """
     own = lib if lib.name == "torch" else load("numpy")
-    q, k, v, dout = (own.wide(x) if own is lib else lib.arrays.read(x) for x in (lib.make(x, work.dtype) for x in work.arrays))
+    args, cotangent = _packed(lib, work)
+    q, k, v, dout = (own.wide(x) if own is lib else lib.arrays.read(x) for x in (*args, cotangent))
     xp, groups, scale = own.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
     out, dq, dk, dv = (xp.zeros_like(x) for x in (q, q, k, v))
     at = own.make(np.arange(work.total), "int32")

@@ -279,6 +279,9 @@ def test_report_of_attention(tmp_path):
     assert "| d32 h4 n256 | 100 us ±0% | 200 us ±0% (2.00x) |" in text  # and side by side
     for name in ("attention-both", "attention-shapes-forward"):
         assert (tmp_path / "speed" / f"{name}-h100-dark.svg").exists()
+    sweep().write(tmp_path / "attention-again-h100.json")
+    invoke("report", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(page))
+    assert page.read_text().count("## Attention") == 2 and (tmp_path / "speed" / "attention-both-again-h100-dark.svg").exists()
 
 
 def test_report_keeps_what_is_written_by_hand(tmp_path):

@@ -25,6 +25,7 @@ _UNITS = 512  # that a program moves
 _WARPS = 4
 _CHUNK = 1024  # slots of a mask that are counted at a time
 _MOST_JOINED = 4
+_FLAGS = ("LEFT", "MARKS", "CHECKED", "BACK", "COUNT")  # of kernels, in their order
 
 
 @triton.jit
@@ -186,28 +187,44 @@ def join_kernel(X0, X1, X2, X3, O0, O1, O2, O3, OUT, n, bisections, y_token, y_p
         _copy(X, OUT, here, there, row < n, token < total, 0, 0, column, WIDTH, BC, UNIT, ALIGN)
 
 
+@triton.jit(do_not_specialize=("length", "chunks"))
+def count_kernel(MASK, COUNTS, length, chunks, BLOCK: tl.constexpr):
+    """COUNTS (n, chunks): how many slots of each chunk of a row are marked."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    place = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
+    real = tl.load(MASK + row * length + place, mask=place < length, other=0) != 0
+    tl.store(COUNTS + tl.program_id(0), tl.sum(real.to(tl.int32), 0))
+
+
 @triton.jit(do_not_specialize=("n", "length", "total", "chunks"))
-def number_kernel(MASK, OFFSETS, SLOTS, TOKENS, n, length, total, chunks, BLOCK: tl.constexpr):
+def number_kernel(MASK, COUNTS, OFFSETS, SLOTS, TOKENS, n, length, total, chunks, BLOCK: tl.constexpr):
     """For every slot of a padded batch the token that stands there or -1, and for every token its slot or -1.
 
-    A program does one of the chunks of a row, after it has counted the tokens before it; the last one what no row holds.
+    A program does a chunk of a row; the last one what is in no row.
     """
     row = (tl.program_id(0) // chunks).to(tl.int64)
-    first = tl.program_id(0) % chunks * BLOCK
+    chunk = tl.program_id(0) % chunks
     token = tl.load(OFFSETS + row).to(tl.int64)
     each = tl.arange(0, BLOCK)
     if row < n:
-        before = tl.zeros([BLOCK], tl.int32)
-        for at in range(0, first, BLOCK):
-            before += (tl.load(MASK + row * length + at + each) != 0).to(tl.int32)
-        place = first + each
+        for at in range(0, chunk, BLOCK):
+            token += tl.sum(tl.load(COUNTS + row * chunks + at + each, mask=at + each < chunk, other=0), 0)
+        place = chunk * BLOCK + each
         real = tl.load(MASK + row * length + place, mask=place < length, other=0) != 0
-        rank = token + tl.sum(before, 0) + tl.cumsum(real.to(tl.int32), 0) - 1
+        rank = token + tl.cumsum(real.to(tl.int32), 0) - 1
         tl.store(TOKENS + row * length + place, tl.where(real, rank, -1), mask=place < length)
         tl.store(SLOTS + rank, row * length + place, mask=real & (rank < total))
     else:
         for rest in range(token, total, BLOCK):
             tl.store(SLOTS + rest + each, -1, mask=rest + each < total)
+
+
+@triton.jit(do_not_specialize=("count", "size"))
+def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr):
+    """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
+    tl.atomic_max(LAST + place, token.to(LAST.dtype.element_ty), mask=(place >= 0) & (place < size), sem="relaxed")
 
 
 @cache
@@ -222,9 +239,6 @@ def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], 
     names = [name for name in kernel.arg_names if name in _FLAGS]
     tile = dict(PIECES=pieces, WIDTH=units, BC=block, TOKENS=tokens, UNIT=unit, ALIGN=align // unit)
     return Launch(kernel, {**dict(zip(names, flags)), **tile}, dict(num_warps=_WARPS)), tokens, pieces * -(-units // block)
-
-
-_FLAGS = ("LEFT", "MARKS", "CHECKED", "BACK", "COUNT")
 
 
 def _align(width: int, *parts: int) -> int:
@@ -403,8 +417,11 @@ def number(mask: torch.Tensor, offsets: torch.Tensor, total: int) -> tuple[torch
     slots = torch.empty((total,), dtype=dtype, device=mask.device)
     tokens = torch.empty((n * length,), dtype=dtype, device=mask.device)
     chunks = max(1, -(-length // _CHUNK))
+    mask, counts = mask.contiguous(), torch.empty((n * chunks,), dtype=torch.int32, device=mask.device)
+    if n:
+        start(_small(count_kernel, mask.device, _CHUNK, mask.dtype), n * chunks, (mask, counts), (), (length, chunks))
     launch = _small(number_kernel, mask.device, _CHUNK, mask.dtype, offsets.dtype, dtype)
-    start(launch, n * chunks + 1, (mask.contiguous(), offsets, slots, tokens), (), (n, length, total, chunks))
+    start(launch, n * chunks + 1, (mask, counts, offsets, slots, tokens), (), (n, length, total, chunks))
     return slots, tokens
 
 
@@ -412,14 +429,6 @@ def number(mask: torch.Tensor, offsets: torch.Tensor, total: int) -> tuple[torch
 def _small(kernel: Any, device: torch.device, block: int, *dtypes: torch.dtype) -> Launch:
     """A kernel whose only constant is its block."""
     return Launch(kernel, dict(BLOCK=block), dict(num_warps=4))
-
-
-@triton.jit(do_not_specialize=("count", "size"))
-def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr):
-    """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
-    tl.atomic_max(LAST + place, token.to(LAST.dtype.element_ty), mask=(place >= 0) & (place < size), sem="relaxed")
 
 
 def last(index: torch.Tensor, size: int) -> torch.Tensor:

@@ -139,6 +139,30 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
                     _clear(out, at, lead, V, LANES, DEEP)
 
 
+@triton.jit(do_not_specialize=("n", "size", "ignored"))
+def sum_kernel(LOSSES, TARGETS, OFFSETS, TOTAL, SHARE, n, size, ignored, ROWS: tl.constexpr, MEAN: tl.constexpr,
+               BLOCK: tl.constexpr):
+    """TOTAL, the sum or mean of LOSSES (size,), and SHARE, the part that a token has in it; one program."""
+    end = size
+    if ROWS:
+        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    totals = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, size, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        totals += tl.load(LOSSES + token, mask=token < size, other=0.0)
+        target = tl.load(TARGETS + token, mask=token < end, other=ignored)
+        counts += (target != ignored).to(tl.int32)
+    total = tl.sum(totals, 0)
+    share = 1.0
+    if MEAN:
+        count = tl.sum(counts, 0)
+        share = tl.where(count > 0, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)
+        total = tl.where(count > 0, total * share, float("nan"))
+    tl.store(TOTAL, total)
+    tl.store(SHARE, share)
+
+
 class _Tile(NamedTuple):
     """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor."""
 
@@ -150,7 +174,7 @@ class _Tile(NamedTuple):
 
 #: By what is written: losses alone, a gradient alone, both.
 TILES = {(True, False): _Tile(2048, 4, 8, 4), (False, True): _Tile(4096, 2, 16, 4), (True, True): _Tile(8192, 4, 32, 1)}
-CACHED = 20 << 20  # bytes of the rows under way where a second pass should find them in the cache
+SUMMED = ("mean", "sum")
 CHUNK = 1 << 28  # logits that exist at a time, fused
 LEAST = 1024  # or those of so many tokens, for products that are worth their weight
 PARTS = 4  # or a fourth of them
@@ -168,6 +192,12 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
     constants = dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=write[0], KEEP=keep,
                      GRADIENT=write[1], SCALED=dlosses is not None)
     return Launch(loss_kernel, constants, dict(num_warps=warps)), programs
+
+
+@cache
+def _sum_launch(device: torch.device, classes: torch.dtype, offsets: torch.dtype | None, mean: bool) -> Launch:
+    constants = dict(ROWS=offsets is not None, MEAN=mean, BLOCK=4096)
+    return Launch(sum_kernel, constants, dict(num_warps=16))
 
 
 class Targets(NamedTuple):
@@ -210,15 +240,28 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
     dtypes = (x.dtype, targets.classes.dtype, *(None if p is None else p.dtype for p in (offsets, dlosses)))
     write = losses is not None, out is not None
     launch, programs = _launch(x.device, dtypes, classes, align, write, write[0] and stats is not None)
-    programs *= multiprocessors(x.device)
-    if all(write):
-        programs = min(programs, max(CACHED // (classes * x.element_size()), programs // 4, 1))
-    start(launch, min(count, programs),
+    start(launch, min(count, programs * multiprocessors(x.device)),
           (x, targets.classes, targets.classes if offsets is None else offsets, x if losses is None else losses,
            x if stats is None else stats, x if dlosses is None else dlosses, x if out is None else out),
           (x.stride(0), x.stride(0) if out is None else out.stride(0)),
           (0 if offsets is None else offsets.shape[0] - 1, first, count, targets.classes.shape[0], targets.ignored,
            0 if dlosses is None else dlosses.stride(0)))
+
+
+def one_number(losses: torch.Tensor, targets: Targets, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The "sum" or "mean" of the losses (total,), and the part that each has in it; 0-d."""
+    classes, offsets, ignored = targets
+    total, share = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
+    launch = _sum_launch(losses.device, classes.dtype, None if offsets is None else offsets.dtype, reduction == "mean")
+    start(launch, 1, (losses, classes, classes if offsets is None else offsets, total, share), (),
+          (0 if offsets is None else offsets.shape[0] - 1, losses.shape[0], ignored))
+    return total, share
+
+
+def _mean(total: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """The mean that belongs to a sum, by functions that a compiler sees through."""
+    count = targets.known().sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def _rowwise(x: torch.Tensor) -> torch.Tensor:
@@ -244,17 +287,21 @@ def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, target
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, targets):
-        losses, stats = forward(x, targets)
-        ctx.save_for_backward(x, stats, targets.classes, targets.offsets)
+    def forward(ctx, x, targets, reduction):
+        found, stats = forward(x, targets)
+        share = None
+        if reduction in SUMMED:
+            found, share = one_number(found, targets, reduction)
+        ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
         ctx.ignored = targets.ignored
-        return losses
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dlosses):
-        x, stats, classes, offsets = ctx.saved_tensors
-        return backward(dlosses, x, stats, Targets(classes, offsets, ctx.ignored)), None
+    def backward(ctx, dloss):
+        x, stats, share, classes, offsets = ctx.saved_tensors
+        dlosses = dloss if share is None else (dloss * share).expand(x.shape[0])
+        return backward(dlosses, x, stats, Targets(classes, offsets, ctx.ignored)), None, None
 
 
 @torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
@@ -297,11 +344,11 @@ def cross_entropy(call: Any) -> torch.Tensor:
     x, targets = call.values, _targets(call)
     if torch.compiler.is_compiling():
         losses = _op(x, *targets)[0]
-    elif x.requires_grad and torch.is_grad_enabled():
-        losses = _CrossEntropy.apply(x, targets)
-    else:
-        losses = forward(x, targets)[0]
-    return losses.sum() if call.summed else losses
+        return losses if not call.summed else losses.sum() if call.reduction == "sum" else _mean(losses.sum(), targets)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _CrossEntropy.apply(x, targets, call.reduction)
+    losses = forward(x, targets)[0]
+    return one_number(losses, targets, call.reduction)[0] if call.summed else losses
 
 
 def _targets(call: Any) -> Targets:
@@ -387,30 +434,33 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, summed):
-        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
-        ctx.ignored, ctx.summed = targets.ignored, summed
-        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, summed) else NONE
-        losses, gradients = fused(x, weight, bias, targets, early)
-        ctx.gradients = gradients if any(early) else None
-        return losses.sum() if summed else losses
+    def forward(ctx, x, weight, bias, targets, reduction):
+        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
+        found, gradients = fused(x, weight, bias, targets, early)
+        share = None
+        if reduction in SUMMED:
+            found, share = one_number(found, targets, reduction)
+        ctx.save_for_backward(x, weight, bias, share, targets.classes, targets.offsets)
+        ctx.ignored, ctx.gradients = targets.ignored, gradients if any(early) else None
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
-        x, weight, bias, classes, offsets = ctx.saved_tensors
+        x, weight, bias, share, classes, offsets = ctx.saved_tensors
+        dloss = dloss if share is None else dloss * share
         # Those of the forward pass are given away; who wants them once more waits for others.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            dlosses = dloss.expand(x.shape[0]) if ctx.summed else dloss
+            dlosses = dloss.expand(x.shape[0])
             targets, wanted = Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3])
             gradients, dloss = fused(x, weight, bias, targets, wanted, dlosses)[1], None
         return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
 
 
-def _early(x: torch.Tensor, summed: bool) -> bool:
+def _early(x: torch.Tensor, reduction: str) -> bool:
     """Whether gradients are computed in the forward pass."""
-    return summed and x.dtype != torch.float16
+    return reduction in SUMMED and x.dtype != torch.float16
 
 
 def _finished(gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -481,8 +531,9 @@ def linear_cross_entropy(call: Any) -> torch.Tensor:
     x, weight, bias, targets = _rowwise(call.values), call.weight, call.bias, _targets(call)
     wants = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias))
     if torch.compiler.is_compiling():
-        return _fused_op(x, weight, bias, *targets, call.summed, wants and _early(x, call.summed))[0]
+        found = _fused_op(x, weight, bias, *targets, call.summed, wants and _early(x, call.reduction))[0]
+        return _mean(found, targets) if call.reduction == "mean" else found
     if wants:
-        return _Fused.apply(x, weight, bias, targets, call.summed)
+        return _Fused.apply(x, weight, bias, targets, call.reduction)
     losses = fused(x, weight, bias, targets)[0]
-    return losses.sum() if call.summed else losses
+    return one_number(losses, targets, call.reduction)[0] if call.summed else losses

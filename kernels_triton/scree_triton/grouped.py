@@ -163,9 +163,10 @@ def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constex
 #: of the gradient of the matrices.
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
-#: The same for the copy engine.
+#: The same for the copy engine; of the gradient of the matrices for rows that are short on average, and for others.
 TILED_PRODUCT = (128, 256, 64, 8, 3)
-TILED_WEIGHT = (128, 256, 64, 8, 3)
+TILED_WEIGHT = ((128, 128, 64, 4, 3), (128, 256, 64, 8, 3))
+SHORT = 1024
 GROUP = 8
 
 
@@ -181,16 +182,22 @@ def _launches(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k:
 
 
 @cache
-def _tiled_launches(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int, rows: int,
-                    turned: bool) -> tuple[Launch, Launch]:
-    """The same by the copy engine; `rows` is a power of 2 greater than their number."""
+def _tiled_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int, rows: int,
+                  turned: bool) -> Launch:
+    """The product by the copy engine; `rows` is a power of 2 greater than their number."""
     tokens, columns, depth, warps, stages = TILED_PRODUCT
-    product = Launch(tiled_kernel, dict(K=k, M=m, ROWS=rows, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP,
-                                        TURNED=turned),
-                     dict(num_warps=warps, num_stages=stages), (tokens, columns if turned else depth))
-    depth, columns, tokens, warps, stages = TILED_WEIGHT
-    return product, Launch(tiled_weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
-                           dict(num_warps=warps, num_stages=stages), (tokens, tokens))
+    return Launch(tiled_kernel, dict(K=k, M=m, ROWS=rows, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP,
+                                     TURNED=turned),
+                  dict(num_warps=warps, num_stages=stages), (tokens, columns if turned else depth))
+
+
+@cache
+def _tiled_weight_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int,
+                         tile: tuple[int, int, int, int, int]) -> Launch:
+    """The gradient of the matrices by the copy engine."""
+    depth, columns, tokens, warps, stages = tile
+    return Launch(tiled_weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+                  dict(num_warps=warps, num_stages=stages), (tokens, tokens))
 
 
 @cache
@@ -214,7 +221,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     turned = weight.stride(2) != 1
     plain = weight.mT if turned else weight
     if 0 < n < _MOST_COUNTED and plain.stride(2) == 1 and _readable(x) and _readable(plain) and _copies_tiles(x.device):
-        launch, _ = _tiled_launches(x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned)
+        launch = _tiled_launch(x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned)
         _, columns, depth, *_ = TILED_PRODUCT
         shapes = (tiled(tuple(x.shape), x.stride(), depth),
                   tiled(tuple(plain.shape), plain.stride(), depth if turned else columns))
@@ -234,8 +241,9 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     if not n:
         return dw
     if x.shape[0] and _readable(x) and _readable(dy) and _copies_tiles(x.device):
-        _, launch = _tiled_launches(x.device, x.dtype, offsets.dtype, k, m, 0, False)
-        depth, columns, *_ = TILED_WEIGHT
+        tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
+        launch = _tiled_weight_launch(x.device, x.dtype, offsets.dtype, k, m, tile)
+        depth, columns, *_ = tile
         shapes = (_of_row(k, x.stride(0), depth), _of_row(m, dy.stride(0), columns))
         start(launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes)
     else:

@@ -12,6 +12,8 @@ from .host import FLOATS, multiprocessors, refuses, start
 from .launch import Launch
 
 _ELEMENTS = 2048  # in a tile
+_WARPS = 4  # of a program
+_PROGRAMS = 16  # a multiprocessor
 _WIDEST = 1 << 20  # so that places in a share fit 32 bits
 _MOST_ROWS = 256  # side by side in a tile
 _MOST_TILES = 32  # that a program reads one after another rather than cut a row
@@ -112,7 +114,7 @@ def _plan(device: torch.device, total: int, n: int, max_length: int | None, widt
     tokens, blocks = _ELEMENTS // block, -(-width // block)
     items = total + n + 1
     mean = min(tokens, triton.next_power_of_2(-(-total // max(n, 1)))) if total else 1
-    share = -(-items * blocks // (multiprocessors(device) * 16 * tokens)) * tokens
+    share = -(-items * blocks // (multiprocessors(device) * _PROGRAMS * tokens)) * tokens
     if max_length is not None:
         share = max(share, max_length)
     share = min(share, _MOST_TILES * tokens)
@@ -138,7 +140,7 @@ def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], acc:
     reads = 2 if y is not None else int(map != shares.COPY.value)
     same = dict(IDENTITY=_identity(op, held), C=width, BC=block)
     more = dict(G=group, W=mean, READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc], KEPT=_ACC[held])
-    visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, CUT=cut, AGAIN=again, **same, **more), dict(num_warps=4))
+    visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, CUT=cut, AGAIN=again, **same, **more), dict(num_warps=_WARPS))
               for again in (False, True)]
     kernel = shares.before_kernel if map in _SCANS else shares.add_kernel
     between = Launch(kernel, dict(OP=op, MAP=map, **same, F=max(1, 1024 // block)), dict(num_warps=4))

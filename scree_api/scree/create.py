@@ -332,7 +332,8 @@ def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -
     if seen is not None:
         real = seen != 0
         return mask if here else lib.from_host(real, lib.xp.bool, lib.device(padded)), np.count_nonzero(real, axis=1)
-    counts = lib.xp.sum(lib.xp.astype(mask != 0, lib.xp.int32), axis=1, dtype=lib.xp.int32)
+    marked = mask if lib.xp.isdtype(mask.dtype, "bool") else mask != 0
+    counts = lib.xp.sum(lib.xp.astype(marked, lib.xp.int32), axis=1, dtype=lib.xp.int32)
     return mask, lib.read(counts) if total is None else counts
 
 

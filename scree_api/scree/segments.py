@@ -13,6 +13,7 @@ from .layout import Layout, Tiles
 from .registry import declare, run
 
 TILE = 32
+LONGEST = 4096  # tokens of the longest row whose sum may be left to a kernel that adds one number after the other
 
 #: Reduction -> its value over no elements, where that does not depend on the dtype.
 IDENTITIES = {"sum": 0, "prod": 1, "any": False, "all": True}

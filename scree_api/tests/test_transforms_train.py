@@ -1,6 +1,7 @@
 """The language model of the demo: against plain NumPy, and the same curve in every library, ragged and padded."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -63,6 +64,17 @@ def test_the_same_curve_in_every_library(backend: str, padded: bool, first: list
     losses = list(train.curve(backend, TEXTS, STEPS, padded=padded, size=BATCH))
     assert losses[-1] < losses[0] - 0.5
     np.testing.assert_allclose(losses, first, rtol=32 * np.finfo(np.float32).eps)
+
+
+def test_conversations_are_many_and_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = text.conversations()
+    lengths = [len(talk.encode()) for talk in found]
+    assert len(set(found)) == len(found) > 500
+    assert min(lengths) < 20 < 500 < max(lengths)
+    assert all(remark == remark.strip() for talk in found for remark in talk.split("\n"))
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(DemoError, match=r"yaml is not installed; pip install 'scree\[train\]'"):
+        text.conversations()
 
 
 def test_the_command_prints_a_plot_or_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,19 +12,22 @@ import typer
 
 import scree
 
-from .. import plots
+from .. import plots, results
 from ..lengths import adding_up
 from ..libraries import Function, Library, Step, wanted, where
 from ..measure import PATIENCE
 from ..operations import step as pass_of
 from ..options import Device, Out, Patience, Quick, Seconds, Seed
 from ..peers import BACKWARD, PEERS, Work, compiler, distance
-from ..results import Result, Row
+from ..results import Result, Row, Table
 from ..session import SECONDS, Build, Session
 
 EPS = 1e-6
 PHASES = ("forward", "both")
 WHOLE = "the whole block"
+SHOWN = ("forward_s", "both_s", "forward_host_s", "both_host_s", "real_tokens", "forward_error", "gradient_error")
+SHOWN_OF_TERMS = ("forward_s", "forward_limit_s", "forward_of_limit_share", "both_s", "both_limit_s", "both_of_limit_share",
+                  "both_host_s")  # fmt: skip
 
 
 class Sizes(NamedTuple):
@@ -327,6 +330,10 @@ def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
             row.values[f"{phase}_limit_s"] = least
             for key in (f"{phase}_s", f"{phase}_limit_s"):
                 total.values[key] = total.values.get(key, 0.0) + row.values.get(key, float("nan"))
+            for any_row in (row, total):
+                if f"{phase}_s" in any_row.values:
+                    reached = any_row.values[f"{phase}_limit_s"] / any_row.values[f"{phase}_s"]
+                    any_row.values[f"{phase}_of_limit_share"] = reached
     session.result.rows.append(total)
     limit = session.row({"part": WHOLE, **about}, "limit")
     limit.values |= {f"{phase}_s": total.values[f"{phase}_limit_s"] for phase in PHASES}
@@ -334,6 +341,12 @@ def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
 
 def _part(case: Case, run: Function, term: Term, phase: str) -> Step:
     return pass_of(case.lib, lambda: (run, term.args), phase)
+
+
+def tables(result: Result) -> list[Table]:
+    """The whole block by everyone; and its terms, each beside its limit."""
+    whole, parts = ([row for row in result.rows if (row.case["part"] == WHOLE) is kind] for kind in (True, False))
+    return [*results.tables(whole, SHOWN), *results.tables(parts, SHOWN_OF_TERMS)]
 
 
 def pictures(result: Result) -> plots.Pictures:

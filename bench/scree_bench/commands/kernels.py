@@ -201,6 +201,8 @@ def _cross_entropy(b: Batch) -> Operation:
     }
     if b.compiles:
         found["torch, compiled"] = lambda: (torch_compile(own), (b.values,))
+    if b.dtype == "bfloat16":
+        found["torch, in bfloat16"] = lambda: (lambda x: F.cross_entropy(x, right), (b.values,))
     moved = b.bytes, 2 * b.bytes, 3 * b.bytes
     return Operation("cross_entropy", found, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right))
 
@@ -227,6 +229,8 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
         }
         if b.compiles:
             found["torch, compiled"] = lambda: (torch_compile(own), (b.values, weight))
+        if b.dtype == "bfloat16":
+            found["torch, in bfloat16"] = lambda: (lambda x, w: F.cross_entropy(x @ w.T, right), (b.values, weight))
         if b.lib.device == "cuda" and importable("liger_kernel"):
             found["liger_kernel"] = liger
         done = 2.0 * b.total * b.width * count

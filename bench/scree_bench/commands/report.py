@@ -108,7 +108,9 @@ def command(
     console, found = Console(), []
     for path in files or []:
         try:
-            found.append(results.read(path))
+            result = results.read(path)
+            result.machine["tag"] = path.stem.removeprefix(f"{result.command}-")  # for runs that are told apart by their files
+            found.append(result)
         except ValueError as error:
             console.print(f"left out: {error}", highlight=False, markup=False)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from ..array import Array
 from ..create import PackCall
 from ..layout import Layout
 from ..registry import register_kernel
-from ..segments import SegmentCall, segment_reduce
+from ..segments import LONGEST, SegmentCall, segment_reduce
 from . import Backend
 
 
@@ -29,6 +29,9 @@ def _read(x: Any) -> np.ndarray:
 
 
 def _row_ids(repeats: Any, total: int) -> Any:
+    known = _peek(repeats)
+    if known is not None:
+        return jax.device_put(np.repeat(np.arange(known.size, dtype=known.dtype), known), repeats.device)
     return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)
 
 
@@ -91,6 +94,28 @@ def compiled(call: SegmentCall) -> Any:
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def _compiled(op: str, values: Any, offsets: Any, bound: int, dtype: Any) -> Any:
     return segment_reduce(op, values, Layout(BACKEND, offsets, int(values.shape[0]), bound), "standard", dtype)
+
+
+def _rejects_op(call: SegmentCall) -> str | None:
+    reason = _reduces(call)
+    if reason is not None:
+        return reason
+    if call.op in ("any", "all") or not jax.numpy.issubdtype(call.dtype, jax.numpy.number):
+        return f"jax.ops has no {call.op} of {call.dtype}"
+    if call.op in ("sum", "prod") and call.layout.bound > LONGEST:
+        return f"jax.ops takes one number after the other, which is less exact than a tree in rows beyond {LONGEST}"
+    return None
+
+
+@register_kernel("segment_reduce", provider="jax.ops", rejects=_rejects_op)
+def by_row(call: SegmentCall) -> Any:
+    """`jax.ops.segment_sum` and the like."""
+    return _by_row(call.op, call.values, call.layout.segment_ids, call.layout.num_rows, call.dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _by_row(op: str, values: Any, rows: Any, count: int, dtype: Any) -> Any:
+    return getattr(jax.ops, f"segment_{op}")(values.astype(dtype), rows, count, indices_are_sorted=True)
 
 
 from . import jax_attention, jax_cross_entropy  # noqa: E402, F401 (register their kernels)

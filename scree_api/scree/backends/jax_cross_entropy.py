@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops.cross_entropy import LinearCrossEntropyCall, losses_of_part, part_size
+from ..ops.cross_entropy import LinearCrossEntropyCall, given, losses_of_part, part_size
 from ..registry import register_kernel
 
 
@@ -32,8 +32,7 @@ def scan(call: LinearCrossEntropyCall) -> Any:
     @jax.checkpoint
     def one(part: Any) -> Any:
         x, labels, known = part
-        return losses_of_part(labels, known, x, *call.parameters)
+        return losses_of_part(call.ignore_index, labels, known, x, *call.parameters)
 
     losses = jax.lax.map(one, tuple(map(cut, (call.values, call.labels, call.known))))
-    losses = jnp.reshape(losses, (parts * size,))[:total]
-    return jnp.sum(losses) if call.summed else losses
+    return given(call, jnp.reshape(losses, (parts * size,))[:total])

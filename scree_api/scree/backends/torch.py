@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ..array import Array
 from ..layout import Layout
 from ..registry import register_kernel
-from ..segments import SegmentCall, identity
+from ..segments import LONGEST, SegmentCall, identity
 from . import Backend
 
 
@@ -105,9 +105,6 @@ def _operator(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
 
 
 Array.__torch_function__ = classmethod(_operator)  # type: ignore[attr-defined]
-
-
-LONGEST = 4096  # tokens of the longest row whose float32 sum is left to one running sum
 
 
 def _rejects(call: SegmentCall) -> str | None:

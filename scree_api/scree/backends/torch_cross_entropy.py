@@ -22,5 +22,5 @@ def cross_entropy(call: CrossEntropyCall) -> torch.Tensor:
     known, x = call.known, call.values
     x = x if known.all() else torch.where(known[:, None], x, 0)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    reduction = "sum" if call.summed else "none"
+    reduction = call.reduction if call.summed else "none"
     return torch.nn.functional.cross_entropy(x, call.labels.to(torch.int64), ignore_index=call.ignore_index, reduction=reduction)

@@ -17,7 +17,6 @@ from ..segments import divide, segment_reduce
 
 #: What comes of the losses of the tokens: one mean, one sum, a mean of each row, or the losses themselves.
 REDUCTIONS = ("mean", "sum", "row_mean", "none")
-NONE = -100  # no class, by PyTorch's convention
 LOGITS = 1 << 22  # that the standard path holds at a time, unless the inputs are larger
 
 
@@ -25,7 +24,7 @@ class Losses:
     """What both calls share: tokens `x` and their `targets`, ragged or dense.
 
     A provider gives the loss of each token, (total,), in the dtype that it adds up in: 0 where `known` is False; NaN, with a
-    gradient of NaN, where a known target is no class. Where `summed` is True it gives their sum instead.
+    gradient of NaN, where a known target is no class. Where `summed` is True it gives their sum or mean instead.
     """
 
     __slots__ = ()
@@ -56,7 +55,7 @@ class Losses:
 
     @property
     def summed(self) -> bool:
-        """Whether a provider gives the sum of the losses."""
+        """Whether a provider gives one number."""
         return self.reduction in ("mean", "sum")
 
 
@@ -66,7 +65,7 @@ class CrossEntropyCall(Losses):
 
     x: Any
     targets: Any
-    ignore_index: int = NONE
+    ignore_index: int = -100
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
@@ -84,7 +83,7 @@ class LinearCrossEntropyCall(Losses):
     weight: Any
     targets: Any
     bias: Any = None
-    ignore_index: int = NONE
+    ignore_index: int = -100
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
@@ -150,7 +149,7 @@ def _check_targets(call: Losses, classes: int) -> None:
 
 
 def cross_entropy(
-    logits: Any, targets: Any, *, ignore_index: int = NONE, reduction: str = "mean", kernel: str | None = None
+    logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", kernel: str | None = None
 ) -> Any:
     """How badly the logits of each token predict its class: ``log(sum(exp(logits))) - logits[target]``, in nats.
 
@@ -193,7 +192,7 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    x: Any, weight: Any, targets: Any, bias: Any = None, *, ignore_index: int = NONE, reduction: str = "mean",
+    x: Any, weight: Any, targets: Any, bias: Any = None, *, ignore_index: int = -100, reduction: str = "mean",
     kernel: str | None = None,
 ) -> Any:  # fmt: skip
     """`cross_entropy` of the logits ``x @ weight.T + bias``, a part of the tokens at a time: all logits never exist at once.
@@ -231,17 +230,25 @@ def linear_cross_entropy(
 
 
 def _reduced(call: Losses, found: Any) -> Any:
-    """What the caller asked for, of the losses of the tokens or their sum."""
-    if call.reduction == "sum":
+    """What the caller asked for, of what a provider gave."""
+    if call.summed:
         return found
-    xp = backend(call.values).xp
-    if call.reduction == "mean":
-        return divide(xp, found, xp.astype(xp.sum(xp.astype(call.known, xp.int32)), found.dtype))
     if call.reduction == "none":
         return call.x.with_values(found) if isinstance(call.x, Array) else found
-    rows = call.x.layout
+    xp, rows = backend(call.values).xp, call.x.layout
     counts = segment_reduce("sum", xp.astype(call.known, found.dtype), rows)
     return divide(xp, segment_reduce("sum", found, rows), counts)
+
+
+def given(call: Losses, losses: Any) -> Any:
+    """What a provider gives, of the losses of the tokens."""
+    if not call.summed:
+        return losses
+    xp = backend(call.values).xp
+    total = xp.sum(losses)
+    if call.reduction == "sum":
+        return total
+    return divide(xp, total, xp.astype(xp.sum(xp.astype(call.known, xp.int32)), total.dtype))
 
 
 @declare("cross_entropy", CrossEntropyCall)
@@ -253,11 +260,10 @@ def _cross_entropy(call: CrossEntropyCall) -> Any:
     labels = xp.where(known, call.labels, 0)
     target = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
     right = xp.sum(xp.where(target, logits, xp.zeros_like(logits)), axis=1)  # a gather compiles for one size only
-    top = xp.max(logits, axis=1)
+    top = xp.ceil(xp.max(logits, axis=1))  # rounded, and so a constant to every library that differentiates
     loss = xp.log(xp.sum(xp.exp(logits - top[:, None]), axis=1)) + (top - right)
     one, exists = xp.ones_like(loss), (labels >= 0) & (labels < classes)
-    losses = xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0)
-    return xp.sum(losses) if call.summed else losses
+    return given(call, xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0))
 
 
 @declare("linear_cross_entropy", LinearCrossEntropyCall)
@@ -265,14 +271,14 @@ def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     lib, (total, _), size = backend(call.values), call.values.shape, part_size(call)
     labels, known, losses = call.labels, call.known, []
     if total <= size:
-        found = losses_of_part(labels, known, call.values, *call.parameters)
+        found = losses_of_part(call.ignore_index, labels, known, call.values, *call.parameters)
     else:
         for at in range(0, total, size):
             some = slice(at, min(at + size, total))
-            part = lib.checkpoint(partial(losses_of_part, labels[some], known[some]))
+            part = lib.checkpoint(partial(losses_of_part, call.ignore_index, labels[some], known[some]))
             losses.append(part(call.values[some, :], *call.parameters))
         found = lib.xp.concat(losses, axis=0)
-    return lib.xp.sum(found) if call.summed else found
+    return given(call, found)
 
 
 def part_size(call: LinearCrossEntropyCall) -> int:
@@ -281,9 +287,9 @@ def part_size(call: LinearCrossEntropyCall) -> int:
     return max(1, max(LOGITS, total * width, classes * width) // classes)  # type: ignore[no-any-return]
 
 
-def losses_of_part(labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
-    """(tokens,) of hidden states x (tokens, width)."""
+def losses_of_part(ignored: int, labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
+    """(tokens,) of hidden states x (tokens, width); those that are not known come out as 0, whatever they hold."""
     xp = backend(x).xp
     logits = xp.where(known[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
-    targets = xp.where(known, labels, NONE)
-    return run("cross_entropy", CrossEntropyCall(logits + bias[0] if bias else logits, targets, NONE, "none"))
+    targets = xp.where(known, labels, ignored)
+    return run("cross_entropy", CrossEntropyCall(logits + bias[0] if bias else logits, targets, ignored, "none"))
