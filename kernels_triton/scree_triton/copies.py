@@ -25,7 +25,7 @@ _UNITS = 512  # that a program moves
 _WARPS = 4
 _CHUNK = 1024  # slots of a mask that are counted at a time
 _MOST_JOINED = 4
-_FLAGS = ("LEFT", "MARKS", "CHECKED", "BACK", "COUNT")  # of kernels, in their order
+_FLAGS = ("LEFT", "MARKS", "CHECKED", "BACK", "COUNT")  # parameters that say what a kernel does, beside its tile
 
 
 @triton.jit

@@ -29,8 +29,8 @@ backends/__init__
 checks
 layout display
 array
-segments
 fit
+segments
 create index
 update lift ops
 bucket namespace
