@@ -69,7 +69,7 @@ def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constex
 @triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
 def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_stride, n, first, count, size, ignored,
                 d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, ALIGN: tl.constexpr,
-                ROWS: tl.constexpr, LOSS: tl.constexpr, KEEP: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr):
+                ROWS: tl.constexpr, LOSS: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr):
     """LOSSES and STATS (2, size), the maximum and the sum of exponentials; OUT, the gradient of the logits.
 
     It is about the tokens [first, first + count) of `size`: X and OUT begin at the first of them. Where rows of X are not
@@ -114,7 +114,7 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
                 total = tl.where(exists, total, float("nan"))
                 tl.store(LOSSES + token, tl.log(total) + (top - right))
-                if KEEP:
+                if SAVE:
                     tl.store(STATS + token, top)
                     tl.store(STATS + size + token, total)
             else:
@@ -183,13 +183,13 @@ ROUNDED = 8  # parts of a gradient that are added up in half precision; more are
 
 @cache
 def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int, write: tuple[bool, bool],
-            keep: bool) -> tuple[Launch, int]:
+            save: bool) -> tuple[Launch, int]:
     lanes, deep, warps, programs = TILES[write]
     if INTERPRETED:
         lanes, warps = 16, 1
     lanes = min(lanes, max(triton.next_power_of_2(classes) // deep, 16))
     *_, offsets, dlosses = dtypes
-    constants = dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=write[0], KEEP=keep,
+    constants = dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=write[0], SAVE=save,
                      GRADIENT=write[1], SCALED=dlosses is not None)
     return Launch(loss_kernel, constants, dict(num_warps=warps)), programs
 

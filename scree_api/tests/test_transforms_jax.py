@@ -107,6 +107,22 @@ def test_rows_of_a_batch_with_tokens_to_spare() -> None:
     assert not np.any(h[TOTAL:])
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_concat_of_batches_with_tokens_to_spare(axis: int) -> None:
+    """Rows stay whole where tokens to spare lie between them."""
+    parts = [np.arange(8.0), np.asarray([0, 2, 5], np.int32)], [np.arange(10.0, 15.0), np.asarray([0, 0, 3], np.int32)]
+
+    @jax.jit
+    def f(parts: Any) -> Any:
+        arrays = [scree.from_cu_seqlens(*part, max_length=3) for part in parts]
+        found = scree.namespace(*arrays).concat(arrays, axis=axis)
+        return found.values, found.offsets
+
+    tokens, offsets = map(np.asarray, f(parts))
+    rows = [[0, 1], [2, 3, 4], [], [10, 11, 12]] if axis == 0 else [[0, 1], [2, 3, 4, 10, 11, 12]]
+    assert [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])] == rows
+
+
 def layer(x: scree.Array, w: Any) -> scree.Array:
     """What a model repeats."""
     xp = scree.namespace(x)

@@ -36,7 +36,7 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
             shared_layout(name, arrays)
             return first.with_values(f([x.values for x in arrays], axis=axis - 1))
         if axis == 0:
-            return Array._of(f([x.values for x in arrays], axis=dim), _stacked([x.layout for x in arrays]), dim)
+            return _stacked(arrays, f([x.values for x in arrays], axis=dim))
         rows = _joined([x.layout for x in arrays])
         return Array._of(run("join", JoinCall(arrays, rows)), rows, dim)
 
@@ -52,16 +52,22 @@ def _same_elements(arrays: list[Array], but: int | None = None) -> None:
             raise ValueError(f"arrays[{i}]: expected the element axes of arrays[0], {shape}, got {x.shape}")
 
 
-def _stacked(layouts: list[Layout]) -> Layout:
-    """All rows of all layouts."""
-    first, before, parts = layouts[0], 0, [layouts[0].offsets[:1]]
-    for one in layouts:
-        parts.append(one.offsets[1:] + before)
-        before += one.total
+def _stacked(arrays: list[Array], values: Any) -> Array:
+    """All rows of all arrays, whose values stand end to end in `values`."""
+    layouts, dim = [x.layout for x in arrays], arrays[0].ragged_dim
+    first, total = layouts[0], sum(one.total for one in layouts)
+    hidden = any(one.host is None for one in layouts[:-1])  # tokens may follow the last row of each
+    everything = _offsets(layouts, total)
+    ends, starts, end, base = [everything[0][:1]], [], 0, 0
+    for one, offsets in zip(layouts, everything, strict=True):
+        ends.append(offsets[1:] + end)
+        starts.append(offsets[:-1] + base)
+        base += one.total
+        end = end + offsets[-1:] if hidden else base
     longest = [one.max_length for one in layouts]
-    return Layout(
-        first.backend, first.xp.concat(parts), before, None if None in longest else max(longest)  # type: ignore[type-var]
-    )
+    new = Layout(first.backend, first.xp.concat(ends), total, None if None in longest else max(longest))  # type: ignore[type-var]
+    stacked = Array._of(values, new, dim)
+    return select(stacked, new, first.xp.concat(starts), distinct=True) if hidden else stacked
 
 
 def _joined(layouts: list[Layout]) -> Layout:
@@ -69,10 +75,16 @@ def _joined(layouts: list[Layout]) -> Layout:
     first = layouts[0]
     if any(one.num_rows != first.num_rows for one in layouts):
         raise ValueError(f"arrays: expected the same number of rows, got {', '.join(str(x.num_rows) for x in layouts)}")
-    longest = [one.max_length for one in layouts]
-    offsets = sum((one.offsets for one in layouts[1:]), start=first.offsets)
-    total = sum(one.total for one in layouts)
+    longest, total = [one.max_length for one in layouts], sum(one.total for one in layouts)
+    offsets = sum(_offsets(layouts, total), start=0)
     return Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
+
+
+def _offsets(layouts: list[Layout], total: int) -> list[Any]:
+    """The offsets of each layout, in a dtype that counts to `total`."""
+    if total <= np.iinfo(np.int32).max:
+        return [one.offsets for one in layouts]
+    return [one.xp.astype(one.offsets, one.xp.int64, copy=False) for one in layouts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ def _take_joined(call: JoinCall) -> Any:
     xp, new, dim = call.layout.xp, call.layout, call.arrays[0].ragged_dim
     tokens, position, base = None, new.positions, 0
     for one in (x.layout for x in call.arrays):
-        here = base + xp.take(one.offsets[:-1], new.rows, axis=0) + position
+        here = position + xp.take(one.offsets[:-1], new.rows, axis=0) + base
         tokens = here if tokens is None else xp.where(position >= 0, here, tokens)
         position, base = position - xp.take(one.lengths, new.rows, axis=0), base + one.total
     return xp.take(xp.concat([x.values for x in call.arrays], axis=dim), tokens, axis=dim)
