@@ -31,7 +31,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size(64, 2, 2, 512),
-    "mini": Size(256, 4, 4, 8192),
+    "mini": Size(128, 4, 4, 4096),
     "small": Size(768, 12, 12),
     "medium": Size(1024, 24, 16),
     "large": Size(1280, 36, 20),

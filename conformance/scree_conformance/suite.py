@@ -21,9 +21,9 @@ MODULES = (standard, reshaping, ordering, products, extension, structure, transf
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
     """All cases of a library; with a kernel provider, those of the operations that may have one.
 
-    Where every shape is compiled, each costs seconds. There an operation is tried on few layouts and one more; and in few dtypes:
-    the first, the hardest where scree itself has to do with precision, which is where an operation has many layouts, and one
-    more. The one more is another for other operations, so that none is left out.
+    Where every shape is compiled, each costs seconds. There an operation is tried on few layouts and one more; and in few
+    dtypes: the first, the hardest where scree itself has to do with precision, which is where an operation has many layouts,
+    and one more. The one more is another for other operations, so that none is left out.
     """
     for operation in OPERATIONS:
         if kernel is not None and operation.kernel is None:

@@ -1,6 +1,6 @@
 """Cross-entropy over large vocabularies, forward and backward, alone and fused with the product that makes the logits.
 
-One kernel does it all. A program takes one token after another. `LOSS` is one pass over the logits of a token: each lane keeps a
+One kernel does the work. A program takes one token after another. `LOSS` is one pass over the logits of a token: each lane keeps a
 maximum and a sum of its own (Milakov and Gimelshein, 2018), and only at the end do lanes meet. `GRADIENT` is a second pass, which
 finds the logits in the cache if it follows the first at once, and may write where it reads. A token that does not count is not
 read at all.
@@ -335,7 +335,9 @@ _op.register_autograd(lambda ctx, dlosses, _: (_backward_op(dlosses, *ctx.saved_
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
+    """Why the kernels do not take a `CrossEntropyCall` or `LinearCrossEntropyCall`; None if they do."""
+    if abs(call.ignore_index) >= 1 << 31:
+        return f"the Triton kernels take an ignore_index of 32 bits, not {call.ignore_index}"
     return refuses(call.values)
 
 

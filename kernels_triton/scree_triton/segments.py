@@ -84,13 +84,13 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
     cut = plan.cut and op.value > 0
     x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
     parts = torch.empty((plan.shares, 2, 2, width), dtype=held, device=x.device) if cut else kept
-    tails = torch.empty((plan.shares,), dtype=torch.int32, device=x.device) if cut else rows.offsets
+    long = torch.empty((plan.shares, 2), dtype=torch.int32, device=x.device) if cut else rows.offsets
     stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value and not scan else kept
-    pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, tails,
+    pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, long,
                 rows.offsets)
     start(first, plan.programs, pointers, (), plan.numbers)
     if cut:
-        where = (parts, tails, rows.offsets) if scan else (parts, tails, stats, rows.offsets)
+        where = (parts, long, rows.offsets) if scan else (parts, long, stats, rows.offsets)
         start(between, plan.programs, where, (), plan.numbers[:3])
         if map.value:
             start(again, plan.programs, pointers, (), plan.numbers)
@@ -123,7 +123,7 @@ def _plan(device: torch.device, total: int, n: int, max_length: int | None, widt
     while stride * shares.WIDE < n + 1:
         stride *= shares.WIDE
     return _Plan(count, count * blocks, count > 1 and (max_length is None or max_length > share),
-                 min(tokens // mean, _MOST_ROWS), mean,
+                 min(max(tokens // 2 // mean, 1), _MOST_ROWS), mean,
                  (n, total, share, stride))
 
 

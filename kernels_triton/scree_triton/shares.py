@@ -323,15 +323,15 @@ def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("n", "total", "share", "stride"))
-def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, stride, OP: tl.constexpr, MAP: tl.constexpr,
+def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, LONG, OFFSETS, n, total, share, stride, OP: tl.constexpr, MAP: tl.constexpr,
                  CUT: tl.constexpr, AGAIN: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
                  G: tl.constexpr, W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
                  ACC: tl.constexpr, KEPT: tl.constexpr):
     """The rows of one share: ROWS (n, C), or with MAP the tokens OUT (total, C). Tokens are read as ACC and reduced in KEPT.
 
     With CUT rows may be longer than a share: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its
-    beginning of a later one (1) reduce to, TAILS (shares,) that later row or -1. AGAIN is the second visit, which maps the
-    tokens of long rows by what `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
+    beginning of a later one (1) reduce to, LONG (shares, 2) these rows or -1. AGAIN is the second visit, which maps the tokens
+    of long rows by what `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     F: tl.constexpr = G * W
@@ -343,19 +343,24 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
     columns = (program % BLOCKS) * BC + tl.arange(0, BC)
     d0 = p.to(tl.int64) * share
     d1 = d0 + share
-    first, last = _begin_before(OFFSETS, d0, d1, n, stride)
+    if not AGAIN:
+        first, last = _begin_before(OFFSETS, d0, d1, n, stride)
 
     if CUT:
         for side in tl.static_range(2):  # the end of a long row that began earlier, the beginning of one that goes on
-            row = first - 1 if side == 0 else last - 1
-            has = first > 0 if side == 0 else last > first
-            tail = -1
+            if AGAIN:
+                row = tl.load(LONG + p * 2 + side).to(tl.int64)
+                has = row >= 0
+            else:
+                row = first - 1 if side == 0 else last - 1
+                has = first > 0 if side == 0 else last > first
+            found = -1
             if has:
                 start, end = _bounds(OFFSETS, row, n, total)
                 t0 = d0 - row - 1 if side == 0 else start
                 t1 = tl.minimum(end, d1 - row - 1)
                 if (end - start > share) & (t0 <= t1):
-                    tail = row.to(tl.int32)
+                    found = row.to(tl.int32)
                     one = row + tl.zeros([1], tl.int64)
                     a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
                     part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
@@ -371,8 +376,8 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
                         u, v = _reduce_flat(X, Y, a, start, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
                         tl.store(part, u, mask=(columns < C)[None, :, None])
                         tl.store(part + C, v, mask=(columns < C)[None, :, None])
-            if side == 1 and OP != NONE and not AGAIN:
-                tl.store(TAILS + p, tail)
+            if OP != NONE and not AGAIN:
+                tl.store(LONG + p * 2 + side, found)
     elif MAP != NONE:  # no row is so long, but there may be as many tokens behind the last one
         behind = tl.load(OFFSETS + n).to(tl.int64)
         _clear(OUT, tl.maximum(behind, d0 - n - 1), tl.minimum(total, d1 - n - 1), columns, C, BC, F)
@@ -448,12 +453,12 @@ def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, TAILS, OFFSETS, n, total, share, 
 
 
 @triton.jit(do_not_specialize=("n", "total", "share"))
-def add_kernel(PARTS, TAILS, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+def add_kernel(PARTS, LONG, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
                C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
     """Each long row from its parts, by the program of the share in which it begins: ROWS (n, C), with MAP (2, n, C)."""
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
     p = tl.program_id(0) // BLOCKS
-    row = tl.load(TAILS + p)
+    row = tl.load(LONG + p * 2 + 1)
     if (row < 0) | (row >= n):
         return
     columns = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
@@ -495,12 +500,12 @@ def add_kernel(PARTS, TAILS, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, M
 
 
 @triton.jit(do_not_specialize=("n", "total", "share"))
-def before_kernel(PARTS, TAILS, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+def before_kernel(PARTS, LONG, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
                   C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
     """What each part of a long row runs on from: the SUM or PROD of those before it, with RUNNING_BACK of those behind it."""
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
     p = tl.program_id(0).to(tl.int64) // BLOCKS
-    row = tl.load(TAILS + p)
+    row = tl.load(LONG + p * 2 + 1)
     if (row < 0) | (row >= n):
         return
     columns = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)

@@ -10,6 +10,7 @@ import scree
 from scree_triton import cross_entropy
 from scree_triton.launch import INTERPRETED
 
+pytestmark = [] if INTERPRETED else pytest.mark.gpu
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HALF = f16 if INTERPRETED else bf16  # the interpreter has no bfloat16
 
@@ -147,6 +148,7 @@ def test_reasons():
     with pytest.raises(ValueError, match="float64"):
         scree.cross_entropy(x, targets, kernel="triton")
     assert scree.explain("linear_cross_entropy", x, x, targets).provider == "standard"
+    assert "32 bits" in scree.explain("cross_entropy", x.float(), targets, ignore_index=-1 << 40).rejected["triton"]
 
 
 @pytest.mark.gpu

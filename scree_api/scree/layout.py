@@ -180,6 +180,15 @@ class Layout:
         """(n,) whether the row has any token."""
         return self.lengths > 0
 
+    @property
+    def real(self) -> Any:
+        """(total,) whether a token belongs to a row; None where it is known that all do."""
+        return None if self.host is not None else self._in_a_row
+
+    @_once
+    def _in_a_row(self) -> Any:
+        return self.arange(self.total) < self.offsets[-1:]
+
     def times(self, count: int) -> Layout:
         """The layout of rows that are `count` times as long."""
         offsets, total = self.offsets, self.total * count

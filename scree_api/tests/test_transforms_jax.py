@@ -123,6 +123,21 @@ def test_concat_of_batches_with_tokens_to_spare(axis: int) -> None:
     assert [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])] == rows
 
 
+@pytest.mark.parametrize("name", "sum prod max min mean var std any all count_nonzero argmax argmin".split())
+def test_reductions_of_everything_leave_out_tokens_to_spare(name: str) -> None:
+    of_rows = np.asarray([[3.0, 1], [2, 5], [4, 7], [-2, 6]], np.float32)
+    spare = np.asarray([[100.0, -100], [0, 50]], np.float32)
+
+    @jax.jit
+    def f(values: Any) -> Any:
+        x = scree.from_cu_seqlens(values, jnp.asarray([0, 1, 1, 4], dtype=jnp.int32), max_length=3)
+        return getattr(scree.namespace(x), name)(x)
+
+    expected = getattr(np, name)(of_rows)
+    np.testing.assert_allclose(f(np.concatenate([of_rows, spare])), expected, rtol=1e-6)
+    np.testing.assert_allclose(f(of_rows), expected, rtol=1e-6)
+
+
 def layer(x: scree.Array, w: Any) -> scree.Array:
     """What a model repeats."""
     xp = scree.namespace(x)

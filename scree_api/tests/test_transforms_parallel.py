@@ -84,7 +84,8 @@ WRAPPERS = {wrap.__name__: wrap for wrap in (ddp, fsdp, half)}
 def work(rank: int, folder: Path) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), len(LENGTHS)), rank=rank, world_size=len(LENGTHS))
+    store = dist.FileStore(str(folder / "store"), len(LENGTHS))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(LENGTHS))
     for name, wrap in WRAPPERS.items():
         model, seen = Model(), []
 

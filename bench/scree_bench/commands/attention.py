@@ -37,7 +37,8 @@ def _near(median: float, rows: int, seed: int) -> tuple[int, ...]:
     return tuple(map(int, draws.adding_up(rows, int(rows * median), np.random.default_rng(seed), sigma=0.6)))
 
 
-#: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all run in float32, with a quarter of the heads.
+#: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all are float32, with a quarter of the heads and rows half as
+#: long.
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
     "seed": (draws.SEED, 16, 16, 64, "float16"),
     "seed-bf16": (draws.SEED, 16, 16, 64, "bfloat16"),
@@ -61,9 +62,9 @@ def workloads(names: str, device: str, causal: bool, seed: int, quick: bool) -> 
         elif name in WORKLOADS:
             rows, heads, kv_heads, dim, dtype = WORKLOADS[name]
             if not cuda:
-                heads, kv_heads, dtype = heads // 4, kv_heads // 4, "float32"
+                rows, heads, kv_heads, dtype = tuple(n // 2 for n in rows), heads // 4, kv_heads // 4, "float32"
             if quick:
-                rows = tuple(max(1, n // 16) for n in rows[:32])
+                rows = tuple(max(1, n // 8) for n in rows[:32])
             yield name, Work(rows, heads, kv_heads, dim, dtype, causal, seed)
         else:
             raise typer.BadParameter(f"--work: expected shapes or some of {', '.join(WORKLOADS)}, got {name!r}")

@@ -372,7 +372,7 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
 
 def command(
     rows: Annotated[int, typer.Option(help="Rows of the batch; lengths are log-normal.")] = 16,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 4,096 on the CPU.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")] = None,
     width: Annotated[int, typer.Option(help="Numbers in a token.")] = 1024,
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
     hard: Annotated[bool, typer.Option(help="On CUDA also what stresses some kernels: row lengths, skew, experts.")] = True,
@@ -386,7 +386,7 @@ def command(
     """
     with Session("kernels", locals(), where(device)) as session:
         dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
-        tokens = tokens or (16_384 if session.device == "cuda" else 4096)
+        tokens = tokens or (16_384 if session.device == "cuda" else 2048)
         if quick:
             rows, tokens, width = 8, 256, 64
         base = Sizes(about(rows, tokens // rows), (width,), dtype)

@@ -86,7 +86,7 @@ class Step:
 
 def command(
     sizes: Annotated[str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}; small on CUDA, mini on the CPU.")] = "",
-    contexts: Annotated[str, typer.Option(help="Median lengths of the rows, with commas between them.")] = "128,256,512",
+    contexts: Annotated[str, typer.Option(help="Median lengths of the rows; 128,256,512 on CUDA, 64,128 on the CPU.")] = "",
     batch: Annotated[int, typer.Option(help="Rows.")] = 4,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
     precisions: Annotated[str, typer.Option(help="fp32, tf32 (CUDA), bf16 (autocast).")] = "fp32,bf16",
@@ -103,6 +103,7 @@ def command(
         if find_spec("torch") is None:
             return session.leave_out("model", "needs PyTorch, which is not installed")
         sizes = sizes or ("small" if session.device == "cuda" else "mini")
+        contexts = contexts or ("128,256,512" if session.device == "cuda" else "64,128")
         chosen, medians = [x.strip() for x in sizes.split(",")], numbers(contexts)
         if unknown := [x for x in chosen if x not in gpt.SIZES]:
             raise typer.BadParameter(f"--sizes: expected some of {', '.join(gpt.SIZES)}, got {unknown[0]!r}")

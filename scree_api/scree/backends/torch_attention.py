@@ -1,7 +1,7 @@
 """Attention on the CPU by PyTorch's fused kernel: rows of equal length together, without padding.
 
-A compiler cannot look at the lengths, so that there the same buckets stand behind an operator of their own, which `torch.compile`
-and `torch.export` take as one step.
+A compiler cannot look at the lengths, so that there the same calls stand behind an operator of their own, which
+`torch.compile` and `torch.export` take as one step.
 """
 
 from typing import Any
@@ -41,22 +41,31 @@ def sdpa(call: AttentionCall) -> Array:
     if not call.q.total_length:
         return call.q
     plan = call.q.layout.buckets(padded=False)
-    outs: list[Any] = []
-    for start, (tokens, _) in zip(plan.starts, plan.parts):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *(_rows(x, start, tokens, call.num_heads) for x in (q, k, v)), is_causal=call.causal, scale=call.scale
-        )
-        outs.append(_tokens(out))
+    shapes = [tokens.shape for tokens, _ in plan.parts]
+    order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.parts])
+
+    def by_length(x: torch.Tensor) -> list[torch.Tensor]:  # at once: a selection has a gradient as long as all rows
+        parts = torch.index_select(x, 0, order).split([shape.numel() for shape in shapes])
+        return [_heads(part.unflatten(0, shape), call.num_heads) for part, shape in zip(parts, shapes)]
+
+    outs = [
+        _tokens(torch.nn.functional.scaled_dot_product_attention(*part, is_causal=call.causal, scale=call.scale))
+        for part in zip(*map(by_length, (q, k, v)))
+    ]
     return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
 
 
-def _rows(x: torch.Tensor, start: int, tokens: torch.Tensor, heads: int) -> torch.Tensor:
-    """(rows, heads, length, dim) of one bucket, heads of keys repeated for those of their queries."""
-    if tokens.shape[0] == 1:  # one row stands together already
-        x = x.narrow(0, start, tokens.shape[1])[None].transpose(1, 2)
-    else:
-        x = torch.index_select(x, 0, tokens.reshape(-1)).reshape(*tokens.shape, *x.shape[1:]).transpose(1, 2)
+def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(rows, length, kv_heads, dim) -> (rows, heads, length, dim), heads of keys repeated for those of their queries."""
+    x = x.transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _rows(x: torch.Tensor, start: int, tokens: torch.Tensor, heads: int) -> torch.Tensor:
+    """(rows, heads, length, dim) of the rows of one length."""
+    if tokens.shape[0] == 1:  # one row stands together already
+        return _heads(x.narrow(0, start, tokens.shape[1])[None], heads)
+    return _heads(torch.index_select(x, 0, tokens.reshape(-1)).unflatten(0, tokens.shape), heads)
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:

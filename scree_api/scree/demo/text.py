@@ -51,7 +51,8 @@ def conversations() -> list[str]:
 
         corpus = files("chatterbot_corpus")
     except ModuleNotFoundError as error:
-        raise DemoError(f"--text: {error.name} is not installed; pip install 'scree[train]', or give a text of your own") from error
+        message = f"--text: {error.name} is not installed; pip install 'scree[train]', or give a text of your own"
+        raise DemoError(message) from error
     parts = sorted((corpus / "data" / "english").iterdir(), key=lambda part: part.name)
     talks = [talk for part in parts for talk in yaml.safe_load(part.read_text(encoding="utf-8"))["conversations"]]
     return list(dict.fromkeys("\n".join(" ".join(str(remark).split()) for remark in talk) for talk in talks))

@@ -91,7 +91,10 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
     def whole(x: Array, keepdims: bool) -> Any:
         if x.ragged_dim:
             raise ValueError(f"x: expected the ragged axis in front for {name} of all, got shape {x.shape}; use xp.moveaxis")
-        first = f(x.values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.device)) - 1
+        values, real = x.values, x.layout.real
+        if real is not None:  # tokens behind the last row are never ahead of those before
+            values = xp.where(spread(xp, real, x.values.ndim), values, identity(xp, op, x.dtype))
+        first = f(values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.device)) - 1
         return xp.reshape(first, (1,) * x.ndim) if keepdims else first
 
     def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from ..array import Array
 from ..backends import Backend, constant
 from ..fit import Function, accumulator, against, axes_of
 from ..layout import Layout
-from ..segments import divide, segment_reduce, segment_scan, spread
+from ..segments import divide, identity, segment_reduce, segment_scan, spread
 
 #: Reductions that divide: an integer input gives a floating-point result.
 AVERAGES = ("mean", "std", "var")
@@ -54,7 +55,7 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
             out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
             return x.with_values(xp.astype(out, dtype, copy=False), ragged_dim=x.ragged_dim - gone)
         if 0 in axes and x.total_length:
-            out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
+            out = _everything(f, name, x, inner, keepdims, wide, options)
             out = xp.expand_dims(out, axis=0) if keepdims else out
             return xp.astype(out, dtype, copy=False)
         whole = 0 in axes  # of no tokens: the value of an empty row
@@ -65,6 +66,31 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
         return xp.astype(out[0, ...] if whole and not keepdims else out, dtype, copy=False)
 
     return call
+
+
+def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, options: Any) -> Any:
+    """The reduction of all tokens over axes of the values, by the library's own `f`; tokens behind the last row do not count."""
+    xp, real = x.layout.xp, x.layout.real
+    values = xp.astype(x.values, wide, copy=False)
+    if real is None:
+        return f(values, axis=axes, keepdims=keepdims, **options)
+    real = xp.reshape(real, tuple(n if a == x.ragged_dim else 1 for a, n in enumerate(values.shape)))
+
+    def over(f: Function, op: str, values: Any, **options: Any) -> Any:
+        nothing = xp.full((), identity(xp, op, values.dtype), dtype=values.dtype, device=x.device)
+        return f(xp.where(real, values, nothing), axis=axes, **options)
+
+    if name not in AVERAGES:
+        truth = name in ("any", "all", "count_nonzero")
+        values = xp.astype(values, xp.bool) if truth else values
+        return over(f, "any" if name == "count_nonzero" else name, values, keepdims=keepdims, **options)
+    count = xp.astype(x.layout.offsets[-1], wide) * math.prod(values.shape[a] for a in axes if a != x.ragged_dim)
+    mean = divide(xp, over(xp.sum, "sum", values, keepdims=keepdims or name != "mean"), count)
+    if name == "mean":
+        return mean
+    total = over(xp.sum, "sum", xp.square(values - mean), keepdims=keepdims)
+    variance = divide(xp, total, count - options.get("correction", 0.0))
+    return variance if name == "var" else xp.sqrt(variance)
 
 
 def _monoid(op: str) -> Function:

@@ -48,10 +48,8 @@ class Losses:
     def known(self) -> Any:
         """(total,) which tokens count: those of a row, with a target that is not ignored."""
         known = self.labels != self.ignore_index
-        if isinstance(self.x, Array) and self.x.layout.host is None:  # tokens may follow the last row
-            rows = self.x.layout
-            known = known & (rows.arange(rows.total) < rows.offsets[-1:])
-        return known
+        real = self.x.layout.real if isinstance(self.x, Array) else None
+        return known if real is None else known & real
 
     @property
     def summed(self) -> bool:
