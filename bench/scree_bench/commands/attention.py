@@ -42,9 +42,9 @@ def _near(median: float, rows: int, seed: int) -> tuple[int, ...]:
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
     "seed": (draws.SEED, 16, 16, 64, "float16"),
     "seed-bf16": (draws.SEED, 16, 16, 64, "bfloat16"),
-    "hd128": (_near(2048, 8, 1), 16, 16, 128, "bfloat16"),
-    "gqa": (_near(2048, 8, 1), 32, 8, 128, "bfloat16"),
-    "small": (_near(256, 16, 2), 4, 4, 32, "float16"),
+    "hd128": (draws.LONG, 16, 16, 128, "bfloat16"),
+    "gqa": (draws.LONG, 32, 8, 128, "bfloat16"),
+    "small": (draws.SHORT, 4, 4, 32, "float16"),
     "skewed": (SKEWED, 16, 16, 128, "bfloat16"),
     "fp32": (draws.SEED, 16, 16, 64, "float32"),
 }

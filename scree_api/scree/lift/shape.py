@@ -67,7 +67,7 @@ def _stacked(arrays: list[Array], values: Any) -> Array:
     longest = [one.max_length for one in layouts]
     new = Layout(first.backend, first.xp.concat(ends), total, None if None in longest else max(longest))  # type: ignore[type-var]
     stacked = Array._of(values, new, dim)
-    return select(stacked, new, first.xp.concat(starts), distinct=True) if hidden else stacked
+    return select(stacked, new, first.xp.concat(starts)) if hidden else stacked
 
 
 def _joined(layouts: list[Layout]) -> Layout:
