@@ -186,3 +186,16 @@ def test_gradients_of_gradients():
         dy, other = torch.ones_like(y).requires_grad_(), numbers(61, 2, seed=1)
         (dx,) = torch.autograd.grad(y, x.values, dy, create_graph=True)
         assert torch.equal(torch.autograd.grad(dx, dy, other)[0], f(x.with_values(other))), name
+
+
+def test_offsets_from_the_host_wait_for_nothing():
+    rows = [numbers(n, 2) for n in LENGTHS]
+    if not INTERPRETED:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        arr = scree.pack(rows)
+    finally:
+        if not INTERPRETED:
+            torch.cuda.set_sync_debug_mode("default")
+    assert arr.offsets.tolist() == [0, 3, 3, 20, 21, 61]
+    assert equal(arr, [row.cpu().numpy() for row in rows])

@@ -64,7 +64,14 @@ def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpoint, f, use_reentrant=False, preserve_rng_state=False)
 
 
-BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, checkpoint=_checkpoint,
+def _place(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """On its way to a GPU it is pinned: a copy from other memory waits for all that the GPU has to do."""
+    if device is None or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
+        return xp.asarray(host, dtype=dtype, device=device)
+    return torch.asarray(host, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, place=_place, checkpoint=_checkpoint,
                   compiling=torch.compiler.is_compiling, outside=_outside, to_device=lambda x, device: x.to(device))
 
 pytree.register_pytree_node(
