@@ -353,6 +353,8 @@ def _slots(call: UnpadCall) -> Any:
         real = None if layout.host is None else np.arange(longest) < np.diff(layout.host)[:, None]
     else:
         real = lib.peek(mask)
+        if real is None and layout.host is not None:  # its counts were read already
+            real = lib.read(mask)
     if real is not None:
         return xp.asarray(np.flatnonzero(real), dtype=layout.offsets.dtype, device=lib.device(call.x))
     if mask is None:
