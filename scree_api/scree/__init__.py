@@ -1,6 +1,9 @@
 """scree: one ragged array for NumPy, PyTorch, JAX, MLX and every library that follows the Array API standard."""
 
-from . import bridges, data, kinds
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import bridges, kinds
 from .array import Array
 from .bucket import bucket
 from .namespace import namespace
@@ -33,8 +36,11 @@ from .ops import (
     unpack,
 )
 from .registry import explain, register_kernel, unregister_kernel
-from .storage import load, save
 from .update import at
+
+if TYPE_CHECKING:
+    from . import data
+    from .storage import load, save
 
 __version__ = "0.1.0"
 
@@ -78,3 +84,13 @@ __all__ = [
     "unpack",
     "unregister_kernel",
 ]
+
+#: What few programs need, and where it is loaded from when it is asked for.
+_LATER = {"data": "data", "load": "storage", "save": "storage"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_LATER[name]}", __name__)
+    return module if name == _LATER[name] else getattr(module, name)

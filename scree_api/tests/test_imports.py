@@ -57,14 +57,14 @@ def test_import_loads_no_library() -> None:
     assert not (LIBRARIES | EXTRAS) & set(loaded)
 
 
-def test_import_costs_no_more_than_that_of_its_dependencies(tmp_path: Path) -> None:
+def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
     def cost(what: str) -> float:
         code = f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"
         return float(python(code, tmp_path))
 
     both = [(cost("numpy, array_api_compat"), cost("scree")) for _ in range(7)]  # interleaved; the first ones compile
     least, ours = map(min, zip(*both, strict=True))  # other work on the machine only adds
-    assert ours - least < least, f"import scree takes {ours:.3f} s, its dependencies {least:.3f} s"
+    assert ours < 1.5 * least, f"import scree takes {ours:.3f} s, its dependencies {least:.3f} s"
 
 
 # --------------------------------------------------------------------------------------------------- architecture
