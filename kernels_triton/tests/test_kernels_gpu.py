@@ -87,7 +87,7 @@ def test_graph(name):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(captured, run(case, *fresh[:2], fresh[2])))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "softmax", "sum", "cumulative_sum", "rope", "gather", "flip"])
+@pytest.mark.parametrize("name", ["rms_norm", "softmax", "sum", "cumulative_sum", "rope", "gather", "flip", "concat"])
 def test_more_than_2_31_elements(name):
     """The last row against itself alone."""
     length, width = 1000, 1024

@@ -3,13 +3,12 @@
 import re
 from typing import Any
 
+import array_api_strict as strict
+import mlx.core as mx
 import numpy as np
 import pytest
 
-mx = pytest.importorskip("mlx.core")
-strict = pytest.importorskip("array_api_strict")
-
-from scree.backends import mlx_namespace as xp  # noqa: E402
+from scree.backends import mlx_namespace as xp
 
 rng = np.random.default_rng(0)
 ARRAYS = {
