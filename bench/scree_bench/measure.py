@@ -101,7 +101,7 @@ def interleaved(
         try:
             with within(patience):
                 return clock(thunks[name], inner[name])
-        except Exception as error:
+        except Exception as error:  # a contender that fails is a result, and the others still run
             out[name] = Failure.of(error)
             inner.pop(name, None)
             return 0.0, None

@@ -119,7 +119,7 @@ class Session:
             try:
                 with within(self.patience):
                     thunks[who] = build()
-            except Exception as error:
+            except Exception as error:  # a contender that fails is a result, and the others still run
                 outcome[who] = Failure.of(error)
         seconds, fewest = (self.seconds / 10, 2) if self.quick else (self.seconds, FEWEST)
         outcome |= interleaved(
@@ -141,7 +141,7 @@ class Session:
         row = self.row(case, who)
         try:
             row.values[name] = float(compute())
-        except Exception as error:
+        except Exception as error:  # a contender that fails is a result, and the others still run
             row.add(name, Failure.of(error))
 
     def leave_out(self, what: str, why: str) -> None:

@@ -74,7 +74,7 @@ class Case:
             bench.start(self.name)
             try:
                 self.operation.check(bench, self.layout, self.dtype)
-            except Exception as error:
+            except Exception as error:  # any failure will do for a gap that the table names
                 if gap is None:
                     raise
                 raise Absent(gap) from error

@@ -171,7 +171,7 @@ def load_plugins(library: str) -> None:
     for entry in entry_points(group=ENTRY_POINTS, name=library):
         try:
             entry.load()()
-        except Exception as error:
+        except Exception as error:  # raised again, with the name of the package
             _LOADED.remove(library)
             package = entry.dist.name if entry.dist else "an unknown package"
             raise ImportError(

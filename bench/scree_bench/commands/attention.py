@@ -129,7 +129,7 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
         return session.leave_out(f"errors of {name}", "too many operations for the float64 reference")
     try:
         right = reference(lib, work, gradients=lib.phases is not None)
-    except Exception as error:
+    except Exception as error:  # without a reference the times still stand
         return session.leave_out(f"errors of {name}", Failure.of(error).why)
     for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
         for who, prepare in prepared.items():

@@ -106,7 +106,7 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
         failed = ""
         try:
             processes.spawn(worker, arguments, nprocs=world)
-        except Exception as error:
+        except Exception as error:  # a process that dies is a result; what was measured is kept
             failed = " ".join(str(error).split())[-300:]
         written = Path(folder) / "times-0"
         lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []

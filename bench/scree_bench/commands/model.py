@@ -136,7 +136,7 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
             try:
                 require(16.0 * size.parameters, device)
                 running[who] = Step(size, make(rows, device), longest, device, case["precision"], compile_it, seed)
-            except Exception as error:
+            except Exception as error:  # out of memory, most of all: a result, and the others still run
                 session.row(case, who).add("step_s", Failure.of(error))
     times: dict[str, dict[str, list[float]]] = {who: {phase: [] for phase in PHASES} for who in running}
     for number in range(max(WARM_UPS) + steps):
@@ -146,7 +146,7 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
                     times[who][phase].append(running[who].run(phase))
                 if number == 0:
                     session.row(case, who).values["first_loss_value"] = float(running[who].loss.detach())
-            except Exception as error:
+            except Exception as error:  # out of memory, most of all: a result, and the others still run
                 session.row(case, who).add("step_s", Failure.of(error))
                 del running[who]
     for who, step in running.items():
@@ -156,7 +156,7 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
         try:
             _memory(session, row, step)
             _profile(session, row, step)
-        except Exception as error:
+        except Exception as error:  # out of memory, most of all: a result, and the others still run
             row.add("profile", Failure.of(error))
 
 

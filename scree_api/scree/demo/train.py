@@ -1,6 +1,6 @@
 """Training of the language model: batches of conversations, one loop a library (`train_torch`, `train_jax`, `train_mlx`), a plot.
 
-It runs as ``python -m scree train-demo``.
+It runs as ``python -m scree train-demo``. Gradients and optimizers are each library's own, so the three loops name theirs.
 """
 
 from collections.abc import Callable, Iterator
