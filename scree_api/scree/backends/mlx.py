@@ -5,8 +5,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..registry import register_kernel
+from ..segments import SegmentCall
 from . import Backend
 from . import mlx_namespace as xp
+
+SHORT = 4  # tokens of the longest row up to which a scatter is as fast as tiles
 
 
 def _peek(x: Any) -> None:
@@ -28,3 +32,21 @@ def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
 
 BACKEND = Backend("mlx", xp, _peek, _read, device=xp.device, to_device=xp.to_device, uniform=_uniform,
                   checkpoint=mx.checkpoint)
+
+
+def _rejects(call: SegmentCall) -> str | None:
+    if call.layout.backend is not BACKEND:
+        return "only MLX arrays are scattered into rows"
+    if call.op != "sum":
+        return f"MLX has no gradient of a scatter by {call.op}"
+    if call.layout.bound > SHORT:
+        return f"tiles are faster in rows beyond {SHORT} tokens"
+    return None
+
+
+@register_kernel("segment_reduce", provider="scatter", rejects=_rejects)
+def scatter(call: SegmentCall) -> Any:
+    """Add every token to its row; tokens behind the last row have a row of their own."""
+    n, values = call.layout.num_rows, call.converted
+    out = mx.zeros((n + 1, *values.shape[1:]), dtype=values.dtype)
+    return out.at[call.layout.segment_ids].add(values)[:n]
