@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,7 @@ from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
+LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
 
 
 def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
@@ -49,6 +51,30 @@ def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
     }
 
 
+def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
+    """Every elementwise function of the standard and every reduction, on NumPy: kind, name, our call and the bare one."""
+    x = scree.from_lengths(np.linspace(0.1, 0.9, sum(LENGTHS)), LENGTHS)
+    i, b = x.with_values(np.arange(x.total_length)), x.with_values(x.values > 0.5)
+    xp, bare = scree.namespace(x), x.layout.xp
+    tries = ((x,), (x, x), (i,), (i, i), (b,), (b, b), (b, x, x))
+    for name, kind in scree.kinds.KINDS.items():
+        if kind.name == "reduction":
+            ours, its = getattr(xp, name), getattr(bare, name)
+            yield kind.name, name, partial(ours, x, axis=1), partial(its, x.values, axis=0)
+        elif kind.name == "elementwise":
+            given = next(arrays for arrays in tries if _takes(getattr(bare, name), arrays))
+            dense = [arr.values for arr in given]
+            yield kind.name, name, partial(getattr(xp, name), *given), partial(getattr(bare, name), *dense)
+
+
+def _takes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> bool:
+    try:
+        function(*(arr.values for arr in arrays))
+    except TypeError:  # other types, or another number of arguments
+        return False
+    return True
+
+
 def command(
     backend: Backend = "all", device: Device = "auto", seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -67,6 +93,13 @@ def command(
                 rows = session.time(case, "call_s", contenders, wait=_itself if lib.device == "cuda" else lib.wait, device="cpu")
                 if bare is not None and all("call_s" in row.values for row in rows.values()):
                     rows["scree"].values["over_s"] = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
+            if lib.name == "numpy":
+                every = list(functions())
+                for kind, name, ours, bare in session.track(every[::12] if quick else every, "every function"):
+                    case = {"kind": kind, "function": name}
+                    rows = session.time(case, "call_s", {"scree": partial(_values, ours), "bare": partial(_itself, bare)})
+                    over = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
+                    rows["scree"].values |= {"over_s": over, "limit_s": LIMITS[kind]}
         names = [name for name in IMPORTS if find_spec(name.partition(".")[0]) is not None]
         commands = {name: partial(_importer, name) for name in (names[:2] if quick else names)}
         imports: dict[str, Build] = {"nothing": partial(_importer, ""), **commands}
