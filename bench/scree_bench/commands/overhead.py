@@ -69,10 +69,9 @@ def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
 
 def _takes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> bool:
     try:
-        function(*(arr.values for arr in arrays))
-    except TypeError:  # other types, or another number of arguments
+        return isinstance(function(*(arr.values for arr in arrays)), np.ndarray)
+    except (TypeError, ValueError):  # other types, or another number of arguments
         return False
-    return True
 
 
 def command(
