@@ -17,7 +17,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "linear_cross_entropy": ("cross_entropy", "linear_cross_entropy", lambda call: call.values),
     "log_softmax": ("softmax", "log_softmax", lambda call: call.x.values),
     "logsumexp": ("softmax", "logsumexp", lambda call: call.x.values),
-    "offsets": ("lengths", "run", lambda call: call.lengths),
+    "offsets": ("offsets", "run", lambda call: call.lengths),
     "pad": ("copies", "run_pad", lambda call: call.x.values),
     "rms_norm": ("norms", "rms_norm", lambda call: call.values),
     "rope": ("rope", "run", lambda call: call.x.values),

@@ -20,6 +20,7 @@ import triton.language as tl
 from .addition import ACC, add
 from .host import start
 from .launch import Launch
+from .offsets import row_of
 
 _UNITS = 512  # that a program moves
 _WARPS = 4
@@ -36,19 +37,6 @@ def _part(PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: t
     block = program // (PIECES * COLUMNS)
     tokens = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     return block, tokens, program // COLUMNS % PIECES, program % COLUMNS * BC
-
-
-@triton.jit
-def _row_of(OFFSETS, tokens, n, bisections):
-    """The row of each token; n behind the last one."""
-    low = tl.zeros_like(tokens).to(tl.int32)
-    high = low + n + 1
-    for _ in range(bisections):
-        middle = (low + high) // 2
-        inside = tl.load(OFFSETS + middle) <= tokens
-        low = tl.where(inside, middle, low)
-        high = tl.where(inside, high, middle)
-    return low
 
 
 @triton.jit
@@ -97,7 +85,7 @@ def unpad_kernel(PADDED, X, OFFSETS, n, total, bisections, length, x_token, x_pi
                  UNIT: tl.constexpr, ALIGN: tl.constexpr):
     """Every token from its slot in a padded batch; strides as above."""
     _, token, piece, column = _part(PIECES, WIDTH, BC, TOKENS)
-    row = _row_of(OFFSETS, token, n, bisections)
+    row = row_of(OFFSETS, token, n, bisections)
     begin = tl.load(OFFSETS + row).to(tl.int64)
     place = token - begin
     if LEFT:
@@ -130,7 +118,7 @@ def select_kernel(X, OUT, OFFSETS, STARTS, n, total, bisections, size, step, low
     BACK is 2 where they fill X; then what stands behind the last row in both is set to 0.
     """
     _, token, piece, column = _part(PIECES, WIDTH, BC, TOKENS)
-    row = _row_of(OFFSETS, token, n, bisections)
+    row = row_of(OFFSETS, token, n, bisections)
     begin = tl.load(OFFSETS + row).to(tl.int64)
     source = tl.load(STARTS + row, mask=row < n, other=0).to(tl.int64) + (token - begin) * step
     source = tl.where(row < n, source, token)
@@ -171,7 +159,7 @@ def join_kernel(X0, X1, X2, X3, O0, O1, O2, O3, OUT, n, bisections, y_token, y_p
         if block >= block3:
             X, O, first, total, x_token, x_piece = X3, O3, block3, total3, token3, piece3
     token -= first.to(tl.int64) * TOKENS
-    row = _row_of(O, token, n, bisections)
+    row = row_of(O, token, n, bisections)
     place = token  # what the earlier arrays have up to the end of this row, and the later ones before it, stands before
     for i in tl.static_range(COUNT):
         OTHER = O0 if i == 0 else O1 if i == 1 else O2 if i == 2 else O3

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .host import differentiated, refuses, start
 from .launch import Launch
+from .offsets import row_of
 
 _ELEMENTS = 4096  # elements that a program turns at a time
 _TOKENS = 8  # of a program
@@ -48,16 +49,10 @@ def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, 
                 INTERLEAVED: tl.constexpr, HAS_START: tl.constexpr):
     """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * exp(-RATE * i)``; K the same."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    low = tl.zeros([TOKENS], tl.int32)
-    high = tl.zeros([TOKENS], tl.int32) + n
-    for _ in range(bisections):
-        middle = (low + high) // 2
-        inside = tl.load(OFFSETS + middle) <= tokens
-        low = tl.where(inside, middle, low)
-        high = tl.where(inside, high, middle)
-    position = tokens - tl.load(OFFSETS + low)
+    row = row_of(OFFSETS, tokens, n - 1, bisections)  # the last one for tokens behind it
+    position = tokens - tl.load(OFFSETS + row)
     if HAS_START:
-        position += tl.load(START + low)
+        position += tl.load(START + row)
     pair = tl.arange(0, HALF)
     # The rates in float64: an angle is thousands of turns, and its error that of the rate.
     angle = (position * sign).to(tl.float32)[:, None] * tl.exp(pair.to(tl.float64) * -RATE).to(tl.float32)[None, :]

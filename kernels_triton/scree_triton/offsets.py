@@ -1,4 +1,4 @@
-"""Offsets from lengths, by one launch."""
+"""What kernels ask of offsets: the row of a token, by bisection; and offsets from lengths, by one launch."""
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,19 @@ from .launch import Launch
 _BLOCK = 1024  # rows at a time
 _MOST_ROWS = 1 << 16  # that one program goes over
 _DTYPES = (torch.int32, torch.int64)
+
+
+@triton.jit
+def row_of(OFFSETS, tokens, n, bisections):
+    """The row of each token; n behind the last one."""
+    low = tl.zeros_like(tokens).to(tl.int32)
+    high = low + n + 1
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        inside = tl.load(OFFSETS + middle) <= tokens
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle)
+    return low
 
 
 @triton.jit(do_not_specialize=("n",))
