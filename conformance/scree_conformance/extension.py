@@ -77,6 +77,29 @@ def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
                 lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)  # type: ignore[arg-type]
 
 
+@operation("ragged.swiglu", kernel="swiglu")
+def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Also of gates whose exponential is beyond the dtype, and on dense arrays."""
+    for token, draw in (((6,), "any"), ((2, 4), "any"), ((6,), "large")):
+        x = bench.ragged(layout, token, dtype, draw)
+        bench.check(lambda a: bench.run(bench.xp.ragged.swiglu, a), oracle.swiglu, x, curved=True, note=f"{token}, {draw}: ")
+    dense = bench.dense((3, 4), dtype)
+    bench.check(lambda a: bench.run(bench.xp.ragged.swiglu, a), lambda a: oracle.swiglu([a])[0], dense,  # type: ignore[arg-type]
+                curved=True)
+
+
+@operation("ragged.split", kernel="split")
+def split(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Along every axis of the elements, before and behind a ragged axis, with an empty part, and on dense arrays."""
+    for token, dim, axis in (((5,), 0, 2), ((5, 2), 0, 2), ((2, 5), 0, -1), ((5,), 1, 1)):
+        x = bench.ragged(layout, token, dtype, "any", dim)
+        bench.check(lambda a: bench.run(bench.xp.ragged.split, a, (2, 0, 3), axis=axis),
+                    partial(oracle.split, sizes=(2, 0, 3), axis=axis - 1 if axis > 0 else axis), x,
+                    note=f"{token}, {dim}, {axis}: ")  # fmt: skip
+    bench.check(lambda a: bench.run(bench.xp.ragged.split, a, (1, 3)),
+                lambda a: (a[:, :1], a[:, 1:]), bench.dense((3, 4), dtype))
+
+
 # -------------------------------------------------------------------------------------------- cross-entropy
 def _classes(bench: Bench, x: Data, count: int, ignored: int = -100) -> Data:
     """A class for each token, or in a third of the cases none."""

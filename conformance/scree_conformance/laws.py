@@ -13,7 +13,7 @@ import scree
 from .backends import EPS, HALF
 from .bench import FACTOR, Bench
 from .layouts import EMPTY, Layout, lengths_of
-from .table import DTYPES, operation
+from .table import DTYPES, Absent, operation
 
 # ------------------------------------------------------------------------------------------------- empty rows
 #: Reduction -> its value for an empty row of floating-point numbers.
@@ -72,6 +72,7 @@ ISOLATED: dict[str, Callable[[Any, scree.Array], Any]] = {
     "logsumexp": lambda xp, x: xp.ragged.logsumexp(x),
     "rms_norm": lambda xp, x: xp.ragged.rms_norm(x),
     "layer_norm": lambda xp, x: xp.ragged.layer_norm(x),
+    "swiglu": lambda xp, x: xp.ragged.swiglu(x),
     "rope": lambda xp, x: xp.ragged.rope(x),
     "attention": _attention({}),
     "attention causal": _attention({"causal": True}),
@@ -105,6 +106,19 @@ def _parts(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
+@operation("law: NaN is not lost", ("empty_between", "blocks"), DTYPES)
+def not_lost(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Where one token of a row is NaN, what depends on all of the row is NaN."""
+    lengths = lengths_of(layout)
+    bad = int(np.argmax(lengths))
+    whole = np.concatenate(bench.ragged(layout, (2, 4), dtype).exact)
+    whole[int(np.sum(lengths[:bad])) + 1] = math.nan
+    x = bench.of(bench.lib.make(whole, dtype), lengths).x
+    for name in ("sum", "max", "mean", "std", "softmax", "log_softmax", "logsumexp", "attention"):
+        for found in _parts(ISOLATED[name](bench.xp, x)):
+            assert np.isnan(bench.read(found)[bad]).all(), f"{name}: the row of a NaN gives {bench.read(found)[bad]}"
+
+
 #: Indices that mean the same on a ragged array of equal rows and on the dense one.
 INDICES: list[Any] = [
     np.s_[1, ...], np.s_[1:, ...], np.s_[:, 1, ...], np.s_[:, -1, ...], np.s_[:, 1:3, ...], np.s_[..., 0], np.s_[1:, 1:, :1],
@@ -121,6 +135,23 @@ def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
         found, right = bench.read(x[key]), dense.exact[key]
         np.testing.assert_array_equal(np.stack(found) if isinstance(found, list) else found, right, err_msg=f"x[{key}]")
     np.testing.assert_array_equal(np.stack(bench.read(x.mT)), dense.exact.swapaxes(1, 2))
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+@operation("law: gradients of nothing are 0", ("empty_between", "ones"), ("float32",))
+def no_slope(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Rows that are constant, of one token or empty have gradients of 0 where a root or a quotient has none."""
+    if bench.lib.grad is None:
+        raise Absent("the library has no gradients")
+    x, xp = bench.ragged(layout, (2,), dtype).x, bench.xp
+    known = lambda found: xp.sum(xp.where(xp.isfinite(found), found, xp.zeros_like(found)))  # noqa: E731
+    calls: dict[str, Callable[[scree.Array], Any]] = {
+        "mean": lambda a: xp.mean(a * 0.0, axis=1), "var": lambda a: xp.var(a * 0.0 + 3.0, axis=1),
+        "std": lambda a: xp.std(a * 0.0 + 3.0, axis=1), "norm": lambda a: xp.linalg.vector_norm(a * 0.0, axis=1),
+    }  # fmt: skip
+    for name, call in calls.items():
+        (gradient,) = bench.lib.grad(lambda values, call=call: known(call(x.with_values(values))), x.values)
+        np.testing.assert_array_equal(bench.lib.read(gradient), np.zeros(x.values.shape), err_msg=name)
 
 
 # ------------------------------------------------------------------------------------------------- precision

@@ -192,6 +192,18 @@ def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) ->
     return out
 
 
+def split(rows: Rows, sizes: Sequence[int], axis: int) -> tuple[list[np.ndarray], ...]:
+    """Parts along one axis of the tokens of each row."""
+    parts = [np.split(row, np.cumsum(sizes)[:-1], axis=axis) for row in rows]
+    return tuple([part[i] for part in parts] for i in range(len(sizes)))
+
+
+def swiglu(rows: Rows) -> list[np.ndarray]:
+    """``gate / (1 + exp(-gate)) * value``, gates and values halves of the last axis."""
+    with np.errstate(over="ignore"):
+        return [gate / (1 + np.exp(-gate)) * value for gate, value in (np.split(row, 2, axis=-1) for row in rows)]
+
+
 def rope(rows: Rows, *, theta: float = 10000.0, interleaved: bool = False, start: Sequence[int] | None = None) -> list[np.ndarray]:
     """Turn pair i of token p by ``p * theta ** (-2 i / d)``; pairs are neighbours, or one from either half."""
     out = []

@@ -33,6 +33,8 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
                       lambda x: oracle.cross_entropy(x, _some(x, 5), reduction="none")),
     "linear_cross_entropy": (((4,),), ((6, 4), (6,)), lambda r, x, w, b: r.linear_cross_entropy(x, w, _classes(r, x, 6), b),
                              lambda x, w, b: oracle.linear_cross_entropy(x, w, _some(x, 6), b)),
+    "swiglu": (((4,),), (), lambda r, x: r.swiglu(x), oracle.swiglu),
+    "split": (((4,),), (), lambda r, x: r.split(x, (1, 3))[1], lambda x: [row[:, 1:] for row in x]),
     "rope": (((2, 4),), (), lambda r, x: r.rope(x), oracle.rope),
     "attention": (((4, 4), (2, 4), (2, 3)), (), lambda r, q, k, v: r.attention(q, k, v, causal=True),
                   lambda q, k, v: oracle.attention(q, k, v, causal=True)[0]),

@@ -32,6 +32,8 @@ from .ops import (
     scatter_add,
     segment_ids,
     softmax,
+    split,
+    swiglu,
     to_padded,
     unpack,
 )
@@ -80,6 +82,8 @@ __all__ = [
     "scatter_add",
     "segment_ids",
     "softmax",
+    "split",
+    "swiglu",
     "to_padded",
     "unpack",
     "unregister_kernel",
@@ -94,3 +98,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".{_LATER[name]}", __name__)
     return module if name == _LATER[name] else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -142,10 +142,11 @@ class Array:
         >>> scree.from_lengths(np.arange(5), [2, 3]).with_values(np.zeros((5, 8))).shape
         (2, None, 8)
         """
+        own = self.values
         dim = self.ragged_dim if ragged_dim is None else ragged_dim
-        if type(values) is not type(self.values):
-            checks.dense("values", values, self.values)
-        if not 0 <= dim < values.ndim or values.shape[dim] != self.total_length:
+        if type(values) is not type(own):
+            checks.dense("values", values, own)
+        if not 0 <= dim < values.ndim or values.shape[dim] != own.shape[self.ragged_dim]:
             raise ValueError(
                 f"values: expected {self.total_length} tokens along axis {dim}, got shape {tuple(values.shape)}"
             )
@@ -197,8 +198,9 @@ class Array:
 
     @property
     def device(self) -> Any:
-        """Device of the values."""
-        return self.layout.backend.device(self.values)
+        """Device of the values; None where a trace hides it."""
+        found = self.layout.backend.device(self.values)
+        return getattr(self.values, "device", None) if found is None else found
 
     @property
     def nbytes(self) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from .array import Array
-from .checks import number
+from .checks import number, scalar
 from .create import PackCall
+from .fit import ragged
+from .index import trimmed
 from .layout import Layout
 from .registry import run
 
@@ -28,7 +30,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     growth
         Ratio of one size to the one below it, greater than 1. The smaller it is, the less is padded and the more is compiled.
     fill_value
-        What the added tokens hold, a scalar.
+        What the added tokens hold, a scalar of the array's dtype.
 
     Returns
     -------
@@ -45,8 +47,8 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     >>> real
     array([ True,  True,  True, False, False])
     """
-    number("growth", growth, above=1)
-    lengths, rows = np.diff(arr.layout.read()), arr.layout
+    arr, fill_value = trimmed(ragged("arr", arr)), scalar("fill_value", fill_value, arr.values)
+    rows, lengths, growth = arr.layout, np.diff(arr.layout.read()), number("growth", growth, above=1)
     total, longest = _size(rows.total, growth), _size(int(lengths.max(initial=0)), growth)
     padding, added = total - rows.total, math.ceil(total * (1 - 1 / growth) / longest)
     count = _size(rows.num_rows, growth) + added
@@ -55,9 +57,9 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     new = Layout.from_host(rows.backend, np.concatenate([lengths, filler]), like=arr.offsets)
     new.max_length = longest
     shape = (*arr.values.shape[: arr.ragged_dim], padding, *arr.values.shape[arr.ragged_dim + 1 :])
-    fill = rows.backend.from_host(np.full(shape, fill_value), arr.dtype, arr.device)
+    fill = rows.backend.from_host(np.full(shape, fill_value), arr.dtype, rows.device)
     values = run("pack", PackCall([arr.values, fill], arr.ragged_dim))
-    real = rows.backend.from_host(np.arange(count) < rows.num_rows, rows.xp.bool, arr.device)
+    real = rows.backend.from_host(np.arange(count) < rows.num_rows, rows.xp.bool, rows.device)
     return Array._of(values, new, arr.ragged_dim), real
 
 

@@ -40,6 +40,21 @@ def integers(name: str, x: Any, like: Any) -> Any:
     return xp.astype(x, xp.int64 if x.dtype == xp.uint32 or x.dtype == xp.uint64 else xp.int32)
 
 
+def scalar(name: str, x: Any, like: Any) -> Any:
+    """`x` as a Python scalar; raises unless it is one that the dtype of the array `like` holds."""
+    x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype
+    if not isinstance(x, bool | int | float | complex):
+        raise TypeError(f"{name}: expected a scalar, got {type(x).__name__}")
+    if xp.isdtype(dtype, ("real floating", "complex floating")):
+        fits = xp.isdtype(dtype, "complex floating") or not isinstance(x, complex)
+    else:
+        low, high = (0, 1) if xp.isdtype(dtype, "bool") else (xp.iinfo(dtype).min, xp.iinfo(dtype).max)
+        fits = isinstance(x, int) and low <= x <= high
+    if not fits:
+        raise TypeError(f"{name}: expected a number that {dtype} holds, got {x!r}; see xp.astype for the array")
+    return x
+
+
 def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) -> float:
     """`x` as a Python number; raises unless it is a finite one, at least `low` and greater than `above`."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.number):

@@ -11,9 +11,9 @@ import numpy as np
 
 from .array import Array
 from .backends import backend, is_array
-from .checks import integer, integers
+from .checks import integer, integers, scalar
 from .fit import ragged
-from .layout import Layout
+from .layout import Layout, counter
 from .registry import declare, run
 from .segments import spread
 
@@ -159,7 +159,7 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
     lengths = integers("lengths", lengths, values)
     if lengths.ndim != 1:
         raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
-    offsets = run("offsets", OffsetsCall(lengths, lib.xp.int64 if lengths.dtype == lib.xp.int64 else lib.xp.int32))
+    offsets = run("offsets", OffsetsCall(lengths, counter(lib.xp, _tokens(values, ragged_dim), lengths)))
     return Array(values, offsets, ragged_dim, max_length)
 
 
@@ -221,7 +221,7 @@ def from_segment_ids(
         assert host is not None
         num_segments = int(host[-1]) + 1 if host.size else 0
     bounds = lib.xp.arange(num_segments + 1, dtype=segment_ids.dtype, device=lib.device(values))
-    offsets = lib.xp.astype(lib.xp.searchsorted(segment_ids, bounds), lib.xp.int32)
+    offsets = lib.xp.astype(lib.xp.searchsorted(segment_ids, bounds), counter(lib.xp, total))
     return Array(values, offsets, ragged_dim, max_length)
 
 
@@ -297,7 +297,7 @@ class UnpadCall:
                 raise ValueError(f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out")
             return cls(padded, Layout.from_host(lib, counts, device=lib.device(padded)), mask, axis - 1)
         assert total is not None
-        offsets = run("offsets", OffsetsCall(counts, lib.xp.int32 if total <= np.iinfo(np.int32).max else lib.xp.int64))
+        offsets = run("offsets", OffsetsCall(counts, counter(lib.xp, total)))
         return cls(padded, Layout(lib, offsets, total, shape[1]), mask, axis - 1)
 
 
@@ -356,9 +356,9 @@ def _slots(call: UnpadCall) -> Any:
         if real is None and layout.host is not None:  # its counts were read already
             real = lib.read(mask)
     if real is not None:
-        return xp.asarray(np.flatnonzero(real), dtype=layout.offsets.dtype, device=lib.device(call.x))
+        return xp.asarray(np.flatnonzero(real), dtype=counter(xp, size, layout.offsets), device=lib.device(call.x))
     if mask is None:
-        slots = layout.rows * longest + layout.positions
+        slots = xp.astype(layout.rows, counter(xp, size, layout.rows), copy=False) * longest + layout.positions
     else:
         marked = xp.cumulative_sum(xp.reshape(xp.astype(mask != 0, layout.offsets.dtype), (-1,)), dtype=layout.offsets.dtype)
         slots = xp.searchsorted(marked, layout.arange(layout.total) + 1)
@@ -377,7 +377,7 @@ def to_padded(
     side
         "right" or "left": where the padding stands.
     fill_value
-        What the padding holds, a scalar.
+        What the padding holds, a scalar of the array's dtype.
     length
         The padded length; by default the longest row (or `max_length`, where the offsets are not read for free). Where the
         offsets are readable, a row that is longer is an error: nothing is cut.
@@ -418,9 +418,7 @@ class PadCall:
         """Check the arguments of `to_padded` and bring them into one form."""
         layout = ragged("arr", arr).layout
         length = None if length is None else integer("length", length, 0)
-        fill_value = fill_value.item() if isinstance(fill_value, np.generic) else fill_value
-        if not isinstance(fill_value, bool | int | float | complex):
-            raise TypeError(f"fill_value: expected a scalar, got {type(fill_value).__name__}")
+        fill_value = scalar("fill_value", fill_value, arr.values)
         if side not in ("right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
         if length is None and layout.max_length is None:
@@ -444,9 +442,9 @@ def _take_padded(call: PadCall) -> tuple[Any, Any]:
     mask = slots < lengths if call.side == "right" else slots >= length - lengths
     tokens = starts + slots if call.side == "right" else starts + lengths - length + slots
     values = xp.moveaxis(arr.values, arr.ragged_dim, 0) if arr.ragged_dim else arr.values
-    fill = xp.full((), call.fill_value, dtype=arr.dtype, device=arr.device)
+    fill = xp.full((), call.fill_value, dtype=arr.dtype, device=layout.device)
     if layout.total == 0 or n == 0 or length == 0:
-        padded = xp.full((n, length, *values.shape[1:]), call.fill_value, dtype=arr.dtype, device=arr.device)
+        padded = xp.full((n, length, *values.shape[1:]), call.fill_value, dtype=arr.dtype, device=layout.device)
     else:
         padded = xp.take(values, xp.reshape(layout.clip(tokens), (-1,)), axis=0)
         padded = xp.reshape(padded, (n, length, *values.shape[1:]))

@@ -405,7 +405,7 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     rows = np.diff(tokens_before[ends], prepend=0)
     tokens = Array._of(flat.values, Layout.from_host(flat.layout.backend, rows, like=flat.offsets))
     number = np.arange(lengths.size) - np.repeat(ends - counts, counts)
-    xp, device = flat.layout.xp, flat.layout.backend.device(flat.values)
+    xp, device = flat.layout.xp, flat.layout.device
     modality, segment = (
         tokens.with_values(xp.asarray(np.repeat(x, lengths).astype(np.int32), dtype=xp.int32, device=device))
         for x in (kinds, number)
@@ -427,4 +427,4 @@ def _like_offsets(arr: Array, x: np.ndarray) -> Any:
     """Numbers of tokens or rows, as the offsets are."""
     lib = arr.layout.backend
     host = x.astype(np.int64 if arr.offsets.dtype == lib.xp.int64 else np.int32)
-    return lib.xp.asarray(host, dtype=arr.offsets.dtype, device=lib.device(arr.offsets))
+    return lib.xp.asarray(host, dtype=arr.offsets.dtype, device=arr.layout.device)

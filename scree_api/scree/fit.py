@@ -99,6 +99,7 @@ def accumulator(xp: Any, dtype: Any) -> Any:
 
 def unless_ragged(f: Function, ragged: Function) -> Function:
     """A function that passes its arguments to `ragged` if the first is a ragged array, and else to the library's `f`."""
+    ragged.__qualname__ = f.__name__  # what Python calls it where the arguments do not fit
 
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         return ragged(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
@@ -108,6 +109,7 @@ def unless_ragged(f: Function, ragged: Function) -> Function:
 
 def unless_either_ragged(f: Function, ragged: Function) -> Function:
     """The same for functions of two arrays: to `ragged` if either is one."""
+    ragged.__qualname__ = f.__name__
 
     def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
         either = isinstance(x1, Array) or isinstance(x2, Array)
@@ -118,6 +120,7 @@ def unless_either_ragged(f: Function, ragged: Function) -> Function:
 
 def unless_ragged_among(f: Function, ragged: Function) -> Function:
     """The same for functions of a list of arrays: to `ragged` if one of them is."""
+    ragged.__qualname__ = f.__name__
 
     def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
         among = isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays)

@@ -15,7 +15,7 @@ import numpy as np
 from . import checks
 from .array import Array
 from .backends import backend, is_array
-from .layout import Layout, same
+from .layout import Layout, counter, same
 from .registry import declare, run
 from .segments import spread
 
@@ -122,11 +122,17 @@ def _row_range(arr: Array, start: int, stop: int) -> Array:
     return Array._of(arr.values[(FULL,) * arr.ragged_dim + (slice(first, last), ...)], rows, arr.ragged_dim)
 
 
+def trimmed(arr: Array) -> Array:
+    """The array without the tokens behind its last row. Reads the offsets."""
+    arr.layout.read()
+    return arr if arr.layout.full else _row_range(arr, 0, arr.batch_size)
+
+
 def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     """The rows of the given numbers, in that order, as a new array. Reads the offsets."""
     old, xp = arr.layout, arr.layout.xp
     new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
-    index = xp.asarray(np.ascontiguousarray(rows), dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
+    index = xp.asarray(np.ascontiguousarray(rows), dtype=arr.offsets.dtype, device=old.device)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
     return select(arr, new, xp.take(old.offsets[:-1], index, axis=0), distinct=distinct, kernel=kernel)
 
@@ -146,7 +152,7 @@ def _slice(arr: Array, key: slice) -> Array:
     first = bound(key.start, np.zeros_like(lengths) if step > 0 else lengths - 1)
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
     new = Layout.from_host(old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets)
-    starts = xp.asarray(first, dtype=arr.offsets.dtype, device=old.backend.device(arr.offsets))
+    starts = xp.asarray(first, dtype=arr.offsets.dtype, device=old.device)
     return select(arr, new, old.offsets[:-1] + starts, step, distinct=True)
 
 
@@ -196,11 +202,12 @@ def _token(arr: Array, i: int) -> Any:
         )
     values = xp.moveaxis(arr.values, dim, 0) if dim else arr.values
     if layout.num_rows == 0 or layout.total == 0:
-        return xp.zeros((layout.num_rows, *values.shape[1:]), dtype=arr.dtype, device=arr.device)
+        missing = 0 if layout.num_rows == 0 else float("nan")
+        return xp.full((layout.num_rows, *values.shape[1:]), missing, dtype=arr.dtype, device=layout.device)
     tokens = layout.offsets[:-1] + i if i >= 0 else layout.offsets[1:] + i
     found = xp.take(values, layout.clip(tokens), axis=0)
     if layout.host is None:
-        nan = xp.full((), float("nan"), dtype=arr.dtype, device=arr.device)
+        nan = xp.full((), float("nan"), dtype=arr.dtype, device=layout.device)
         found = xp.where(spread(xp, layout.lengths >= need, found.ndim), found, nan)
     return found
 
@@ -233,7 +240,7 @@ def entries(arr: Array, key: Any, axis: int) -> Any:
             if known.shape != (size,):
                 raise IndexError(f"index: expected a mask of {size} entries {where}, got {known.shape[0]}")
             known = np.flatnonzero(known)
-        key = xp.asarray(known, device=arr.device)
+        key = xp.asarray(known, device=arr.layout.device)
     if not xp.isdtype(key.dtype, "integral"):
         raise TypeError(f"index: expected integers or booleans {where}, got {key.dtype}")
     seen = lib.peek(key)
@@ -273,7 +280,7 @@ def _mask(arr: Array, mask: Array) -> Array:
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(real.sum(axis=tuple(range(1, real.ndim))))])
     rows = Layout.from_host(lib, np.diff(counts[arr.layout.read()]), like=arr.offsets)
     flat = xp.reshape(arr.values, (real.size, *arr.values.shape[mask.values.ndim :]))
-    index = xp.asarray(np.flatnonzero(real), dtype=arr.offsets.dtype, device=lib.device(arr.offsets))
+    index = xp.asarray(np.flatnonzero(real), dtype=counter(xp, real.size, arr.offsets), device=arr.layout.device)
     return Array._of(xp.take(flat, index, axis=0), rows)
 
 

@@ -1,6 +1,6 @@
 """THE table: every function of the Array API standard, and how it acts on ragged arrays.
 
-A kind names the lifter (in `lift.py`) that turns a library's function into one that knows ragged arrays. `plain` names
+A kind names the lifter (in `lift`) that turns a library's function into one that knows ragged arrays. `plain` names
 take no arrays of rows (dtypes, constants, creation from nothing) and are the library's own. What has no meaning on ragged
 arrays, or none yet, is `unsupported` and says why; on dense arrays it is the library's own too.
 """

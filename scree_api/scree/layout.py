@@ -99,10 +99,9 @@ class Layout:
     def from_host(cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None) -> Layout:
         """The layout of rows whose lengths are known on the host; offsets as `like`, or else int32 where that suffices."""
         host = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-        wide = host[-1] > np.iinfo(np.int32).max or (like is not None and like.dtype == backend.xp.int64)
-        host = host if wide else host.astype(np.int32)
-        device = device if like is None else backend.device(like)
-        offsets = backend.from_host(host, backend.xp.int64 if wide else backend.xp.int32, device)
+        dtype, device = counter(backend.xp, int(host[-1]), like), device if like is None else backend.device(like)
+        host = host if dtype == backend.xp.int64 else host.astype(np.int32)
+        offsets = backend.from_host(host, dtype, device)
         longest = int(np.max(lengths)) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
 
@@ -120,6 +119,11 @@ class Layout:
         return rows
 
     @property
+    def device(self) -> Any:
+        """Where to make what meets the offsets; None where the library finds the place itself."""
+        return self.backend.device(self.offsets)
+
+    @property
     def host(self) -> np.ndarray | None:
         """The offsets in host memory where looking is free, else None."""
         if self.backend.compiling():
@@ -127,6 +131,10 @@ class Layout:
         if self._host is None:
             self._host = self.backend.peek(self.offsets)
         return self._host
+
+    def counting(self, last: int) -> Any:
+        """The offsets in a dtype that counts to `last`."""
+        return self.xp.astype(self.offsets, counter(self.xp, last, self.offsets), copy=False)
 
     def learn(self, lengths: np.ndarray) -> None:
         """Keep what a caller knows of the rows, so that nothing needs to be read from a device later."""
@@ -181,9 +189,14 @@ class Layout:
         return self.lengths > 0
 
     @property
+    def full(self) -> bool:
+        """Whether it is known that every token belongs to a row."""
+        return self.host is not None and bool(self.host[-1] == self.total)
+
+    @property
     def real(self) -> Any:
         """(total,) whether a token belongs to a row; None where it is known that all do."""
-        return None if self.host is not None else self._in_a_row
+        return None if self.full else self._in_a_row
 
     @_once
     def _in_a_row(self) -> Any:
@@ -191,9 +204,8 @@ class Layout:
 
     def times(self, count: int) -> Layout:
         """The layout of rows that are `count` times as long."""
-        offsets, total = self.offsets, self.total * count
-        if total > np.iinfo(np.int32).max:
-            offsets = self.xp.astype(offsets, self.xp.int64, copy=False)
+        total = self.total * count
+        offsets = self.counting(total)
         longest = None if self.max_length is None else self.max_length * count
         host = None if self._host is None else self._host.astype(np.int64) * count
         return Layout(self.backend, offsets * count, total, longest, host)
@@ -209,7 +221,7 @@ class Layout:
         return found
 
     def _bucket(self, host: np.ndarray, padded: bool) -> Buckets:
-        lengths, device = np.diff(host), self.backend.device(self.offsets)
+        lengths, device = np.diff(host), self.device
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
         slots, parts, starts, used, falling = np.zeros(self.total, np.int64), [], [], 0, 16 * lengths[order]
         while order.size:
@@ -230,10 +242,10 @@ class Layout:
     def tile_slots(self, size: int) -> Any:
         """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""
         tiles = self.tiles(size).layout
+        end = tiles.total * size
 
         def slots() -> Any:
-            slots = self.xp.take(tiles.offsets[:-1], self.rows, axis=0) * size + self.positions
-            return self._below(slots, tiles.total * size)
+            return self._below(self.xp.take(tiles.counting(end)[:-1], self.rows, axis=0) * size + self.positions, end)
 
         return self.once(("slots", size), slots)
 
@@ -263,7 +275,7 @@ class Layout:
 
     def arange(self, size: int) -> Any:
         """`[0, 1, ... size - 1]` with the dtype and on the device of the offsets."""
-        return self.xp.arange(size, dtype=self.offsets.dtype, device=self.backend.device(self.offsets))
+        return self.xp.arange(size, dtype=self.offsets.dtype, device=self.device)
 
     def clip(self, tokens: Any) -> Any:
         """Token indices, brought into the bounds of the values."""
@@ -271,6 +283,13 @@ class Layout:
 
     def _below(self, index: Any, size: int) -> Any:
         return self.xp.where(index < size, index, max(size - 1, 0))
+
+
+def counter(xp: Any, last: int, like: Any = None) -> Any:
+    """The dtype of numbers up to `last`: that of `like`, or else int32, where that suffices."""
+    if last > np.iinfo(np.int32).max:
+        return xp.int64
+    return xp.int32 if like is None else like.dtype
 
 
 def same(a: Layout, b: Layout) -> bool | None:

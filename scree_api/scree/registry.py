@@ -23,6 +23,7 @@ class Kernel:
     provider: str
     rejects: Callable[[Any], str | None]
     run: Callable[[Any], Any]
+    static: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def declare(name: str, describe: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def register_kernel(
-    operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts
+    operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts, static: bool = False
 ) -> Callable[[F], F]:
     """Register the decorated function as a kernel for an operation.
 
@@ -72,6 +73,9 @@ def register_kernel(
     rejects
         ``rejects(call)`` returns None to take the call, or the reason why not. It may read host metadata only: shapes,
         dtypes, devices, flags.
+    static
+        Whether the answer follows from options and from dtypes, shapes, strides, devices and `requires_grad` of arrays alone.
+        Then the kernel is not asked again about a call on the same rows that differs in the contents of its arrays only.
 
     Examples
     --------
@@ -87,7 +91,7 @@ def register_kernel(
 
     def register(run: F) -> F:
         unregister_kernel(operation, provider)
-        _KERNELS[operation].insert(0, Kernel(provider, rejects, run))
+        _KERNELS[operation].insert(0, Kernel(provider, rejects, run, static))
         return run
 
     return register

@@ -62,7 +62,7 @@ def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = No
 def _reduce_tiles(call: SegmentCall) -> Any:
     values, layout = call.converted, call.layout
     xp = layout.xp
-    empty = xp.full((), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.backend.device(values))
+    empty = xp.full((), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.device)
     if layout.num_rows == 0 or layout.total == 0:
         return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
     filled = layout.filled
@@ -112,7 +112,7 @@ def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
         return values
     xp, size = layout.xp, min(TILE, layout.bound)
     tiles = layout.tiles(size)
-    neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.backend.device(values))
+    neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.device)
     inside = getattr(xp, SCANS[op])(tiled(xp, values, tiles, neutral), axis=1, dtype=values.dtype)
     through = _scan_tiles(op, inside[:, -1, ...], tiles.layout)
     before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
@@ -125,6 +125,12 @@ def divide(xp: Any, total: Any, count: Any) -> Any:
     """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
     nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
+
+
+def root(xp: Any, x: Any, degree: float = 2) -> Any:
+    """The root of sums of powers, whose gradient is finite at 0, so that what adds up to 0 (a constant row) has one of 0."""
+    known = xp.where(x > 0, x, xp.ones_like(x))
+    return xp.where(x > 0, xp.sqrt(known) if degree == 2 else known ** (1 / degree), x)
 
 
 def spread(xp: Any, x: Any, ndim: int) -> Any:

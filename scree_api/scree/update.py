@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .array import Array
-from .checks import dense
-from .fit import against, difference, ragged
-from .layout import Layout, same
+from .checks import dense, scalar
+from .fit import accumulator, against, difference, ragged
+from .layout import Layout, counter, same
 from .segments import segment_reduce
 
 
@@ -69,8 +69,8 @@ class Update:
 
     def _apply(self, op: str, value: Any) -> Array:
         arr, layout = self.array, self.array.layout
-        xp, device = layout.xp, arr.device
-        numbers = xp.reshape(xp.arange(arr.size, dtype=layout.offsets.dtype, device=device), arr.values.shape)
+        xp, device = layout.xp, layout.device
+        numbers = xp.reshape(xp.arange(arr.size, dtype=counter(xp, arr.size, layout.offsets), device=device), arr.values.shape)
         chosen = arr.with_values(numbers)[self.key]
         places = chosen.values if isinstance(chosen, Array) else chosen
         if isinstance(value, Array):
@@ -82,9 +82,7 @@ class Update:
         elif isinstance(chosen, Array):
             value = against("value", value, chosen)
         if isinstance(value, bool | int | float | complex):
-            if isinstance(value, float | complex) and not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
-                raise TypeError(f"value: expected a number that {arr.dtype} holds, got {value!r}; see xp.astype for the array")
-            value = xp.full((), value, dtype=arr.dtype, device=device)
+            value = xp.full((), scalar("value", value, arr.values), dtype=arr.dtype, device=device)
         else:
             dense("value", value, arr.values)
         if value.dtype != arr.dtype:
@@ -103,8 +101,9 @@ class Update:
         if op == "set":
             flat = xp.where(met.filled, xp.take(value, met.clip(bounds[1:] - 1)), flat)
         else:
-            found = segment_reduce(op, value, met)
-            flat = COMBINE[op](xp, flat, found)
+            wide = accumulator(xp, arr.dtype)
+            found = COMBINE[op](xp, xp.astype(flat, wide, copy=False), segment_reduce(op, value, met, dtype=wide))
+            flat = xp.astype(found, arr.dtype, copy=False)
         return arr.with_values(xp.reshape(flat, arr.values.shape))
 
 

@@ -29,7 +29,7 @@ backends/__init__
 checks
 layout display
 array
-fit
+fit again
 segments
 create index
 update lift ops

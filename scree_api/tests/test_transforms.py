@@ -59,11 +59,17 @@ def losses(xp: Any, x: scree.Array, index: Any) -> Any:
     return each.values * xp.ragged.linear_cross_entropy(x, xp.stack([x.values[i, :] for i in range(2)]), targets)
 
 
+def gates(xp: Any, x: scree.Array, index: Any) -> Any:
+    some, rest = xp.ragged.split(x, (2, 6))
+    return xp.concat([some.values, xp.ragged.swiglu(rest).values], axis=1)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "windowed": windowed,
     "softmax": lambda xp, x, index: xp.ragged.softmax(x) + xp.ragged.log_softmax(x) / 10,
     "norms": norms,
+    "gates": gates,
     "rope": lambda xp, x, index: xp.ragged.rope(x),
     "reductions": reductions,
     "losses": losses,
@@ -128,6 +134,8 @@ def expected(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> np.
         angle = np.concatenate([np.arange(n) for n in lengths])[:, None] * 10000.0 ** (-np.arange(4) / 4)
         a, b, cos, sin = x[:, :4], x[:, 4:], np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+    if name == "gates":
+        return np.concatenate([x[:, :2], x[:, 2:5] / (1 + np.exp(-x[:, 2:5])) * x[:, 5:]], axis=1)
     if name == "losses":
         def of(logits: np.ndarray) -> np.ndarray:
             each = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(x)), INDEX % 2]

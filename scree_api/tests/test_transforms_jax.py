@@ -188,8 +188,8 @@ def test_donated_batch_and_shapes_without_arrays() -> None:
 
 
 def sharded() -> None:
-    """In a process of its own with two devices: rows split over them, weights on both."""
-    from jax.sharding import Mesh
+    """In a process of its own with two devices: rows split over them, weights on both; and rows that nobody has placed."""
+    from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     mesh = Mesh(np.asarray(jax.devices()), ("rows",))
@@ -207,6 +207,15 @@ def sharded() -> None:
 
     found = jax.value_and_grad(both)(jnp.asarray(LAYERS[:1]), jnp.asarray(padded), jnp.asarray(offsets))
     agrees(found, jax.jit(jax.value_and_grad(model))(jnp.asarray(LAYERS[:1]), tokens()))
+
+    w, rows = weights(), np.split(values(), np.cumsum(LENGTHS)[:-1])
+    split = jax.device_put(w, NamedSharding(mesh, P(None, "rows")))
+    right = [row.sum(0) @ w for row in rows]
+    for x in (tokens(), scree.pack([jnp.asarray(row) for row in rows]), tokens()[::-1][::-1]):
+        for f in (lambda x, w: scree.namespace(x).sum(x @ w, axis=1), jax.jit(lambda x, w: scree.namespace(x).sum(x @ w, axis=1))):
+            np.testing.assert_allclose(f(x, split), right, rtol=1e-4, atol=1e-4)  # JAX moves them to the weights
+    second = scree.pack([jax.device_put(row, jax.devices()[1]) for row in rows])
+    assert second.device == second.offsets.device == (second * 2).device == jax.devices()[1]
     print("agreed on", len(jax.devices()), "devices")
 
 

@@ -1,5 +1,6 @@
 """Under the transforms of MLX: compiled, differentiated, mapped; and lazy until somebody asks for a value."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -90,3 +91,45 @@ def test_the_tokens_of_a_row_are_read_once_where_somebody_asks() -> None:
     x = scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS))
     assert len(scree.unpack(x)) == len(LENGTHS)
     assert x.total_length == TOTAL
+
+
+#: What tokens behind the last row must not reach.
+ALONE: dict[str, Callable[[Any, scree.Array], Any]] = {
+    **{name: (lambda xp, x, name=name: getattr(xp, name)(x))
+       for name in "sum prod max min mean var any all count_nonzero argmax argmin unique_values unique_counts nonzero".split()},
+    **{f"{name} of rows": (lambda xp, x, name=name: getattr(xp, name)(x, axis=1))
+       for name in "sum prod max min mean var any all count_nonzero argmax argmin sort cumulative_sum".split()},
+    "concat": lambda xp, x: xp.concat([x, x, x]),
+    "concat of rows": lambda xp, x: xp.concat([x, x, x], axis=1),
+    "softmax": lambda xp, x: xp.ragged.softmax(x),
+    "logsumexp": lambda xp, x: xp.ragged.logsumexp(x),
+    "to_padded": lambda xp, x: xp.ragged.to_padded(x)[0],
+    "bucket": lambda xp, x: scree.bucket(x)[0],
+    "the first tokens": lambda xp, x: x[:, :1],
+    "inverse": lambda xp, x: xp.unique_inverse(x).inverse_indices,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_tokens_to_spare_belong_to_no_row(name: str) -> None:
+    """Whether the offsets were read before or not."""
+    numbers = np.asarray([3.0, -1.0, 2.0, 0.5, 2.0], np.float32)
+
+    def parts(spare: int, read: bool) -> list[Any]:
+        x = scree.from_offsets(mx.array(np.concatenate([numbers, np.full(spare, np.nan, np.float32)])), offsets([2, 0, 3, 0]))
+        if read:
+            x.layout.read()
+        found = ALONE[name](scree.namespace(x), x)
+        found = found if isinstance(found, tuple) else (found,)
+        return [np.array(part) for one in found for part in (one if isinstance(one, scree.Array) else [one])]
+
+    right = parts(0, False)
+    for read in (False, True):
+        for found, want in zip(parts(4, read), right, strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_token_that_a_row_does_not_have_is_nan() -> None:
+    for lengths, right in (([1, 0], [7.0, np.nan]), ([0, 0], [np.nan, np.nan])):
+        x = scree.from_offsets(mx.array(np.full(sum(lengths), 7, np.float32)), offsets(lengths))
+        np.testing.assert_array_equal(x[:, 0], right)

@@ -38,6 +38,13 @@ def offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
+def test_the_gradients_of_parts_come_back_together() -> None:
+    x = scree.Array(torch.ones(5, 6, requires_grad=True), offsets([2, 3]))
+    parts = scree.split(x, (1, 2, 3))
+    assert scree.explain("split", x, (1, 2, 3)).provider == "torch"
+    assert len({part.values.grad_fn for part in parts}) == 1
+
+
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, weights and index."""
     return torch.tensor(values()).to(dtype), torch.tensor(weights()).to(dtype), torch.tensor(INDEX)
@@ -232,6 +239,16 @@ def test_nothing_is_read_from_a_device(name: str) -> None:
         x.offsets[1].item()
     found = torch.autograd.grad(loss(name, x, w, index), (v, w))
     assert [g.shape for g in found] == [v.shape, w.shape]
+
+
+def test_offsets_are_wide_where_nothing_is_read() -> None:
+    values, few = torch.empty(2**31, dtype=torch.int8, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    ids = torch.empty(1, dtype=torch.int32, device="meta").expand(2**31)
+    for arr in (scree.from_lengths(values, few), scree.from_segment_ids(values, ids, 4), scree.group(values, ids, 4)[0]):
+        assert arr.offsets.dtype == torch.int64
+    arr = scree.from_offsets(values[1:], torch.empty(5, dtype=torch.int32, device="meta"))
+    assert scree.namespace(arr).repeat(arr, 2, axis=1).offsets.dtype == torch.int64
+    assert scree.from_lengths(values[1:], few).offsets.dtype == torch.int32
 
 
 def test_a_window_bounds_the_work_where_nothing_is_read() -> None:

@@ -56,7 +56,8 @@ class Backend:
         ``row_ids(repeats, total)``: each index of `repeats` as often as its entry says, `total` entries in all, without a
         look at the values; None where the library has nothing faster than a binary search.
     device, to_device
-        The device of an array (None where a trace hides it), and a copy of an array on another device.
+        The device of an array, or None where a trace hides it or the library finds the place by itself; and a copy of an array on
+        another device.
     uniform
         ``uniform(key, shape, like)``: random numbers in [0, 1) from an explicit key or generator, or None.
     place
@@ -70,6 +71,9 @@ class Backend:
     checkpoint
         ``checkpoint(f)``: the same function, whose backward pass computes again what `f` had on the way, and so need not keep it;
         `f` itself where the library has no gradients.
+    traits
+        ``traits(x)``: all that the host knows of `x` and that a check or a kernel may ask, hashable; None where a call costs more
+        than its checks anyway.
     """
 
     name: str
@@ -84,6 +88,7 @@ class Backend:
     compiling: Callable[[], bool] = _never
     outside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    traits: Callable[[Any], tuple[Any, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"

@@ -31,7 +31,7 @@ def _read(x: Any) -> np.ndarray:
 def _row_ids(repeats: Any, total: int) -> Any:
     known = _peek(repeats)
     if known is not None:
-        return jax.device_put(np.repeat(np.arange(known.size, dtype=known.dtype), known), repeats.device)
+        return jax.device_put(np.repeat(np.arange(known.size, dtype=known.dtype), known), _device(repeats))
     return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)
 
 
@@ -42,7 +42,10 @@ def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
 
 
 def _device(x: Any) -> Any:
-    return None if isinstance(x, jax.core.Tracer) else x.device
+    """None where a trace hides it, and where JAX itself finds the place: for arrays that nobody has committed to one device."""
+    if isinstance(x, jax.core.Tracer) or not x.committed or len(x.devices()) > 1:
+        return None
+    return x.device
 
 
 def _outside(offsets: Any) -> AbstractContextManager[Any]:
@@ -67,13 +70,15 @@ def _rejects(call: PackCall) -> str | None:
         return "only JAX arrays are joined on the host"
     if any(isinstance(x, jax.core.Tracer) or x.platform() != "cpu" for x in call.arrays):
         return "a traced array, or one on a device, is joined by JAX"
+    if len(set().union(*(x.devices() for x in call.arrays))) > 1:
+        return "arrays on several devices are joined by JAX"
     return None
 
 
 @register_kernel("pack", provider="host", rejects=_rejects)
 def pack(call: PackCall) -> Any:
     """Join on the host: JAX compiles a concatenation anew for every list of shapes, which takes seconds."""
-    return xp.asarray(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim))
+    return jax.device_put(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim), _device(call.arrays[0]))
 
 
 def _reduces(call: SegmentCall) -> str | None:

@@ -118,7 +118,7 @@ def _forward(rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layou
     acc, total, top = _walk(
         Side(q_rows, (q,)), Side(k_rows, (k, v)), rules.size, _cost(rules, q), rules.window, start, step
     )
-    some = total > 0
+    some = total != 0  # a sum that is NaN must be seen
     safe = jnp.where(some, total, 1.0)
     return jnp.where(some, acc / safe, 0.0), jnp.where(some, top + jnp.log(safe), minus)
 

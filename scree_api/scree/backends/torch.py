@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..array import Array
 from ..layout import Layout
+from ..ops.split import SplitCall
 from ..registry import register_kernel
 from ..segments import LONGEST, SegmentCall, identity
 from . import Backend
@@ -71,8 +72,12 @@ def _place(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
     return torch.asarray(host, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
+def _traits(x: torch.Tensor) -> tuple[Any, ...]:
+    return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+
+
 BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, place=_place, checkpoint=_checkpoint,
-                  compiling=torch.compiler.is_compiling, outside=_outside, to_device=lambda x, device: x.to(device))
+                  compiling=torch.compiler.is_compiling, outside=_outside, to_device=lambda x, device: x.to(device), traits=_traits)
 
 pytree.register_pytree_node(
     Array,
@@ -132,6 +137,16 @@ def segment_reduce(call: SegmentCall) -> torch.Tensor:
     return _Reduce.apply(
         call.converted.contiguous(), call.layout.offsets.to(torch.int64), call.op, identity(xp, call.op, call.dtype)
     )
+
+
+def _not_torch(call: SplitCall) -> str | None:
+    return None if isinstance(call.values, torch.Tensor) else "split takes torch tensors only"
+
+
+@register_kernel("split", provider="torch", rejects=_not_torch)
+def split(call: SplitCall) -> tuple[torch.Tensor, ...]:
+    """`torch.split`, whose backward pass is one copy."""
+    return torch.split(call.values, list(call.sizes), call.place)
 
 
 class _Reduce(torch.autograd.Function):

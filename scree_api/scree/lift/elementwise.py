@@ -6,7 +6,7 @@ from typing import Any
 
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, against, shared_layout
+from ..fit import Function, against, shared_layout, unless_ragged
 
 
 def elementwise(f: Function, name: str, lib: Backend) -> Function:
@@ -33,10 +33,11 @@ def elementwise(f: Function, name: str, lib: Backend) -> Function:
 def same_rows(f: Function, name: str, lib: Backend) -> Function:
     """Functions of one array that keep its shape: casts and arrays like another."""
 
-    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return x.with_values(f(x.values, *args, **kwargs)) if isinstance(x, Array) else f(x, *args, **kwargs)
+    def ragged(x: Array, /, *args: Any, device: Any = None, **kwargs: Any) -> Array:
+        x = x if device is None or device == x.device else x.to_device(device)
+        return x.with_values(f(x.values, *args, **kwargs))
 
-    return call
+    return unless_ragged(f, ragged)
 
 
 def dtypes(f: Function, name: str, lib: Backend) -> Function:

@@ -8,8 +8,8 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axes_of, unless_either_ragged, unless_ragged
-from ..index import entries, select
+from ..fit import Function, axes_of, shared_layout, unless_either_ragged, unless_ragged
+from ..index import entries, select, trimmed
 from ..segments import identity, segment_arg, spread
 
 
@@ -59,7 +59,7 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
         if axis == 0:
             raise ValueError("axis: take_along_axis runs over rows or elements, not over the batch; got axis 0")
         if axis != x.ragged_dim + 1:
-            return indices.with_values(f(x.values, indices.values, axis=axis - 1))
+            return shared_layout(name, (x, indices)).with_values(f(x.values, indices.values, axis=axis - 1))
         return _by_position(lib, f, x, indices)
 
     return unless_ragged(f, ragged)
@@ -94,7 +94,7 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
         values, real = x.values, x.layout.real
         if real is not None:  # tokens behind the last row are never ahead of those before
             values = xp.where(spread(xp, real, x.values.ndim), values, identity(xp, op, x.dtype))
-        first = f(values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.device)) - 1
+        first = f(values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.layout.device)) - 1
         return xp.reshape(first, (1,) * x.ndim) if keepdims else first
 
     def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -131,7 +131,7 @@ def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
     xp, plan = lib.xp, x.layout.buckets()
     values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
     last = float("nan") if xp.isdtype(x.dtype, "real floating") else identity(xp, "min", x.dtype)
-    last, parts = xp.full((), last, dtype=x.dtype, device=lib.device(values)), []
+    last, parts = xp.full((), last, dtype=x.dtype, device=x.layout.device), []
     for tokens, real in plan.parts:
         block = xp.take(values, xp.reshape(tokens, (-1,)), axis=0)
         block = xp.reshape(block, (*tokens.shape, *values.shape[1:]))
@@ -187,6 +187,7 @@ def nonzero(f: Function, name: str, lib: Backend) -> Function:
     def ragged(x: Array, /) -> tuple[Any, ...]:
         if x.ragged_dim:
             raise ValueError(f"x: expected the ragged axis in front for nonzero, got shape {x.shape}; use xp.moveaxis")
+        x = trimmed(x)
         tokens, *elements = f(x.values)
         row, position = (lib.xp.take(n, tokens, axis=0) for n in (x.layout.segment_ids, x.layout.positions))
         return tuple(lib.xp.astype(n, tokens.dtype, copy=False) for n in (row, position)) + tuple(elements)
@@ -217,7 +218,7 @@ def isin(f: Function, name: str, lib: Backend) -> Function:
 
 def unique_values(f: Function, name: str, lib: Backend) -> Function:
     """The distinct values of all rows together, a dense array."""
-    return unless_ragged(f, lambda x: f(x.values))
+    return unless_ragged(f, lambda x: f(trimmed(x).values))
 
 
 unique_counts = unique_values
@@ -227,6 +228,7 @@ def unique_inverse(f: Function, name: str, lib: Backend) -> Function:
     """The distinct values of all rows, and where each element stands among them, a ragged array."""
 
     def ragged(x: Array, /) -> Any:
+        x = trimmed(x)
         found = f(x.values)
         return found._replace(inverse_indices=x.with_values(found.inverse_indices))
 

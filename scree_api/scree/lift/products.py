@@ -7,10 +7,10 @@ from typing import Any
 
 from .. import checks
 from ..array import Array
-from ..backends import Backend
+from ..backends import Backend, is_array
 from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_either_ragged, unless_ragged
 from ..registry import declare, run
-from ..segments import segment_reduce, tiled
+from ..segments import root, segment_reduce, tiled
 
 TOKENS = 64  # of one row that meet its matrix together
 WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
@@ -20,11 +20,12 @@ def matmul(f: Function, name: str, lib: Backend) -> Function:
     """Tokens times one matrix, (n, None, ..., k) @ (k, m), or times that of their row, (n, None, k) @ (n, k, m)."""
 
     def ragged(a: Any, b: Any, /) -> Any:
-        fits = isinstance(a, Array) and not isinstance(b, Array) and a.ndim >= 3 and a.ragged_dim < a.values.ndim - 1
+        fits = isinstance(a, Array) and is_array(b) and a.ndim >= 3 and a.ragged_dim < a.values.ndim - 1
         if not fits or not (b.ndim in (1, 2) or b.ndim == a.ndim == 3):
+            came = (tuple(x.shape) if hasattr(x, "shape") else repr(x) for x in (a, b))
             raise TypeError(
                 "matmul: expected a ragged array (n, None, ..., k) and a dense (k,), (k, m) or, one matrix a row, (n, k, m); "
-                f"got {tuple(a.shape)} and {tuple(b.shape)}; where the ragged axis itself is multiplied, use scree.to_padded"
+                f"got {' and '.join(map(str, came))}; where the ragged axis itself is multiplied, use scree.to_padded"
             )
         checks.dense("matmul", b, a.values)
         if b.ndim == 3:
@@ -58,7 +59,7 @@ def _grouped(call: GroupedCall) -> Array:
     x, rows, xp = call.x, call.x.layout, call.x.layout.xp
     _, k, m = (int(n) for n in call.weight.shape)
     if 0 in (x.batch_size, x.total_length):
-        return x.with_values(xp.zeros((x.total_length, m), dtype=x.dtype, device=x.device))
+        return x.with_values(xp.zeros((x.total_length, m), dtype=x.dtype, device=rows.device))
     tiles = rows.tiles(TOKENS)
     blocks, step = tiled(xp, x.values, tiles, 0), max(1, WEIGHTS // max(k * m, 1))
     count = int(blocks.shape[0])
@@ -134,7 +135,7 @@ def vector_norm(f: Function, name: str, lib: Backend) -> Function:
             return xp.astype(over("count_nonzero", size), out)
         wide = xp.astype(size, accumulator(xp, size.dtype), copy=False)
         total = over("sum", wide * wide if ord == 2 else wide**ord)
-        return xp.astype(xp.sqrt(total) if ord == 2 else total ** (1 / ord), out, copy=False)
+        return xp.astype(root(xp, total, ord) if ord > 0 else total ** (1 / ord), out, copy=False)
 
     return unless_ragged(f, ragged)
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..fit import Function, accumulator, against, axes_of
+from ..fit import Function, accumulator, against, axes_of, unless_ragged
 from ..layout import Layout
-from ..segments import divide, identity, segment_reduce, segment_scan, spread
+from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
 
 #: Reductions that divide: an integer input gives a floating-point result.
 AVERAGES = ("mean", "std", "var")
@@ -33,14 +33,11 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
                 results[key] = f(xp.ones((2,), dtype=dtype), **options).dtype
         return results[key]
 
-    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return reduce(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
-
-    def reduce(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
-        axes, ragged = axes_of(name, axis, x.ndim), x.ragged_dim + 1
+    def ragged(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
+        axes, along = axes_of(name, axis, x.ndim), x.ragged_dim + 1
         if name in ("std", "var") and xp.isdtype(x.dtype, "complex floating"):
             raise TypeError(f"x: expected real numbers for {name}, got {x.dtype}; use xp.abs(x - mean)")
-        if 0 in axes and ragged not in axes:
+        if 0 in axes and along not in axes:
             raise ValueError(
                 f"axis: {name} over the batch alone would add up unrelated positions of rows of different lengths; use "
                 "axis=(0, 1), or scree.to_padded(x) and its mask for columns"
@@ -50,7 +47,7 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
         wide = accumulator(xp, dtype if name in AVERAGES else x.dtype)
         if options.get("dtype") is not None:
             options["dtype"] = accumulator(xp, dtype)
-        if ragged not in axes:
+        if along not in axes:
             gone = 0 if keepdims else sum(a < x.ragged_dim for a in inner)
             out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
             return x.with_values(xp.astype(out, dtype, copy=False), ragged_dim=x.ragged_dim - gone)
@@ -65,7 +62,7 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
         out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))
         return xp.astype(out[0, ...] if whole and not keepdims else out, dtype, copy=False)
 
-    return call
+    return unless_ragged(f, ragged)
 
 
 def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, options: Any) -> Any:
@@ -77,7 +74,7 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
     real = xp.reshape(real, tuple(n if a == x.ragged_dim else 1 for a, n in enumerate(values.shape)))
 
     def over(f: Function, op: str, values: Any, **options: Any) -> Any:
-        nothing = xp.full((), identity(xp, op, values.dtype), dtype=values.dtype, device=x.device)
+        nothing = xp.full((), identity(xp, op, values.dtype), dtype=values.dtype, device=x.layout.device)
         return f(xp.where(real, values, nothing), axis=axes, **options)
 
     if name not in AVERAGES:
@@ -90,7 +87,7 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
         return mean
     total = over(xp.sum, "sum", xp.square(values - mean), keepdims=keepdims)
     variance = divide(xp, total, count - options.get("correction", 0.0))
-    return variance if name == "var" else xp.sqrt(variance)
+    return variance if name == "var" else root(xp, variance)
 
 
 def _monoid(op: str) -> Function:
@@ -141,7 +138,7 @@ def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: An
 
 
 def _deviation(xp: Any, *args: Any) -> Any:
-    return xp.sqrt(_variance(xp, *args))
+    return root(xp, _variance(xp, *args))
 
 
 def _count(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
@@ -161,10 +158,7 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
     """Running sums and products: along the ragged axis within each row."""
     xp, op = lib.xp, name.removeprefix("cumulative_")
 
-    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return along(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
-
-    def along(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
+    def ragged(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
         if axis is None:
             raise ValueError(f"axis: expected the axis of {name} for a ragged array, got None")
         (axis,) = axes_of(name, axis, x.ndim)
@@ -181,14 +175,13 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
             values, rows = _with_initial(xp, values, rows, op)
         return Array._of(xp.moveaxis(values, 0, x.ragged_dim) if x.ragged_dim else values, rows, x.ragged_dim)
 
-    return call
+    return unless_ragged(f, ragged)
 
 
 def _with_initial(xp: Any, values: Any, old: Layout, op: str) -> tuple[Any, Layout]:
     """One token more at the head of each row: the sum or product of nothing."""
-    ones = old.arange(old.num_rows + 1)
-    longest = None if old.max_length is None else old.max_length + 1
-    new = Layout(old.backend, old.offsets + ones, old.total + old.num_rows, longest)
-    neutral = xp.full((1, *values.shape[1:]), 0 if op == "sum" else 1, dtype=values.dtype, device=old.backend.device(values))
+    longest, total = None if old.max_length is None else old.max_length + 1, old.total + old.num_rows
+    new = Layout(old.backend, old.counting(total) + old.arange(old.num_rows + 1), total, longest)
+    neutral = xp.full((1, *values.shape[1:]), 0 if op == "sum" else 1, dtype=values.dtype, device=old.device)
     tokens = xp.where(new.positions > 0, new.arange(new.total) - new.rows, 0)  # 0 is the neutral one, put in front
     return xp.take(xp.concat([neutral, values], axis=0), tokens, axis=0), new

@@ -56,18 +56,18 @@ def _stacked(arrays: list[Array], values: Any) -> Array:
     """All rows of all arrays, whose values stand end to end in `values`."""
     layouts, dim = [x.layout for x in arrays], arrays[0].ragged_dim
     first, total = layouts[0], sum(one.total for one in layouts)
-    hidden = any(one.host is None for one in layouts[:-1])  # tokens may follow the last row of each
-    everything = _offsets(layouts, total)
+    apart = not all(one.full for one in layouts[:-1])  # tokens may follow the last row of each
+    everything = [one.counting(total) for one in layouts]
     ends, starts, end, base = [everything[0][:1]], [], 0, 0
     for one, offsets in zip(layouts, everything, strict=True):
         ends.append(offsets[1:] + end)
         starts.append(offsets[:-1] + base)
         base += one.total
-        end = end + offsets[-1:] if hidden else base
+        end = end + offsets[-1:] if apart else base
     longest = [one.max_length for one in layouts]
     new = Layout(first.backend, first.xp.concat(ends), total, None if None in longest else max(longest))  # type: ignore[type-var]
     stacked = Array._of(values, new, dim)
-    return select(stacked, new, first.xp.concat(starts)) if hidden else stacked
+    return select(stacked, new, first.xp.concat(starts)) if apart else stacked
 
 
 def _joined(layouts: list[Layout]) -> Layout:
@@ -76,15 +76,8 @@ def _joined(layouts: list[Layout]) -> Layout:
     if any(one.num_rows != first.num_rows for one in layouts):
         raise ValueError(f"arrays: expected the same number of rows, got {', '.join(str(x.num_rows) for x in layouts)}")
     longest, total = [one.max_length for one in layouts], sum(one.total for one in layouts)
-    offsets = sum(_offsets(layouts, total), start=0)
+    offsets = sum((one.counting(total) for one in layouts), start=0)
     return Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
-
-
-def _offsets(layouts: list[Layout], total: int) -> list[Any]:
-    """The offsets of each layout, in a dtype that counts to `total`."""
-    if total <= np.iinfo(np.int32).max:
-        return [one.offsets for one in layouts]
-    return [one.xp.astype(one.offsets, one.xp.int64, copy=False) for one in layouts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +320,7 @@ def repeat(f: Function, name: str, lib: Backend) -> Function:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read()]
         rows = Layout.from_host(lib, np.diff(ends), like=x.offsets)
         tokens = np.repeat(np.arange(counts.size), counts)
-        index = lib.xp.asarray(tokens, dtype=x.offsets.dtype, device=lib.device(x.offsets))
+        index = lib.xp.asarray(tokens, dtype=x.offsets.dtype, device=x.layout.device)
         return Array._of(lib.xp.take(x.values, index, axis=x.ragged_dim), rows, x.ragged_dim)
 
     return unless_ragged(f, ragged)
@@ -366,17 +359,16 @@ def tile(f: Function, name: str, lib: Backend) -> Function:
 
 def diff(f: Function, name: str, lib: Backend) -> Function:
     """Differences of neighbours, within rows along the ragged axis; a row of n tokens gives max(n - 1, 0)."""
+    joined = concat(lib.xp.concat, "concat", lib)
 
     def ragged(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Array:
         (axis,) = axes_of(name, axis, x.ndim)
         if axis == 0:
             raise ValueError("axis: diff runs over rows or elements, not over the batch; got axis 0")
+        n, parts = checks.integer("n", n, 0), [part for part in (prepend, x, append) if part is not None]
+        x = joined(parts, axis=axis) if len(parts) > 1 else x
         if axis != x.ragged_dim + 1:
-            ends = {"prepend": prepend, "append": append}
-            ends = {k: part.values if isinstance(part, Array) else part for k, part in ends.items() if part is not None}
-            return x.with_values(f(x.values, axis=axis - 1, n=n, **ends))
-        parts = [part for part in (prepend, x, append) if part is not None]
-        x = concat(lib.xp.concat, "concat", lib)(parts, axis=axis) if len(parts) > 1 else x
+            return x.with_values(f(x.values, axis=axis - 1, n=n))
         before = (slice(None),) * axis
         for _ in range(n):
             later, earlier = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]

@@ -13,11 +13,13 @@ from ..create import (
 from .attention import attention
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout
+from .gated import swiglu
 from .norms import layer_norm, rms_norm
 from .rope import rope
 from .routing import gather, group, scatter, scatter_add
 from .rows import align, positions, same_layout, segment_ids
 from .softmax import log_softmax, logsumexp, softmax
+from .split import split
 
 __all__ = [
     "align",
@@ -44,6 +46,8 @@ __all__ = [
     "scatter_add",
     "segment_ids",
     "softmax",
+    "split",
+    "swiglu",
     "to_padded",
     "unpack",
 ]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import again
 from ..array import Array
-from ..checks import integer, number
+from ..checks import dense, integer, number
 from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare, run
 from ..segments import tiled
@@ -26,7 +27,7 @@ SCORES = 1 << 16  # scores of one chunk of query tiles, where the rows are known
 Window = int | tuple[int | None, int | None] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionCall:
     """One validated attention call.
 
@@ -51,6 +52,9 @@ class AttentionCall:
         (num_heads,) slopes: a slope times the distance of query and key is taken off each score, after the softcap. Or None.
     deterministic
         Equal inputs must give equal bits, in gradients too. A kernel that cannot promise it rejects the call.
+    kept
+        What a kernel has found for calls like this one, which differ in the contents of q, k and v alone. It lives no longer
+        than the rows of q.
     """
 
     q: Array
@@ -63,6 +67,7 @@ class AttentionCall:
     return_lse: bool
     alibi_slopes: Any = None
     deterministic: bool = False
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_heads(self) -> int:
@@ -119,14 +124,12 @@ class AttentionCall:
         softcap = None if softcap is None else number("softcap", softcap, above=0)
         scale = 1 / math.sqrt(dim) if scale is None else number("scale", scale)
         for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-            if x is not None and tuple(getattr(x, "shape", ())) != (heads,):
-                raise ValueError(f"{name}: expected an array of shape ({heads},), one number a head, got {_described(x)}")
+            if x is not None:
+                dense(name, x, q.values)
+                if tuple(x.shape) != (heads,):
+                    raise ValueError(f"{name}: expected an array of shape ({heads},), one number a head, got {tuple(x.shape)}")
         return cls(q, k, v, bool(causal), _window(window, causal), scale, softcap, return_lse or sinks is not None,
                    alibi_slopes, bool(deterministic))
-
-
-def _described(x: Any) -> str:
-    return f"shape {tuple(x.shape)}" if hasattr(x, "shape") else type(x).__name__
 
 
 def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -138,7 +141,7 @@ def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
         window = (integer("window", window, 1, of=" key, the query's own position") - 1, 0)
     elif len(window) != 2:
         raise ValueError(f"window: expected (left, right), got {window}")
-    left, right = (None if n is None else integer(f"window[{i}]", n, 0) for i, n in enumerate(window))
+    left, right = (None if n is None else integer(f"window[{i}]", n, 0, of=", or None for no bound") for i, n in enumerate(window))
     return left, 0 if causal else right
 
 
@@ -195,13 +198,14 @@ def attention(
     array([[0., 1.],
            [2., 3.]])
     """
-    call = AttentionCall.make(
-        q, k, v, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-        deterministic=deterministic, return_lse=return_lse,
-    )  # fmt: skip
+    arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
+    options: dict[str, Any] = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "deterministic": deterministic,
+        "return_lse": return_lse,
+    }  # fmt: skip
     if sinks is None:
-        return run("attention", call, kernel)
-    out, lse = run("attention", call, kernel)
+        return again.run("attention", arrays, options, kernel)
+    out, lse = run("attention", AttentionCall.make(**arrays, **options, sinks=sinks), kernel)
     out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
@@ -210,7 +214,7 @@ def _with_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
     """One more score with the value 0 shrinks the output by its share of the softmax."""
     xp, wide = lse.layout.xp, lse.dtype
     sinks = xp.broadcast_to(xp.astype(sinks, wide, copy=False), lse.values.shape)
-    some = lse.values > -float("inf")
+    some = lse.values != -float("inf")
     scores = xp.where(some, lse.values, sinks)
     total = xp.logaddexp(scores, sinks)
     share = xp.exp(scores - total)[..., None]
@@ -255,8 +259,8 @@ def _standard(call: AttentionCall) -> Any:
 def _nothing(call: AttentionCall) -> Any:
     q, v, xp = call.q, call.v, call.q.layout.xp
     shape = tuple(q.values.shape[:2])
-    out = q.with_values(xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=q.device))
-    lse = xp.full(shape, -float("inf"), dtype=accumulator(xp, q.dtype), device=q.device)
+    out = q.with_values(xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=q.layout.device))
+    lse = xp.full(shape, -float("inf"), dtype=accumulator(xp, q.dtype), device=q.layout.device)
     return (out, q.with_values(lse)) if call.return_lse else out
 
 
@@ -296,7 +300,7 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     order = np.argsort(-rounds, kind="stable")
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
-    sort, slot = (xp.asarray(x, dtype=q.offsets.dtype, device=q.backend.device(q.offsets)) for x in (order, inverse))
+    sort, slot = (xp.asarray(x, dtype=q.offsets.dtype, device=q.device) for x in (order, inverse))
     slots = xp.take(slot, slots // size, axis=0) * size + slots % size
     tokens, own, first, last, keys, tile = (
         xp.take(x, sort, axis=0) for x in (tiles.tokens, place, first, last, keys, tile)
@@ -339,7 +343,7 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
     q = xp.astype(q, wide, copy=False) * call.scale
     q = xp.permute_dims(xp.reshape(q, (m, size, kv, groups, call.head_dim)), (0, 2, 4, 3, 1))
     q = xp.reshape(q, (m, kv, call.head_dim, groups * size))
-    minus = xp.full((), -float("inf"), dtype=wide, device=call.q.device)
+    minus = xp.full((), -float("inf"), dtype=wide, device=call.q.layout.device)
     running: list[Any] = []  # accumulated values, sum of weights and maximum of the scores so far
     done: list[list[Any]] = []  # the same of query tiles that have met all their keys, the longest last
     for j, alive, masked in _rounds(call, plan, part):
@@ -378,7 +382,7 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
         running = [acc, total, top]
     done.append(running)
     acc, total, top = (xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0] for x in map(list, zip(*done, strict=True)))
-    some = total > 0
+    some = total != 0  # a sum that is NaN must be seen
     safe = xp.where(some, total, 1.0)
     out, lse = xp.where(some, acc, 0.0) / safe, xp.where(some, top + xp.log(safe), minus)
 

@@ -135,8 +135,8 @@ def _check_targets(call: Losses, classes: int) -> None:
     if call.reduction == "row_mean" and not isinstance(x, Array):
         raise ValueError(f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}")
     labels = call.labels
-    hidden = x.layout.host is None if isinstance(x, Array) else lib.compiling()
-    host = None if hidden else lib.peek(labels)
+    seen = x.layout.full if isinstance(x, Array) else not lib.compiling()
+    host = lib.peek(labels) if seen else None
     if host is not None:
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
         if wrong.size:

@@ -96,7 +96,7 @@ def _rope(call: RopeCall) -> Any:
     positions = layout.positions
     if call.start is not None:
         positions = positions + xp.take(call.start, layout.rows, axis=0)
-    pair = xp.arange(half, dtype=wide, device=layout.backend.device(x.values))
+    pair = xp.arange(half, dtype=wide, device=layout.device)
     angle = xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
     cos, sin = xp.cos(angle), xp.sin(angle)
 

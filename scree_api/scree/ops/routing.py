@@ -12,7 +12,7 @@ from ..backends import backend
 from ..checks import integer, integers
 from ..fit import accumulator, difference, ragged
 from ..index import row_numbers, take_rows
-from ..layout import Layout, same
+from ..layout import Layout, counter, same
 from ..registry import declare, run
 from ..segments import segment_reduce, spread
 
@@ -185,7 +185,7 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
         raise ValueError(f"ids: expected one group for each of {values.shape[0]} tokens, got shape {tuple(ids.shape)}")
     _in_bounds(lib.peek(ids), "ids", num_groups)
     order, offsets = _sorted(xp, ids, num_groups, lib.device(values))
-    grouped = Array(run("gather", GatherCall(values, order, distinct=True)), xp.astype(offsets, xp.int32))
+    grouped = Array(run("gather", GatherCall(values, order, distinct=True)), xp.astype(offsets, counter(xp, values.shape[0])))
     return grouped, grouped.with_values(order)
 
 

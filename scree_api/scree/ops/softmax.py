@@ -101,12 +101,12 @@ def _softmax(call: SoftmaxCall) -> Array:
 @declare("log_softmax", SoftmaxCall)
 def _log_softmax(call: SoftmaxCall) -> Array:
     xp, shifted, _, _, total = _parts(call.x)
-    return _finish(xp, shifted.values - _per_token(xp, xp.log(xp.where(total > 0, total, 1.0)), shifted), call.x)
+    return _finish(xp, shifted.values - _per_token(xp, xp.log(xp.where(total != 0, total, 1.0)), shifted), call.x)
 
 
 @declare("logsumexp", SoftmaxCall)
 def _logsumexp(call: SoftmaxCall) -> Any:
     xp, _, _, top, total = _parts(call.x)
-    some = total > 0
+    some = total != 0  # a sum that is NaN must be seen
     found = xp.where(some, top + xp.log(xp.where(some, total, 1.0)), -float("inf"))
     return xp.astype(found, call.x.dtype, copy=False)

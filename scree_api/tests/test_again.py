@@ -1,0 +1,123 @@
+"""Calls alike: what is checked and asked once for some rows, and what makes it be asked again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import scree
+from scree import again, registry
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls of attention that a kernel was asked about whose answer holds for calls alike. It gives the call back."""
+    scree.namespace(torch.zeros(1))  # what PyTorch brings is there
+    monkeypatch.setattr(registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()})
+    calls: list[Any] = []
+
+    def rejects(call: Any) -> str | None:
+        calls.append(call)
+        return "no rows" if call.q.batch_size == 0 else None
+
+    scree.register_kernel("attention", provider="mine", rejects=rejects, static=True)(lambda call: call)
+    yield calls
+
+
+def rows(offsets: list[int], heads: int = 2) -> scree.Array:
+    return scree.Array(torch.randn(offsets[-1], heads, 8), torch.tensor(offsets, dtype=torch.int32))
+
+
+def like(x: scree.Array) -> scree.Array:
+    return x.with_values(torch.randn_like(x.values))
+
+
+def test_calls_alike_are_asked_about_once(asked: list[Any]) -> None:
+    q = rows([0, 2, 5])
+    k, v = like(q), like(q)
+    first, second = scree.attention(q, q, q, causal=True), scree.attention(like(q), k, v, causal=True)
+    assert len(asked) == 1
+    assert second.k is k and second.v is v and second.kept is first.kept
+    assert type(second) is type(first) and second == type(first).make(second.q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("other", [
+    lambda q: {"causal": False}, lambda q: {"scale": 0.5}, lambda q: {"window": 3}, lambda q: {"kernel": "mine"},
+    lambda q: {"alibi_slopes": torch.ones(2)},
+    lambda q: {"q": q.with_values(torch.randn(5, 4, 8))},
+    lambda q: {"q": q.with_values(torch.randn(2, 5, 8).movedim(0, 1))},
+    lambda q: {"k": q.with_values(q.values.clone().requires_grad_())},
+    lambda q: {name: q.with_values(q.values.double()) for name in "qkv"},
+    lambda q: dict.fromkeys("qkv", rows([0, 1, 5])),
+    lambda q: dict.fromkeys("kv", rows([0, 1, 5])),
+])  # fmt: skip
+def test_calls_that_differ_are_asked_about(asked: list[Any], other: Callable[[scree.Array], dict[str, Any]]) -> None:
+    q = rows([0, 2, 5])
+    arguments = {"q": q, "k": q, "v": q, "causal": True}
+    scree.attention(**arguments)
+    for _ in range(2):
+        scree.attention(**(arguments | other(q)))
+    assert len(asked) in (2, 3)  # other rows may be new ones each time
+    scree.attention(**arguments)
+    assert len(asked) in (2, 3)
+
+
+def test_wrong_arguments_are_named_behind_right_ones(asked: list[Any]) -> None:
+    q = rows([0, 2, 5])
+    scree.attention(q, q, q, causal=True)
+    with pytest.raises(TypeError, match="window"):
+        scree.attention(q, q, q, causal=True, window=[1, 2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="alibi_slopes"):
+        scree.attention(q, q, q, causal=True, alibi_slopes=[1.0, 2.0])
+    with pytest.raises(TypeError, match="k: expected a ragged array"):
+        scree.attention(q, q.values, q, causal=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k: expected head_dim 8"):
+        scree.attention(q, like(q.with_values(torch.randn(5, 2, 4))), q, causal=True)
+
+
+def test_kernels_are_asked_again_where_another_comes_or_goes(asked: list[Any]) -> None:
+    q = rows([0, 2, 5])
+    scree.attention(q, q, q)
+    scree.register_kernel("attention", provider="newer")(lambda call: "newer")
+    assert [scree.attention(q, q, q) for _ in range(2)] == ["newer"] * 2
+    scree.unregister_kernel("attention", "newer")
+    assert scree.attention(q, q, q).q is q
+    assert len(asked) == 2
+
+
+def test_what_may_answer_otherwise_is_asked_each_time(asked: list[Any]) -> None:
+    q, picky = rows([0, 2, 5]), []
+
+    @scree.register_kernel("attention", provider="picky", rejects=lambda call: picky.append(call) or "not today")
+    def run(call: Any) -> None:
+        raise AssertionError
+
+    for _ in range(2):
+        scree.attention(q, q, q)
+    assert len(picky) == len(asked) == 2
+
+
+def test_nothing_lives_longer_than_the_rows(asked: list[Any]) -> None:
+    gc.disable()
+    try:
+        q = rows([0, 2, 5])
+        gone = [weakref.ref(x) for x in (q.layout, q.values, q.offsets)]
+        scree.attention(q, like(q), like(q))
+        asked.clear()
+        del q
+        assert [x() for x in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_options_that_never_come_twice_do_not_fill_the_memory(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "MOST", 10)
+    q = rows([0, 2, 5])
+    for i in range(1, 30):
+        scree.attention(q, q, q, scale=1 / i)
+    assert len(q.layout.memo) == 10
