@@ -27,6 +27,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "segment_scan": ("scans", "run", lambda call: call.values),
     "select": ("copies", "run_select", lambda call: call.x.values),
     "softmax": ("softmax", "softmax", lambda call: call.x.values),
+    "swiglu": ("gated", "run", lambda call: call.values),
     "unpad": ("copies", "run_unpad", lambda call: call.x),
 }
 
@@ -62,4 +63,4 @@ def _register(operation: str, kernels: Any, function: str, values: Callable[[Any
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
-    register_kernel(operation, provider="triton", rejects=rejects)(getattr(kernels, function))
+    register_kernel(operation, provider="triton", rejects=rejects, static=True)(getattr(kernels, function))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .host import once_differentiable
 from .launch import INTERPRETED
 from .plans import Rows, Spec, plan
 from .tiles import UNBOUNDED
@@ -69,10 +70,12 @@ def run(call: Any) -> Any:
     Array or tuple of Array
         The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
     """
-    q, (left, right), slopes = call.q, call.window, call.alibi_slopes
-    out, lse = _attend(q.values, call.k.values, call.v.values, q.offsets, call.k.offsets,
-                       _spec(call.causal, left, right, call.scale, call.softcap),
-                       None if slopes is None else slopes.to(torch.float32).contiguous(), q.layout.memo)
+    q, slopes, kept = call.q, call.alibi_slopes, call.kept
+    spec = kept.get(Spec)
+    if spec is None:
+        spec = kept[Spec] = _spec(call.causal, *call.window, call.scale, call.softcap)
+    out, lse = _attend(q.values, call.k.values, call.v.values, q.offsets, call.k.offsets, spec,
+                       None if slopes is None else slopes.to(torch.float32).contiguous(), q.layout.memo, kept)
     if call.return_lse:
         return q.with_values(out), q.with_values(lse.t())
     return q.with_values(out)
@@ -118,40 +121,35 @@ def _spec(causal: bool, left: int | None, right: int | None, scale: float, softc
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
-            slopes: torch.Tensor | None, memo: dict | None) -> tuple[torch.Tensor, torch.Tensor]:
+            slopes: torch.Tensor | None, memo: dict | None,
+            kept: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total)."""
     if torch.compiler.is_compiling():
         rows_q = _rows_op(cu_q)
         return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
     rows = Rows(cu_q, cu_k, memo)
+    way = plan(q, k, v, rows, spec, slopes is not None, kept)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, (slopes, rows, spec))
-    return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
+        return _Attention.apply(q, k, v, (way, slopes, rows, spec))
+    return way.forward(q, k, v, slopes, rows, spec)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, constants):
-        slopes, rows, spec = ctx.constants = constants
-        ctx.plan = plan(q, k, v, rows, spec, slopes is not None)
-        out, lse = ctx.plan.forward(q, k, v, slopes, rows, spec)
+        ctx.constants = constants
+        way, *more = constants
+        out, lse = way.forward(q, k, v, *more)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, dlse):
-        # With create_graph=True the way is longer, and ends in an error if the gradients are differentiated.
-        return (_refuse_twice if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
-
-
-def _backward(ctx, dout, dlse):
-    q, k, v, out, lse = ctx.saved_tensors
-    slopes, rows, spec = ctx.constants
-    return *ctx.plan.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None
-
-
-_refuse_twice = torch.autograd.function.once_differentiable(_backward)
+        q, k, v, out, lse = ctx.saved_tensors
+        way, slopes, rows, spec = ctx.constants
+        return *way.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None
 
 
 #: Offsets that `_rows_op` made in a compiled function -> their tile maps.

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import multiprocessors, refuses, start
+from .host import multiprocessors, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -66,12 +66,76 @@ def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constex
     tl.store(OUT + (column + lead), tl.zeros([DEEP, LANES], OUT.dtype.element_ty), mask=(column >= 0) & (column < V))
 
 
-@triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
-def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_stride, n, first, count, size, ignored,
-                d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, ALIGN: tl.constexpr,
-                ROWS: tl.constexpr, LOSS: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr, SCALED: tl.constexpr):
-    """LOSSES and STATS (2, size), the maximum and the sum of exponentials; OUT, the gradient of the logits.
+@triton.jit
+def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED: tl.constexpr):
+    """The gradient of the losses of some tokens: a number of each, or 1, times the share that a loss has in the result."""
+    factor = mask.to(tl.float32)
+    if SCALED:
+        factor = tl.load(DLOSSES + token * d_stride, mask=mask, other=0.0).to(tl.float32)
+    if SHARED:
+        factor *= tl.load(SHARE)
+    return factor
 
+
+@triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
+def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, count, size,
+                  ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+                  ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
+                  SCALED: tl.constexpr, SHARED: tl.constexpr):
+    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
+    end = size
+    if ROWS:
+        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    column = tl.arange(0, BLOCK)[None, :]
+    losses = tl.zeros([TOKENS], tl.float32)
+    known_tokens = tl.zeros([TOKENS], tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(count, TOKENS), tl.num_programs(0)):
+        i = block * TOKENS + tl.arange(0, TOKENS)
+        token = first + i
+        target = tl.load(TARGETS + token, mask=i < count, other=ignored)
+        known = (token < end) & (target != ignored) & (i < count)
+        exists = (target >= 0) & (target < V)
+        target = tl.where(exists, target, -1).to(tl.int32)
+        x = X + i.to(tl.int64) * x_stride
+        logits = tl.load(x[:, None] + column, mask=known[:, None] & (column < V), other=-float("inf")).to(tl.float32)
+        if EACH | SUM:
+            right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
+            top = tl.max(logits, 1)
+            base = tl.where(top == -float("inf"), 0.0, top)
+            powers = tl.exp2((logits - base[:, None]) * _LOG2E)
+            total = tl.where(exists, tl.sum(powers, 1), float("nan"))
+            loss = tl.where(known, tl.log(total) + (top - right), 0.0)
+            losses += loss
+            known_tokens += known.to(tl.int32)
+            if EACH:
+                tl.store(LOSSES + token, loss, mask=i < count)
+            if SAVE:
+                tl.store(STATS + token, top, mask=known)
+                tl.store(STATS + size + token, total, mask=known)
+        else:
+            top = tl.load(STATS + token, mask=known, other=0.0)
+            total = tl.load(STATS + size + token, mask=known, other=1.0)
+            powers = tl.exp2((logits - top[:, None]) * _LOG2E)
+        if GRADIENT:
+            factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
+            y = powers * (factor / total)[:, None]
+            y = tl.where(column == target[:, None], y - factor[:, None], y)
+            y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
+            out = OUT + i.to(tl.int64) * out_stride
+            tl.store(out[:, None] + column, y, mask=(i < count)[:, None] & (column < V))
+    if SUM:
+        tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
+        tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
+def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, count, size,
+                   ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
+                   ALIGN: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr,
+                   GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr):
+    """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
+
+    SAVE: STATS (2, size), the maximum and the sum of exponentials, which are read where there is neither EACH nor SUM.
     It is about the tokens [first, first + count) of `size`: X and OUT begin at the first of them. Where rows of X are not
     aligned, they are read from the multiple of ALIGN elements before them on.
     """
@@ -79,6 +143,8 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    losses = tl.full([], 0.0, tl.float32)
+    known_tokens = tl.full([], 0, tl.int32)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         token = first + i
         target = tl.load(TARGETS + token)
@@ -99,7 +165,7 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
         x = X + x_start
         out = OUT + out_start
         if known:
-            if LOSS:
+            if EACH | SUM:
                 lanes = tl.full([LANES], -float("inf"), tl.float32)
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
@@ -113,7 +179,11 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
                 total = tl.where(exists, total, float("nan"))
-                tl.store(LOSSES + token, tl.log(total) + (top - right))
+                loss = tl.log(total) + (top - right)
+                losses += loss
+                known_tokens += 1
+                if EACH:
+                    tl.store(LOSSES + token, loss)
                 if SAVE:
                     tl.store(STATS + token, top)
                     tl.store(STATS + size + token, total)
@@ -121,9 +191,7 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
                 top = tl.load(STATS + token)
                 total = tl.load(STATS + size + token)
             if GRADIENT:
-                factor = 1.0
-                if SCALED:
-                    factor = tl.load(DLOSSES + token * d_stride).to(tl.float32)
+                factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
                 share = factor / total
                 if ALIGN > 1:
                     _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, True)
@@ -132,35 +200,51 @@ def loss_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, DLOSSES, OUT, x_stride, out_
                 if (ALIGN > 1) | (V % STEP > 0):
                     _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, True)
         else:
-            if LOSS:
+            if EACH:
                 tl.store(LOSSES + token, 0.0)
             if GRADIENT:
                 for at in range(0, V + lead, STEP):
                     _clear(out, at, lead, V, LANES, DEEP)
+    if SUM:
+        tl.store(PARTS + tl.program_id(0), losses)
+        tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=("n", "size", "ignored"))
-def sum_kernel(LOSSES, TARGETS, OFFSETS, TOTAL, SHARE, n, size, ignored, ROWS: tl.constexpr, MEAN: tl.constexpr,
-               BLOCK: tl.constexpr):
-    """TOTAL, the sum or mean of LOSSES (size,), and SHARE, the part that a token has in it; one program."""
-    end = size
-    if ROWS:
-        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+@triton.jit
+def _share(count, MEAN: tl.constexpr):
+    """The part that a token has in the result."""
+    return tl.where(count > 0, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0) if MEAN else 1.0
+
+
+@triton.jit(do_not_specialize=("parts",))
+def sum_kernel(PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    """TOTAL, the sum or mean of all losses, of PARTS (2, parts), and SHARE, what part of it a loss is; one program."""
     totals = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, size, BLOCK):
-        token = at + tl.arange(0, BLOCK)
-        totals += tl.load(LOSSES + token, mask=token < size, other=0.0)
-        target = tl.load(TARGETS + token, mask=token < end, other=ignored)
-        counts += (target != ignored).to(tl.int32)
+    for at in range(0, parts, BLOCK):
+        part = at + tl.arange(0, BLOCK)
+        totals += tl.load(PARTS + part, mask=part < parts, other=0.0)
+        counts += tl.load(PARTS + parts + part, mask=part < parts, other=0.0).to(tl.int32)
     total = tl.sum(totals, 0)
-    share = 1.0
+    count = tl.sum(counts, 0)
+    share = _share(count, MEAN)
     if MEAN:
-        count = tl.sum(counts, 0)
-        share = tl.where(count > 0, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)
         total = tl.where(count > 0, total * share, float("nan"))
     tl.store(TOTAL, total)
     tl.store(SHARE, share)
+
+
+@triton.jit(do_not_specialize=("n", "size", "ignored"))
+def share_kernel(TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """SHARE, the part that a token has in the mean, where no loss is known yet; one program."""
+    end = size
+    if ROWS:
+        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(tl.int32)
+    tl.store(SHARE, _share(tl.sum(counts, 0), True))
 
 
 class _Tile(NamedTuple):
@@ -174,6 +258,11 @@ class _Tile(NamedTuple):
 
 #: By what is written: losses alone, a gradient alone, both.
 TILES = {(True, False): _Tile(2048, 4, 8, 4), (False, True): _Tile(4096, 2, 16, 4), (True, True): _Tile(8192, 4, 32, 1)}
+WHOLE = 4096  # classes up to which a program holds all logits of a token,
+HELD = 4096  # or of several: so many logits
+PROGRAMS = 8  # of them for each multiprocessor
+if INTERPRETED:  # a few numbers take every path
+    WHOLE, HELD, TILES = 32, 64, dict.fromkeys(TILES, _Tile(16, 2, 1, 4))
 SUMMED = ("mean", "sum")
 CHUNK = 1 << 28  # logits that exist at a time, fused
 LEAST = 1024  # or those of so many tokens, for products that are worth their weight
@@ -181,23 +270,41 @@ PARTS = 4  # or a fourth of them
 ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
 
 
+class What(NamedTuple):
+    """What a kernel reads and writes; see `visit`."""
+
+    EACH: bool
+    SUM: bool
+    SAVE: bool
+    GRADIENT: bool
+    SCALED: bool
+    SHARED: bool
+
+
 @cache
-def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int, write: tuple[bool, bool],
-            save: bool) -> tuple[Launch, int]:
-    lanes, deep, warps, programs = TILES[write]
-    if INTERPRETED:
-        lanes, warps = 16, 1
+def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int,
+            what: What) -> tuple[Launch, int, int]:
+    """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
+    constants: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
+    if classes <= WHOLE:
+        block = max(16, triton.next_power_of_2(classes))
+        tokens = max(1, HELD // block)
+        launch = Launch(tokens_kernel, dict(V=classes, BLOCK=block, TOKENS=tokens) | constants, dict(num_warps=4))
+        return launch, tokens, PROGRAMS * multiprocessors(device)
+    lanes, deep, warps, programs = TILES[what.EACH or what.SUM, what.GRADIENT]
     lanes = min(lanes, max(triton.next_power_of_2(classes) // deep, 16))
-    *_, offsets, dlosses = dtypes
-    constants = dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align, ROWS=offsets is not None, LOSS=write[0], SAVE=save,
-                     GRADIENT=write[1], SCALED=dlosses is not None)
-    return Launch(loss_kernel, constants, dict(num_warps=warps)), programs
+    launch = Launch(classes_kernel, dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align) | constants, dict(num_warps=warps))
+    return launch, 1, programs * multiprocessors(device)
 
 
 @cache
-def _sum_launch(device: torch.device, classes: torch.dtype, offsets: torch.dtype | None, mean: bool) -> Launch:
-    constants = dict(ROWS=offsets is not None, MEAN=mean, BLOCK=4096)
-    return Launch(sum_kernel, constants, dict(num_warps=16))
+def _sum_launch(device: torch.device, mean: bool) -> Launch:
+    return Launch(sum_kernel, dict(MEAN=mean, BLOCK=1024), dict(num_warps=4))
+
+
+@cache
+def _share_launch(device: torch.device, classes: torch.dtype, offsets: torch.dtype | None) -> Launch:
+    return Launch(share_kernel, dict(ROWS=offsets is not None, BLOCK=4096), dict(num_warps=16))
 
 
 class Targets(NamedTuple):
@@ -214,48 +321,75 @@ class Targets(NamedTuple):
             known &= torch.arange(known.shape[0], device=known.device) < self.offsets[-1]
         return known
 
+    @property
+    def rows(self) -> tuple[torch.Tensor, int]:
+        """The offsets as a kernel takes them, and the number of rows."""
+        return (self.classes, 0) if self.offsets is None else (self.offsets, self.offsets.shape[0] - 1)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """Those of the classes and of the offsets."""
+        return self.classes.dtype, None if self.offsets is None else self.offsets.dtype
+
 
 def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Tensor | None = None,
-          stats: torch.Tensor | None = None, out: torch.Tensor | None = None, dlosses: torch.Tensor | None = None) -> None:
+          parts: list[torch.Tensor] | None = None, stats: torch.Tensor | None = None, out: torch.Tensor | None = None,
+          dlosses: torch.Tensor | None = None, share: torch.Tensor | None = None) -> None:
     """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
 
     Parameters
     ----------
     losses
         (total,) float32, written where given.
+    parts
+        Gets one more where given: (2, programs), the sum and the number of the losses that each program has seen.
     stats
-        (2, total) float32: written with the losses, or read where they are not given.
+        (2, total) float32: written with the losses or parts, or read where neither is given.
     out
         (count, classes) the gradient, written where given; may be x.
     dlosses
         (total,) the gradient of the losses; 1 by default.
+    share
+        A number that it is multiplied by.
     """
-    count, classes = x.shape
-    if count == 0:
-        return
+    (count, classes), device = x.shape, x.device
     align = 16 // x.element_size()
     if (x.stride(0) | (0 if out is None else out.stride(0))) % align == 0 or (out is not None and out.stride(0) != x.stride(0)):
         align = 1
-    offsets = targets.offsets
-    dtypes = (x.dtype, targets.classes.dtype, *(None if p is None else p.dtype for p in (offsets, dlosses)))
-    write = losses is not None, out is not None
-    launch, programs = _launch(x.device, dtypes, classes, align, write, write[0] and stats is not None)
-    start(launch, min(count, programs * multiprocessors(x.device)),
-          (x, targets.classes, targets.classes if offsets is None else offsets, x if losses is None else losses,
-           x if stats is None else stats, x if dlosses is None else dlosses, x if out is None else out),
+    summed = parts is not None
+    what = What(losses is not None, summed, (losses is not None or summed) and stats is not None, out is not None,
+                dlosses is not None, share is not None)
+    dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
+    launch, tokens, most = _launch(device, dtypes, classes, align, what)
+    programs = min(-(-count // tokens), most)
+    part = None
+    if parts is not None:
+        part = torch.empty((2, programs), dtype=torch.float32, device=device)
+        parts.append(part)
+    if not count:
+        return
+    offsets, n = targets.rows
+    start(launch, programs,
+          (x, targets.classes, offsets, *(x if p is None else p for p in (losses, stats, part, dlosses, share, out))),
           (x.stride(0), x.stride(0) if out is None else out.stride(0)),
-          (0 if offsets is None else offsets.shape[0] - 1, first, count, targets.classes.shape[0], targets.ignored,
-           0 if dlosses is None else dlosses.stride(0)))
+          (n, first, count, targets.classes.shape[0], targets.ignored, 0 if dlosses is None else dlosses.stride(0)))
 
 
-def one_number(losses: torch.Tensor, targets: Targets, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The "sum" or "mean" of the losses (total,), and the part that each has in it; 0-d."""
-    classes, offsets, ignored = targets
-    total, share = (torch.empty((), dtype=torch.float32, device=losses.device) for _ in range(2))
-    launch = _sum_launch(losses.device, classes.dtype, None if offsets is None else offsets.dtype, reduction == "mean")
-    start(launch, 1, (losses, classes, classes if offsets is None else offsets, total, share), (),
-          (0 if offsets is None else offsets.shape[0] - 1, losses.shape[0], ignored))
+def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The "sum" or "mean" of all losses, and what part of it a loss is; 0-d."""
+    values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
+    start(_sum_launch(values.device, reduction == "mean"), 1, (values, total, share), (), (values.shape[1],))
     return total, share
+
+
+def share_of(targets: Targets) -> torch.Tensor:
+    """What part of the mean a loss is, before there are any; 0-d."""
+    offsets, n = targets.rows
+    share = torch.empty((), dtype=torch.float32, device=offsets.device)
+    start(_share_launch(share.device, *targets.dtypes), 1, (targets.classes, offsets, share), (),
+          (n, targets.classes.shape[0], targets.ignored))
+    return share
 
 
 def _mean(total: torch.Tensor, targets: Targets) -> torch.Tensor:
@@ -270,43 +404,51 @@ def _rowwise(x: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------- alone
-def forward(x: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses (total,) of logits x (total, classes), and what the backward needs to know of each token, (2, total)."""
-    losses, stats = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (x.shape[:1], (2, x.shape[0])))
-    visit(_rowwise(x), targets, losses=losses, stats=stats)
-    return losses, stats
+def forward(x: torch.Tensor, targets: Targets, reduction: str = "none",
+            save: bool = True) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The losses (total,) of logits x (total, classes), or their "sum" or "mean" and what part of it a loss is.
+
+    Between the two, what the backward needs to know of each token, (2, total), if it is to be saved.
+    """
+    x, total = _rowwise(x), x.shape[:1]
+    stats = torch.empty((2, *total), dtype=torch.float32, device=x.device) if save else None
+    if reduction in SUMMED:
+        parts: list[torch.Tensor] = []
+        visit(x, targets, parts=parts, stats=stats)
+        found, share = reduced(parts, reduction)
+        return found, stats, share
+    losses = torch.empty(total, dtype=torch.float32, device=x.device)
+    visit(x, targets, losses=losses, stats=stats)
+    return losses, stats, None
 
 
-def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """The gradient of the logits."""
+def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, targets: Targets,
+             share: torch.Tensor | None = None) -> torch.Tensor:
+    """The gradient of the logits, from that of the losses, (total,), which may be multiplied by one number more."""
     x = _rowwise(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    visit(x, targets, stats=stats, out=out, dlosses=dlosses)
+    visit(x, targets, stats=stats, out=out, dlosses=dlosses, share=share)
     return out
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, targets, reduction):
-        found, stats = forward(x, targets)
-        share = None
-        if reduction in SUMMED:
-            found, share = one_number(found, targets, reduction)
+        found, stats, share = forward(x, targets, reduction)
         ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
         ctx.ignored = targets.ignored
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dloss):
         x, stats, share, classes, offsets = ctx.saved_tensors
-        dlosses = dloss if share is None else (dloss * share).expand(x.shape[0])
-        return backward(dlosses, x, stats, Targets(classes, offsets, ctx.ignored)), None, None
+        return backward(dloss.expand(x.shape[0]), x, stats, Targets(classes, offsets, ctx.ignored), share), None, None
 
 
 @torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
 def _op(x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return forward(x, Targets(classes, offsets, ignored))
+    return forward(x, Targets(classes, offsets, ignored))[:2]
 
 
 @_op.register_fake
@@ -349,8 +491,7 @@ def cross_entropy(call: Any) -> torch.Tensor:
         return losses if not call.summed else losses.sum() if call.reduction == "sum" else _mean(losses.sum(), targets)
     if x.requires_grad and torch.is_grad_enabled():
         return _CrossEntropy.apply(x, targets, call.reduction)
-    losses = forward(x, targets)[0]
-    return one_number(losses, targets, call.reduction)[0] if call.summed else losses
+    return forward(x, targets, call.reduction, save=False)[0]
 
 
 def _targets(call: Any) -> Targets:
@@ -378,6 +519,35 @@ def _scale_launch(device: torch.device, dtype: torch.dtype, out: torch.dtype, fa
     return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
 
 
+@triton.jit(do_not_specialize=("n", "first", "size", "ignored"))
+def known_kernel(X, TARGETS, OFFSETS, OUT, x_stride, out_stride, n, first, size, ignored, WIDTH: tl.constexpr,
+                 BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """OUT = X where a token counts, and 0 where it does not; a token a program."""
+    i = tl.program_id(0)
+    token = first + i
+    known = tl.load(TARGETS + token) != ignored
+    if ROWS:
+        known = known & (token < tl.load(OFFSETS + n))
+    for at in range(0, WIDTH, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(X + i.to(tl.int64) * x_stride + column, mask=known & (column < WIDTH), other=0.0)
+        tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
+
+
+@cache
+def _known_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int) -> Launch:
+    block = min(triton.next_power_of_2(width), 2048)
+    return Launch(known_kernel, dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None), dict(num_warps=max(1, block // 512)))
+
+
+def _known(x: torch.Tensor, targets: Targets, first: int, out: torch.Tensor) -> torch.Tensor:
+    """On `out`, x (count, width), the tokens from `first` on, with 0 for those that do not count."""
+    offsets, n = targets.rows
+    start(_known_launch(x.device, (x.dtype, *targets.dtypes), x.shape[1]), x.shape[0], (x, targets.classes, offsets, out),
+          (x.stride(0), out.stride(0)), (n, first, targets.classes.shape[0], targets.ignored))
+    return out
+
+
 class Wanted(NamedTuple):
     """Which gradients a caller wants."""
 
@@ -390,14 +560,16 @@ NONE = Wanted(False, False, False)
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, wanted: Wanted = NONE,
-          dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
-    """The losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
+def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, reduction: str,
+          wanted: Wanted = NONE, dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
+    """The losses of x (total, width) by weight (classes, width), or their sum or mean, and the gradients that are wanted.
 
     Where there are many chunks, those of weight and bias are added up, and come, in float32.
     """
     (total, width), classes = x.shape, weight.shape[0]
-    losses = torch.empty((total,), dtype=torch.float32, device=x.device)
+    losses = None if reduction in SUMMED else torch.empty((total,), dtype=torch.float32, device=x.device)
+    parts: list[torch.Tensor] | None = [] if losses is None else None
+    share = share_of(targets) if any(wanted) and reduction == "mean" else None
     chunk = max(min(total, max(LEAST, min(CHUNK // classes, -(-total // PARTS)))), 1)
     stride = -(-classes // 16) * 16  # so that rows are aligned
     buffer = torch.empty((chunk, stride), dtype=x.dtype, device=x.device)[:, :classes]
@@ -406,22 +578,24 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
     dx = torch.empty((total, width), dtype=x.dtype, device=x.device) if wanted.x else None
     dweight = make((classes, width), dtype=sums, device=x.device) if wanted.weight else None
     dbias = torch.zeros((classes,), dtype=torch.float32, device=x.device) if wanted.bias else None
-    known = targets.known()[:, None] if wanted.weight else None
-    for first in range(0, total, chunk):
+    # Where a part of dx will stand, that of x can wait before.
+    counted = dx if dx is not None or not wanted.weight else torch.empty((chunk, width), dtype=x.dtype, device=x.device)
+    for first in range(0, max(total, 1), chunk):
         some = slice(first, min(first + chunk, total))
         part, logits = x[some], buffer[: some.stop - first]
         if bias is None:
             torch.mm(part, weight.mT, out=logits)
         else:
             torch.addmm(bias, part, weight.mT, out=logits)
-        visit(logits, targets, first, losses=losses, out=logits if any(wanted) else None, dlosses=dlosses)
+        visit(logits, targets, first, losses=losses, parts=parts, out=logits if any(wanted) else None, dlosses=dlosses, share=share)
+        if dweight is not None and total:
+            on = counted[some] if dx is not None else counted[: part.shape[0]]
+            _add_product(dweight, logits.mT, _known(part, targets, first, on), first > 0)
         if dx is not None:
             torch.mm(logits, weight, out=dx[some])
-        if dweight is not None:
-            _add_product(dweight, logits.mT, torch.where(known[some], part, 0), first > 0)
         if dbias is not None:
             dbias += logits.sum(0, dtype=torch.float32)
-    return losses, (dx, dweight, dbias)
+    return losses if parts is None else reduced(parts, reduction)[0], (dx, dweight, dbias)
 
 
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
@@ -438,25 +612,21 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, targets, reduction):
         early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
-        found, gradients = fused(x, weight, bias, targets, early)
-        share = None
-        if reduction in SUMMED:
-            found, share = one_number(found, targets, reduction)
-        ctx.save_for_backward(x, weight, bias, share, targets.classes, targets.offsets)
-        ctx.ignored, ctx.gradients = targets.ignored, gradients if any(early) else None
+        found, gradients = fused(x, weight, bias, targets, reduction, early)
+        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
+        ctx.ignored, ctx.reduction, ctx.gradients = targets.ignored, reduction, gradients if any(early) else None
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dloss):
-        x, weight, bias, share, classes, offsets = ctx.saved_tensors
-        dloss = dloss if share is None else dloss * share
+        x, weight, bias, classes, offsets = ctx.saved_tensors
         # Those of the forward pass are given away; who wants them once more waits for others.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            dlosses = dloss.expand(x.shape[0])
             targets, wanted = Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3])
-            gradients, dloss = fused(x, weight, bias, targets, wanted, dlosses)[1], None
+            gradients = fused(x, weight, bias, targets, ctx.reduction, wanted, dloss.expand(x.shape[0]))[1]
+            dloss = None
         return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
 
 
@@ -484,34 +654,34 @@ def _or_empty(gradients: Gradients, like: torch.Tensor) -> tuple[torch.Tensor, t
 
 @torch.library.custom_op("scree_triton::linear_cross_entropy", mutates_args=())
 def _fused_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, classes: torch.Tensor,
-              offsets: torch.Tensor | None, ignored: int, summed: bool, early: bool) -> tuple[
+              offsets: torch.Tensor | None, ignored: int, reduction: str, early: bool) -> tuple[
                   torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     wanted = Wanted(early, early, early and bias is not None)
-    losses, gradients = fused(x, weight, bias, Targets(classes, offsets, ignored), wanted)
-    return losses.sum() if summed else losses, *_or_empty(gradients, x)
+    losses, gradients = fused(x, weight, bias, Targets(classes, offsets, ignored), reduction, wanted)
+    return losses, *_or_empty(gradients, x)
 
 
 @_fused_op.register_fake
-def _(x, weight, bias, classes, offsets, ignored, summed, early):
-    loss = x.new_empty(() if summed else x.shape[:1], dtype=torch.float32)
+def _(x, weight, bias, classes, offsets, ignored, reduction, early):
+    loss = x.new_empty(() if reduction in SUMMED else x.shape[:1], dtype=torch.float32)
     return loss, *(x.new_empty((0,) if p is None or not early else p.shape) for p in (x, weight, bias))
 
 
 @torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
 def _fused_backward_op(dlosses: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                       classes: torch.Tensor, offsets: torch.Tensor | None,
-                       ignored: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wanted = Wanted(True, True, bias is not None)
-    return _or_empty(fused(x, weight, bias, Targets(classes, offsets, ignored), wanted, dlosses)[1], x)
+                       classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int,
+                       reduction: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets, wanted = Targets(classes, offsets, ignored), Wanted(True, True, bias is not None)
+    return _or_empty(fused(x, weight, bias, targets, reduction, wanted, dlosses.expand(x.shape[0]))[1], x)
 
 
 @_fused_backward_op.register_fake
-def _(dlosses, x, weight, bias, classes, offsets, ignored):
+def _(dlosses, x, weight, bias, classes, offsets, ignored, reduction):
     return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
 
 
 def _save_fused(ctx, inputs, output):
-    x, weight, bias, classes, offsets, ctx.ignored, ctx.summed, ctx.early = inputs
+    x, weight, bias, classes, offsets, ctx.ignored, ctx.reduction, ctx.early = inputs
     ctx.biased = bias is not None
     ctx.save_for_backward(*(output[1:] if ctx.early else (x, weight, bias, classes, offsets)))
 
@@ -520,8 +690,7 @@ def _differentiate_fused(ctx, dloss, *_):
     if ctx.early:
         dx, dweight, dbias = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
     else:
-        dlosses = dloss.expand(ctx.saved_tensors[0].shape[0]) if ctx.summed else dloss
-        dx, dweight, dbias = _fused_backward_op(dlosses, *ctx.saved_tensors, ctx.ignored)
+        dx, dweight, dbias = _fused_backward_op(dloss, *ctx.saved_tensors, ctx.ignored, ctx.reduction)
     return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
 
 
@@ -533,9 +702,7 @@ def linear_cross_entropy(call: Any) -> torch.Tensor:
     x, weight, bias, targets = _rowwise(call.values), call.weight, call.bias, _targets(call)
     wants = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias))
     if torch.compiler.is_compiling():
-        found = _fused_op(x, weight, bias, *targets, call.summed, wants and _early(x, call.reduction))[0]
-        return _mean(found, targets) if call.reduction == "mean" else found
+        return _fused_op(x, weight, bias, *targets, call.reduction, wants and _early(x, call.reduction))[0]
     if wants:
         return _Fused.apply(x, weight, bias, targets, call.reduction)
-    losses = fused(x, weight, bias, targets)[0]
-    return one_number(losses, targets, call.reduction)[0] if call.summed else losses
+    return fused(x, weight, bias, targets, call.reduction)[0]

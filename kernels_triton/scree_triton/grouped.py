@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, multiprocessors, refuses, start
+from .host import differentiated, multiprocessors, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch, Tiled, ragged_shape, tiled
 from .tuned import ROOMY
 
@@ -266,7 +266,7 @@ class _Product(torch.autograd.Function):
         return product(x, weight, offsets)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, offsets = ctx.saved_tensors
         dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None

@@ -1,4 +1,5 @@
 """What the kernels beside attention share on the host side."""
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,12 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The decorator of this name of `torch.autograd.function`, whose way is long, taken where `create_graph` asks for it."""
+    refusing = torch.autograd.function.once_differentiable(backward)
+    return lambda ctx, *grads: (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
 
 
 @cache

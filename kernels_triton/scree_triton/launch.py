@@ -1,6 +1,8 @@
 """Launching a compiled kernel without paying for the JIT's argument inspection at every call."""
 import inspect
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,16 @@ _KNOWN = triton.__version__.startswith("3.6.")
 # What torch.cuda calls, without its check that CUDA is initialized: tensors on the device are there already.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+@cache
+def empty(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """Make a tensor of this shape, strides and dtype, uninitialized, on the current device of this kind.
+
+    What compiled code of PyTorch calls where it is there: half the time of `empty_like`.
+    """
+    found = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
+    return found or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
 
 
 def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -114,11 +126,7 @@ class Launch:
             self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants)
             return
         addresses = [pointer.data_ptr() for pointer in pointers]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        for stride in strides:
-            bits |= stride
+        bits = reduce(or_, strides, reduce(or_, addresses))
         if self.launch is not None and bits & 15 == 0:
             descriptors = self._encode(described, shapes) if shapes else ()
             try:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, multiprocessors, refuses, start
+from .host import differentiated, multiprocessors, once_differentiable, refuses, start
 from .launch import Launch
 
 _WIDEST = 16384
@@ -181,8 +181,8 @@ def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     if count > 0:
         launch, rows = _forward_launch(x.device, x.dtype, None if weight is None else weight.dtype,
                                        None if bias is None else bias.dtype, width, centre, add)
-        x, stride = _even(x)
-        residual, residual_stride = (x, stride) if residual is None else _even(residual)
+        x, stride = even(x)
+        residual, residual_stride = (x, stride) if residual is None else even(residual)
         start(launch, -(-count // rows), (x, residual, x if weight is None else weight, x if bias is None else bias, y, total),
               (stride, residual_stride, width), (count, eps))
     return y, total
@@ -203,9 +203,9 @@ def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsu
     summed = dw is not None or db is not None
     parts = torch.empty((2, programs, width), dtype=torch.float32, device=device) if summed else dx
     if programs > 0:
-        x, stride = _even(x)
-        dy, dy_stride = _even(dy)
-        dsum, dsum_stride = (dy, dy_stride) if dsum is None else _even(dsum)
+        x, stride = even(x)
+        dy, dy_stride = even(dy)
+        dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
         start(first, programs, (x, x if weight is None else weight, dy, dsum, dx, parts),
               (stride, dy_stride, dsum_stride, width), (count, eps))
     if summed:
@@ -213,7 +213,7 @@ def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsu
     return dx, dw, db
 
 
-def _even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Values with tokens at equal distances and the elements of each side by side, a copy where it must be; the distance."""
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -233,7 +233,7 @@ class _Norm(torch.autograd.Function):
         return y if residual is None else (y, total)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy, dsum=None):
         total, weight = ctx.saved_tensors
         _, residual_too, weight_too, bias_too, *_ = ctx.needs_input_grad

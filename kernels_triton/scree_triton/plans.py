@@ -10,7 +10,7 @@ import torch
 import triton
 
 from . import portable
-from .launch import Launch, current_device, ragged
+from .launch import Launch, current_device, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
 from .tuned import GLUON, Tile, Tiles, portable_tiles
 
@@ -71,15 +71,26 @@ class _Shape(NamedTuple):
 _PLANS: dict[tuple, "Plan"] = {}
 
 
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool) -> "Plan":
-    """The plan for a call, from the cache or new."""
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool,
+         kept: dict[Any, Any] | None = None) -> "Plan":
+    """The plan for a call, from the cache or new; `kept` belongs to calls that differ in the contents of q, k and v alone."""
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+    tf32 = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    if kept is None:
+        return _cached(q, k, v, rows, spec, alibi, aligned, tf32)
+    found = kept.get((aligned, tf32))
+    if found is None:
+        found = kept[aligned, tf32] = _cached(q, k, v, rows, spec, alibi, aligned, tf32)
+    return found
+
+
+def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool, aligned: bool,
+            tf32: bool) -> "Plan":
     left, right, _, softcap = spec
     total, heads, dim = q.shape
     total_k, k_heads, dim_v = v.shape
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and total > 0 and total_k > 0
     key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
-           right < UNBOUNDED, right == 0, softcap > 0, alibi, aligned, rows.q is rows.k,
-           q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+           right < UNBOUNDED, right == 0, softcap > 0, alibi, aligned and total > 0 and total_k > 0, rows.q is rows.k, tf32)
     found = _PLANS.get(key)
     if found is None:
         if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
@@ -115,11 +126,6 @@ def _head_group(heads: int, dim: int) -> int:
     return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if heads % g == 0)
 
 
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the same shape; `empty_like` is the cheapest way, but keeps what order of axes it finds."""
-    return torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
-
-
 class Plan:
     """The common part: shapes, and what a forward and a backward allocate."""
 
@@ -132,6 +138,11 @@ class Plan:
         self.q_counts = self.heads, shared, _head_group(self.heads, self.q.dim)
         self.k_counts = self.heads, shared, _head_group(self.k_heads, self.q.dim)
         self.out_stride = self.heads * self.v.dim
+        self.empty = empty(device.type)
+
+    def _like(self, total: int, heads: int, dim: int) -> torch.Tensor:
+        """An empty tensor (total, heads, dim), contiguous."""
+        return self.empty((total, heads, dim), (heads * dim, dim, 1), self.dtype)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,8 +151,8 @@ class Plan:
             with torch.cuda.device(self.index):
                 return self.forward(q, k, v, slopes, rows, spec)
         total = q.shape[0]
-        out = _contiguous(q) if self.v.dim == self.q.dim else q.new_empty((total, self.heads, self.v.dim))
-        lse = q.new_empty((self.heads, total), dtype=torch.float32)
+        out = self._like(total, self.heads, self.v.dim)
+        lse = self.empty((self.heads, total), (total, 1), torch.float32)
         if total > 0:
             self._forward(q, k, v, slopes, out, lse, rows, spec)
         return out, lse
@@ -157,8 +168,10 @@ class Plan:
             dout = torch.zeros_like(out)
         elif not self._takes(dout):
             dout = dout.contiguous()
-        grads = _contiguous(q), _contiguous(k), _contiguous(v)
-        stats = q.new_empty((2, self.heads, q.shape[0]), dtype=torch.float32)
+        total, total_k = q.shape[0], k.shape[0]
+        grads = (self._like(total, self.heads, self.q.dim), self._like(total_k, self.k_heads, self.q.dim),
+                 self._like(total_k, self.k_heads, self.v.dim))
+        stats = self.empty((2, self.heads, total), (self.heads * total, total, 1), torch.float32)
         self._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
         return grads
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, refuses, start
+from .host import differentiated, once_differentiable, refuses, start
 from .launch import Launch
 from .offsets import row_of
 
@@ -114,7 +114,7 @@ class _Rope(torch.autograd.Function):
         return q if k is None else (q, k)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dq, dk=None):
         if dq is None:
             return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from . import segments, shares
-from .host import differentiated
+from .host import differentiated, once_differentiable
 from .segments import OPS, Rows, over_rows, rows_of
 
 
@@ -19,7 +19,7 @@ class _Scan(torch.autograd.Function):
         return _scan(x, rows, op, dtype, False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None, None
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import shares
-from .host import FLOATS, multiprocessors, refuses, start
+from .host import FLOATS, multiprocessors, once_differentiable, refuses, start
 from .launch import Launch
 
 _ELEMENTS = 2048  # in a tile
@@ -168,7 +168,7 @@ class _Reduce(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dout):
         x, out = ctx.saved_tensors
         return _differentiate(dout, x, out, ctx.rows, ctx.op), None, None, None

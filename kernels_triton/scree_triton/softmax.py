@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from . import shares
-from .host import refuses
+from .host import once_differentiable, refuses
 from .segments import Rows, over_rows, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -46,7 +46,7 @@ class _Softmax(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None
 

@@ -58,6 +58,11 @@ def _rope_both(x: scree.Array) -> scree.Array:
     return x.with_values(torch.cat((q.values, k.values), 1))
 
 
+def _swiglu_row(x: torch.Tensor) -> torch.Tensor:
+    gate, value = x.chunk(2, -1)
+    return functional.silu(gate) * value
+
+
 def _with_one(x: torch.Tensor, value: float) -> torch.Tensor:
     """The row and one more token, so that it is not empty."""
     return torch.cat([x, x.new_full((1, *x.shape[1:]), value)])
@@ -110,6 +115,7 @@ OPERATIONS = {
     "layer_norm": Operation(lambda x, w, b: scree.layer_norm(x, w, b, kernel="triton"),
                             lambda x, w, b: functional.layer_norm(x, w.shape, w, b), ((64,), (2, 100), (1, 1024), (2050,)),
                             lambda token, n: (token[-1:], token[-1:])),
+    "swiglu": Operation(lambda x: scree.swiglu(x, kernel="triton"), _swiglu_row, ((6,), (2, 100), (2050,))),
     "softmax": Operation(lambda x: scree.softmax(x, kernel="triton"), lambda x: x.softmax(0), WIDTHS),
     "log_softmax": Operation(lambda x: scree.log_softmax(x, kernel="triton"), lambda x: x.log_softmax(0), WIDTHS),
     "logsumexp": Operation(lambda x: scree.logsumexp(x, kernel="triton"), lambda x: x.logsumexp(0), WIDTHS, per_row=True),

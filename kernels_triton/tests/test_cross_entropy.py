@@ -112,7 +112,7 @@ def test_targets_that_do_not_exist():
     """Where nobody looks at them beforehand, the loss and the gradient of the token are NaN, and of no other."""
     x = torch.randn(5, 20, device=DEVICE)
     targets = cross_entropy.Targets(torch.tensor([3, 20, -1, 19, -100], device=DEVICE), None, -100)
-    losses, stats = cross_entropy.forward(x, targets)
+    losses, stats, _ = cross_entropy.forward(x, targets)
     assert losses.isnan().tolist() == [False, True, True, False, False] and losses[4] == 0
     dx = cross_entropy.backward(torch.ones_like(losses), x, stats, targets)
     assert dx.isnan().all(1).tolist() == dx.isnan().any(1).tolist() == [False, True, True, False, False]
@@ -171,9 +171,9 @@ def test_more_than_2_31_logits():
     """The last tokens against themselves alone."""
     x = torch.empty((40000, 65536), dtype=f16, device="cuda").uniform_(-4, 4)
     targets = torch.arange(40000, device="cuda")
-    losses, stats = cross_entropy.forward(x, cross_entropy.Targets(targets, None, -100))
+    losses, stats, _ = cross_entropy.forward(x, cross_entropy.Targets(targets, None, -100))
     alone = cross_entropy.Targets(targets[-8:], None, -100)
-    right, right_stats = cross_entropy.forward(x[-8:], alone)
+    right, right_stats, _ = cross_entropy.forward(x[-8:], alone)
     assert torch.equal(losses[-8:], right)
     dx = cross_entropy.backward(torch.ones_like(losses), x, stats, cross_entropy.Targets(targets, None, -100))
     assert torch.equal(dx[-8:], cross_entropy.backward(torch.ones_like(right), x[-8:], right_stats, alone))

@@ -15,7 +15,7 @@ CASES = [
     *(Case(name, f16, operation.tokens[1], (3, 0, 20), bounded=True)
       for name, operation in OPERATIONS.items()),
     *(Case(name, f32, operation.tokens[0], lengths) for name, operation in OPERATIONS.items() for lengths in LAYOUTS[1:]),
-    *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "softmax", "sum")),
+    *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "swiglu", "softmax", "sum")),
     *(Case(name, f32, (2, 16), (4, 3), sliced=True) for name in ("rms_norm of a sum", "rope", "rope of q and k")),
     Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
 ]
@@ -120,7 +120,7 @@ def test_scan_of_integers(name, dtype, cut, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "max", "cumulative_sum",
-                                  "rope", "rope of q and k", "grouped_matmul", "pad", "pad and unpad",
+                                  "swiglu", "rope", "rope of q and k", "grouped_matmul", "pad", "pad and unpad",
                                   "pad and unpad by mask", "gather", "scatter", "scatter_add", "flip", "concat"])
 def test_compiled(name):
     """Traced whole, forward and backward."""

@@ -1,0 +1,104 @@
+"""Which token goes where: the slots that a mask marks, and the last token that goes to each of numbered places."""
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .host import start
+from .launch import Launch
+
+_BLOCK = 1024  # slots at a time
+_BEFORE = 8192  # of those before them
+_FEW = 1 << 17  # slots, up to which every program counts all marks before its own
+_MOST_CHUNKS = 4096
+
+
+@triton.jit(do_not_specialize=("slots", "chunk"))
+def count_kernel(MASK, COUNTS, slots, chunk, BLOCK: tl.constexpr):
+    """COUNTS (chunks,): how many slots of each chunk are marked."""
+    first = tl.program_id(0).to(tl.int64) * chunk
+    count = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, chunk, BLOCK):
+        slot = first + at + tl.arange(0, BLOCK)
+        count += (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
+    tl.store(COUNTS + tl.program_id(0), tl.sum(count.to(tl.int64), 0))
+
+
+@triton.jit(do_not_specialize=("slots", "length", "total", "chunk"))
+def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, chunk, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+                BEFORE: tl.constexpr):
+    """SLOTS (total,): where the marked slots are, -1 behind the last one; and OFFSETS of the rows, of `length` slots each.
+
+    A program does a chunk of the slots. What is marked before it is counted, where not COUNTED, by the program itself.
+    """
+    number: tl.constexpr = SLOTS.dtype.element_ty
+    first = tl.program_id(0).to(number) * chunk
+    marks = tl.zeros([BEFORE], number)
+    each = tl.arange(0, BEFORE)
+    if COUNTED:
+        for at in range(0, tl.program_id(0), BEFORE):
+            marks += tl.load(COUNTS + at + each, mask=at + each < tl.program_id(0), other=0).to(number)
+    else:
+        for at in range(0, first, BEFORE):
+            marks += (tl.load(MASK + at + each, mask=at + each < first, other=0) != 0).to(number)
+    token = tl.sum(marks, 0)
+    for at in range(0, chunk, BLOCK):
+        slot = first + at + tl.arange(0, BLOCK)
+        real = tl.load(MASK + slot, mask=slot < slots, other=0) != 0
+        rank = token + tl.cumsum(real.to(number), 0)
+        tl.store(SLOTS + rank - 1, slot, mask=real & (rank <= total))
+        tl.store(OFFSETS + slot // length, rank - real.to(number), mask=(slot <= slots) & (slot % length == 0))
+        token += tl.sum(real.to(number), 0)
+    if first + chunk > slots:
+        for rest in range(token, total, BEFORE):
+            tl.store(SLOTS + rest + each, -1, mask=rest + each < total)
+
+
+@triton.jit(do_not_specialize=("count", "size"))
+def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr):
+    """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
+    tl.atomic_max(LAST + place, token.to(LAST.dtype.element_ty), mask=(place >= 0) & (place < size), sem="relaxed")
+
+
+@cache
+def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int) -> Launch:
+    return Launch(kernel, constants, dict(num_warps=warps))
+
+
+def counter(count: int) -> torch.dtype:
+    """The dtype that counts so far."""
+    return torch.int32 if count < 1 << 31 else torch.int64
+
+
+def mark(mask: torch.Tensor, total: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; -1 for none."""
+    n, length = mask.shape
+    slots, device = n * length, mask.device
+    found = torch.empty((total,), dtype=counter(max(slots, total)), device=device)
+    if slots == 0:
+        return torch.zeros((n + 1,), dtype=dtype, device=device), found.fill_(-1)
+    offsets = torch.empty((n + 1,), dtype=dtype, device=device)
+    mask = mask.contiguous()
+    chunk, counts = _BLOCK, offsets
+    if slots > _FEW:
+        chunk *= -(-slots // (_BLOCK * _MOST_CHUNKS))
+        counts = torch.empty((-(-slots // chunk),), dtype=torch.int64, device=device)
+        launch = _launch(count_kernel, device, (mask.dtype,), 4, BLOCK=_BLOCK)
+        start(launch, counts.shape[0], (mask, counts), (), (slots, chunk))
+    launch = _launch(mark_kernel, device, (mask.dtype, dtype, found.dtype), 8, COUNTED=slots > _FEW, BLOCK=_BLOCK, BEFORE=_BEFORE)
+    start(launch, slots // chunk + 1, (mask, counts, offsets, found), (), (slots, length, total, chunk))
+    return offsets, found
+
+
+def last(index: torch.Tensor, size: int) -> torch.Tensor:
+    """The last token that goes to each place; -1 for none."""
+    count = index.shape[0]
+    found = torch.full((size,), -1, dtype=counter(count), device=index.device)
+    if count and size:
+        launch = _launch(last_kernel, index.device, (index.dtype, found.dtype), 4, BLOCK=256)
+        start(launch, -(-count // 256), (index, found), (), (count, size))
+    return found
