@@ -6,10 +6,12 @@ So the answer is kept with the rows, in the memo of their layout, and goes with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import registry
 from .array import Array
+from .layout import Layout
 
 MOST = 4096  # entries of a memo; options that never come twice shall not fill it
 
@@ -18,49 +20,46 @@ class _Seen(NamedTuple):
     """What a call came to."""
 
     kernels: list[registry.Kernel]  # all of the operation, a new list after each change
-    run: Any  # of the kernel that took it
-    cls: type
-    fields: dict[str, Any]  # of the validated call, but for its arrays
-    layouts: list[Any]  # whose identity is part of the key, kept so that it stays theirs
+    run: Callable[..., Any]  # runs calls alike
 
 
 def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None) -> Any:
     """Run an operation. Its call has the fields `arrays`, each an array or None; where the first is dense nothing is kept."""
-    try:
-        memo, key = _key(arrays, (operation, kernel, *options.values()))
-        seen = memo.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # of an argument that is none, which the check will name
-        memo, key, seen = {}, None, None
-    kernels = registry._KERNELS[operation]
+    first = next(iter(arrays.values()))
+    rows = first.layout if type(first) is Array else None
+    key, seen, kernels = None, None, registry._KERNELS[operation]
+    memo: dict[Any, Any] = {}
+    if rows is not None and rows.backend.traits is not None and not rows.backend.compiling():
+        try:
+            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *options.values()])
+            memo = rows.memo if other is rows else rows.beside(other)
+            seen = memo.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # of an argument that is none, which the check will name
+            key = None
     if seen is not None and seen.kernels is kernels:
-        call = object.__new__(seen.cls)
-        call.__dict__.update(seen.fields, **arrays)
-        return seen.run(call)
+        return seen.run(**arrays)
     call = registry._DESCRIBE[operation](**arrays, **options)
     chosen, rejected = registry._select(operation, call, kernel)
-    if key is not None and chosen.static and not rejected and len(memo) < MOST:
-        fields = {name: x for name, x in vars(call).items() if name not in arrays}
-        others = [x.layout for x in arrays.values() if type(x) is Array and x.layout.memo is not memo]
-        memo[key] = _Seen(kernels, chosen.run, type(call), fields, others)
-    return chosen.run(call)
+    if key is None or chosen.again is None or rejected or len(memo) >= MOST:
+        return chosen.run(call)
+    memo[key] = seen = _Seen(kernels, chosen.again(call))
+    return seen.run(**arrays)
 
 
-def _key(arrays: dict[str, Any], options: tuple[Any, ...]) -> tuple[dict[Any, Any], Any]:
-    """The memo of the first array, and all that a call is told by; None instead where the host does not know it."""
-    memo: dict[Any, Any] = {}
-    traits = None
-    facts: list[Any] = [options]
+def _key(rows: Layout, traits: Callable[[Any], tuple[Any, ...]], arrays: dict[str, Any], facts: list[Any]) -> tuple[Layout, Any]:
+    """The layout of the arrays that are not on `rows`, and all else that a call is told by: None where there are more of them."""
+    other = rows
     for x in arrays.values():
         if type(x) is Array:
-            rows = x.layout
-            if traits is None:
-                memo, traits = rows.memo, rows.backend.traits
-                if traits is None or rows.backend.compiling():
-                    return memo, None
-            facts += id(rows), x.ragged_dim
+            own = x.layout
+            if own is not rows and own is not other:
+                if other is not rows:
+                    return rows, None
+                other = own
+            facts += own is rows, x.ragged_dim
             facts += traits(x.values)
-        elif traits is None:
-            return memo, None
+        elif x is None:
+            facts.append(None)
         else:
-            facts += (None,) if x is None else traits(x)
-    return memo, tuple(facts)
+            facts += traits(x)
+    return other, tuple(facts)

@@ -45,11 +45,12 @@ def scalar(name: str, x: Any, like: Any) -> Any:
     x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype
     if not isinstance(x, bool | int | float | complex):
         raise TypeError(f"{name}: expected a scalar, got {type(x).__name__}")
+    if isinstance(x, int) and 0 <= x <= 1:  # every dtype holds these
+        return x
     if xp.isdtype(dtype, ("real floating", "complex floating")):
         fits = xp.isdtype(dtype, "complex floating") or not isinstance(x, complex)
     else:
-        low, high = (0, 1) if xp.isdtype(dtype, "bool") else (xp.iinfo(dtype).min, xp.iinfo(dtype).max)
-        fits = isinstance(x, int) and low <= x <= high
+        fits = isinstance(x, int) and not xp.isdtype(dtype, "bool") and xp.iinfo(dtype).min <= x <= xp.iinfo(dtype).max
     if not fits:
         raise TypeError(f"{name}: expected a number that {dtype} holds, got {x!r}; see xp.astype for the array")
     return x

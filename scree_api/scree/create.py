@@ -267,13 +267,15 @@ def from_padded(
 class UnpadCall:
     """Take the tokens of the rows of `layout` out of `x`, a padded batch, whose axis ``ragged_dim + 1`` is the padded one.
 
-    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. Their values come out.
+    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. Their values come out. `slots` are
+    theirs as of `MarkCall`, where the mask was not counted before.
     """
 
     x: Any
     layout: Layout
     mask: Any = None
     ragged_dim: int = 0
+    slots: Any = None
 
     @classmethod
     def make(
@@ -297,8 +299,12 @@ class UnpadCall:
                 raise ValueError(f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out")
             return cls(padded, Layout.from_host(lib, counts, device=lib.device(padded)), mask, axis - 1)
         assert total is not None
-        offsets = run("offsets", OffsetsCall(counts, counter(lib.xp, total)))
-        return cls(padded, Layout(lib, offsets, total, shape[1]), mask, axis - 1)
+        dtype, slots = counter(lib.xp, total), None
+        if mask is None:
+            offsets = run("offsets", OffsetsCall(counts, dtype))
+        else:
+            offsets, slots = run("mark", MarkCall(mask, total, dtype))
+        return cls(padded, Layout(lib, offsets, total, shape[1]), mask, axis - 1, slots)
 
 
 def _lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | None) -> Any:
@@ -318,7 +324,10 @@ def _lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | Non
 
 
 def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -> tuple[Any, Any]:
-    """The mask as an array of the library and on the device of `padded`, and how many tokens of each row it marks, as above."""
+    """The mask as an array of the library and on the device of `padded`, and how many tokens of each row it marks.
+
+    None where these are not readable for free, and need not be read.
+    """
     lib = backend(padded)
     here = is_array(mask) and backend(mask) is lib and not lib.apart(mask, padded)
     seen = _on_host("mask", mask)
@@ -332,9 +341,37 @@ def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -
     if seen is not None:
         real = seen != 0
         return mask if here else lib.from_host(real, lib.xp.bool, lib.device(padded)), np.count_nonzero(real, axis=1)
-    marked = mask if lib.xp.isdtype(mask.dtype, "bool") else mask != 0
-    counts = lib.xp.sum(lib.xp.astype(marked, lib.xp.int32), axis=1, dtype=lib.xp.int32)
-    return mask, lib.read(counts) if total is None else counts
+    if total is not None:
+        return mask, None
+    return mask, lib.read(lib.xp.sum(lib.xp.astype(_real(mask), lib.xp.int32), axis=1, dtype=lib.xp.int32))
+
+
+def _real(mask: Any) -> Any:
+    """A mask as booleans."""
+    return mask if backend(mask).xp.isdtype(mask.dtype, "bool") else mask != 0
+
+
+@dataclass(frozen=True, slots=True)
+class MarkCall:
+    """Count what `mask`, (n, L), marks with something other than 0: `total` tokens.
+
+    The offsets of the rows, (n + 1,), come out, of a dtype; and for each token, (total,), the number of its slot among all n L,
+    or one beyond these where there is no such token.
+    """
+
+    mask: Any
+    total: int
+    dtype: Any
+
+
+@declare("mark", MarkCall)
+def _count(call: MarkCall) -> tuple[Any, Any]:
+    lib, (n, longest) = backend(call.mask), call.mask.shape
+    xp, device = lib.xp, lib.device(call.mask)
+    marked = xp.cumulative_sum(xp.reshape(xp.astype(_real(call.mask), call.dtype), (-1,)), dtype=call.dtype)
+    ends = xp.reshape(marked, (n, longest))[:, -1] if longest else xp.zeros((n,), dtype=call.dtype, device=device)
+    offsets = xp.concat([xp.zeros((1,), dtype=call.dtype, device=device), ends])
+    return offsets, xp.searchsorted(marked, Layout(lib, offsets, call.total).arange(call.total) + 1)
 
 
 @declare("unpad", UnpadCall.make)
@@ -347,21 +384,17 @@ def _take_marked(call: UnpadCall) -> Any:
 
 def _slots(call: UnpadCall) -> Any:
     """(total,) where the tokens stand among all slots of the padded batch."""
-    layout, longest, mask = call.layout, call.x.shape[call.ragged_dim + 1], call.mask
+    layout, longest, mask, slots = call.layout, call.x.shape[call.ragged_dim + 1], call.mask, call.slots
     lib, xp, size = layout.backend, layout.xp, call.layout.num_rows * call.x.shape[call.ragged_dim + 1]
-    if mask is None:
-        real = None if layout.host is None else np.arange(longest) < np.diff(layout.host)[:, None]
-    else:
-        real = lib.peek(mask)
-        if real is None and layout.host is not None:  # its counts were read already
-            real = lib.read(mask)
-    if real is not None:
-        return xp.asarray(np.flatnonzero(real), dtype=counter(xp, size, layout.offsets), device=lib.device(call.x))
-    if mask is None:
+    if slots is None:
+        if mask is None:
+            real = None if layout.host is None else np.arange(longest) < np.diff(layout.host)[:, None]
+        else:  # its counts are known
+            real = lib.peek(mask)
+            real = lib.read(mask) if real is None else real
+        if real is not None:
+            return layout.put(np.flatnonzero(real), size)
         slots = xp.astype(layout.rows, counter(xp, size, layout.rows), copy=False) * longest + layout.positions
-    else:
-        marked = xp.cumulative_sum(xp.reshape(xp.astype(mask != 0, layout.offsets.dtype), (-1,)), dtype=layout.offsets.dtype)
-        slots = xp.searchsorted(marked, layout.arange(layout.total) + 1)
     return xp.where(slots < size, slots, max(size - 1, 0))
 
 

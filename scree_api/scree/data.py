@@ -14,6 +14,7 @@ from .bridges.dlpack import backend_of, convert, to_backend
 from .bridges.lists import from_lists
 from .checks import integer
 from .create import pack
+from .fit import ragged
 from .index import select
 from .layout import Layout
 
@@ -306,11 +307,11 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     length = integer("length", length, 0)
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-    lengths = np.diff(arr.layout.read())
+    lengths = np.diff(ragged("arr", arr).layout.read())
     kept = np.minimum(lengths, length)
     starts = arr.offsets[:-1]
     if side == "left":
-        starts = starts + _like_offsets(arr, lengths - kept)
+        starts = starts + arr.layout.put(lengths - kept)
     return select(arr, Layout.from_host(arr.layout.backend, kept, like=arr.offsets), starts)
 
 
@@ -339,13 +340,13 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     ([array([0, 1, 2]), array([2, 3, 4]), array([5, 6])], array([0, 0, 1], dtype=int32))
     """
     size, overlap = integer("size", size, 1), integer("overlap", overlap, 0, size, ", the size of a window")
-    host = arr.layout.read().astype(np.int64)
+    host = ragged("arr", arr).layout.read().astype(np.int64)
     lengths, step = np.diff(host), size - overlap
     counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
     rows = np.repeat(np.arange(lengths.size), counts)
     first = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
     windows = Layout.from_host(arr.layout.backend, np.minimum(size, lengths[rows] - first), like=arr.offsets)
-    return select(arr, windows, _like_offsets(arr, host[rows] + first)), _like_offsets(arr, rows)
+    return select(arr, windows, arr.layout.put(host[rows] + first)), arr.layout.put(rows)
 
 
 class Interleaved(NamedTuple):
@@ -407,7 +408,7 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     number = np.arange(lengths.size) - np.repeat(ends - counts, counts)
     xp, device = flat.layout.xp, flat.layout.device
     modality, segment = (
-        tokens.with_values(xp.asarray(np.repeat(x, lengths).astype(np.int32), dtype=xp.int32, device=device))
+        tokens.with_values(flat.layout.backend.from_host(np.repeat(x, lengths).astype(np.int32), xp.int32, device))
         for x in (kinds, number)
     )
     return Interleaved(tokens, modality, segment)
@@ -421,10 +422,3 @@ def _lengths(x: Any) -> np.ndarray:
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
         raise ValueError(f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}")
     return found.astype(np.int64)
-
-
-def _like_offsets(arr: Array, x: np.ndarray) -> Any:
-    """Numbers of tokens or rows, as the offsets are."""
-    lib = arr.layout.backend
-    host = x.astype(np.int64 if arr.offsets.dtype == lib.xp.int64 else np.int32)
-    return lib.xp.asarray(host, dtype=arr.offsets.dtype, device=arr.layout.device)

@@ -22,6 +22,16 @@ def ragged(name: str, x: Any) -> Array:
     return x
 
 
+def values_of(x: Any) -> Any:
+    """The dense array under `x`; what is not ragged is that itself."""
+    return x.values if isinstance(x, Array) else x
+
+
+def like(x: Any, values: Any) -> Any:
+    """`values` on the rows of `x`, if it has rows."""
+    return x.with_values(values) if isinstance(x, Array) else values
+
+
 def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
     """The first of the arrays, after a check that all have its layout."""
     first, *others = arrays
@@ -82,6 +92,8 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The axes as sorted numbers >= 0; all of them for None."""
     if axis is None:
         return tuple(range(ndim))
+    if type(axis) is int and 0 <= axis < ndim:
+        return (axis,)
     given = axis if isinstance(axis, tuple) else (axis,)
     for a in given:
         if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -ndim <= a < ndim:
@@ -95,6 +107,13 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
 def accumulator(xp: Any, dtype: Any) -> Any:
     """The dtype to add up in: float32 for half precision, else the dtype itself."""
     return xp.float32 if xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32 else dtype
+
+
+def real_of(xp: Any, dtype: Any) -> Any:
+    """The dtype of the real part."""
+    if not xp.isdtype(dtype, "complex floating"):
+        return dtype
+    return xp.float32 if dtype == xp.complex64 else xp.float64
 
 
 def unless_ragged(f: Function, ragged: Function) -> Function:

@@ -15,7 +15,7 @@ import numpy as np
 from . import checks
 from .array import Array
 from .backends import backend, is_array
-from .layout import Layout, counter, same
+from .layout import Layout, same
 from .registry import declare, run
 from .segments import spread
 
@@ -41,7 +41,10 @@ def getitem(arr: Array, key: Any) -> Any:
     if _is_integer(ragged):
         return _token(arr, operator.index(ragged))
     if not isinstance(ragged, slice):
-        raise TypeError(f"index: expected an integer or a slice on the ragged axis, got {type(ragged).__name__}")
+        raise TypeError(
+            f"index: expected an integer or a slice on the ragged axis, got {type(ragged).__name__}; for some positions of each "
+            "row, index with a ragged array of them"
+        )
     return arr if _is_full(ragged) else _slice(arr, ragged)
 
 
@@ -130,16 +133,15 @@ def trimmed(arr: Array) -> Array:
 
 def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     """The rows of the given numbers, in that order, as a new array. Reads the offsets."""
-    old, xp = arr.layout, arr.layout.xp
+    old = arr.layout
     new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
-    index = xp.asarray(np.ascontiguousarray(rows), dtype=arr.offsets.dtype, device=old.device)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
-    return select(arr, new, xp.take(old.offsets[:-1], index, axis=0), distinct=distinct, kernel=kernel)
+    return select(arr, new, old.xp.take(old.offsets[:-1], old.put(rows), axis=0), distinct=distinct, kernel=kernel)
 
 
 def _slice(arr: Array, key: slice) -> Array:
     """Each row by the same slice, with Python's rules for negative and missing bounds."""
-    old, xp = arr.layout, arr.layout.xp
+    old = arr.layout
     step = 1 if key.step is None else operator.index(key.step)
     if key == slice(None, None, -1):  # every length stays: nothing to read
         return select(arr, old, old.offsets[1:] - 1, step, distinct=True)
@@ -152,8 +154,7 @@ def _slice(arr: Array, key: slice) -> Array:
     first = bound(key.start, np.zeros_like(lengths) if step > 0 else lengths - 1)
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
     new = Layout.from_host(old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets)
-    starts = xp.asarray(first, dtype=arr.offsets.dtype, device=old.device)
-    return select(arr, new, old.offsets[:-1] + starts, step, distinct=True)
+    return select(arr, new, old.offsets[:-1] + old.put(first), step, distinct=True)
 
 
 def select(
@@ -198,7 +199,7 @@ def _token(arr: Array, i: int) -> Any:
     elif not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
         raise TypeError(
             f"index: [:, {i}] of {arr.dtype} needs offsets that are readable without waiting: a row that is too short has no "
-            "NaN to give"
+            "NaN to give; arr.validate() reads them once"
         )
     values = xp.moveaxis(arr.values, dim, 0) if dim else arr.values
     if layout.num_rows == 0 or layout.total == 0:
@@ -240,7 +241,7 @@ def entries(arr: Array, key: Any, axis: int) -> Any:
             if known.shape != (size,):
                 raise IndexError(f"index: expected a mask of {size} entries {where}, got {known.shape[0]}")
             known = np.flatnonzero(known)
-        key = xp.asarray(known, device=arr.layout.device)
+        key = lib.from_host(known, None, arr.layout.device)
     if not xp.isdtype(key.dtype, "integral"):
         raise TypeError(f"index: expected integers or booleans {where}, got {key.dtype}")
     seen = lib.peek(key)
@@ -280,22 +281,20 @@ def _mask(arr: Array, mask: Array) -> Array:
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(real.sum(axis=tuple(range(1, real.ndim))))])
     rows = Layout.from_host(lib, np.diff(counts[arr.layout.read()]), like=arr.offsets)
     flat = xp.reshape(arr.values, (real.size, *arr.values.shape[mask.values.ndim :]))
-    index = xp.asarray(np.flatnonzero(real), dtype=counter(xp, real.size, arr.offsets), device=arr.layout.device)
-    return Array._of(xp.take(flat, index, axis=0), rows)
+    return Array._of(xp.take(flat, arr.layout.put(np.flatnonzero(real), real.size), axis=0), rows)
 
 
 def _positions(arr: Array, index: Array) -> Array:
     """Of each row the tokens at the positions in the same row of `index`, (n, None)."""
     if index.ndim != 2 or index.batch_size != arr.batch_size:
         raise IndexError(f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}")
-    checks.integers("index", index.values, arr.values)
-    layout, xp = arr.layout, arr.layout.xp
+    place, layout, xp = checks.integers("index", index.values, arr.values), arr.layout, arr.layout.xp
     if 0 in (arr.total_length, index.total_length):
         if index.total_length:
             raise IndexError("index: expected positions within the rows, got some for rows that are all empty")
         return select(arr, index.layout, index.layout.offsets[:-1])
     start, length = (xp.take(n, index.layout.rows, axis=0) for n in (layout.offsets[:-1], layout.lengths))
-    place = xp.where(index.values < 0, index.values + length, index.values)
+    place = xp.where(place < 0, place + length, place)
     outside = layout.backend.peek(xp.any((place < 0) | (place >= length)))
     if outside is not None and outside:
         raise IndexError("index: expected positions within the rows, got one that is outside of its row")

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .backends import Backend
+from .backends import Backend, backend
 
 LONG = 256  # tokens of a row that hardly gains from company
+OTHERS = 4  # layouts beside which one is remembered
 
 
 class Tiles(NamedTuple):
@@ -105,12 +106,27 @@ class Layout:
         longest = int(np.max(lengths)) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
 
-    def once(self, key: Any, derive: Callable[[], Any]) -> Any:
-        """What follows from the offsets alone, computed at most once, and never as part of a trace that they outlive."""
-        if key not in self.memo:
+    def once(self, key: Any, derive: Callable[[], Any], beside: Layout | None = None) -> Any:
+        """What follows from these offsets, and those `beside`: computed once, and never as part of a trace that they outlive."""
+        memo = self.memo if beside is None else self.beside(beside)
+        if key not in memo:
             with self.backend.outside(self.offsets):
-                self.memo[key] = derive()
-        return self.memo[key]
+                memo[key] = derive()
+        return memo[key]
+
+    def beside(self, other: Layout) -> dict[Any, Any]:
+        """A memo of what follows from both layouts; only those of the last few others are kept.
+
+        Where the same queries ask for new keys at every step, as in generation, it must not grow.
+        """
+        if other is self:
+            return self.memo
+        kept: dict[int, tuple[Layout, dict[Any, Any]]] = self.memo.setdefault("beside", {})
+        if id(other) not in kept:  # while it is kept, nothing else has its id
+            while len(kept) >= OTHERS:
+                del kept[next(iter(kept))]
+            kept[id(other)] = other, {}
+        return kept[id(other)][1]
 
     @property
     def num_rows(self) -> int:
@@ -135,6 +151,16 @@ class Layout:
     def counting(self, last: int) -> Any:
         """The offsets in a dtype that counts to `last`."""
         return self.xp.astype(self.offsets, counter(self.xp, last, self.offsets), copy=False)
+
+    def put(self, host: np.ndarray, last: int = 0) -> Any:
+        """Indices from host memory, up to `last`, as the offsets are and where they are."""
+        return self.backend.from_host(np.ascontiguousarray(host), counter(self.xp, last, self.offsets), self.device)
+
+    def at_home(self) -> Layout:
+        """The same rows in host memory, for plans that no device shall wait for; where their offsets are known there."""
+        if self.host is None or self.host is self.offsets:
+            return self
+        return Layout(backend(self.host), self.host, self.total, self.max_length, self.host)
 
     def learn(self, lengths: np.ndarray) -> None:
         """Keep what a caller knows of the rows, so that nothing needs to be read from a device later."""
@@ -234,10 +260,10 @@ class Layout:
             tokens = host[rows, None] + np.minimum(place, lengths[rows, None] - 1)
             slots[tokens[real]] = used + np.flatnonzero(real)
             used += real.size
-            known = None if real.all() else self.xp.asarray(real, device=device)
-            parts.append((self.xp.asarray(tokens, device=device), known))
+            known = None if real.all() else self.backend.from_host(real, self.xp.bool, device)
+            parts.append((self.backend.from_host(tokens, None, device), known))
             starts.append(int(tokens[0, 0]))
-        return Buckets(parts, starts, self.xp.asarray(slots, device=device))
+        return Buckets(parts, starts, self.backend.from_host(slots, None, device))
 
     def tile_slots(self, size: int) -> Any:
         """(total,) where each token stands among all slots of all tiles; within the tiles for tokens behind the last row."""

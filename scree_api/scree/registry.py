@@ -23,7 +23,7 @@ class Kernel:
     provider: str
     rejects: Callable[[Any], str | None]
     run: Callable[[Any], Any]
-    static: bool = False
+    again: Callable[[Any], Callable[..., Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ def declare(name: str, describe: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def register_kernel(
-    operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts, static: bool = False
-) -> Callable[[F], F]:
+    operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts,
+    again: Callable[[Any], Callable[..., Any]] | None = None,
+) -> Callable[[F], F]:  # fmt: skip
     """Register the decorated function as a kernel for an operation.
 
     Parameters
@@ -73,9 +74,11 @@ def register_kernel(
     rejects
         ``rejects(call)`` returns None to take the call, or the reason why not. It may read host metadata only: shapes,
         dtypes, devices, flags.
-    static
-        Whether the answer follows from options and from dtypes, shapes, strides, devices and `requires_grad` of arrays alone.
-        Then the kernel is not asked again about a call on the same rows that differs in the contents of its arrays only.
+    again
+        ``again(call)`` gives a function that takes the arrays of a call by their names and runs it as `run` does. It is used
+        for all calls on the same rows that differ from this one in the contents of their arrays alone, and kept as long as the
+        rows are, so it must not hold arrays itself. Whoever gives it promises that `rejects` answers from options and from
+        dtypes, shapes, strides, devices and `requires_grad` of arrays. Attention, norms and rope on PyTorch ask for it.
 
     Examples
     --------
@@ -91,7 +94,7 @@ def register_kernel(
 
     def register(run: F) -> F:
         unregister_kernel(operation, provider)
-        _KERNELS[operation].insert(0, Kernel(provider, rejects, run, static))
+        _KERNELS[operation].insert(0, Kernel(provider, rejects, run, again))
         return run
 
     return register

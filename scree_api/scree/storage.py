@@ -14,6 +14,7 @@ import numpy as np
 
 from .array import Array
 from .bridges.dlpack import dtype_name, to_backend
+from .index import trimmed
 
 #: The format's names of the dtypes that both sides have.
 DTYPES = {
@@ -72,7 +73,7 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
         if "." in name or (name == "" and arr is not arrays):
             raise ValueError(f"arrays: expected names without dots, and not empty, got {name!r}")
         shared = first.setdefault(id(arr.layout), name)
-        host = to_backend(arr, "numpy")
+        host = to_backend(trimmed(arr), "numpy")
         tensors[_join(name, "values")] = host.values
         if shared == name:
             tensors[_join(name, "offsets")] = host.offsets

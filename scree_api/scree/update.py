@@ -7,7 +7,7 @@ from typing import Any
 
 from .array import Array
 from .checks import dense, scalar
-from .fit import accumulator, against, difference, ragged
+from .fit import accumulator, against, difference, ragged, values_of
 from .layout import Layout, counter, same
 from .segments import segment_reduce
 
@@ -72,7 +72,7 @@ class Update:
         xp, device = layout.xp, layout.device
         numbers = xp.reshape(xp.arange(arr.size, dtype=counter(xp, arr.size, layout.offsets), device=device), arr.values.shape)
         chosen = arr.with_values(numbers)[self.key]
-        places = chosen.values if isinstance(chosen, Array) else chosen
+        places = values_of(chosen)
         if isinstance(value, Array):
             if not isinstance(chosen, Array):
                 raise ValueError(f"value: expected a dense array for entries of shape {places.shape}, got {value.shape}")

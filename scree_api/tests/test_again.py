@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +12,12 @@ import torch
 
 import scree
 from scree import again, registry
+from scree.layout import OTHERS
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The calls of attention that a kernel was asked about whose answer holds for calls alike. It gives the call back."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of attention that a kernel was asked about whose answer holds for calls alike. It gives back what it is given."""
     scree.namespace(torch.zeros(1))  # what PyTorch brings is there
     monkeypatch.setattr(registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()})
     calls: list[Any] = []
@@ -25,8 +26,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         calls.append(call)
         return "no rows" if call.q.batch_size == 0 else None
 
-    scree.register_kernel("attention", provider="mine", rejects=rejects, static=True)(lambda call: call)
-    yield calls
+    def run_again(call: Any) -> Callable[..., Any]:
+        causal, scale = call.causal, call.scale
+        return lambda **arrays: (causal, scale, arrays)
+
+    scree.register_kernel("attention", provider="mine", rejects=rejects, again=run_again)(lambda call: call)
+    return calls
 
 
 def rows(offsets: list[int], heads: int = 2) -> scree.Array:
@@ -40,10 +45,10 @@ def like(x: scree.Array) -> scree.Array:
 def test_calls_alike_are_asked_about_once(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     k, v = like(q), like(q)
-    first, second = scree.attention(q, q, q, causal=True), scree.attention(like(q), k, v, causal=True)
+    scree.attention(q, q, q, causal=True)
+    causal, _, arrays = scree.attention(q, k, v, causal=True)
     assert len(asked) == 1
-    assert second.k is k and second.v is v and second.kept is first.kept
-    assert type(second) is type(first) and second == type(first).make(second.q, k, v, causal=True)
+    assert causal is True and arrays == {"q": q, "k": k, "v": v, "alibi_slopes": None}
 
 
 @pytest.mark.parametrize("other", [
@@ -86,7 +91,7 @@ def test_kernels_are_asked_again_where_another_comes_or_goes(asked: list[Any]) -
     scree.register_kernel("attention", provider="newer")(lambda call: "newer")
     assert [scree.attention(q, q, q) for _ in range(2)] == ["newer"] * 2
     scree.unregister_kernel("attention", "newer")
-    assert scree.attention(q, q, q).q is q
+    assert scree.attention(q, q, q)[2]["q"] is q
     assert len(asked) == 2
 
 
@@ -113,6 +118,19 @@ def test_nothing_lives_longer_than_the_rows(asked: list[Any]) -> None:
         assert [x() for x in gone] == [None] * 3
     finally:
         gc.enable()
+
+
+def test_other_rows_at_every_step_do_not_fill_the_memory(asked: list[Any]) -> None:
+    q = rows([0, 2, 5])
+    gone = []
+    for _ in range(20):
+        k = rows([0, 3, 7])
+        scree.attention(q, k, k)
+        gone.append(weakref.ref(k.offsets))
+    del k
+    gc.collect()
+    asked.clear()
+    assert sum(x() is not None for x in gone) <= OTHERS
 
 
 def test_options_that_never_come_twice_do_not_fill_the_memory(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

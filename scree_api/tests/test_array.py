@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import operator
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -219,3 +221,32 @@ def test_repr_never_reads_from_a_device() -> None:
 
         lazy = scree.Array(mx.zeros((5,)) + 1, mx.array([0, 2, 2, 5]))
         assert len(repr(lazy).splitlines()) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- layouts
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "jax"])  # whose kernel keeps nothing
+def test_queries_forget_the_keys_of_earlier_steps(name: str) -> None:
+    lib = load(name)
+    q = lib.r([1, 1], 2, 4)
+    k = [lib.r([n, n], 2, 4) for n in range(1, 20)]
+    layouts = [weakref.ref(x.layout) for x in k]
+    while k:
+        scree.attention(q, k[-1], k[-1])
+        del k[-1]
+    gc.collect()
+    assert sum(layout() is not None for layout in layouts) <= 4
+
+
+# ------------------------------------------------------------------------------------------------- complex numbers
+@pytest.mark.parametrize("name", NAMES)
+def test_reductions_of_complex_numbers(name: str) -> None:
+    lib = load(name)
+    rows = [np.asarray(row, np.complex64) for row in ([1 + 1j, 2], [], [3, 4j, 5])]
+    x = scree.pack([lib.make(row) for row in rows])
+    for function, nothing in (("sum", 0), ("prod", 1), ("mean", np.nan)):
+        f, plain = getattr(lib.xp, function), getattr(np, function)
+        right = [plain(row) if row.size else nothing for row in rows]
+        np.testing.assert_allclose(np.asarray(f(x, axis=1)), right, rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(f(x)), plain(np.concatenate(rows)), rtol=1e-6)
+    size = lib.xp.linalg.vector_norm(x, axis=1)
+    np.testing.assert_allclose(np.asarray(size), [np.linalg.norm(row) for row in rows], rtol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from libraries import NAMES, Library, load
 
 import scree
+from scree.data import chunk, truncate
 
 ROWS = [2, 0, 3]
 
@@ -142,6 +143,9 @@ CASES: dict[str, Case] = {
                                                TypeError, ("fill_value: expected a number that", "int32 holds", f"got {value}"))
        for f in (scree.to_padded, scree.bucket) for value in (0.5, float("nan"), 2**31)},
     "to_padded fill": (lambda x: scree.to_padded(x.r(ROWS), fill_value=x.f(1)), TypeError, ("fill_value: expected a scalar",)),
+    **{f"{name} of a dense array": (lambda x, f=f: f(x.f(5)), TypeError, ("arr: expected a ragged array", "scree.pack"))
+       for name, f in {"to_backend": lambda arr: scree.bridges.to_backend(arr, "numpy"), "chunk": lambda arr: chunk(arr, 2),
+                       "truncate": lambda arr: truncate(arr, 2)}.items()},
     **{f"{f.__name__} of a dense array": (lambda x, f=f: f(x.f(5)), TypeError, ("arr: expected a ragged array", "scree.pack"))
        for f in (scree.unpack, scree.to_padded, scree.segment_ids, scree.positions, scree.at, scree.bucket)},
     # ------------------------------------------------------------------------------------------------- indexing

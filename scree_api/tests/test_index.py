@@ -182,3 +182,17 @@ def test_short_rows_are_named() -> None:
     assert arr[:, 0].tolist() == [0, 1, 4] and arr[:, -1].tolist() == [0, 3, 5]
     with pytest.raises(IndexError, match=r"rows of at least 2 tokens for \[:, 1\], got shorter rows: 0"):
         arr[:, 1]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_positions_of_every_integer_dtype(dtype: str) -> None:
+    arr = scree.from_lengths(np.arange(5.0), [2, 3])
+    places = scree.from_lengths(np.asarray([1, 0, 2], dtype), [1, 2])
+    for found in (arr[places], scree.namespace(arr).take_along_axis(arr, places, axis=1)):
+        assert [row.tolist() for row in found] == [[1.0], [2.0, 4.0]]
+
+
+def test_updates_in_half_precision_add_up_in_single() -> None:
+    arr = scree.from_lengths(np.zeros(2, np.float16), [1, 1])
+    many = scree.from_lengths(np.zeros(5000, np.int64), [5000, 0])
+    assert scree.at(arr)[many].add(0.1).values.tolist() == [np.float16(5000 * float(np.float16(0.1))), 0.0]

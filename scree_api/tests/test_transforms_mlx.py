@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -129,7 +130,29 @@ def test_tokens_to_spare_belong_to_no_row(name: str) -> None:
             np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
 
 
+def test_tokens_to_spare_stay_out_of_files(tmp_path: Path) -> None:
+    x = scree.from_offsets(mx.array([1.0, 2.0, 3.0, 9.0]), offsets([1, 2]))
+    scree.save(tmp_path / "x.npz", x)
+    assert scree.load(tmp_path / "x.npz").values.tolist() == [1.0, 2.0, 3.0]
+    for _ in range(2):  # whether the offsets were read before or not
+        with pytest.raises(ValueError, match="offsets: expected to end at 4"):
+            x.to_numpy()
+        x.layout.read()
+
+
 def test_a_token_that_a_row_does_not_have_is_nan() -> None:
     for lengths, right in (([1, 0], [7.0, np.nan]), ([0, 0], [np.nan, np.nan])):
         x = scree.from_offsets(mx.array(np.full(sum(lengths), 7, np.float32)), offsets(lengths))
         np.testing.assert_array_equal(x[:, 0], right)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_gradients_pass_through_an_order(known: bool) -> None:
+    numbers, order = np.asarray([3, 1, 2, 5, 4], np.float32), np.asarray([1, 0, 2, 4, 3], np.float32)
+
+    def total(v: mx.array, f: Callable[[Any, scree.Array], scree.Array]) -> mx.array:
+        x = scree.from_lengths(v, [2, 3]) if known else scree.from_offsets(v, offsets([2, 3]), max_length=3)
+        return mx.sum(f(scree.namespace(x), x).values * mx.arange(5))
+
+    for f in (lambda xp, x: xp.sort(x), lambda xp, x: xp.take_along_axis(x, xp.argsort(x), axis=1)):
+        np.testing.assert_array_equal(mx.grad(partial(total, f=f))(mx.array(numbers)), order)

@@ -251,6 +251,13 @@ def test_offsets_are_wide_where_nothing_is_read() -> None:
     assert scree.from_lengths(values[1:], few).offsets.dtype == torch.int32
 
 
+def test_a_plan_of_known_rows_reads_nothing_from_a_device() -> None:
+    q = scree.from_lengths(torch.empty((300, 2, 8), device="meta"), [100, 0, 200])
+    k = scree.from_lengths(torch.empty((330, 2, 8), device="meta"), [130, 0, 200])
+    for found in (scree.attention(q, k, k, causal=True, softcap=3.0), q[[2, 0]], q[:, 1:], q[:, :, :1].values, scree.bucket(q)[0]):
+        assert (found.values if isinstance(found, scree.Array) else found).device.type == "meta"
+
+
 def test_a_window_bounds_the_work_where_nothing_is_read() -> None:
     rows = torch.empty((4096, 2, 8), device="meta"), torch.empty(9, dtype=torch.int32, device="meta")
     x = scree.from_cu_seqlens(*rows, max_length=4096)
@@ -261,3 +268,10 @@ def test_a_window_bounds_the_work_where_nothing_is_read() -> None:
         return counter.get_total_flops()
 
     assert work(64) * 64 == work(None) * 3  # what 64 queries see are 127 keys, in 3 tiles of 64 at most
+
+
+def test_functions_of_torch_itself_say_what_takes_ragged_arrays() -> None:
+    x = scree.from_lengths(torch.ones(5, 2), [2, 3])
+    for f in (torch.exp, torch.nn.Linear(2, 2), lambda x: torch.cat([x, x])):
+        with pytest.raises(TypeError, match=r"of torch takes no ragged arrays: use a function of scree\.namespace\(arr\)"):
+            f(x)

@@ -161,7 +161,7 @@ def _resolve(x: Any, name: str) -> Backend:
             "convert it first, for instance with numpy.asarray"
         )
     if library is None:
-        found = import_module("scree.backends.generic").make(x)
+        found = import_module(f"{__name__}.generic").make(x)
     else:
         found = _load(library)
     _BY_TYPE[type(x)] = found

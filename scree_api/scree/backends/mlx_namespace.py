@@ -389,7 +389,8 @@ def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool 
 
 
 def argsort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
-    """Stable both ways; int32."""
+    """Stable both ways; int32. The order has no gradient, which MLX itself would look for."""
+    x = mx.stop_gradient(x)
     if not descending:
         return mx.argsort(x, axis).astype(mx.int32)
     return x.shape[axis] - 1 - mx.flip(mx.argsort(mx.flip(x, axis), axis), axis).astype(mx.int32)

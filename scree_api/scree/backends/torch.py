@@ -109,7 +109,12 @@ def _operator(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
     times a ragged array is no product, so that it can only be that.
     """
     known = METHODS.get(func.__name__)
-    if known is None or not torch.compiler.is_compiling():
+    if known is None:
+        raise TypeError(
+            f"{func.__name__} of torch takes no ragged arrays: use a function of scree.namespace(arr), or give the tokens to it, "
+            "arr.with_values(f(arr.values))"
+        )
+    if not torch.compiler.is_compiling():
         return NotImplemented
     name, swapped = known
     function = getattr(args[1].__array_namespace__(), name)

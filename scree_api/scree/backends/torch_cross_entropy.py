@@ -1,8 +1,10 @@
 """Cross-entropy on the CPU by PyTorch's own, where the targets have been looked at: it does not survive wrong ones elsewhere."""
 
+from functools import partial
+
 import torch
 
-from ..ops.cross_entropy import CrossEntropyCall
+from ..ops.cross_entropy import CrossEntropyCall, given
 from ..registry import register_kernel
 from .torch import BACKEND
 
@@ -22,5 +24,7 @@ def cross_entropy(call: CrossEntropyCall) -> torch.Tensor:
     known, x = call.known, call.values
     x = x if known.all() else torch.where(known[:, None], x, 0)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    reduction = call.reduction if call.summed else "none"
-    return torch.nn.functional.cross_entropy(x, call.labels.to(torch.int64), ignore_index=call.ignore_index, reduction=reduction)
+    losses = partial(torch.nn.functional.cross_entropy, x, call.labels.to(torch.int64), ignore_index=call.ignore_index)
+    if call.reduction == "row_mean":
+        return given(call, losses(reduction="none"))
+    return losses(reduction=call.reduction)

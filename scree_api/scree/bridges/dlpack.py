@@ -8,6 +8,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, backend, is_array, named
+from ..fit import ragged
 from ..layout import Layout
 
 #: Libraries that may take memory of a device; the others get a copy in host memory.
@@ -49,13 +50,13 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     >>> np.shares_memory(scree.bridges.to_numpy(there).values, arr.values)
     True
     """
-    lib, rows = backend_of(library), arr.layout
+    lib, rows = backend_of(library), ragged("arr", arr).layout
     if lib is not rows.backend:
         values, offsets = convert(arr.values, lib), convert(_offsets(arr, lib), lib)
-        if rows.host is None:  # unchecked so far
-            arr = Array(values, offsets, arr.ragged_dim, rows.max_length)
-        else:
+        if rows.full:
             arr = Array._of(values, Layout(lib, offsets, rows.total, rows.max_length, rows.host), arr.ragged_dim)
+        else:  # unchecked so far
+            arr = Array(values, offsets, arr.ragged_dim, rows.max_length)
     return arr if device is None else arr.to_device(device)
 
 

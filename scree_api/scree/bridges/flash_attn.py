@@ -67,15 +67,27 @@ def flash_attn_varlen_func(
     torch.Size([5, 4, 8])
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p or None, block_table=block_table)
-    left, right = (None if bound == -1 else bound for bound in window_size)
-    q_rows = rows_of(q, cu_seqlens_q, max_seqlen_q)
-    k_rows = rows_of(k, cu_seqlens_k, max_seqlen_k)
-    found = attention(
-        q_rows, k_rows, k_rows.with_values(v), causal=causal, window=(left, 0 if causal else right), scale=softmax_scale,
-        softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=return_attn_probs,
-        kernel="triton" if deterministic and q.is_cuda else None,
+    out, lse = attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=bounds(window_size),
+        scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        return_lse=return_attn_probs, kernel="triton" if deterministic and q.is_cuda else None,
     )  # fmt: skip
-    return (found[0].values, found[1].values.T, None) if return_attn_probs else found.values
+    return (out, lse.T, None) if return_attn_probs else out
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int | None,
+    max_k: int | None, *, return_lse: bool = False, **options: Any,
+) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    """Attention of tensors (total, num_heads, head_dim), and if asked for its log-sum-exp (total_q, num_heads), else None."""
+    k_rows = rows_of(k, cu_k, max_k)
+    found = attention(rows_of(q, cu_q, max_q), k_rows, k_rows.with_values(v), return_lse=return_lse, **options)
+    return (found[0].values, found[1].values) if return_lse else (found.values, None)
+
+
+def bounds(window_size: tuple[int, int]) -> tuple[int | None, ...]:
+    """A window, for which others write -1 where it has no bound."""
+    return tuple(None if bound == -1 else bound for bound in window_size)
 
 
 def rows_of(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | None) -> Array:

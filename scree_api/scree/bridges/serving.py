@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..array import Array
+from ..checks import integers
 from ..create import from_padded, to_padded
 from .dlpack import widest_integer
 
@@ -38,7 +39,7 @@ def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
     array([7, 3, 4], dtype=int32)
     """
     _positive(page_size)
-    return from_padded(block_table, lengths=-(-seq_lens // page_size))
+    return from_padded(block_table, lengths=-(-integers("seq_lens", seq_lens, seq_lens) // page_size))
 
 
 def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 0) -> Any:
@@ -111,7 +112,12 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
         raise ValueError(f"pages: expected shape ({tokens.batch_size}, None), got {pages.shape}")
     wide = widest_integer(xp)
     position = xp.astype(rows.positions, wide)
-    position = position + (start if isinstance(start, int) else xp.take(xp.astype(start, wide), rows.rows, axis=0))
+    if not isinstance(start, int):
+        start = xp.astype(integers("start", start, rows.offsets), wide)
+        if tuple(start.shape) != (tokens.batch_size,):
+            raise ValueError(f"start: expected shape ({tokens.batch_size},), a position a row, got {tuple(start.shape)}")
+        start = xp.take(start, rows.rows, axis=0)
+    position = position + start
     page: Array = pages[Array._of(position // page_size, rows)]
     return page.with_values(xp.astype(page.values, wide) * page_size + position % page_size)
 

@@ -18,7 +18,7 @@ from ..array import Array
 from ..backends import backend
 from ..layout import Layout
 from ..ops.attention import attention
-from .flash_attn import rows_of
+from .flash_attn import attend
 
 #: The parts of a mask that attention knows by other ways: causality and the window from the layer, boundaries from the tokens.
 KNOWN = (
@@ -155,8 +155,8 @@ def forward(
     if cu_seq_lens_q is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q: expected a flattened batch (1, total), got {batch} rows")
-        k_rows = rows_of(k, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, max_length_k)
-        return attention(rows_of(q, cu_seq_lens_q, max_length_q), k_rows, k_rows.with_values(v), **options).values[None], None
+        cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
+        return attend(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **options)[0][None], None
     if attention_mask is not None and attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager")

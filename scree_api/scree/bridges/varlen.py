@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .flash_attn import flash_attn_varlen_func, refuse
+from .flash_attn import attend, bounds, refuse
 
 
 def varlen_attn(
@@ -60,8 +60,6 @@ def varlen_attn(
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(f"key: expected {query.shape[1]} heads as query, got {key.shape[1]}; or give enable_gqa=True")
     lse = return_aux is not None and return_aux.lse
-    found = flash_attn_varlen_func(
-        query, key, value, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k, max_q, max_k, softmax_scale=scale,
-        window_size=window_size, return_attn_probs=lse,
-    )  # fmt: skip
-    return (found[0], found[1].T) if lse else found
+    cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
+    found = attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window=bounds(window_size), scale=scale, return_lse=lse)
+    return found if lse else found[0]

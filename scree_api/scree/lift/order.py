@@ -8,7 +8,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axes_of, shared_layout, unless_either_ragged, unless_ragged
+from ..fit import Function, axes_of, like, shared_layout, unless_either_ragged, unless_ragged, values_of
 from ..index import entries, select, trimmed
 from ..segments import identity, segment_arg, spread
 
@@ -55,7 +55,7 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
         (axis,) = axes_of(name, axis, x.ndim)
         if not isinstance(indices, Array):
             raise TypeError("indices: expected a ragged array, got a dense one; rows of different lengths have no common index")
-        checks.integers("indices", indices.values, x.values)
+        indices = indices.with_values(checks.integers("indices", indices.values, x.values))
         if axis == 0:
             raise ValueError("axis: take_along_axis runs over rows or elements, not over the batch; got axis 0")
         if axis != x.ragged_dim + 1:
@@ -210,8 +210,7 @@ def isin(f: Function, name: str, lib: Backend) -> Function:
     """Whether each element stands among some values."""
 
     def ragged(x1: Any, x2: Any, /, **options: Any) -> Any:
-        x2 = x2.values if isinstance(x2, Array) else x2
-        return x1.with_values(f(x1.values, x2, **options)) if isinstance(x1, Array) else f(x1, x2, **options)
+        return like(x1, f(values_of(x1), values_of(x2), **options))
 
     return unless_either_ragged(f, ragged)
 

@@ -8,7 +8,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend, is_array
-from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_either_ragged, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_either_ragged, unless_ragged, values_of
 from ..registry import declare, run
 from ..segments import root, segment_reduce, tiled
 
@@ -148,7 +148,7 @@ def matrices(f: Function, name: str, lib: Backend) -> Function:
             raise ValueError(f"x: expected a matrix for each token, (n, None, ..., k, m), got {x.shape}")
         if any(isinstance(a, Array) for a in args):
             shared_layout(name, [x, *(a for a in args if isinstance(a, Array))])
-        out = f(x.values, *(a.values if isinstance(a, Array) else a for a in args), **kwargs)
+        out = f(x.values, *map(values_of, args), **kwargs)
         if not isinstance(out, tuple):
             return x.with_values(out)
         return getattr(type(out), "_make", type(out))(tuple(map(x.with_values, out)))

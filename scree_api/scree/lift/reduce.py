@@ -9,7 +9,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..fit import Function, accumulator, against, axes_of, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, real_of, unless_ragged
 from ..layout import Layout
 from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
 
@@ -81,7 +81,7 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
         truth = name in ("any", "all", "count_nonzero")
         values = xp.astype(values, xp.bool) if truth else values
         return over(f, "any" if name == "count_nonzero" else name, values, keepdims=keepdims, **options)
-    count = xp.astype(x.layout.offsets[-1], wide) * math.prod(values.shape[a] for a in axes if a != x.ragged_dim)
+    count = xp.astype(x.layout.offsets[-1], real_of(xp, wide)) * math.prod(values.shape[a] for a in axes if a != x.ragged_dim)
     mean = divide(xp, over(xp.sum, "sum", values, keepdims=keepdims or name != "mean"), count)
     if name == "mean":
         return mean
@@ -117,11 +117,11 @@ def _kept(x: Array, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any, keepdims: bool) -> Any:
-    """How many elements each row reduces over, with the dtype and axes of `like`."""
+    """How many elements each row reduces over, real numbers with the precision and the axes of `like`."""
     each = 1
     for a in axes:
         each *= x.shape[a] if x.shape[a] is not None else 1  # type: ignore[operator]
-    return spread(xp, xp.astype(x.lengths, like.dtype) * each, like.ndim)
+    return spread(xp, xp.astype(x.lengths, real_of(xp, like.dtype)) * each, like.ndim)
 
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:

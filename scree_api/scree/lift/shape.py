@@ -320,8 +320,7 @@ def repeat(f: Function, name: str, lib: Backend) -> Function:
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read()]
         rows = Layout.from_host(lib, np.diff(ends), like=x.offsets)
         tokens = np.repeat(np.arange(counts.size), counts)
-        index = lib.xp.asarray(tokens, dtype=x.offsets.dtype, device=x.layout.device)
-        return Array._of(lib.xp.take(x.values, index, axis=x.ragged_dim), rows, x.ragged_dim)
+        return Array._of(lib.xp.take(x.values, x.layout.put(tokens), axis=x.ragged_dim), rows, x.ragged_dim)
 
     return unless_ragged(f, ragged)
 

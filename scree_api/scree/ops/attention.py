@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ SCORES = 1 << 16  # scores of one chunk of query tiles, where the rows are known
 Window = int | tuple[int | None, int | None] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One validated attention call.
 
@@ -52,9 +52,6 @@ class AttentionCall:
         (num_heads,) slopes: a slope times the distance of query and key is taken off each score, after the softcap. Or None.
     deterministic
         Equal inputs must give equal bits, in gradients too. A kernel that cannot promise it rejects the call.
-    kept
-        What a kernel has found for calls like this one, which differ in the contents of q, k and v alone. It lives no longer
-        than the rows of q.
     """
 
     q: Array
@@ -67,7 +64,6 @@ class AttentionCall:
     return_lse: bool
     alibi_slopes: Any = None
     deterministic: bool = False
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_heads(self) -> int:
@@ -242,8 +238,8 @@ def _standard(call: AttentionCall) -> Any:
     if 0 in (q.batch_size, q.total_length, k.total_length):
         return _nothing(call)
     size = min(QUERIES, _static_bound(q, "q"))
-    key = ("attention", "plan", size, id(k.layout), call.window, q.layout.host is None)
-    plan, _ = q.layout.once(key, lambda: (_plan(call, size), k.layout))
+    key = ("attention", "plan", size, call.window, q.layout.host is None)
+    plan = q.layout.once(key, lambda: _plan(call, size), beside=k.layout)
     wide = accumulator(xp, q.dtype)
     k_tiles, v_tiles = _key_tiles(call.k, wide), _key_tiles(call.v, wide)
     parts = [_chunk(call, plan, part, k_tiles, v_tiles) for part in _chunks(call, plan)]
@@ -274,9 +270,10 @@ def _static_bound(x: Array, name: str) -> int:
 
 
 def _plan(call: AttentionCall, size: int) -> _Plan:
-    q, k, xp = call.q.layout, call.k.layout, call.q.layout.xp
-    left, right = call.window
-    tiles = q.tiles(size)
+    there, (left, right) = call.q.layout, call.window
+    known = there.host is not None and call.k.layout.host is not None
+    q, k = (x.layout.at_home() if known else x.layout for x in (call.q, call.k))
+    tiles, xp = q.tiles(size), q.xp
 
     def per_tile(x: Any) -> Any:
         return xp.take(xp.astype(x, q.offsets.dtype, copy=False), tiles.rows, axis=0)
@@ -291,20 +288,16 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     keys = first[:, 0] // KEYS * KEYS
     tile = per_tile(k.tiles(KEYS).layout.offsets[:-1]) + keys // KEYS
     slots = q.tile_slots(size)
-    if q.host is None or k.host is None:
+    if not known:
         return _Plan(slots, tiles.tokens, place, first, last, keys, tile, None, None)
-    begin, low, high = (q.backend.read(x) for x in (keys, first, last))
-    rounds = np.maximum(-(-(high.max(axis=1) + 1 - begin) // KEYS), 1)
-    seen_by_all = np.where(high < 0, high.max(axis=1, keepdims=True), high).min(axis=1) + 1 - begin
-    whole = np.where(low.max(axis=1) <= begin, seen_by_all // KEYS, 0)
+    rounds = np.maximum(-(-(last.max(axis=1) + 1 - keys) // KEYS), 1)
+    seen_by_all = np.where(last < 0, last.max(axis=1, keepdims=True), last).min(axis=1) + 1 - keys
+    whole = np.where(first.max(axis=1) <= keys, seen_by_all // KEYS, 0)
     order = np.argsort(-rounds, kind="stable")
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
-    sort, slot = (xp.asarray(x, dtype=q.offsets.dtype, device=q.device) for x in (order, inverse))
-    slots = xp.take(slot, slots // size, axis=0) * size + slots % size
-    tokens, own, first, last, keys, tile = (
-        xp.take(x, sort, axis=0) for x in (tiles.tokens, place, first, last, keys, tile)
-    )  # fmt: skip
+    slots = there.put(inverse[slots // size] * size + slots % size)
+    tokens, own, first, last, keys, tile = (there.put(x[order]) for x in (tiles.tokens, place, first, last, keys, tile))
     return _Plan(slots, tokens, own, first, last, keys, tile, rounds[order], whole[order])
 
 
@@ -354,15 +347,8 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
         tile = plan.tile[at] + j
         tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # a query tile that has met all its keys
         k, v = (xp.reshape(xp.take(x, tile, axis=0), (alive, kv, KEYS, -1)) for x in (k_tiles, v_tiles))
-        score = xp.matmul(k, q)
-        if call.softcap is not None:
-            score = xp.tanh(score / call.softcap) * call.softcap
         place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
-        if call.alibi_slopes is not None:
-            away = xp.astype(xp.abs(place[:, :, None] - plan.own[at, :][:, None, :]), wide)[:, None, :, None, :]
-            slopes = xp.reshape(xp.astype(call.alibi_slopes, wide, copy=False), (1, kv, 1, groups, 1))
-            score = xp.reshape(score, (alive, kv, KEYS, groups, size)) - slopes * away
-            score = xp.reshape(score, (alive, kv, KEYS, groups * size))
+        score = _scores(call, k, q, place, plan.own[at, :])
         if masked:
             seen = place[:, :, None] <= plan.last[at, :][:, None, :]
             if call.window[0] is not None:
@@ -391,6 +377,19 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
         return xp.reshape(x, (m * size, call.num_heads, x.shape[-1]))
 
     return by_query(out), by_query(lse)[..., 0]
+
+
+def _scores(call: AttentionCall, k: Any, q: Any, place: Any, own: Any) -> Any:
+    """The scores of tiles of keys, whose positions are `place`, and queries, who sit on `own`; before any mask."""
+    xp, score = call.q.layout.xp, call.q.layout.xp.matmul(k, q)
+    if call.softcap is not None:
+        score = xp.tanh(score / call.softcap) * call.softcap
+    if call.alibi_slopes is None:
+        return score
+    away = xp.astype(xp.abs(place[:, :, None] - own[:, None, :]), score.dtype)[:, None, :, None, :]
+    slopes = xp.reshape(xp.astype(call.alibi_slopes, score.dtype, copy=False), (1, call.num_kv_heads, 1, -1, 1))
+    by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], own.shape[1]))
+    return xp.reshape(by_head - slopes * away, score.shape)
 
 
 def _key_tiles(x: Array, dtype: Any) -> Any:

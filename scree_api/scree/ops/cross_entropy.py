@@ -11,7 +11,7 @@ import numpy as np
 from ..array import Array
 from ..backends import backend, is_array
 from ..checks import dense, integer, integers
-from ..fit import accumulator, ragged, shared_layout
+from ..fit import accumulator, like, ragged, shared_layout, values_of
 from ..registry import declare, run
 from ..segments import divide, segment_reduce
 
@@ -23,8 +23,9 @@ LOGITS = 1 << 22  # that the standard path holds at a time, unless the inputs ar
 class Losses:
     """What both calls share: tokens `x` and their `targets`, ragged or dense.
 
-    A provider gives the loss of each token, (total,), in the dtype that it adds up in: 0 where `known` is False; NaN, with a
-    gradient of NaN, where a known target is no class. Where `summed` is True it gives their sum or mean instead.
+    A provider gives what `reduction` makes of the losses, in the dtype that it adds up in: of all tokens a number, of each row
+    (n,), of each token (total,). The loss of a token is 0 where `known` is False; NaN, with a gradient of NaN, where a known
+    target is no class.
     """
 
     __slots__ = ()
@@ -36,13 +37,12 @@ class Losses:
     @property
     def values(self) -> Any:
         """(total, size) `x`, dense."""
-        return self.x.values if isinstance(self.x, Array) else self.x
+        return values_of(self.x)
 
     @property
     def labels(self) -> Any:
         """(total,) the targets, dense, int32 or int64."""
-        targets = self.targets.values if isinstance(self.targets, Array) else self.targets
-        return integers("targets", targets, self.values)
+        return integers("targets", values_of(self.targets), self.values)
 
     @property
     def known(self) -> Any:
@@ -50,11 +50,6 @@ class Losses:
         known = self.labels != self.ignore_index
         real = self.x.layout.real if isinstance(self.x, Array) else None
         return known if real is None else known & real
-
-    @property
-    def summed(self) -> bool:
-        """Whether a provider gives one number."""
-        return self.reduction in ("mean", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +181,7 @@ def cross_entropy(
     array([0.6931, 1.6094])
     """
     call = CrossEntropyCall(logits, targets, ignore_index, reduction)
-    return _reduced(call, run("cross_entropy", call, kernel))
+    return _shaped(call, run("cross_entropy", call, kernel))
 
 
 def linear_cross_entropy(
@@ -224,29 +219,26 @@ def linear_cross_entropy(
     np.float64(1.3863)
     """
     call = LinearCrossEntropyCall(x, weight, targets, bias, ignore_index, reduction)
-    return _reduced(call, run("linear_cross_entropy", call, kernel))
+    return _shaped(call, run("linear_cross_entropy", call, kernel))
 
 
-def _reduced(call: Losses, found: Any) -> Any:
-    """What the caller asked for, of what a provider gave."""
-    if call.summed:
-        return found
-    if call.reduction == "none":
-        return call.x.with_values(found) if isinstance(call.x, Array) else found
-    xp, rows = backend(call.values).xp, call.x.layout
-    counts = segment_reduce("sum", xp.astype(call.known, found.dtype), rows)
-    return divide(xp, segment_reduce("sum", found, rows), counts)
+def _shaped(call: Losses, found: Any) -> Any:
+    """What a provider gave, as rows where it is a loss of each token."""
+    return like(call.x, found) if call.reduction == "none" else found
 
 
 def given(call: Losses, losses: Any) -> Any:
     """What a provider gives, of the losses of the tokens."""
-    if not call.summed:
+    if call.reduction == "none":
         return losses
-    xp = backend(call.values).xp
+    xp, known = backend(call.values).xp, call.known
+    if call.reduction == "row_mean":
+        rows = call.x.layout
+        return divide(xp, segment_reduce("sum", losses, rows), segment_reduce("sum", xp.astype(known, losses.dtype), rows))
     total = xp.sum(losses)
     if call.reduction == "sum":
         return total
-    return divide(xp, total, xp.astype(xp.sum(xp.astype(call.known, xp.int32)), total.dtype))
+    return divide(xp, total, xp.astype(xp.sum(xp.astype(known, xp.int32)), total.dtype))
 
 
 @declare("cross_entropy", CrossEntropyCall)

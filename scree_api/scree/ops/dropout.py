@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..array import Array
 from ..backends import backend
 from ..checks import number
+from ..fit import like, values_of
 
 
 def dropout(x: Any, rate: float, key: Any) -> Any:
@@ -34,7 +34,7 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     >>> scree.dropout(arr, 0.5, np.random.default_rng(0)).values
     array([2., 2., 2., 0., 0., 0.])
     """
-    values = x.values if isinstance(x, Array) else x
+    values = values_of(x)
     lib = backend(values, "x")
     if not 0 <= number("rate", rate) < 1:
         raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
@@ -44,5 +44,4 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
         raise TypeError(f"x: expected an array of a library with random numbers, got one of {lib.name}")
     kept = lib.uniform(key, tuple(values.shape), values) >= rate
     zero = lib.xp.zeros((), dtype=values.dtype, device=lib.device(values))
-    out = lib.xp.where(kept, values * (1 / (1 - rate)), zero)
-    return x.with_values(out) if isinstance(x, Array) else out
+    return like(x, lib.xp.where(kept, values * (1 / (1 - rate)), zero))

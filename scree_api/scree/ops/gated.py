@@ -7,7 +7,7 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..fit import accumulator
+from ..fit import accumulator, like, values_of
 from ..registry import declare, run
 
 
@@ -30,11 +30,11 @@ class SwigluCall:
     @property
     def values(self) -> Any:
         """The dense array under `x`."""
-        return self.x.values if isinstance(self.x, Array) else self.x
+        return values_of(self.x)
 
     def result(self, y: Any) -> Any:
         """`y` like `x`."""
-        return self.x.with_values(y) if isinstance(self.x, Array) else y
+        return like(self.x, y)
 
 
 def swiglu(x: Any, *, kernel: str | None = None) -> Any:

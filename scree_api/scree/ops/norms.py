@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import again
 from ..array import Array
 from ..backends import backend
 from ..checks import dense, number
-from ..fit import accumulator, ragged, shared_layout
-from ..registry import declare, run
+from ..fit import accumulator, like, ragged, shared_layout, values_of
+from ..registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,17 @@ class NormCall:
     @property
     def values(self) -> Any:
         """The dense array under `x`."""
-        return self.x.values if isinstance(self.x, Array) else self.x
+        return values_of(self.x)
 
     @property
     def added(self) -> Any:
         """The dense array under `residual`, or None."""
-        return self.residual.values if isinstance(self.residual, Array) else self.residual
+        return values_of(self.residual)
 
     def result(self, y: Any, total: Any) -> Any:
         """`y` like `x`, and with a residual also `total`, the sum that was normalised."""
-        if not isinstance(self.x, Array):
-            return y if self.residual is None else (y, total)
-        normed = self.x.with_values(y)
-        return normed if self.residual is None else (normed, self.x.with_values(total))
+        normed = like(self.x, y)
+        return normed if self.residual is None else (normed, like(self.x, total))
 
 
 def layer_norm(
@@ -101,7 +100,7 @@ def layer_norm(
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return run("layer_norm", NormCall(x, weight, bias, eps, residual), kernel)
+    return again.run("layer_norm", {"x": x, "weight": weight, "bias": bias, "residual": residual}, {"eps": eps}, kernel)
 
 
 def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1e-6, kernel: str | None = None) -> Any:
@@ -127,7 +126,7 @@ def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1
     >>> normed.values, total.values
     (array([[1., 1.]]), array([[6., 6.]]))
     """
-    return run("rms_norm", NormCall(x, weight, None, eps, residual), kernel)
+    return again.run("rms_norm", {"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel)
 
 
 def _normalise(call: NormCall, centre: bool) -> Any:

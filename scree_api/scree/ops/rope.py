@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .. import again
 from ..array import Array
 from ..checks import integers, number
 from ..fit import accumulator, ragged, shared_layout
-from ..registry import declare, run
+from ..registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def rope(
     array([[2., 0.],
            [2., 0.]])
     """
-    return run("rope", RopeCall(x, k, theta, interleaved, start), kernel)
+    options = {"theta": theta, "interleaved": interleaved}
+    return again.run("rope", {"x": x, "k": k, "start": start}, options, kernel)
 
 
 @declare("rope", RopeCall)

@@ -10,7 +10,7 @@ import numpy as np
 from ..array import Array
 from ..backends import backend
 from ..checks import integer, integers
-from ..fit import accumulator, difference, ragged
+from ..fit import accumulator, difference, ragged, values_of
 from ..index import row_numbers, take_rows
 from ..layout import Layout, counter, same
 from ..registry import declare, run
@@ -94,7 +94,7 @@ class ScatterCall:
         values, size = _tokens(x), integer("size", size, 0)
         if isinstance(x, Array) and isinstance(index, Array) and same(x.layout, index.layout) is False:
             raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
-        places = integers("index", index.values if isinstance(index, Array) else index, values)
+        places = integers("index", values_of(index), values)
         if tuple(places.shape) != (values.shape[0],):
             raise ValueError(f"index: expected one place for each of {values.shape[0]} tokens, got shape {tuple(places.shape)}")
         _in_bounds(backend(values).peek(places), "index", size)
@@ -157,7 +157,8 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     x
         Ragged array, or a dense one (tokens, ...).
     ids
-        (tokens,) group of each token, in [0, num_groups).
+        (tokens,) group of each token, in [0, num_groups). Where a token goes to k groups, repeat it:
+        ``group(xp.repeat(tokens, k, axis=0), xp.reshape(ids, (-1,)), num_groups)``.
     num_groups
         Number of groups.
 
@@ -177,7 +178,7 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     >>> scree.scatter(grouped, index, 4)
     array([10, 11, 12, 13])
     """
-    values, ids = _tokens(x), ids.values if isinstance(ids, Array) else ids
+    values, ids = _tokens(x), values_of(ids)
     lib, num_groups = backend(values), integer("num_groups", num_groups, 0)
     xp = lib.xp
     ids = integers("ids", ids, values)
@@ -205,7 +206,7 @@ def _axis(axis: int) -> int:
 def _tokens(x: Any) -> Any:
     if isinstance(x, Array) and x.ragged_dim:
         raise ValueError(f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}; use xp.moveaxis")
-    values = x.values if isinstance(x, Array) else x
+    values = values_of(x)
     backend(values, "x")
     if values.ndim == 0:
         raise ValueError("x: expected an axis of tokens, got a 0-d array")

@@ -9,6 +9,7 @@ from typing import Any
 from ..array import Array
 from ..backends import backend
 from ..checks import integer
+from ..fit import like, values_of
 from ..registry import declare, run
 
 
@@ -36,7 +37,7 @@ class SplitCall:
     @property
     def values(self) -> Any:
         """The dense array under `x`."""
-        return self.x.values if isinstance(self.x, Array) else self.x
+        return values_of(self.x)
 
     @property
     def place(self) -> int:
@@ -45,7 +46,7 @@ class SplitCall:
 
     def result(self, parts: Sequence[Any]) -> tuple[Any, ...]:
         """The parts of the values like `x`."""
-        return tuple(map(self.x.with_values, parts)) if isinstance(self.x, Array) else tuple(parts)
+        return tuple(like(self.x, part) for part in parts)
 
 
 def split(x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = None) -> tuple[Any, ...]:

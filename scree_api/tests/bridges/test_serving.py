@@ -23,7 +23,8 @@ def test_layouts_there_and_back(lengths: list[int], page_size: int, cached: bool
     pages, seq_lens = cache(lengths, page_size), np.asarray(lengths, dtype=np.int32)
     table = to_block_table(pages, width=25)
     assert table.shape == (len(lengths), 25)
-    assert_same(from_block_table(table, seq_lens, page_size), pages)
+    for counts in (seq_lens, seq_lens.astype(np.uint8)):
+        assert_same(from_block_table(table, counts, page_size), pages)
     indptr, indices, last = to_flashinfer(pages, seq_lens, page_size)
     assert indptr is pages.offsets
     assert indices is pages.values
@@ -62,5 +63,7 @@ def test_what_does_not_fit_raises() -> None:
         to_flashinfer(pages, np.asarray([7, 9]), 0)
     with pytest.raises(ValueError, match=r"pages: expected shape \(3, None\)"):
         slot_mapping(pages, cache([1, 2, 3], 4), 4)
+    with pytest.raises(ValueError, match=r"start: expected shape \(2,\), a position a row, got \(3,\)"):
+        slot_mapping(pages, pages, 4, start=np.asarray([0, 1, 2]))
     with pytest.raises(IndexError, match="expected positions within the rows"):
         slot_mapping(pages, scree.from_lengths(np.zeros(18), [9, 9]), 4)
