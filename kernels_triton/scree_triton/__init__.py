@@ -6,29 +6,31 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-#: Operation -> the module and function that run it (the module's `rejects` answers for it), and the values of a call.
+#: Operation -> the module and function that run it, and the values of a call. The module's `rejects` answers for it; where the
+#: module has a function with the same name and `_again`, that one prepares what runs calls alike.
 KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "attention": ("attention", "run", lambda call: call.q.values),
     "cross_entropy": ("cross_entropy", "cross_entropy", lambda call: call.values),
-    "gather": ("copies", "run_gather", lambda call: call.x),
+    "gather": ("moves", "run_gather", lambda call: call.x),
     "grouped_matmul": ("grouped", "run", lambda call: call.x.values),
-    "join": ("copies", "run_join", lambda call: call.arrays[0].values),
+    "join": ("moves", "run_join", lambda call: call.arrays[0].values),
     "layer_norm": ("norms", "layer_norm", lambda call: call.values),
     "linear_cross_entropy": ("cross_entropy", "linear_cross_entropy", lambda call: call.values),
     "log_softmax": ("softmax", "log_softmax", lambda call: call.x.values),
     "logsumexp": ("softmax", "logsumexp", lambda call: call.x.values),
+    "mark": ("places", "run", lambda call: call.mask),
     "offsets": ("offsets", "run", lambda call: call.lengths),
-    "pad": ("copies", "run_pad", lambda call: call.x.values),
+    "pad": ("moves", "run_pad", lambda call: call.x.values),
     "rms_norm": ("norms", "rms_norm", lambda call: call.values),
     "rope": ("rope", "run", lambda call: call.x.values),
-    "scatter": ("copies", "run_scatter", lambda call: call.x),
+    "scatter": ("moves", "run_scatter", lambda call: call.x),
     "segment_arg": ("extrema", "run", lambda call: call.values),
     "segment_reduce": ("segments", "run", lambda call: call.values),
     "segment_scan": ("scans", "run", lambda call: call.values),
-    "select": ("copies", "run_select", lambda call: call.x.values),
+    "select": ("moves", "run_select", lambda call: call.x.values),
     "softmax": ("softmax", "softmax", lambda call: call.x.values),
     "swiglu": ("gated", "run", lambda call: call.values),
-    "unpad": ("copies", "run_unpad", lambda call: call.x),
+    "unpad": ("moves", "run_unpad", lambda call: call.x),
 }
 
 
@@ -63,4 +65,5 @@ def _register(operation: str, kernels: Any, function: str, values: Callable[[Any
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
-    register_kernel(operation, provider="triton", rejects=rejects, static=True)(getattr(kernels, function))
+    register_kernel(operation, provider="triton", rejects=rejects, again=getattr(kernels, f"{function}_again", None))(
+        getattr(kernels, function))

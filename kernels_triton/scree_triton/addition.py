@@ -1,8 +1,9 @@
 """Tokens added up at numbered places, in float32 and in a fixed order: equal inputs give equal bits.
 
-The numbers are sorted, so that the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a
-whole is added up beforehand, by a program of its own; a place adds its chunks and what stands beside them. So a place that most
-tokens go to does not keep one program busy alone.
+Where tokens are not too many, and few of them go to a place, they are put into bins: see `binned`. Otherwise the numbers are
+sorted, so that the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a whole is added up
+beforehand, by a program of its own; a place adds its chunks and what stands beside them. So a place that most tokens go to does
+not keep one program busy alone.
 """
 import math
 from functools import cache
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import binned
 from .host import start
 from .launch import Launch
 
@@ -97,7 +99,8 @@ def _launches(device: torch.device, x: torch.dtype, keys: torch.dtype, bounds: t
     same = dict(CHUNK=chunk, C=width, BC=block)
     at_once = max(_AT_ONCE, min(chunk, _ELEMENTS // block))
     prepare = Launch(prepare_kernel, dict(**same, AT_ONCE=at_once, PLACES=_BOUNDS, ACC=ACC[x]), dict(num_warps=4))
-    add = Launch(add_kernel, dict(**same, AT_ONCE=_AT_ONCE if wide else 1, PLACES=places, ACC=ACC[x]), dict(num_warps=4))
+    each = dict(AT_ONCE=_AT_ONCE if wide else 1, PLACES=places, ACC=ACC[x])
+    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4))
     return prepare, add, -(-width // block), places
 
 
@@ -111,10 +114,12 @@ def add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     count, width = x.shape[0], math.prod(x.shape[1:])
     if count == 0:
         return torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    out = torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
+    if size * width == 0:
+        return torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
     x = x.contiguous()
+    if count <= min(binned.MOST_TOKENS, binned.MOST_EACH * size):
+        return binned.add(x, index, size, ACC[x.dtype], _WIDE[ACC[x.dtype]])
+    out = torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
     keys, order = torch.sort(index.clamp(-1, size).to(_narrow(size)), stable=True)
     bounds = torch.empty((size + 1,), dtype=torch.int32 if count < 1 << 31 else torch.int64, device=x.device)
     chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))

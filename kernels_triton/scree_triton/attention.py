@@ -3,12 +3,13 @@
 Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
 torch.export trace, the same plans run behind custom operators.
 """
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .host import once_differentiable
+from .host import Function, once_differentiable
 from .launch import INTERPRETED
 from .plans import Rows, Spec, plan
 from .tiles import UNBOUNDED
@@ -70,15 +71,22 @@ def run(call: Any) -> Any:
     Array or tuple of Array
         The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
     """
-    q, slopes, kept = call.q, call.alibi_slopes, call.kept
-    spec = kept.get(Spec)
-    if spec is None:
-        spec = kept[Spec] = _spec(call.causal, *call.window, call.scale, call.softcap)
-    out, lse = _attend(q.values, call.k.values, call.v.values, q.offsets, call.k.offsets, spec,
-                       None if slopes is None else slopes.to(torch.float32).contiguous(), q.layout.memo, kept)
-    if call.return_lse:
-        return q.with_values(out), q.with_values(lse.t())
-    return q.with_values(out)
+    return run_again(call)(call.q, call.k, call.v, call.alibi_slopes)
+
+
+def run_again(call: Any) -> Callable[..., Any]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    spec, return_lse = _spec(call.causal, *call.window, call.scale, call.softcap), call.return_lse
+    plans: dict[Any, Any] = {}
+
+    def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
+        slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
+        rows, other = q.layout, k.layout
+        memo = rows.memo if other is rows or torch.compiler.is_compiling() else rows.beside(other)
+        out, lse = _attend(q.values, k.values, v.values, q.offsets, k.offsets, spec, slopes, memo, plans)
+        return (q.with_values(out), q.with_values(lse.t())) if return_lse else q.with_values(out)
+
+    return attend
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
@@ -122,25 +130,24 @@ def _spec(causal: bool, left: int | None, right: int | None, scale: float, softc
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
             slopes: torch.Tensor | None, memo: dict | None,
-            kept: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            plans: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total)."""
     if torch.compiler.is_compiling():
         rows_q = _rows_op(cu_q)
         return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
     rows = Rows(cu_q, cu_k, memo)
-    way = plan(q, k, v, rows, spec, slopes is not None, kept)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, (way, slopes, rows, spec))
-    return way.forward(q, k, v, slopes, rows, spec)
+        return _Attention.apply(q, k, v, slopes, rows, spec, plans)
+    return plan(q, k, v, rows, spec, slopes is not None, plans).forward(q, k, v, slopes, rows, spec)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, constants):
-        ctx.constants = constants
-        way, *more = constants
-        out, lse = way.forward(q, k, v, *more)
+    def forward(ctx, q, k, v, slopes, rows, spec, plans):
+        way = plan(q, k, v, rows, spec, slopes is not None, plans)
+        out, lse = way.forward(q, k, v, slopes, rows, spec)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.constants = way, slopes, rows, spec
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -149,7 +156,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         way, slopes, rows, spec = ctx.constants
-        return *way.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None
+        return *way.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None, None, None, None
 
 
 #: Offsets that `_rows_op` made in a compiled function -> their tile maps.

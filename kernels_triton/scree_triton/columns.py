@@ -2,56 +2,98 @@
 
 Rows and tokens together form one list: row b comes right before its tokens, at place ``offsets[b] + b``. The list is cut
 into shares of equal length (Merrill and Garland, Merge-based parallel sparse matrix-vector multiplication, 2016), so that
-neither one long row nor a million empty ones keep a program busy alone. A program has a share and a block of columns. G lanes
-of it walk over tokens, U at a time, and keep what they have seen in registers, one number a lane and column: beside each other
-over G short rows, or all over one long row, to be put together at its end.
+neither one long row nor a million empty ones keep a program busy alone. A program has a share and a block of columns. Its G
+lanes walk over tokens, U at a time, and keep what these reduce to, one number a lane and column: beside each other over G short
+rows, or all over one long row, to be put together at its end.
 
-A row that reaches beyond its share comes in parts. The program that finishes the last of them puts them together in the
-order of the row, whoever it is: equal inputs give equal bits. Where tokens are mapped by it, the programs of the second half
-of a launch wait for that, and go over the tokens again. They come after those that they wait for, and close behind, one group
-of columns after the other, so that the tokens are still in the cache.
+A row that reaches beyond its share comes in parts. The program that finishes the last of them, whichever that is, puts them
+together in the order of the row: equal inputs give equal bits. Where its tokens are to become something, programs with higher
+numbers wait for that and go over the tokens again. They follow closely, a group of columns after the other, so that the tokens
+are still in the cache.
 
 Values have the shape (total, C). Tokens behind the last row are written as 0.
 """
+import math
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from . import shares
+from .host import multiprocessors, start
+from .launch import INTERPRETED, Launch, current_stream
 from .shares import (ALL, ANY, ARGMAX, ARGMIN, DOT, EQUAL, LSE, MAX, MIN, NONE, PROD, RUNNING, RUNNING_BACK, SUM_Y,
-                     _begin_before, _finite, _greater, _key, _less, _made, _result, _times)
+                     _finite, _greater, _key, _less, _made, _result, _times)
 
-READY = tl.constexpr(1 << 30)
+LEAST = 2  # elements of a token that is wide
+_WARPS = 4  # of a program
+_BYTES = 16  # that a thread reads of a token
+_STEPS = 8  # tokens that a lane reads at once
+_COLUMNS = 128  # of a program
+_PROGRAMS = 4  # a multiprocessor
+_CACHED = 8 << 20  # bytes that are read before they are read again
+_SHORTEST = 32  # steps of a share, at least
+_LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
+_OVERHANG = 4  # shares are so many times longer than rows that are not cut
+_PARTS = 4096  # elements that are put together at once
+_FEWEST_COUNTS = 1 << 14
+_COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}  # of each stream
+_SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
+_TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
+_WIDE = tl.constexpr(512)
+READY = tl.constexpr(1 << 30)  # is added to the number of parts when they have been put together
+
+
+@triton.jit
+def _begin_before(OFFSETS, d0, d1, n, stride):
+    """How many rows begin before the places d0 and d1, by a search among 512 places at a time."""
+    each = tl.arange(0, _WIDE) + 1
+    low0 = d0 * 0
+    low1 = d0 * 0
+    while stride > 0:
+        row0 = low0 + each * stride - 1
+        row1 = low1 + each * stride - 1
+        place0 = tl.load(OFFSETS + row0, mask=row0 <= n, other=0) + row0
+        place1 = tl.load(OFFSETS + row1, mask=row1 <= n, other=0) + row1
+        low0 += tl.sum(((row0 <= n) & (place0 < d0)).to(tl.int32), 0) * stride
+        low1 += tl.sum(((row1 <= n) & (place1 < d1)).to(tl.int32), 0) * stride
+        stride = stride // _WIDE
+    return low0, low1
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def _nothing(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
     """What no tokens reduce to."""
-    return tl.full([G, BC], IDENTITY, KEPT), tl.zeros([G, BC], KEPT)
+    return tl.full([1, G, BC], IDENTITY, KEPT), tl.zeros([1, G, BC], KEPT)
 
 
 @triton.jit
-def _fold(u, v, OP: tl.constexpr):
-    """What numbers reduce to along the first axis."""
+def _fold(u, v, AXIS: tl.constexpr, OP: tl.constexpr):
+    """What numbers reduce to along an axis."""
     if OP == LSE:
-        m = tl.max(u, 0)
-        v = tl.sum(v * tl.exp(u - _finite(m)[None]), 0)
+        m = tl.max(u, AXIS, keep_dims=True)
+        v = tl.sum(v * _exp(u - _finite(m)), AXIS, keep_dims=True)
         u = m
     elif OP == PROD:
-        u = tl.reduce(u, 0, _times)
-        v = u
+        u = tl.reduce(u, AXIS, _times, keep_dims=True)
     elif OP == MAX:
-        u = tl.reduce(u, 0, _greater)
-        v = u
+        u = tl.reduce(u, AXIS, _greater, keep_dims=True)
     elif OP == MIN:
-        u = tl.reduce(u, 0, _less)
-        v = u
+        u = tl.reduce(u, AXIS, _less, keep_dims=True)
     elif (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
-        u = tl.max(u, 0)
-        v = u
+        u = tl.max(u, AXIS, keep_dims=True)
     elif OP == ALL:
-        u = tl.min(u, 0)
-        v = u
+        u = tl.min(u, AXIS, keep_dims=True)
     else:
-        u = tl.sum(u, 0)
+        u = tl.sum(u, AXIS, keep_dims=True)
+    if OP != LSE:
         v = u
     return u, v
 
@@ -62,7 +104,7 @@ def _join(u, v, us, vs, OP: tl.constexpr):
     if OP == LSE:
         m = tl.maximum(u, us)
         low = _finite(m)
-        v = v * tl.exp(u - low) + vs * tl.exp(us - low)
+        v = v * _exp(u - low) + vs * _exp(us - low)
         u = m
     elif OP == PROD:
         u = u * us
@@ -80,12 +122,22 @@ def _join(u, v, us, vs, OP: tl.constexpr):
 
 
 @triton.jit
+def _upto(u, OP: tl.constexpr, AXIS: tl.constexpr):
+    """The running sums or products along an axis."""
+    if OP == PROD:
+        u = tl.cumprod(u, AXIS)
+    else:
+        u = tl.cumsum(u, AXIS)
+    return u
+
+
+@triton.jit
 def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
-    """What each token reduces to alone; those that do not exist were read as 0."""
+    """What each token reduces to alone; those that are not there were read as what no tokens reduce to, or as 0."""
     if OP == ANY:
         x = (x != 0).to(KEPT)
     elif OP == ALL:
-        x = (~valid | (x != 0)).to(KEPT)
+        x = ((x != 0) | ~valid).to(KEPT)
     elif (OP == ARGMAX) | (OP == ARGMIN):
         x = tl.where(valid, _key(x.to(ACC), place, OP), IDENTITY)
     elif OP == DOT:
@@ -93,363 +145,408 @@ def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, ACC:
     elif OP == SUM_Y:
         x = y.to(ACC)
     elif OP == EQUAL:
-        x = (valid & (x.to(ACC) == a)).to(KEPT)
-    elif IDENTITY == 0:
-        x = x.to(ACC)
+        x = ((x.to(ACC) == a) & valid).to(KEPT)
     else:
-        x = tl.where(valid, x.to(ACC), IDENTITY)
+        x = x.to(ACC)
     return x
 
 
 @triton.jit
-def _steps(w, steps, lengths, P, Q, G: tl.constexpr, U: tl.constexpr):
-    """(U, G, 1) where in their rows the lanes are at the steps from w on, and whether there is a token."""
-    step = w + tl.arange(0, U)[:, None]
-    at = step * P + tl.arange(0, G)[None, :] * Q
-    return at[:, :, None], ((step < steps) & (at < lengths))[:, :, None]
+def _elements(tokens, columns, C: tl.constexpr, BC: tl.constexpr):
+    """(U, G, BC) where elements are. The hint is for the layout: threads spread over lanes, and each has all U of its tokens."""
+    return tl.max_contiguous(tokens * C + columns, [1, 2, BC])
 
 
 @triton.jit
-def _read(X, at, valid, columns, C: tl.constexpr, BC: tl.constexpr):
-    pointers = X + (at * C + columns[None, None, :])
-    if C % BC == 0:
-        return tl.load(pointers, mask=valid, other=0)
-    return tl.load(pointers, mask=valid & (columns < C)[None, None, :], other=0)
+def _lanes(length, shift, G: tl.constexpr, MAP: tl.constexpr):
+    """How G lanes walk over one row: the first token of each, how far it goes at a step, how many it takes, and the most steps.
+
+    In scans each has a stretch of the row, those of a lane `shift` lanes before it.
+    """
+    each = tl.arange(0, G)[None, :, None]
+    steps = tl.cdiv(length, G)
+    first = each
+    hop = G
+    counts = (length - each + (G - 1)) // G
+    if (MAP == RUNNING) | (MAP == RUNNING_BACK):
+        before = (each - shift) * steps
+        first = before
+        hop = 1
+        counts = tl.where(before >= 0, tl.minimum(length - before, steps), 0)
+        if MAP == RUNNING_BACK:
+            first = length - 1 - before
+            hop = -1
+    return first, hop, counts, steps
 
 
 @triton.jit
-def _write(OUT, y, at, valid, columns, C: tl.constexpr, BC: tl.constexpr):
-    pointers = OUT + (at * C + columns[None, None, :])
-    if C % BC == 0:
-        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid)
-    else:
-        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid & (columns < C)[None, None, :])
-
-
-@triton.jit
-def _reduce(X, Y, a, begins, lengths, steps, P, Q, place, columns, OP: tl.constexpr, DIR: tl.constexpr, IDENTITY: tl.constexpr,
-            C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr,
-            KEPT: tl.constexpr):
-    """What each lane reduces to, (G, BC)."""
+def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr,
+            BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """What the tokens of each lane reduce to. Their rows begin at token `zero`."""
     u, v = _nothing(G, BC, IDENTITY, KEPT)
+    OTHER: tl.constexpr = IDENTITY if (OP == LSE) | (OP == MAX) | (OP == MIN) | (OP == PROD) else 0
     for w in range(0, steps, U):
-        at, valid = _steps(w, steps, lengths, P, Q, G, U)
-        x = _read(X, begins + DIR * at, valid, columns, C, BC)
+        step = w + tl.arange(0, U)[:, None, None]
+        valid = step < counts
+        tokens = first + step * hop
+        at = _elements(tokens, columns, C, BC)
+        x = tl.load(X + at, mask=valid & inside, other=OTHER)
         y = x
         if READS == 2:
-            y = _read(Y, begins + DIR * at, valid, columns, C, BC)
-        x = _alone(x, y, a[None], valid, place + at, OP, IDENTITY, ACC, KEPT)
-        us, vs = _fold(x, 1.0, OP)
+            y = tl.load(Y + at, mask=valid & inside, other=0)
+        us, vs = _fold(_alone(x, y, a, valid, tokens - zero, OP, IDENTITY, ACC, KEPT), 1.0, 0, OP)
         u, v = _join(u, v, us, vs, OP)
     return u, v
 
 
 @triton.jit
-def _map(X, Y, OUT, u, v, a, b, begins, lengths, steps, P, Q, columns, OP: tl.constexpr, MAP: tl.constexpr, DIR: tl.constexpr,
-         IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr,
-         ACC: tl.constexpr):
-    """Write what the tokens become. What lanes run on from is u."""
+def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, C: tl.constexpr,
+         BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
+    """Write what the tokens of each lane become; with scans they run on from u."""
     for w in range(0, steps, U):
-        at, valid = _steps(w, steps, lengths, P, Q, G, U)
+        step = w + tl.arange(0, U)[:, None, None]
+        valid = (step < counts) & inside
+        at = _elements(first + step * hop, columns, C, BC)
         x = tl.zeros([U, G, BC], ACC)
         if READS > 0:
-            x = _read(X, begins + DIR * at, valid, columns, C, BC).to(ACC)
+            x = tl.load(X + at, mask=valid, other=0).to(ACC)
         y = x
         if READS == 2:
-            y = _read(Y, begins + DIR * at, valid, columns, C, BC).to(ACC)
+            y = tl.load(Y + at, mask=valid, other=0).to(ACC)
         if (MAP == RUNNING) | (MAP == RUNNING_BACK):
             if OP == PROD:
                 x = tl.where(valid, x, 1)
-                y = tl.cumprod(x, 0) * u[None]
-                u = u * tl.reduce(x, 0, _times)
-            else:
-                y = tl.cumsum(x, 0) + u[None]
-                u = u + tl.sum(x, 0)
+            y, _ = _join(_upto(x, OP, 0), u, u, u, OP)
+            x, _ = _fold(x, 1.0, 0, OP)
+            u, _ = _join(u, u, x, x, OP)
         else:
-            y = _made(x, y, u[None], v[None], a[None], b[None], MAP)
-        _write(OUT, y, begins + DIR * at, valid, columns, C, BC)
+            y = _made(x, y, u, v, a, b, MAP)
+        tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def _operands(A, B, rows, inside, columns, C: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
-    """The entries of rows (G,), or zeros."""
-    pointers = rows.to(tl.int64)[:, None] * C + columns[None, :]
-    inside = inside[:, None] & (columns < C)[None, :]
-    a = tl.zeros([1, 1], ACC)
-    b = tl.zeros([1, 1], ACC)
+def _operands(A, B, rows, exists, columns, C: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
+    """The entries of some rows in a and b."""
+    a = tl.zeros([1, 1, 1], ACC)
+    b = tl.zeros([1, 1, 1], ACC)
     if HAS_A:
-        a = tl.load(A + pointers, mask=inside, other=0).to(ACC)
+        a = tl.load(A + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
     if HAS_B:
-        b = tl.load(B + pointers, mask=inside, other=0).to(ACC)
+        b = tl.load(B + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
     return a, b
 
 
 @triton.jit
-def _keep(ROWS, u, v, rows, inside, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr):
-    pointers = ROWS + (rows.to(tl.int64)[:, None] * C + columns[None, :])
-    tl.store(pointers, _result(u, v, OP, IDENTITY).to(ROWS.dtype.element_ty), mask=inside[:, None] & (columns < C)[None, :])
+def _keep(ROWS, u, v, rows, exists, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr):
+    tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), _result(u, v, OP, IDENTITY).to(ROWS.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def _lanes(length, G: tl.constexpr, RUN: tl.constexpr):
-    """How G lanes walk over one row together: with scans each has a stretch of it."""
-    steps = tl.cdiv(length, G)
-    if RUN:
-        return steps, 1, steps
-    return steps, G, 1
-
-
-@triton.jit
-def _sum_up(u, v, OP: tl.constexpr, G: tl.constexpr):
-    """(1, BC) of (G, BC)."""
-    if G > 1:
-        u, v = _fold(u, v, OP)
-        u = u[None]
-        v = v[None]
-    return u, v
-
-
-@triton.jit
-def _row(X, Y, A, B, OUT, row, start, length, columns, OP: tl.constexpr, MAP: tl.constexpr, DIR: tl.constexpr,
-         IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr,
-         HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
-    """One whole row."""
-    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    one = row + tl.zeros([1], tl.int32)
-    a, b = _operands(A, B, one, one >= 0, columns, C, HAS_A, HAS_B, ACC)
-    steps, P, Q = _lanes(length, G, RUN)
-    begin = tl.where(DIR < 0, length - 1, 0)
+def _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+         C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
+         HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """One whole row, by all lanes."""
+    a, b = _operands(A, B, row, inside, columns, C, HAS_A, HAS_B, ACC)
     x = X + start * C
     y = Y + start * C
-    u, v = _nothing(1, BC, IDENTITY, KEPT)
-    if RUN and G > 1:  # a lane runs on from what those before it reduce to: it reduces the stretch of its neighbor
-        u, v = _nothing(G, BC, IDENTITY, KEPT)
-        for w in range(0, steps, U):
-            at, valid = _steps(w, steps, length + steps, P, Q, G, U)
-            at -= steps
-            valid &= at >= 0
-            us, vs = _fold(_alone(_read(x, begin + DIR * at, valid, columns, C, BC), 0.0, a, valid, at, OP, IDENTITY, ACC, KEPT),
-                           1.0, OP)
-            u, v = _join(u, v, us, vs, OP)
-        if OP == PROD:
-            u = tl.cumprod(u, 0)
-        else:
-            u = tl.cumsum(u, 0)
-    elif (OP != NONE) & (not RUN):
-        u, v = _reduce(x, y, a, begin, length, steps, P, Q, 0, columns, OP, DIR, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
-        u, v = _sum_up(u, v, OP, G)
+    if (MAP != RUNNING) & (MAP != RUNNING_BACK):
+        u, v = _nothing(1, BC, IDENTITY, KEPT)
+        if OP != NONE:
+            first, hop, counts, steps = _lanes(length, 0, G, MAP)
+            us, vs = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+            u, v = _fold(us, vs, 1, OP)
+    else:
+        first, hop, counts, steps = _lanes(length, 1, G, MAP)  # a lane runs on from the stretches before its own
+        u, v = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+        u = _upto(u, OP, 1)
     if MAP == NONE:
-        _keep(OUT, u, v, one, one >= 0, columns, OP, IDENTITY, C)
+        _keep(OUT, u, v, row, inside, columns, OP, IDENTITY, C)
     else:
         if OP == LSE:
             u = _finite(u)
-        _map(x, y, OUT + start * C, u, v, a, b, begin, length, steps, P, Q, columns, OP, MAP, DIR, IDENTITY, C, BC, G, U, READS,
-             ACC)
+        first, hop, counts, steps = _lanes(length, 0, G, MAP)
+        _map(x, y, OUT + start * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
 
 
 @triton.jit
-def _slot(p, part):
-    """Where a part stands of the row that begins in share p: parts that end earlier rows come before one that begins a row."""
-    return tl.where(part == 0, 2 * p + 1, 2 * (p + part)).to(tl.int64)
+def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+            C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
+            HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """The whole rows from `row` up to `last`, but at most G: the short ones beside each other, then the others one at a time."""
+    each = row + tl.arange(0, G)
+    base = tl.load(OFFSETS + row).to(tl.int64)
+    begins = (tl.load(OFFSETS + each, mask=each < last, other=0) - base).to(tl.int32)
+    lengths = (tl.load(OFFSETS + each + 1, mask=each < last, other=0) - base).to(tl.int32) - begins
+    lengths = tl.where(each < last, lengths, 0)
+    longest = tl.max(lengths, 0)
+    steps = tl.minimum(longest, 2 * U)
+    counts = tl.where(lengths <= 2 * U, lengths, 0)[None, :, None]
+    begins = begins[None, :, None]
+    rows = each[None, :, None]
+    exists = ((each < last) & (lengths <= 2 * U))[None, :, None] & inside
+    a, b = _operands(A, B, rows, exists, columns, C, HAS_A, HAS_B, ACC)
+    x = X + base * C
+    y = Y + base * C
+    u, v = _nothing(G, BC, IDENTITY, KEPT)
+    if (OP != NONE) & (MAP != RUNNING) & (MAP != RUNNING_BACK):
+        u, v = _reduce(x, y, a, begins, 1, counts, steps, begins, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+    if MAP == NONE:
+        _keep(OUT, u, v, rows, exists, columns, OP, IDENTITY, C)
+    else:
+        if OP == LSE:
+            u = _finite(u)
+        hop = 1
+        first = begins
+        if MAP == RUNNING_BACK:
+            hop = -1
+            first = begins + counts - 1
+        _map(x, y, OUT + base * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
+    while longest > 2 * U:
+        i = tl.argmax(lengths, 0)
+        _row(X, Y, A, B, OUT, row + i, tl.load(OFFSETS + row + i).to(tl.int64), longest, columns, inside, OP, MAP, IDENTITY, C, BC, G,
+             U, READS, HAS_A, HAS_B, ACC, KEPT)
+        lengths = tl.where(tl.arange(0, G) == i, 0, lengths)
+        longest = tl.max(lengths, 0)
 
 
 @triton.jit
-def _put_together(PARTS, OUT, row, p, count, columns, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+def _part(PARTS, p, part, SIZE: tl.constexpr):
+    """Where a part is of the row that begins in share p: a share's part of an earlier row comes before that of a later one."""
+    return PARTS + tl.where(part == 0, 2 * p + 1, 2 * (p + part)).to(tl.int64) * SIZE
+
+
+@triton.jit
+def _put_together(PARTS, OUT, row, p, count, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
                   C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr):
-    """What the `count` parts of a row that begins in share p reduce to, into OUT, or where the first one stood.
+    """What the parts of a row that begins in share p reduce to, into OUT, or where the first one stood.
 
     With scans what each part and all before it reduce to, where this one stood.
     """
-    inside = (columns < C)[None, :]
-    u, v = _nothing(F, BC, IDENTITY, KEPT)
-    if (MAP == RUNNING) | (MAP == RUNNING_BACK):
-        u, v = _nothing(1, BC, IDENTITY, KEPT)
+    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
+    u, v = _nothing(1 if RUN else F, BC, IDENTITY, KEPT)
     for k in range(0, count, F):
-        part = k + tl.arange(0, F)
-        exists = (part < count)[:, None] & inside
+        part = k + tl.arange(0, F)[None, :, None]
+        exists = (part < count) & inside
         if MAP == RUNNING_BACK:
             part = count - 1 - part
-        pointers = PARTS + (_slot(p, part)[:, None] * (SIZE * C) + columns[None, :])
+        pointers = _part(PARTS, p, part, SIZE) + columns
         us = tl.load(pointers, mask=exists, other=IDENTITY)
-        if (MAP == RUNNING) | (MAP == RUNNING_BACK):
-            if OP == PROD:
-                tl.store(pointers, tl.cumprod(us, 0) * u, mask=exists)
-            else:
-                tl.store(pointers, tl.cumsum(us, 0) + u, mask=exists)
-            us, _ = _fold(us, 1.0, OP)
-            u, v = _join(u, v, us[None], v, OP)
-        else:
-            vs = us
-            if OP == LSE:
-                vs = tl.load(pointers + C, mask=exists, other=0)
-            u, v = _join(u, v, us, vs, OP)
-    if (MAP != RUNNING) & (MAP != RUNNING_BACK):
-        u, v = _sum_up(u, v, OP, F)
+        vs = us
+        if RUN:
+            upto, _ = _join(_upto(us, OP, 1), us, u, u, OP)
+            tl.store(pointers, upto, mask=exists)
+            us, vs = _fold(us, vs, 1, OP)
+        elif OP == LSE:
+            vs = tl.load(pointers + C, mask=exists, other=0)
+        u, v = _join(u, v, us, vs, OP)
+    if not RUN:
+        us, vs = _fold(u, v, 1, OP)
         if MAP == NONE:
-            one = row + tl.zeros([1], tl.int32)
-            _keep(OUT, u, v, one, one >= 0, columns, OP, IDENTITY, C)
+            _keep(OUT, us, vs, row, inside, columns, OP, IDENTITY, C)
         else:
-            pointers = PARTS + (_slot(p, 0) * (SIZE * C) + columns[None, :])
-            tl.store(pointers, u, mask=inside)
+            pointers = _part(PARTS, p, 0, SIZE) + columns
+            tl.store(pointers, us, mask=inside)
             if OP == LSE:
-                tl.store(pointers + C, v, mask=inside)
+                tl.store(pointers + C, vs, mask=inside)
 
 
-@triton.jit(do_not_specialize=("n", "total", "share", "stride", "shares", "H"))
-def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, stride, shares, H, OP: tl.constexpr, MAP: tl.constexpr,
-                   CUT: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr,
-                   U: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
+@triton.jit
+def _turn(pid, shares, together, BLOCKS: tl.constexpr):
+    """The share and the block of a program, and whether it goes over tokens again.
+
+    Blocks come in groups, which take turns: the first, the second, the first again, the third, the second again, ...
+    """
+    turn = pid // (shares * together)
+    again = ((turn % 2 == 0) & (turn > 0)) | (turn == 2 * tl.cdiv(BLOCKS, together) - 1)
+    pid = pid % (shares * together)
+    return pid // together, tl.where(again, turn - 1, turn + 1) // 2 * together + pid % together, again
+
+
+@triton.jit(do_not_specialize=("n", "total", "share", "shares", "together", "stride"))
+def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, shares, together, stride, OP: tl.constexpr,
+                   MAP: tl.constexpr, CUT: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
+                   G: tl.constexpr, U: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
                    HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
     """The rows of one share and block of columns: OUT is (n, C), or with MAP the tokens (total, C).
 
-    With CUT rows end where their share does: PARTS (shares, 2, ...) holds what its end of an earlier row (0) and its beginning
-    of a later one (1) reduce to, COUNTS (shares, blocks) how many parts there are of the row that begins in it.
+    Tokens are read as ACC and reduced in KEPT. With CUT rows end where their share does, otherwise they are finished where they
+    begin: PARTS (shares, 2, ...) holds what a share's end of an earlier row (0) and its beginning of a later one (1) reduce to,
+    COUNTS (shares, blocks) counts the parts there are of the row that goes on from a share to the next. It is zero before and
+    after.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    DIR: tl.constexpr = -1 if MAP == RUNNING_BACK else 1
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    SIZE: tl.constexpr = G if RUN else 2 if OP == LSE else 1  # numbers a part
+    SIZE: tl.constexpr = (G if RUN else 2 if OP == LSE else 1) * C
     pid = tl.program_id(0)
+    p = pid // BLOCKS
+    block = pid % BLOCKS
     again = False
-    if CUT and OP != NONE and MAP != NONE:  # groups of H blocks: first 0, 1; then again 0, first 2; again 1, first 3; ...
-        rounds = (BLOCKS + H - 1) // H
-        turn = pid // (shares * H)
-        again = ((turn % 2 == 0) & (turn > 0)) | (turn == 2 * rounds - 1)
-        group = tl.where(again, turn - 1, turn + 1) // 2
-        pid = pid % (shares * H)
-        block = group * H + pid % H
-        p = pid // H
-    else:
-        block = pid % BLOCKS
-        p = pid // BLOCKS
-    if block >= BLOCKS:
-        return
-    columns = block * BC + tl.arange(0, BC)
+    if CUT and OP != NONE and MAP != NONE:
+        p, block, again = _turn(pid, shares, together, BLOCKS)
+        if block >= BLOCKS:
+            return
+    columns = block * BC + tl.arange(0, BC)[None, None, :]
+    inside = columns < C
+    if C % BC == 0:
+        inside = tl.full([1, 1, BC], 1, tl.int1)
     d0 = p.to(tl.int64) * share
     d1 = d0 + share
     first, last = _begin_before(OFFSETS, d0, d1, n, stride)
 
     if CUT:
-        for side in range(2):
+        for side in range(2):  # the row that began before the share, the last one that begins in it
             row = tl.where(side == 0, first, last) - 1
             has = tl.where(side == 0, first > 0, last > first)
             if has & (row < n):
                 start = tl.load(OFFSETS + row).to(tl.int64)
                 end = tl.load(OFFSETS + row + 1).to(tl.int64)
+                begin = ((start + row) // share).to(tl.int32)
                 final = ((end + row) // share).to(tl.int32)
                 if final >= p + side:
                     t0 = tl.where(side == 0, d0 - row - 1, start)
                     length = (tl.minimum(end, d1 - row - 1) - t0).to(tl.int32)
-                    begin = ((start + row) // share).to(tl.int32)
-                    count = final - begin + 1
-                    one = row + tl.zeros([1], tl.int32)
-                    a, b = _operands(A, B, one, one >= 0, columns, C, HAS_A, HAS_B, ACC)
-                    steps, P, Q = _lanes(length, G, RUN)
-                    origin = tl.where(DIR < 0, length - 1, 0)
+                    a, b = _operands(A, B, row, inside, columns, C, HAS_A, HAS_B, ACC)
                     x = X + t0 * C
                     y = Y + t0 * C
-                    counter = COUNTS + begin * BLOCKS + block
-                    part = PARTS + (p * 2 + side).to(tl.int64) * (SIZE * C)
+                    part = _part(PARTS, begin, p - begin, SIZE)
+                    walk, hop, counts, steps = _lanes(length, 0, G, MAP)
+                    counter = COUNTS + (begin * BLOCKS + block)
                     if OP == NONE:
-                        _map(x, y, OUT + t0 * C, a, a, a, b, origin, length, steps, P, Q, columns, OP, MAP, DIR, IDENTITY, C, BC,
-                             G, U, READS, ACC)
+                        _map(x, y, OUT + t0 * C, a, a, a, b, walk, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U,
+                             READS, ACC)
                     elif again:
                         while tl.atomic_add(counter, 0, sem="acquire") < READY:
                             pass
+                        if tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1 + READY:  # all have seen it
+                            tl.store(counter, 0)
                         tl.debug_barrier()
                         u, v = _nothing(1, BC, IDENTITY, KEPT)
-                        inside = (columns < C)[None, :]
                         if RUN:
-                            if p != (begin if DIR > 0 else final):
-                                u = tl.load(PARTS + (_slot(begin, p - begin - DIR) * (SIZE * C) + columns[None, :]), mask=inside,
-                                            other=IDENTITY)
-                            if G > 1:
-                                each = tl.arange(0, G)[:, None]
-                                own = part + (each * C + columns[None, :])
-                                own = tl.load(own, mask=(each > 0) & inside, other=IDENTITY)
-                                u, v = _join(u, v, own, v, OP)
+                            if p != (begin if MAP == RUNNING else final):
+                                neighbor = p - 1 if MAP == RUNNING else p + 1
+                                u = tl.load(_part(PARTS, begin, neighbor - begin, SIZE) + columns, mask=inside, other=IDENTITY)
+                            lane = tl.arange(0, G)[None, :, None]
+                            own = tl.load(part + (lane * C + columns), mask=(lane > 0) & inside, other=IDENTITY)
+                            u, v = _join(u, v, own, own, OP)
                         else:
-                            place = PARTS + (_slot(begin, 0) * (SIZE * C) + columns[None, :])
-                            u = tl.load(place, mask=inside, other=0)
-                            v = u
+                            whole = _part(PARTS, begin, 0, SIZE) + columns
+                            u = tl.load(whole, mask=inside, other=0)
                             if OP == LSE:
                                 u = _finite(u)
-                                v = tl.load(place + C, mask=inside, other=0)
+                                v = tl.load(whole + C, mask=inside, other=0)
                         if MAP != NONE:
-                            _map(x, y, OUT + t0 * C, u, v, a, b, origin, length, steps, P, Q, columns, OP, MAP, DIR, IDENTITY, C,
-                                 BC, G, U, READS, ACC)
+                            _map(x, y, OUT + t0 * C, u, v, a, b, walk, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U,
+                                 READS, ACC)
                     else:
-                        r, s = _reduce(x, y, a, origin, length, steps, P, Q, (t0 - start).to(tl.int32), columns, OP, DIR, IDENTITY,
-                                       C, BC, G, U, READS, ACC, KEPT)
-                        inside = (columns < C)[None, :]
-                        if RUN and G > 1:  # what all lanes up to each reduce to, the last one first
-                            each = tl.arange(0, G)[:, None]
-                            if OP == PROD:
-                                r = tl.cumprod(r, 0)
-                            else:
-                                r = tl.cumsum(r, 0)
-                            tl.store(part + ((each + 1) % G * C + columns[None, :]), r, mask=inside)
+                        us, vs = _reduce(x, y, a, walk, hop, counts, steps, (start - t0).to(tl.int32), columns, inside, OP,
+                                         IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+                        if RUN:  # what the lanes up to each reduce to, all of them first
+                            lane = (tl.arange(0, G)[None, :, None] + 1) % G
+                            tl.store(part + (lane * C + columns), _upto(us, OP, 1), mask=inside)
                         else:
-                            r, s = _sum_up(r, s, OP, G)
-                            tl.store(part + columns[None, :], r, mask=inside)
+                            us, vs = _fold(us, vs, 1, OP)
+                            tl.store(part + columns, us, mask=inside)
                             if OP == LSE:
-                                tl.store(part + C + columns[None, :], s, mask=inside)
+                                tl.store(part + C + columns, vs, mask=inside)
                         tl.debug_barrier()
-                        if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                        if tl.atomic_add(counter, 1, sem="acq_rel") == final - begin:
                             tl.debug_barrier()
-                            _put_together(PARTS, OUT, row, begin, count, columns, OP, MAP, IDENTITY, C, BC, F, SIZE, KEPT)
+                            _put_together(PARTS, OUT, row, begin, final - begin + 1, columns, inside, OP, MAP, IDENTITY, C, BC, F,
+                                          SIZE, KEPT)
                             tl.debug_barrier()
-                            tl.atomic_add(counter, READY, sem="release")
+                            if MAP == NONE:
+                                tl.store(counter, 0)
+                            else:
+                                tl.atomic_add(counter, READY, sem="release")
 
     if not again:
         if MAP != NONE:  # tokens behind the last row
-            behind = tl.load(OFFSETS + n).to(tl.int64)
-            t0 = tl.maximum(behind, d0 - n - 1)
+            t0 = tl.maximum(tl.load(OFFSETS + n).to(tl.int64), d0 - n - 1)
             length = (tl.minimum(total, d1 - n - 1) - t0).to(tl.int32)
             for w in range(0, tl.cdiv(length, G), U):
-                at, valid = _steps(w, length, length, G, 1, G, U)
-                _write(OUT + t0 * C, tl.zeros([U, G, BC], OUT.dtype.element_ty), at, valid, columns, C, BC)
+                tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
+                nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
+                tl.store(OUT + t0 * C + _elements(tokens, columns, C, BC), nothing, mask=(tokens < length) & inside)
         last = tl.minimum(last, n)
         if CUT:  # without the row that goes on behind the share
             if last > first:
-                last -= (tl.load(OFFSETS + last) + last - 1 >= d1).to(tl.int32)
-        LITTLE: tl.constexpr = 2 * U
-        for beside in range(first, last, G):
-            each = beside + tl.arange(0, G)
-            exists = each < last
-            base = tl.load(OFFSETS + beside).to(tl.int64)
-            begins = (tl.load(OFFSETS + each, mask=exists, other=0) - base).to(tl.int32)
-            lengths = (tl.load(OFFSETS + each + 1, mask=exists, other=0) - base).to(tl.int32) - begins
-            lengths = tl.where(exists, lengths, 0)
-            if G > 1:
-                little = lengths <= LITTLE
-                some = tl.where(little, lengths, 0)
-                steps = tl.max(some, 0)
-                a, b = _operands(A, B, each, exists & little, columns, C, HAS_A, HAS_B, ACC)
-                u, v = _nothing(G, BC, IDENTITY, KEPT)
-                x = X + base * C
-                y = Y + base * C
-                origins = begins
-                if DIR < 0:
-                    origins = begins + some - 1
-                if OP != NONE and not RUN:
-                    u, v = _reduce(x, y, a, origins[None, :, None], some[None, :], steps, 1, 0, 0, columns, OP, DIR, IDENTITY, C, BC,
-                                   G, U, READS, ACC, KEPT)
-                if MAP == NONE:
-                    _keep(OUT, u, v, each, exists & little, columns, OP, IDENTITY, C)
-                else:
-                    if OP == LSE:
-                        u = _finite(u)
-                    _map(x, y, OUT + base * C, u, v, a, b, origins[None, :, None], some[None, :], steps, 1, 0, columns, OP, MAP, DIR,
-                         IDENTITY, C, BC, G, U, READS, ACC)
-                lengths = tl.where(little, 0, lengths)
-                for _ in range(tl.sum((lengths > 0).to(tl.int32), 0)):  # one at a time
-                    i = tl.argmax(lengths, 0)
-                    row = beside + i
-                    start = tl.load(OFFSETS + row).to(tl.int64)
-                    _row(X, Y, A, B, OUT, row, start, tl.max(lengths, 0), columns, OP, MAP, DIR, IDENTITY, C, BC, G, U, READS,
-                         HAS_A, HAS_B, ACC, KEPT)
-                    lengths = tl.where(tl.arange(0, G) == i, 0, lengths)
-            else:
-                _row(X, Y, A, B, OUT, beside, base, tl.max(lengths, 0), columns, OP, MAP, DIR, IDENTITY, C, BC, G, U, READS,
-                     HAS_A, HAS_B, ACC, KEPT)
+                last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
+        for row in range(first, last, G):
+            _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP, MAP, IDENTITY, C, BC, G, U, READS, HAS_A, HAS_B, ACC,
+                    KEPT)
+
+
+def run(x: torch.Tensor, y: torch.Tensor | None, a: torch.Tensor | None, b: torch.Tensor | None, out: torch.Tensor,
+        offsets: torch.Tensor, max_length: int | None, op: tl.constexpr, map: tl.constexpr, acc: torch.dtype, held: torch.dtype,
+        identity: float) -> None:
+    """Fill `out` as `segments.over_rows` says: tokens are read as `acc`, and reduced in `held` from `identity` on."""
+    total, n, width = x.shape[0], offsets.shape[0] - 1, math.prod(x.shape[1:])
+    lanes, columns = _tile(width, x.element_size())
+    reads = 2 if y is not None else int(map.value != shares.COPY.value)
+    again = columns * x.element_size() * reads if op.value and map.value else 0
+    plan = _plan(x.device, total, n, max_length, -(-width // columns), lanes, again)
+    dtypes = tuple(p if p is None else p.dtype for p in (x, y, a, b, out, offsets))
+    launch = _launch(x.device, dtypes, op.value, map.value, plan.cut, width, reads, acc, held, identity)
+    x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+    parts, counts = out, offsets
+    if plan.cut and op.value:
+        numbers = lanes if map.value in _SCANS else 2
+        parts = torch.empty((plan.shares, 2, numbers, width), dtype=held, device=x.device)
+        counts = _counts(x.device, plan.shares * plan.blocks)
+    pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out, parts, counts, offsets
+    start(launch, plan.programs, pointers, (), plan.numbers)
+
+
+def _counts(device: torch.device, number: int) -> torch.Tensor:
+    """Zeros, which kernels leave as they found them: calls on one stream share them, a captured graph has its own."""
+    if INTERPRETED or torch.cuda.is_current_stream_capturing():
+        return torch.zeros((number,), dtype=torch.int32, device=device)
+    key = device, current_stream(device.index)
+    found = _COUNTS.get(key)
+    if found is None or found.shape[0] < number:
+        found = _COUNTS[key] = torch.zeros((max(number, _FEWEST_COUNTS),), dtype=torch.int32, device=device)
+    return found
+
+
+def _tile(width: int, size: int) -> tuple[int, int]:
+    """The lanes of a program, and its columns, for tokens of so many elements of this size."""
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    return max(32 * _WARPS * min(_BYTES // size, columns) // columns, 1), columns
+
+
+class _Plan(NamedTuple):
+    """How a batch is cut: what it depends on is known on the host."""
+
+    shares: int
+    blocks: int  # of columns
+    programs: int
+    cut: bool  # whether rows end where their share does
+    numbers: tuple[int, ...]
+
+
+@lru_cache(1024)
+def _plan(device: torch.device, total: int, n: int, max_length: int | None, blocks: int, lanes: int, again: int) -> _Plan:
+    """For tokens of so many blocks of columns, of which `again` bytes are read twice where rows are cut."""
+    items = total + n + 1
+    share = max(-(-items * blocks // (multiprocessors(device) * _PROGRAMS)), _SHORTEST * lanes)
+    share = min(share, _LONGEST // (blocks * _COLUMNS))
+    count = -(-items // share)
+    cut = count > 1 and (max_length is None or _OVERHANG * max_length > share)
+    together = min(max(_CACHED // max(total * again, 1), 1), blocks)
+    programs = count * (2 * -(-blocks // together) * together if cut and again else blocks)
+    stride = 1
+    while stride * _WIDE.value < n + 1:
+        stride *= _WIDE.value
+    return _Plan(count, blocks, programs, cut, (n, total, share, count, together, stride))
+
+
+@cache
+def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int, map: int, cut: bool, width: int, reads: int,
+            acc: torch.dtype, held: torch.dtype, identity: float) -> Launch:
+    """For x, y, a, b, ... of these dtypes."""
+    x, _, a, b, *_ = dtypes
+    lanes, columns = _tile(width, x.itemsize)
+    constants = dict(OP=op, MAP=map, CUT=cut, IDENTITY=identity, C=width, BC=columns, G=lanes, U=_STEPS,
+                     F=max(_PARTS // columns, 2), READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_TYPES[acc],
+                     KEPT=_TYPES[held])
+    return Launch(columns_kernel, constants, dict(num_warps=_WARPS))

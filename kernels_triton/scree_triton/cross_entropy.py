@@ -1,9 +1,10 @@
 """Cross-entropy over large vocabularies, forward and backward, alone and fused with the product that makes the logits.
 
-One kernel does the work. A program takes one token after another. `LOSS` is one pass over the logits of a token: each lane keeps a
-maximum and a sum of its own (Milakov and Gimelshein, 2018), and only at the end do lanes meet. `GRADIENT` is a second pass, which
-finds the logits in the cache if it follows the first at once, and may write where it reads. A token that does not count is not
-read at all.
+Two kernels do the same work. One holds all logits of a few tokens. The other, for more classes, takes one token after another:
+the losses are one pass over its logits, in which each lane keeps a maximum and a sum of its own (Milakov and Gimelshein, 2018),
+and only at the end do lanes meet; their gradient is a second pass, which finds the logits in the cache if it follows the first
+at once. Either may write where it reads. A token that does not count is not read at all. The sum of the losses is one of each
+program first, which a third kernel adds up: equal inputs give equal bits.
 
 Alone, the forward reads the logits once, and the backward reads and writes once. Fused, the logits of a few thousand tokens exist
 at a time: the product writes them, the kernel turns them into their own gradient, and two more products make of that the
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import multiprocessors, once_differentiable, refuses, start
+from .host import Function, multiprocessors, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -247,6 +248,30 @@ def share_kernel(TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, 
     tl.store(SHARE, _share(tl.sum(counts, 0), True))
 
 
+@triton.jit(do_not_specialize=("ignored", "stride"))
+def rows_kernel(LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+    """MEANS (n,) of the LOSSES (total,) that count in each row; BACKWARD: LOSSES, their gradient, from that of MEANS."""
+    row = tl.program_id(0)
+    start = tl.load(OFFSETS + row)
+    end = tl.load(OFFSETS + row + 1)
+    totals = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(start, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(tl.int32)
+        if not BACKWARD:
+            totals += tl.load(LOSSES + token, mask=token < end, other=0.0)
+    count = tl.sum(counts, 0)
+    share = _share(count, True)
+    if BACKWARD:
+        gradient = tl.load(MEANS + row * stride).to(tl.float32) * share
+        for at in range(start, end, BLOCK):
+            token = at + tl.arange(0, BLOCK)
+            tl.store(LOSSES + token, tl.zeros([BLOCK], tl.float32) + gradient, mask=token < end)
+    else:
+        tl.store(MEANS + row, tl.where(count > 0, tl.sum(totals, 0) * share, float("nan")))
+
+
 class _Tile(NamedTuple):
     """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor."""
 
@@ -264,9 +289,7 @@ PROGRAMS = 8  # of them for each multiprocessor
 if INTERPRETED:  # a few numbers take every path
     WHOLE, HELD, TILES = 32, 64, dict.fromkeys(TILES, _Tile(16, 2, 1, 4))
 SUMMED = ("mean", "sum")
-CHUNK = 1 << 28  # logits that exist at a time, fused
-LEAST = 1024  # or those of so many tokens, for products that are worth their weight
-PARTS = 4  # or a fourth of them
+LEAST = 1024  # tokens whose logits exist at a time at least, fused, for products that are worth their weight
 ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
 
 
@@ -383,6 +406,34 @@ def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, to
     return total, share
 
 
+@cache
+def _rows_launch(device: torch.device, classes: torch.dtype, offsets: torch.dtype | None, back: torch.dtype | None) -> Launch:
+    return Launch(rows_kernel, dict(BLOCK=1024, BACKWARD=back is not None), dict(num_warps=4))
+
+
+def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """(n,) the mean of the losses (total,) that count in each row; NaN of none."""
+    offsets, n = targets.rows
+    means = torch.empty((n,), dtype=torch.float32, device=losses.device)
+    if n:
+        start(_rows_launch(means.device, *targets.dtypes, None), n, (losses, targets.classes, offsets, means), (),
+              (targets.ignored, 1))
+    return means
+
+
+def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tensor:
+    """(total,) the gradient of the losses, from that of what they were reduced to, but for the share of one mean of all."""
+    total = targets.classes.shape[0]
+    if reduction != "row_mean":
+        return dloss.expand(total)
+    offsets, n = targets.rows
+    dlosses = torch.empty((total,), dtype=torch.float32, device=dloss.device)
+    if n:
+        start(_rows_launch(dloss.device, *targets.dtypes, dloss.dtype), n, (dlosses, targets.classes, offsets, dloss), (),
+              (targets.ignored, dloss.stride(0)))
+    return dlosses
+
+
 def share_of(targets: Targets) -> torch.Tensor:
     """What part of the mean a loss is, before there are any; 0-d."""
     offsets, n = targets.rows
@@ -406,7 +457,7 @@ def _rowwise(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------------------------------- alone
 def forward(x: torch.Tensor, targets: Targets, reduction: str = "none",
             save: bool = True) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The losses (total,) of logits x (total, classes), or their "sum" or "mean" and what part of it a loss is.
+    """What comes of the losses of logits x (total, classes), and of a "sum" or "mean" what part of it a loss is.
 
     Between the two, what the backward needs to know of each token, (2, total), if it is to be saved.
     """
@@ -419,7 +470,7 @@ def forward(x: torch.Tensor, targets: Targets, reduction: str = "none",
         return found, stats, share
     losses = torch.empty(total, dtype=torch.float32, device=x.device)
     visit(x, targets, losses=losses, stats=stats)
-    return losses, stats, None
+    return row_means(losses, targets) if reduction == "row_mean" else losses, stats, None
 
 
 def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, targets: Targets,
@@ -431,19 +482,20 @@ def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, target
     return out
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx, x, targets, reduction):
         found, stats, share = forward(x, targets, reduction)
         ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
-        ctx.ignored = targets.ignored
+        ctx.ignored, ctx.reduction = targets.ignored, reduction
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
         x, stats, share, classes, offsets = ctx.saved_tensors
-        return backward(dloss.expand(x.shape[0]), x, stats, Targets(classes, offsets, ctx.ignored), share), None, None
+        targets = Targets(classes, offsets, ctx.ignored)
+        return backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share), None, None
 
 
 @torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
@@ -476,6 +528,35 @@ _op.register_autograd(lambda ctx, dlosses, _: (_backward_op(dlosses, *ctx.saved_
                       setup_context=_save)
 
 
+@torch.library.custom_op("scree_triton::row_means", mutates_args=())
+def _rows_op(losses: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor, ignored: int) -> torch.Tensor:
+    return row_means(losses, Targets(classes, offsets, ignored))
+
+
+@_rows_op.register_fake
+def _(losses, classes, offsets, ignored):
+    return losses.new_empty((offsets.shape[0] - 1,))
+
+
+@torch.library.custom_op("scree_triton::row_means_backward", mutates_args=())
+def _rows_backward_op(dmeans: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor, ignored: int) -> torch.Tensor:
+    return of_each(dmeans, Targets(classes, offsets, ignored), "row_mean")
+
+
+@_rows_backward_op.register_fake
+def _(dmeans, classes, offsets, ignored):
+    return dmeans.new_empty(classes.shape, dtype=torch.float32)
+
+
+def _save_rows(ctx, inputs, output):
+    _, classes, offsets, ctx.ignored = inputs
+    ctx.save_for_backward(classes, offsets)
+
+
+_rows_op.register_autograd(lambda ctx, dmeans: (_rows_backward_op(dmeans, *ctx.saved_tensors, ctx.ignored), None, None, None),
+                           setup_context=_save_rows)
+
+
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `CrossEntropyCall` or `LinearCrossEntropyCall`; None if they do."""
     if abs(call.ignore_index) >= 1 << 31:
@@ -488,7 +569,9 @@ def cross_entropy(call: Any) -> torch.Tensor:
     x, targets = call.values, _targets(call)
     if torch.compiler.is_compiling():
         losses = _op(x, *targets)[0]
-        return losses if not call.summed else losses.sum() if call.reduction == "sum" else _mean(losses.sum(), targets)
+        if call.reduction == "row_mean":
+            return _rows_op(losses, *targets)
+        return losses if call.reduction == "none" else losses.sum() if call.reduction == "sum" else _mean(losses.sum(), targets)
     if x.requires_grad and torch.is_grad_enabled():
         return _CrossEntropy.apply(x, targets, call.reduction)
     return forward(x, targets, call.reduction, save=False)[0]
@@ -562,7 +645,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, reduction: str,
           wanted: Wanted = NONE, dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
-    """The losses of x (total, width) by weight (classes, width), or their sum or mean, and the gradients that are wanted.
+    """What comes of the losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
 
     Where there are many chunks, those of weight and bias are added up, and come, in float32.
     """
@@ -570,7 +653,7 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
     losses = None if reduction in SUMMED else torch.empty((total,), dtype=torch.float32, device=x.device)
     parts: list[torch.Tensor] | None = [] if losses is None else None
     share = share_of(targets) if any(wanted) and reduction == "mean" else None
-    chunk = max(min(total, max(LEAST, min(CHUNK // classes, -(-total // PARTS)))), 1)
+    chunk = tokens_at_a_time(total, width, classes)
     stride = -(-classes // 16) * 16  # so that rows are aligned
     buffer = torch.empty((chunk, stride), dtype=x.dtype, device=x.device)[:, :classes]
     sums = torch.float32 if total > chunk * ROUNDED else x.dtype
@@ -595,7 +678,14 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
             torch.mm(logits, weight, out=dx[some])
         if dbias is not None:
             dbias += logits.sum(0, dtype=torch.float32)
-    return losses if parts is None else reduced(parts, reduction)[0], (dx, dweight, dbias)
+    found = reduced(parts, reduction)[0] if losses is None else row_means(losses, targets) if reduction == "row_mean" else losses
+    return found, (dx, dweight, dbias)
+
+
+def tokens_at_a_time(total: int, width: int, classes: int) -> int:
+    """Tokens whose logits exist at a time: no more numbers than x and the weight have, or those of LEAST tokens; parts alike."""
+    most = max(LEAST, width * (total + classes) // classes)
+    return max(1, -(-total // -(-total // most))) if total else 1
 
 
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
@@ -608,7 +698,7 @@ def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(more), out=out)
 
 
-class _Fused(torch.autograd.Function):
+class _Fused(Function):
     @staticmethod
     def forward(ctx, x, weight, bias, targets, reduction):
         early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
@@ -625,7 +715,7 @@ class _Fused(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             targets, wanted = Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3])
-            gradients = fused(x, weight, bias, targets, ctx.reduction, wanted, dloss.expand(x.shape[0]))[1]
+            gradients = fused(x, weight, bias, targets, ctx.reduction, wanted, of_each(dloss, targets, ctx.reduction))[1]
             dloss = None
         return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
 
@@ -663,20 +753,21 @@ def _fused_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 @_fused_op.register_fake
 def _(x, weight, bias, classes, offsets, ignored, reduction, early):
-    loss = x.new_empty(() if reduction in SUMMED else x.shape[:1], dtype=torch.float32)
+    shape = () if reduction in SUMMED else x.shape[:1] if reduction == "none" else (offsets.shape[0] - 1,)
+    loss = x.new_empty(shape, dtype=torch.float32)
     return loss, *(x.new_empty((0,) if p is None or not early else p.shape) for p in (x, weight, bias))
 
 
 @torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
-def _fused_backward_op(dlosses: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+def _fused_backward_op(dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                        classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int,
                        reduction: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, wanted = Targets(classes, offsets, ignored), Wanted(True, True, bias is not None)
-    return _or_empty(fused(x, weight, bias, targets, reduction, wanted, dlosses.expand(x.shape[0]))[1], x)
+    return _or_empty(fused(x, weight, bias, targets, reduction, wanted, of_each(dloss, targets, reduction))[1], x)
 
 
 @_fused_backward_op.register_fake
-def _(dlosses, x, weight, bias, classes, offsets, ignored, reduction):
+def _(dloss, x, weight, bias, classes, offsets, ignored, reduction):
     return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, once_differentiable, refuses, start
+from .host import Function, differentiated, once_differentiable, refuses, start
 from .launch import Launch
 from .norms import even
 
@@ -65,7 +65,7 @@ def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return _run(x, dy, torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
-class _Swiglu(torch.autograd.Function):
+class _Swiglu(Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, multiprocessors, once_differentiable, refuses, start
+from .host import Function, differentiated, multiprocessors, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch, Tiled, ragged_shape, tiled
 from .tuned import ROOMY
 
@@ -259,7 +259,7 @@ def _of_row(width: int, stride: int, columns: int) -> Tiled:
     return Tiled(*ragged_shape(1, width, stride, width), columns)
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     @staticmethod
     def forward(ctx, x, weight, offsets):
         ctx.save_for_backward(x, weight, offsets)

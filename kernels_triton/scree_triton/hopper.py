@@ -47,6 +47,14 @@ def _load_ragged(desc, start, length, row, column, barrier, tile):
 
 
 @gluon.jit
+def _load_planes(desc, start, length, row, column, barrier, ring, slot, PLANES: gl.constexpr):
+    """A tile into a slot of a ring: one tile of each plane of the operand, of which most have one."""
+    DIM: gl.constexpr = ring.shape[4]
+    for p in gl.static_range(PLANES):
+        _load_ragged(desc, start, length, row, column + p * DIM, barrier, ring.index(slot * PLANES + p))
+
+
+@gluon.jit
 def _rows(tile):
     """A (1, 1, rows, columns) tile without its two ragged dimensions."""
     return tile.reshape([tile.shape[2], tile.shape[3]])
@@ -130,8 +138,9 @@ def _store_tile(base, value, first, length, stride, LAYOUT: gl.constexpr):
 @gluon.jit
 def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                       COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M: gl.constexpr,
-                      BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                      LEFT: gl.constexpr):
+                      BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                      CAUSAL: gl.constexpr, LEFT: gl.constexpr, Q_PLANES: gl.constexpr, PLANES: gl.constexpr):
+    Q_BYTES: gl.constexpr = q_s.dtype.primitive_bitwidth // 8 * Q_PLANES
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -145,14 +154,14 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
         other_start = gl.load(tile + 2)
         other = gl.load(tile + 3)
         first = gl.load(tile + 4)
-        qs = i % 2
-        mbarrier.wait(q_empty.index(qs), ((i // 2) & 1) ^ 1)
+        qs = i % Q_STAGES
+        mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * 2)
+            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * Q_BYTES)
             for w in gl.static_range(2):
-                _load_ragged(qd, start, length, first + w * (BLOCK_M // 2), head * q_head, q_full.index(qs),
-                             q_s.index(qs * 2 + w))
+                _load_planes(qd, start, length, first + w * (BLOCK_M // 2), head * q_head, q_full.index(qs), q_s,
+                             qs * 2 + w, Q_PLANES)
             t = _claim(COUNTER, total_tiles)
             k_column = head // group_size * k_head
             v_column = head // group_size * v_head
@@ -161,11 +170,11 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
                 stage = c % STAGES
                 phase = ((c // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2)
-                _load_ragged(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s.index(stage))
+                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PLANES)
                 mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2)
-                _load_ragged(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s.index(stage))
+                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
                 c += 1
         else:
             mbarrier.arrive(q_full.index(qs), count=1)
@@ -209,7 +218,10 @@ def _attended(x, limit, left, offs_n, LEFT: gl.constexpr):
 def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left, offs_n,
                   scale, MASK: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
                   LAYOUT_O: gl.constexpr):
-    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
+    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values, which are there.
+
+    The values of tile c are waited for behind its softmax: ptxas would move the wait for the products before it.
+    """
     ROWS: gl.constexpr = q.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     stage = c % STAGES
@@ -219,7 +231,6 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
     x = warpgroup_mma(q, _rows(k_s.index(stage)).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S),
                       use_acc=False, is_async=True)
     p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
     acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
     _pass_turn(w, c)
     x = warpgroup_mma_wait(1, deps=(x, ))
@@ -230,6 +241,7 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * scale - m_new[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
+    mbarrier.wait(v_full.index(stage), (c // STAGES) & 1)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(v_empty.index(before % STAGES), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
@@ -284,6 +296,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         m = gl.maximum(gl.max(x, 1) * scale, LOWEST)
         y = gl.exp2(x * scale - m[:, None])
         l = _partial_sums(y)
+        mbarrier.wait(v_full.index(c % STAGES), (c // STAGES) & 1)
         acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         c += 1
         if CAUSAL and not SAME:
@@ -305,7 +318,6 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         mbarrier.arrive(q_empty.index(i % 2), count=1)
         before = c - 1
         p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-        mbarrier.wait(v_full.index(before % STAGES), (before // STAGES) & 1)
         acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
         nothing = gl.minimum(limit, other - 1) < 0
@@ -347,7 +359,7 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head,
                              out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                              COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
-                             STAGES, CAUSAL, LEFT)),
+                             STAGES, 2, CAUSAL, LEFT, 1, 1)),
     ], [4, 1], [240, 24])
 
 
@@ -355,7 +367,7 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head,
 def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                  COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, BLOCK_M: gl.constexpr,
                  BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                 CAUSAL: gl.constexpr):
+                 CAUSAL: gl.constexpr, PLANES: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -373,11 +385,11 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * 4)
+            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * 4 * PLANES)
             for w in gl.static_range(2):
                 row = first + w * (BLOCK_M // 2)
-                _load_ragged(qd, start, length, row, head * q_head, q_full.index(qs), q_s.index(qs * 2 + w))
-                _load_ragged(dod, start, length, row, head * do_head, q_full.index(qs), do_s.index(qs * 2 + w))
+                _load_planes(qd, start, length, row, head * q_head, q_full.index(qs), q_s, qs * 2 + w, PLANES)
+                _load_planes(dod, start, length, row, head * do_head, q_full.index(qs), do_s, qs * 2 + w, PLANES)
             t = _claim(COUNTER, total_tiles)
             k_column = head // group_size * k_head
             v_column = head // group_size * v_head
@@ -385,11 +397,11 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
                 stage = c % STAGES
                 phase = ((c // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2)
-                _load_ragged(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s.index(stage))
+                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PLANES)
                 mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2)
-                _load_ragged(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s.index(stage))
+                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
                 c += 1
         else:
             mbarrier.arrive(q_full.index(qs), count=1)
@@ -521,7 +533,7 @@ def dq_kernel(qd, kd, vd, dod, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head
                         DIM, STAGES, Q_STAGES, CAUSAL, HAS_DLSE, HELD)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, BLOCK_M, BLOCK_N, DIM,
-                        STAGES, Q_STAGES, CAUSAL)),
+                        STAGES, Q_STAGES, CAUSAL, 1)),
     ], [4, 1], [240, 24])
 
 
@@ -538,7 +550,7 @@ def _query_tiles(first, length, other, BLOCK_M: gl.constexpr, CAUSAL: gl.constex
 def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                    group_size, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   K_STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+                   K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, PLANES: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
@@ -558,11 +570,11 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
         _post(queue.index(ks), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(k_full.index(ks), BLOCK_N * DIM * 4)
+            mbarrier.expect(k_full.index(ks), BLOCK_N * DIM * 4 * PLANES)
             for w in gl.static_range(2):
                 row = first + w * (BLOCK_N // 2)
-                _load_ragged(kd, start, length, row, head * k_head, k_full.index(ks), k_s.index(ks * 2 + w))
-                _load_ragged(vd, start, length, row, head * v_head, k_full.index(ks), v_s.index(ks * 2 + w))
+                _load_planes(kd, start, length, row, head * k_head, k_full.index(ks), k_s, ks * 2 + w, PLANES)
+                _load_planes(vd, start, length, row, head * v_head, k_full.index(ks), v_s, ks * 2 + w, PLANES)
             t = _claim(COUNTER, total_tiles)
             low, high = _query_tiles(first, length, other, BLOCK_M, CAUSAL)
             for h in range(head * group_size, head * group_size + group_size):
@@ -575,14 +587,14 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
                     mbarrier.wait(q_empty.index(stage), phase)
                     async_copy.async_copy_global_to_shared(lse_s.index(stage), stats + query, query < other)
                     async_copy.mbarrier_arrive(q_full.index(stage))
-                    mbarrier.expect(q_full.index(stage), BLOCK_M * DIM * 2)
-                    _load_ragged(qd, other_start, other, j * BLOCK_M, h * q_head, q_full.index(stage), q_s.index(stage))
+                    mbarrier.expect(q_full.index(stage), BLOCK_M * DIM * 2 * PLANES)
+                    _load_planes(qd, other_start, other, j * BLOCK_M, h * q_head, q_full.index(stage), q_s, stage, PLANES)
                     mbarrier.wait(do_empty.index(stage), phase)
                     async_copy.async_copy_global_to_shared(delta_s.index(stage), stats + plane + query, query < other)
                     async_copy.mbarrier_arrive(do_full.index(stage))
-                    mbarrier.expect(do_full.index(stage), BLOCK_M * DIM * 2)
-                    _load_ragged(dod, other_start, other, j * BLOCK_M, h * do_head, do_full.index(stage),
-                                 do_s.index(stage))
+                    mbarrier.expect(do_full.index(stage), BLOCK_M * DIM * 2 * PLANES)
+                    _load_planes(dod, other_start, other, j * BLOCK_M, h * do_head, do_full.index(stage), do_s, stage,
+                                 PLANES)
                     c += 1
         else:
             mbarrier.arrive(k_full.index(ks), count=1)
@@ -697,5 +709,5 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, q_head, k_head, 
                           CAUSAL, HELD)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                          group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL)),
+                          group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, K_STAGES, CAUSAL, 1)),
     ], [4, 1], [240, 24])

@@ -30,6 +30,17 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
+class Function(torch.autograd.Function):
+    """A function for autograd whose `apply` goes the short way where no transform of `torch.func` is active."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """The results of `forward`, known to autograd."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The decorator of this name of `torch.autograd.function`, whose way is long, taken where `create_graph` asks for it."""
     refusing = torch.autograd.function.once_differentiable(backward)

@@ -54,7 +54,7 @@ class Ragged:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         block = [1, 1, rows, base.shape[2]]
-        dtype = gl.float16 if base.dtype == torch.float16 else gl.bfloat16
+        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[base.dtype]
         return TensorDescriptor(base, list(self.shape), list(self.strides), block,
                                 gl.NVMMASharedLayout.get_default_for(block, dtype))
 
@@ -128,7 +128,10 @@ class Launch:
         addresses = [pointer.data_ptr() for pointer in pointers]
         bits = reduce(or_, strides, reduce(or_, addresses))
         if self.launch is not None and bits & 15 == 0:
-            descriptors = self._encode(described, shapes) if shapes else ()
+            descriptors = ()
+            if shapes:
+                key = (*[x.data_ptr() for x in described], *shapes)
+                descriptors = self.encoded.get(key) or self._encode(key, described, shapes)
             try:
                 self.launch(programs, 1, 1, current_stream(self.index), *self.fixed, *descriptors, *addresses, *strides,
                             *numbers, *self.values)
@@ -153,16 +156,13 @@ class Launch:
         self.fixed = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
         self.launch = launch
 
-    def _encode(self, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:
-        """The launcher's arguments for the descriptors."""
-        key = (*[x.data_ptr() for x in described], *shapes)
-        found = self.encoded.get(key)
-        if found is None:
-            if len(self.encoded) >= _MOST_ENCODED:
-                self.encoded.clear()
-            from triton.backends.nvidia.driver import make_tensordesc_arg
+    def _encode(self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:
+        """The launcher's arguments for the descriptors, kept under what they are told by."""
+        if len(self.encoded) >= _MOST_ENCODED:
+            self.encoded.clear()
+        from triton.backends.nvidia.driver import make_tensordesc_arg
 
-            found = self.encoded[key] = tuple(
-                x for base, shape, how in zip(described, shapes, self.metadata)
-                for x in make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how))
+        found = self.encoded[key] = tuple(
+            x for base, shape, how in zip(described, shapes, self.metadata)
+            for x in make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how))
         return found

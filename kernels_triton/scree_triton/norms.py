@@ -5,6 +5,7 @@ computes the statistics again from the row that it needs anyway, so that the for
 walk over the tokens and each keeps its share of the gradients of weight and bias, which a second small kernel adds up in a
 fixed order: equal inputs give equal bits.
 """
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, multiprocessors, once_differentiable, refuses, start
+from .host import Function, differentiated, multiprocessors, once_differentiable, refuses, start
 from .launch import Launch
 
 _WIDEST = 16384
@@ -222,7 +223,7 @@ def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, x.stride(0)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, centre):
         y, total = forward(x, residual, weight, bias, eps, centre)
@@ -314,11 +315,32 @@ def _run(call: Any, centre: bool) -> Any:
     return call.result(*norm(call.values, call.added, weight, bias, eps=call.eps, centre=centre))
 
 
+def _again(call: Any, centre: bool) -> Callable[..., Any]:
+    eps = call.eps
+
+    def run(x: Any, weight: torch.Tensor | None, residual: Any, bias: torch.Tensor | None = None) -> Any:
+        weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
+        y, total = norm(x.values, residual if residual is None else residual.values, weight, bias, eps=eps, centre=centre)
+        return x.with_values(y) if residual is None else (x.with_values(y), x.with_values(total))
+
+    return run
+
+
 def layer_norm(call: Any) -> Any:
     """Run a `NormCall` as layer norm."""
     return _run(call, True)
 
 
+def layer_norm_again(call: Any) -> Callable[..., Any]:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    return _again(call, True)
+
+
 def rms_norm(call: Any) -> Any:
     """Run a `NormCall` as RMS norm."""
     return _run(call, False)
+
+
+def rms_norm_again(call: Any) -> Callable[..., Any]:
+    """The same as `layer_norm_again`."""
+    return _again(call, False)

@@ -13,6 +13,7 @@ _BLOCK = 1024  # slots at a time
 _BEFORE = 8192  # of those before them
 _FEW = 1 << 17  # slots, up to which every program counts all marks before its own
 _MOST_CHUNKS = 4096
+_WARPS = 8
 
 
 @triton.jit(do_not_specialize=("slots", "chunk"))
@@ -29,7 +30,7 @@ def count_kernel(MASK, COUNTS, slots, chunk, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=("slots", "length", "total", "chunk"))
 def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, chunk, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
                 BEFORE: tl.constexpr):
-    """SLOTS (total,): where the marked slots are, -1 behind the last one; and OFFSETS of the rows, of `length` slots each.
+    """SLOTS (total,): the marked slots, and `slots` behind the last one; and the OFFSETS of rows of `length` slots each.
 
     A program does a chunk of the slots. What is marked before it is counted, where not COUNTED, by the program itself.
     """
@@ -53,7 +54,7 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, chunk, COUNT
         token += tl.sum(real.to(number), 0)
     if first + chunk > slots:
         for rest in range(token, total, BEFORE):
-            tl.store(SLOTS + rest + each, -1, mask=rest + each < total)
+            tl.store(SLOTS + rest + each, slots, mask=rest + each < total)
 
 
 @triton.jit(do_not_specialize=("count", "size"))
@@ -69,18 +70,18 @@ def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], 
     return Launch(kernel, constants, dict(num_warps=warps))
 
 
-def counter(count: int) -> torch.dtype:
+def _counter(count: int) -> torch.dtype:
     """The dtype that counts so far."""
     return torch.int32 if count < 1 << 31 else torch.int64
 
 
 def mark(mask: torch.Tensor, total: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; -1 for none."""
+    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none."""
     n, length = mask.shape
     slots, device = n * length, mask.device
-    found = torch.empty((total,), dtype=counter(max(slots, total)), device=device)
+    found = torch.empty((total,), dtype=_counter(max(slots, total)), device=device)
     if slots == 0:
-        return torch.zeros((n + 1,), dtype=dtype, device=device), found.fill_(-1)
+        return torch.zeros((n + 1,), dtype=dtype, device=device), found.zero_()
     offsets = torch.empty((n + 1,), dtype=dtype, device=device)
     mask = mask.contiguous()
     chunk, counts = _BLOCK, offsets
@@ -89,7 +90,8 @@ def mark(mask: torch.Tensor, total: int, dtype: torch.dtype) -> tuple[torch.Tens
         counts = torch.empty((-(-slots // chunk),), dtype=torch.int64, device=device)
         launch = _launch(count_kernel, device, (mask.dtype,), 4, BLOCK=_BLOCK)
         start(launch, counts.shape[0], (mask, counts), (), (slots, chunk))
-    launch = _launch(mark_kernel, device, (mask.dtype, dtype, found.dtype), 8, COUNTED=slots > _FEW, BLOCK=_BLOCK, BEFORE=_BEFORE)
+    launch = _launch(mark_kernel, device, (mask.dtype, dtype, found.dtype), _WARPS,
+                     COUNTED=slots > _FEW, BLOCK=_BLOCK, BEFORE=_BEFORE)
     start(launch, slots // chunk + 1, (mask, counts, offsets, found), (), (slots, length, total, chunk))
     return offsets, found
 
@@ -97,8 +99,32 @@ def mark(mask: torch.Tensor, total: int, dtype: torch.dtype) -> tuple[torch.Tens
 def last(index: torch.Tensor, size: int) -> torch.Tensor:
     """The last token that goes to each place; -1 for none."""
     count = index.shape[0]
-    found = torch.full((size,), -1, dtype=counter(count), device=index.device)
+    found = torch.full((size,), -1, dtype=_counter(count), device=index.device)
     if count and size:
         launch = _launch(last_kernel, index.device, (index.dtype, found.dtype), 4, BLOCK=256)
         start(launch, -(-count // 256), (index, found), (), (count, size))
     return found
+
+
+mark_op = torch.library.custom_op("scree_triton::mark", mark, mutates_args=())
+last_op = torch.library.custom_op("scree_triton::last", last, mutates_args=())
+
+
+@mark_op.register_fake
+def _(mask, total, dtype):
+    return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty((total,), dtype=_counter(max(mask.numel(), total)))
+
+
+@last_op.register_fake
+def _(index, size):
+    return index.new_empty((size,), dtype=_counter(index.shape[0]))
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `MarkCall`; they always do."""
+    return None
+
+
+def run(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a `MarkCall`."""
+    return (mark_op if torch.compiler.is_compiling() else mark)(call.mask, call.total, call.dtype)

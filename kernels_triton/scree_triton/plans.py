@@ -12,7 +12,7 @@ import triton
 from . import portable
 from .launch import Launch, current_device, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, Tile, Tiles, portable_tiles
+from .tuned import GLUON, GLUON_FLOAT32, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
@@ -38,25 +38,23 @@ class Rows(NamedTuple):
 
     def query_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
         """The tiles of the queries."""
-        return self._tiles("q", self.q, self.k, total, block, spec[0], spec[1])
+        key = "q", id(self.k), total, block, spec[0], spec[1]
+        found = self.memo.get(key) if self.memo else None
+        return found[0] if found else self._tiles(key, self.q, self.k)
 
     def key_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
         """The tiles of the keys. Seen from a key, the window's sides change places."""
-        return self._tiles("k", self.k, self.q, total, block, spec[1], spec[0])
+        key = "k", id(self.k), total, block, spec[1], spec[0]
+        found = self.memo.get(key) if self.memo else None
+        return found[0] if found else self._tiles(key, self.k, self.q)
 
-    def _tiles(self, side: str, offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int,
-               after: int) -> torch.Tensor:
-        if self.memo is None:
-            return tile_map(offsets, other, total, block, before, after)
-        key = side, id(self.k), total, block, before, after
-        found = self.memo.get(key)
-        if found is None:
-            tiles = tile_map(offsets, other, total, block, before, after)
-            if offsets.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return tiles  # which belong to the graph, and are not there before it runs
+    def _tiles(self, key: tuple, offsets: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        tiles = tile_map(offsets, other, *key[2:])
+        capturing = offsets.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.memo is not None and not capturing:  # a map that belongs to a graph is not there before it runs
             # The keys' offsets are kept beside the map, so that their id stays theirs.
-            found = self.memo[key] = tiles, None if self.k is self.q else self.k
-        return found[0]
+            self.memo[key] = tiles, None if self.k is self.q else self.k
+        return tiles
 
 
 class _Shape(NamedTuple):
@@ -72,15 +70,15 @@ _PLANS: dict[tuple, "Plan"] = {}
 
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool,
-         kept: dict[Any, Any] | None = None) -> "Plan":
-    """The plan for a call, from the cache or new; `kept` belongs to calls that differ in the contents of q, k and v alone."""
+         plans: dict[Any, Any] | None = None) -> "Plan":
+    """The plan for a call, from the cache or new; `plans` are those of calls that differ in the contents of arrays alone."""
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     tf32 = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    if kept is None:
-        return _cached(q, k, v, rows, spec, alibi, aligned, tf32)
-    found = kept.get((aligned, tf32))
+    found = None if plans is None else plans.get((aligned, tf32))
     if found is None:
-        found = kept[aligned, tf32] = _cached(q, k, v, rows, spec, alibi, aligned, tf32)
+        found = _cached(q, k, v, rows, spec, alibi, aligned, tf32)
+        if plans is not None:
+            plans[aligned, tf32] = found
     return found
 
 
@@ -106,10 +104,12 @@ def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec:
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
           softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool) -> "Plan":
     q, _, v = shapes
-    hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and q.dim in GLUON
-              and v.dim == q.dim and dtype != torch.float32 and (causal or not (left or right)) and not (softcap or alibi)
-              and aligned and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
-    if hopper:
+    hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+              and v.dim == q.dim and (causal or not (left or right)) and not (softcap or alibi) and aligned)
+    if (hopper and dtype == torch.float32 and q.dim in GLUON_FLOAT32 and not (left or tf32)
+            and _reachable(q.stride, q.head, q.heads)):
+        return SplitPlan(device, shapes, causal)
+    if hopper and dtype != torch.float32 and q.dim in GLUON and all(_reachable(x.stride, x.head, x.heads) for x in shapes):
         return HopperPlan(device, dtype, shapes, left, causal, same)
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
 
@@ -140,10 +140,6 @@ class Plan:
         self.out_stride = self.heads * self.v.dim
         self.empty = empty(device.type)
 
-    def _like(self, total: int, heads: int, dim: int) -> torch.Tensor:
-        """An empty tensor (total, heads, dim), contiguous."""
-        return self.empty((total, heads, dim), (heads * dim, dim, 1), self.dtype)
-
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
@@ -151,7 +147,7 @@ class Plan:
             with torch.cuda.device(self.index):
                 return self.forward(q, k, v, slopes, rows, spec)
         total = q.shape[0]
-        out = self._like(total, self.heads, self.v.dim)
+        out = self.empty((total, self.heads, self.v.dim), (self.out_stride, self.v.dim, 1), self.dtype)
         lse = self.empty((self.heads, total), (total, 1), torch.float32)
         if total > 0:
             self._forward(q, k, v, slopes, out, lse, rows, spec)
@@ -169,9 +165,11 @@ class Plan:
         elif not self._takes(dout):
             dout = dout.contiguous()
         total, total_k = q.shape[0], k.shape[0]
-        grads = (self._like(total, self.heads, self.q.dim), self._like(total_k, self.k_heads, self.q.dim),
-                 self._like(total_k, self.k_heads, self.v.dim))
-        stats = self.empty((2, self.heads, total), (self.heads * total, total, 1), torch.float32)
+        heads, k_heads, dim, dim_v = self.heads, self.k_heads, self.q.dim, self.v.dim
+        grads = (self.empty((total, heads, dim), (heads * dim, dim, 1), self.dtype),
+                 self.empty((total_k, k_heads, dim), (k_heads * dim, dim, 1), self.dtype),
+                 self.empty((total_k, k_heads, dim_v), (k_heads * dim_v, dim_v, 1), self.dtype))
+        stats = self.empty((2, heads, total), (heads * total, total, 1), torch.float32)
         self._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
         return grads
 
@@ -312,4 +310,78 @@ class HopperPlan(Plan):
         tiles = rows.key_tiles(total_k, block, spec)
         self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
                          (stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim),
+                         (total, plane, *self.k_counts, scale), *descriptors)
+
+
+class SplitPlan(Plan):
+    """float32 in Gluon on Hopper: every operand is split into planes of bfloat16 first."""
+
+    BLOCK = 32  # numbers of heads that a program of the kernels that split takes
+
+    def __init__(self, device: torch.device, shapes: tuple[_Shape, ...], causal: bool):
+        from . import hopper, hopper_float32
+
+        super().__init__(device, torch.float32, shapes)
+        dim, planes = self.q.dim, hopper_float32.PLANES.value
+        self.counter, self.planes = hopper.counter, planes
+        self.tiles = GLUON_FLOAT32[dim]
+        self.programs = torch.cuda.get_device_properties(device).multi_processor_count
+        described = [ragged(planes * x.heads, dim, planes * x.heads * dim, dim) for x in shapes]
+        self.described = *described, described[0]
+        self.described_q = ragged(*self.q)
+        split, options = dict(DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
+        self.split_launch = Launch(hopper_float32.split_kernel, split, options)
+        self.split_dout_launches = [Launch(hopper_float32.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
+                                    for x in (False, True)]
+        options = dict(num_warps=4, maxnreg=168)
+        m, n, stages = self.tiles.forward
+        self.forward_launch = Launch(hopper_float32.forward_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, LEFT=False), options, (m // 2, n, n))
+        m, n, stages, _ = self.tiles.dq
+        self.dq_launch = Launch(hopper_float32.dq_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m // 2, n, n, m // 2))
+        m, n, stages, _ = self.tiles.dkdv
+        self.dkdv_launch = Launch(hopper_float32.dkdv_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m, n // 2, n // 2, m))
+
+    def _takes(self, dout: torch.Tensor) -> bool:
+        return dout.stride(2) == 1
+
+    def _empty_planes(self, x: torch.Tensor) -> torch.Tensor:
+        total, heads, dim = x.shape
+        heads *= self.planes
+        return self.empty((total, heads, dim), (heads * dim, dim, 1), torch.bfloat16)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        planes, (total, heads, _) = self._empty_planes(x), x.shape
+        self.split_launch(triton.cdiv(total * heads, self.BLOCK), (x, planes), x.stride()[:2], (total, heads))
+        return planes
+
+    def _forward(self, q, k, v, slopes, out, lse, rows, spec):
+        total, block = q.shape[0], self.tiles.forward[0]
+        tiles = rows.query_tiles(total, block, spec)
+        self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
+                            (out, lse, tiles, self.counter(self.device)), (self.q.head, self.out_stride),
+                            (total, *self.q_counts, spec.left, spec.scale * LOG2E), (q, self._split(k), self._split(v)),
+                            (self.described_q, *self.described[1:3]))
+
+    def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
+        dq, dk, dv = grads
+        total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
+        plane, scale = self.heads * total, spec.scale * LOG2E
+        dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
+        split_dout = self._empty_planes(dout)
+        self.split_dout_launches[dlse is not None](
+            triton.cdiv(plane, self.BLOCK), (out, dout, lse, lse if dlse is None else dlse, stats, split_dout),
+            dout.stride()[:2], (*dlse_strides, total, plane, self.heads))
+        descriptors = (self._split(q), self._split(k), self._split(v), split_dout), self.described
+        block = self.tiles.dq[0]
+        tiles = rows.query_tiles(total, block, spec)
+        self.dq_launch(min(self.programs, tile_bound(total, n, block) * self.heads),
+                       (stats, dq, tiles, self.counter(self.device)), (self.out_stride,),
+                       (total, plane, *self.q_counts, scale), *descriptors)
+        block = self.tiles.dkdv[1]
+        tiles = rows.key_tiles(total_k, block, spec)
+        self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
+                         (stats, dk, dv, tiles, self.counter(self.device)), (self.k_heads * self.q.dim,),
                          (total, plane, *self.k_counts, scale), *descriptors)

@@ -4,6 +4,7 @@ A program turns a few tokens, all heads of each, of the queries and of the keys;
 all of them. The row of a token is found by bisection, so that positions restart in each row without an array of positions.
 """
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import differentiated, once_differentiable, refuses, start
+from .host import Function, differentiated, once_differentiable, refuses, start
 from .launch import Launch
 from .offsets import row_of
 
@@ -105,7 +106,7 @@ def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
     return x, (*x.shape[1:], *x.stride()[:2])
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Function):
     @staticmethod
     def forward(ctx, q, k, how):
         ctx.how = how
@@ -156,15 +157,26 @@ def rejects(call: Any) -> str | None:
 
 def run(call: Any) -> Any:
     """Run a `RopeCall`."""
-    x, q, k = call.x, call.x.values, None if call.k is None else call.k.values
-    how = Turn(x.offsets.contiguous(), None if call.start is None else call.start.contiguous(),
-               math.log(call.theta) * 2 / q.shape[-1], call.interleaved)
+    return run_again(call)(call.x, call.k, call.start)
+
+
+def run_again(call: Any) -> Callable[..., Any]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    rate, interleaved = math.log(call.theta) * 2 / call.x.values.shape[-1], call.interleaved
+
+    def rotate(x: Any, k: Any, start: torch.Tensor | None) -> Any:
+        how = Turn(x.offsets.contiguous(), None if start is None else start.contiguous(), rate, interleaved)
+        q_out, k_out = _both(x.values, None if k is None else k.values, how)
+        return x.with_values(q_out) if k is None else (x.with_values(q_out), k.with_values(k_out))
+
+    return rotate
+
+
+def _both(q: torch.Tensor, k: torch.Tensor | None, how: Turn) -> Any:
     if torch.compiler.is_compiling():
         q, *more = _op(q, k, *how, 1)
-        k = more[0] if more else None
-    elif differentiated(q, k):
+        return q, more[0] if more else None
+    if differentiated(q, k):
         found = _Rope.apply(q, k, how)
-        q, k = (found, None) if k is None else found
-    else:
-        q, k = turn(q, k, how, 1)
-    return x.with_values(q) if k is None else (x.with_values(q), call.k.with_values(k))
+        return (found, None) if k is None else found
+    return turn(q, k, how, 1)

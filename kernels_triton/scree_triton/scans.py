@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from . import segments, shares
-from .host import differentiated, once_differentiable
+from .host import Function, differentiated, once_differentiable
 from .segments import OPS, Rows, over_rows, rows_of
 
 
@@ -12,7 +12,7 @@ def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) 
     return over_rows(x.contiguous(), rows, OPS[op], shares.RUNNING_BACK if back else shares.RUNNING, dtype=dtype)
 
 
-class _Scan(torch.autograd.Function):
+class _Scan(Function):
     @staticmethod
     def forward(ctx, x, rows, op, dtype):
         ctx.rows, ctx.dtype = rows, x.dtype

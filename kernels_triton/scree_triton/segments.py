@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import shares
-from .host import FLOATS, multiprocessors, once_differentiable, refuses, start
+from .host import FLOATS, Function, multiprocessors, once_differentiable, refuses, start
 from .launch import Launch
 
 _ELEMENTS = 2048  # in a tile
@@ -159,7 +159,7 @@ def _differentiate(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows:
     return over_rows(x.contiguous(), rows, shares.EQUAL, shares.PICK, a=out, b=dout.contiguous())
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(Function):
     @staticmethod
     def forward(ctx, x, rows, op, dtype):
         out = _reduce(x, rows, op, dtype)

@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from . import shares
-from .host import once_differentiable, refuses
+from .host import Function, once_differentiable, refuses
 from .segments import Rows, over_rows, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,7 +37,7 @@ def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch
     return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **both)
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
     def forward(ctx, x, rows, kind):
         out = _forward(x, rows, kind)

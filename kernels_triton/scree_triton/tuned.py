@@ -31,8 +31,10 @@ class GluonTiles(NamedTuple):
 GLUON = {
     32: GluonTiles((128, 128, 4), (128, 64, 4, 2), (64, 128, 4, 2)),
     64: GluonTiles((128, 128, 4), (128, 64, 4, 2), (64, 128, 4, 2)),
-    128: GluonTiles((128, 128, 2), (128, 64, 4, 1), (64, 128, 2, 2)),
+    128: GluonTiles((128, 128, 2), (128, 64, 3, 1), (64, 128, 3, 1)),
 }
+# The same for float32, whose operands are split.
+GLUON_FLOAT32 = {dim: GluonTiles((128, 64, 3), (128, 64, 2, 1), (64, 128, 2, 1)) for dim in (32, 64)}
 
 # By bytes of an element and padded head_dim. Measured on Hopper.
 _HOPPER = {

@@ -5,7 +5,7 @@ import torch
 
 import scree
 from scree.create import OffsetsCall
-from scree_triton import addition, copies
+from scree_triton import addition, binned, copies, places
 from scree_triton.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -67,18 +67,21 @@ def test_reasons():
     assert "up to 4" in scree.explain("join", [x] * 5, x.layout).rejected["triton"]
     assert "one data type" in scree.explain("join", [x, x.with_values(x.values.double())], x.layout).rejected["triton"]
     assert "no complex64" in scree.explain("pad", x.with_values(x.values.to(torch.complex64))).rejected["triton"]
-    assert "real numbers" in scree.explain("pad", x, fill_value=1j).rejected["triton"]
+    assert "one element" in scree.explain("pad", x.with_values(x.values[:, :0])).rejected["triton"]
     places = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     assert "add up bool" in scree.explain("scatter", x.values.bool(), places, 6, add=True).rejected["triton"]
 
 
 @pytest.mark.parametrize("width", [(), (3,), (600,)])
-@pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and as two of them
-def test_many_tokens_in_one_place(width, size):
-    """The sums of whole chunks, in a fixed order."""
+@pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and put into bins
+@pytest.mark.parametrize("many", [64, 8])  # the most of them are added up by one program, or by several
+def test_many_tokens_in_one_place(width, size, many, monkeypatch):
+    """Sums of stretches and of chunks, in a fixed order."""
+    monkeypatch.setattr(binned, "_MANY", many)
     x = numbers(300, *width)
     index = torch.where(torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6, 5,
                         torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(3))).to(DEVICE)
+    index[40:60] = 6
     exact = np.zeros((size, *width))
     np.add.at(exact, index.cpu().numpy(), x.cpu().numpy().astype(np.float64))
     found = scree.scatter_add(x, index, size, kernel="triton")
@@ -134,16 +137,17 @@ def test_holes_in_the_mask(dim):
     right = np.zeros((4, 2000, 2), np.float32)
     right[mask.cpu().numpy()] = np.moveaxis(dy.cpu().numpy(), dim, 0)
     assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
-    slots, tokens = copies.number(mask, y.offsets, count + 5)
-    assert slots[count:].tolist() == [-1] * 5 and int((tokens >= 0).sum()) == count
+    offsets, slots = places.mark(mask, count + 5, torch.int64)
+    assert offsets.tolist() == y.offsets.tolist() and slots[count:].tolist() == [mask.numel()] * 5
+    assert slots[:count].tolist() == np.flatnonzero(mask.cpu().numpy()).tolist()
 
 
 def test_numbers_beyond():
     """What is no token is 0, and nothing is read or written there."""
     index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
-    assert copies.take(numbers(3, 2), index, None)[[0, 2, 3]].abs().max() == 0
-    assert copies.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
-    assert copies.last(index, 3).tolist() == [-1, -1, 1]
+    assert copies.take(numbers(3, 2), index, None, False)[[0, 2, 3]].abs().max() == 0
+    assert addition.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
+    assert places.last(index, 3).tolist() == [-1, -1, 1]
 
 
 def test_groups_and_back():

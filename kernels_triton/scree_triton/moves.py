@@ -1,0 +1,74 @@
+"""Calls that move tokens: to and from padded batches, by their numbers, rows, and rows of several arrays end to end."""
+from typing import Any
+
+import torch
+
+from .addition import ACC
+from .copies import MOST_JOINED
+from .linear import apply, join_rows
+from .places import last, last_op, mark
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a call; None if they do."""
+    x = call.arrays[0] if hasattr(call, "arrays") else call.x
+    x = x if isinstance(x, torch.Tensor) else x.values
+    if hasattr(call, "arrays"):
+        if len(call.arrays) > MOST_JOINED:
+            return f"the Triton kernels join up to {MOST_JOINED} arrays at once, not {len(call.arrays)}"
+        if any(other.values.dtype != x.dtype for other in call.arrays):
+            return "the Triton kernels join arrays of one data type"
+    if x.is_complex():
+        return f"the Triton kernels take no {str(x.dtype)[6:]} here"
+    if (x.requires_grad or getattr(call, "add", False)) and x.dtype not in ACC:
+        return f"the Triton kernels do not add up {str(x.dtype)[6:]}"
+    if hasattr(call, "fill_value") and x.numel() == 0 and call.x.total_length:
+        return "the Triton kernels pad tokens of one element at least"
+    return None
+
+
+def _offsets(layout: Any) -> torch.Tensor:
+    return layout.offsets.contiguous()
+
+
+def run_pad(call: Any) -> Any:
+    """Run a `PadCall`."""
+    x = call.x
+    return apply("pad", x.values, _offsets(x.layout), x.ragged_dim, call.length, call.side == "left", call.fill_value, True)
+
+
+def run_unpad(call: Any) -> torch.Tensor:
+    """Run an `UnpadCall`."""
+    x, dim, offsets, total = call.x, call.ragged_dim, _offsets(call.layout), call.layout.total
+    if call.mask is None:
+        return apply("unpad", x, offsets, dim, total, False)
+    slots = mark(call.mask, total, offsets.dtype)[1] if call.slots is None else call.slots
+    x = x.movedim(dim + 1, 1) if dim else x
+    out = apply("take", x.flatten(0, 1), slots, None, True)
+    return out.movedim(0, dim) if dim else out
+
+
+def run_gather(call: Any) -> torch.Tensor:
+    """Run a `GatherCall`."""
+    return apply("take", call.x, call.index.contiguous(), None, call.distinct)
+
+
+def run_scatter(call: Any) -> torch.Tensor:
+    """Run a `ScatterCall`."""
+    index = call.index.contiguous()
+    if call.add:
+        return apply("add", call.x, index, call.size)
+    return apply("take", call.x, (last_op if torch.compiler.is_compiling() else last)(index, call.size), index, False)
+
+
+def run_select(call: Any) -> torch.Tensor:
+    """Run a `SelectCall`."""
+    x, layout = call.x, call.layout
+    return apply("select", x.values, _offsets(layout), call.starts.contiguous(), x.ragged_dim, layout.total, call.step,
+                  call.distinct)
+
+
+def run_join(call: Any) -> torch.Tensor:
+    """Run a `JoinCall`."""
+    xs, offsets, dim = [x.values for x in call.arrays], [_offsets(x.layout) for x in call.arrays], call.arrays[0].ragged_dim
+    return join_rows(xs, offsets, dim)

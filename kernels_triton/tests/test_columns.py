@@ -1,0 +1,68 @@
+"""Rows of wide tokens, cut into shares so short that every way through the kernel is taken; without a GPU in the interpreter."""
+import pytest
+import torch
+from kernels_reference import Case, check, f16, f32
+
+from scree_triton import columns, segments, shares
+from scree_triton.launch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+LENGTHS = (40, 2, 0, 9, 1, 4, 4, 0, 0, 17)
+NAMES = ("softmax", "log_softmax", "logsumexp", "sum", "max", "cumulative_sum")
+CASES = [
+    *(Case(name, f32, (3,), LENGTHS) for name in NAMES),
+    *(Case(name, f16, (130,), LENGTHS, wide=True) for name in ("softmax", "max", "cumulative_sum")),  # two blocks of columns
+    *(Case(name, f32, (24,), (70,)) for name in ("softmax", "min", "cumulative_sum")),  # parts of one row alone
+    *(Case(name, f32, (2, 16), (3,) * 20, bounded=True) for name in ("log_softmax", "mean", "cumulative_sum")),  # nothing is cut
+]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Shares of a step or a few."""
+    monkeypatch.setattr(columns, "_SHORTEST", 0)
+    monkeypatch.setattr(columns, "_CACHED", 1)
+    monkeypatch.setattr(columns, "_STEPS", 2)
+    for cached in (columns._plan, columns._launch):
+        monkeypatch.setattr(columns, cached.__name__, cached.__wrapped__)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+def test_error(case):
+    check(case, DEVICE)
+
+
+@pytest.mark.parametrize("map", [shares.NONE, shares.SOFTMAX], ids=["reduced", "mapped"])
+def test_counts_are_left_as_found(map, monkeypatch):
+    """The next call on the stream finds zeros."""
+    counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(columns, "_counts", lambda device, number: counts[:number])
+    x = torch.randn(180, 130, device=DEVICE)
+    rows = segments.Rows(torch.tensor([0, 100, 101, 180], dtype=torch.int32, device=DEVICE), None)
+    first = segments.over_rows(x, rows, shares.LSE, map)
+    assert not counts.any()
+    assert torch.equal(first, segments.over_rows(x, rows, shares.LSE, map))
+
+
+def test_running_back_is_the_reverse_of_running():
+    x = torch.randint(-9, 9, (193, 40), device=DEVICE).float()
+    found, expected = (segments.over_rows(values, rows(edges), shares.SUM, map) for values, edges, map in (
+        (x, (0, 150, 150, 193), shares.RUNNING_BACK), (x.flip(0), (0, 43, 43, 193), shares.RUNNING)))
+    assert torch.equal(found, expected.flip(0))
+
+
+@pytest.mark.parametrize("longest", [None, 3])
+def test_tokens_behind_the_last_row(longest):
+    """They become 0, and are in no reduction."""
+    x = torch.randn(200, 20, device=DEVICE)
+    x[8:] = torch.nan
+    ragged = segments.Rows(rows((0, 3, 5, 5, 8)).offsets, longest)
+    found = segments.over_rows(x, ragged, shares.SUM, shares.RUNNING)
+    expected = torch.cat([part.cumsum(0) for part in x[:8].split([3, 2, 0, 3])] + [torch.zeros_like(x[8:])])
+    torch.testing.assert_close(found, expected)
+    found = segments.over_rows(x, ragged, shares.SUM)
+    torch.testing.assert_close(found, torch.stack([part.sum(0) for part in x[:8].split([3, 2, 0, 3])]))
+
+
+def rows(edges):
+    return segments.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), None)
