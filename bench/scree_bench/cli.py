@@ -9,14 +9,8 @@ from time import perf_counter
 
 import typer
 
-from .commands import report
+from .commands import MEASURING, report
 from .options import Device, Quick
-
-#: The subcommands that measure, a module each, in the order in which help and the report show them.
-MEASURING = (
-    "memory", "throughput", "attention", "algorithms", "norms", "kernels", "block", "model", "precision", "collectives",
-    "ratios", "overhead",
-)  # fmt: skip
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -1,12 +1,13 @@
 """How a number comes about: calls in turn, medians with every sample kept, and failures that are results.
 
-Contenders are measured in turn, one after the other in every round, so that a drift of the machine meets all of them alike.
-The first call of each warms up (and compiles) and is not counted.
+Contenders are measured in turn, one after the other in every round, so that a drift of the machine meets all of them alike; one
+whose time is used up leaves the rounds. The first call of each warms up (and compiles) and is not counted.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import statistics
 import threading
@@ -22,6 +23,8 @@ SHORTEST = 2e-3  # seconds; a sample of a faster call is the mean of so many cal
 FEWEST = 5  # samples of each contender even where they exceed the budget; two where they do so tenfold, or with `--quick`
 PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
 LONGEST_SLEEP = 0.02  # seconds that a device waits for the host
+COLD = 3e-4  # of them beside the host's time: the first call after a synchronization takes longer
+QUEUED, QUEUED_SECONDS = 30, 0.01  # calls in the loop that times the host, and how long they may take it or the device
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
 
 OUT_OF_MEMORY = "out of memory"
@@ -77,7 +80,7 @@ def interleaved(
     thunks
         The contenders. One that raises is left out of the rounds that follow, and does not stop the others.
     budget
-        Seconds for each contender, on average.
+        Seconds for each contender, after which it leaves the rounds.
     wait
         Waits until the result of a thunk has been computed, for libraries that run behind.
     device
@@ -109,18 +112,21 @@ def interleaved(
     for name in thunks:
         inner[name] = 1
         sample(name, patience)  # warm-up
-    for name in list(inner):
-        once, host = sample(name)
-        if name in inner and host is None:
-            inner[name] = max(1, int(SHORTEST / max(once, 1e-9)))
     times = {name: Times([], []) for name in inner}
-    start, rounds, budget = time.perf_counter(), 0, budget * len(inner)
-    while inner and (rounds < 2 or time.perf_counter() - start < (budget if rounds >= fewest else 10 * budget)):
+    spent = dict.fromkeys(inner, 0.0)
+    while inner:
         for name in list(inner):
+            start = time.perf_counter()
             seconds, host = sample(name)
+            spent[name] += time.perf_counter() - start
+            if host is None and name in inner and inner[name] == 1 and seconds < SHORTEST:
+                inner[name] = math.ceil(SHORTEST / max(seconds, 1e-9))  # a sample are so many calls from now on
+                continue
             times[name].seconds.append(seconds)
             times[name].host.extend(() if host is None else (host,))
-        rounds += 1
+            count = len(times[name].seconds)
+            if count >= 2 and spent[name] >= (budget if count >= fewest else 10 * budget):
+                inner.pop(name, None)
     return {name: out.get(name) or times[name] for name in thunks}
 
 
@@ -158,15 +164,16 @@ def _host_clock(wait: Callable[[Any], Any]) -> Clock:
 
 
 def _device_clock() -> Clock:
-    """Seconds of the device alone, from a cold second-level cache, and those in which the host prepared them.
+    """Seconds of the device alone, from a cold second-level cache; and those of the host alone, in a loop of calls.
 
     The device sleeps until the host has launched all that a call consists of, so that no kernel comes late: the time is that of
-    a captured graph, also for calls that cannot be captured.
+    a captured graph, also for calls that cannot be captured. Then the host makes some calls one after another without waiting
+    for any, few enough that the device's queue takes them all: its time is that of a call in a program that is busy.
     """
     import torch
 
     cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
-    busy: dict[int, float] = {}  # of the host, with each thunk's last call
+    last: dict[int, tuple[float, float]] = {}  # of each thunk: seconds of the host and of the device
 
     def events() -> tuple[Any, Any]:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -183,16 +190,22 @@ def _device_clock() -> Clock:
     rate = 1e9 / begin.elapsed_time(end)  # cycles a second
 
     def clock(thunk: Thunk, count: int) -> tuple[float, float]:
+        host, seconds = last.get(id(thunk), (0.0, QUEUED_SECONDS))
         begin, end = events()
         cache.zero_()
-        sleep(rate * min(1.5 * busy.get(id(thunk), 0.0) + 2e-5, LONGEST_SLEEP))
+        sleep(rate * min(1.5 * host + COLD, LONGEST_SLEEP))
         begin.record()
-        start = time.perf_counter()
         thunk()
-        host = busy[id(thunk)] = time.perf_counter() - start
         end.record()
+        calls = max(1, min(QUEUED, int(QUEUED_SECONDS / max(seconds, host))))
+        start = time.perf_counter()
+        for _ in range(calls):
+            thunk()
+        host = (time.perf_counter() - start) / calls
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3, host
+        seconds = begin.elapsed_time(end) / 1e3
+        last[id(thunk)] = host, max(seconds, 1e-6)
+        return seconds, host
 
     return clock
 
@@ -203,7 +216,8 @@ def available(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info()[0])
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by PyTorch, for what comes next
+        return int(torch.cuda.mem_get_info()[0] + held)
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []:
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024

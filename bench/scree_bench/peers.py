@@ -25,7 +25,7 @@ from .measure import require
 if TYPE_CHECKING:
     from .session import Session
 
-EINSUM = 2e8  # bytes of padded scores up to which NumPy's einsum is run, at a few operations a nanosecond
+EINSUM = 5e7  # bytes of padded scores up to which NumPy's einsum is run, at a few operations a nanosecond
 CHUNK = 2048  # queries of which the reference holds the scores
 BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
 
@@ -319,6 +319,7 @@ def _torch_flex(lib: Library, work: Work) -> Prepared:
         return same & (i >= j) if work.causal else same
 
     mask = create_block_mask(seen, None, None, work.total, work.total, device=args[0].device)
+    torch.compiler.reset()  # a function is compiled in eight forms at most, after which it would run as it is
     run = torch.compile(flex_attention, dynamic=False)
 
     def attend(q: Any, k: Any, v: Any) -> Any:

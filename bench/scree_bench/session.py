@@ -56,7 +56,7 @@ class Session:
         self._written = 0.0
         self.console = Console()
         if not self.console.is_terminal:
-            self.console.width = 160
+            self.console.width = 320  # a file takes what it is given
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=Console(stderr=True), transient=True,

@@ -13,7 +13,7 @@ import typer
 
 from scree_bench import gpt, lengths, measure, plots, results
 from scree_bench.algorithms import ALGORITHMS, BLOCK, WINDOW, Shape
-from scree_bench.commands.model import classify
+from scree_bench.commands.model import classify, step_flops
 from scree_bench.libraries import load
 from scree_bench.measure import FAILED, OUT_OF_MEMORY, Failure, interleaved, spread
 from scree_bench.peers import BACKWARD, Work, distance, reference
@@ -328,9 +328,17 @@ def test_sizes_of_gpt2():
     assert gpt.SIZES["xl"].parameters + 1024 * 1600 == 1_557_611_200
 
 
+def test_operations_of_a_training_step():
+    size, tokens, pairs = gpt.SIZES["tiny"], 5, 3 * 4 / 2 + 2 * 3 / 2
+    attention = 2 * 2 * (2 + 5) * 64 * pairs  # layers, operations of a product, products, width, and who sees whom
+    assert step_flops(size, [np.zeros(3), np.zeros(2)]) == 6 * size.parameters * tokens + attention
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("aten::addmm", "matmul"), ("sm90_xmma_gemm_bf16", "matmul"), ("aten::copy_", "copies"), ("aten::gelu", "other"),
+    [("aten::addmm", "matmul"), ("aten::mm", "matmul"), ("sm90_xmma_gemm_bf16", "matmul"), ("aten::copy_", "copies"),
+     ("aten::gelu", "elementwise"), ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "elementwise"),
+     ("aten::native_layer_norm", "other"), ("dkdv_kernel", "attention"), ("fmha_cutlassF_f32", "attention"),
      ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"), ("Memcpy DtoD", "copies")],
 )  # fmt: skip
 def test_kernels_are_told_by_their_names(name, kind):

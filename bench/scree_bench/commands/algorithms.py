@@ -17,7 +17,7 @@ from ..options import Backend, Device, Out, Quick, Seconds, Seed, numbers
 from ..results import OK, Result, Row, unit
 from ..session import SECONDS, Session
 
-LENGTHS = "256,512,1024,2048,4096"
+LENGTHS = {"cpu": "256,512,1024,2048", "cuda": "256,512,1024,2048,4096,8192"}
 COMPILED = 1024  # longest sequence for libraries that compile: they see the loops unrolled, block by block
 
 
@@ -32,7 +32,7 @@ def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[
 
 
 def command(
-    lengths: Annotated[str, typer.Option(help=f"Sequence lengths; {LENGTHS}, and on CUDA 8192 too.")] = "",
+    lengths: Annotated[str, typer.Option(help=f"Sequence lengths; {LENGTHS['cuda']}, on the CPU up to 2048.")] = "",
     batch: Annotated[int | None, typer.Option(help="4 on CUDA, 1 on the CPU.")] = None,
     heads: Annotated[int | None, typer.Option(help="12 on CUDA, 4 on the CPU.")] = None, dim: int = 64,
     backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
@@ -45,7 +45,7 @@ def command(
     """
     with Session("algorithms", locals(), where(device)) as session:
         cuda = session.device == "cuda"
-        sizes = numbers(lengths or (f"{LENGTHS},8192" if cuda else LENGTHS))
+        sizes = numbers(lengths or LENGTHS[session.device])
         batch, heads = batch or (4 if cuda else 1), heads or (12 if cuda else 4)
         if quick:
             sizes, batch, heads, dim = [n for n in sizes if n <= 512] or sizes[:1], 1, 4, 32

@@ -18,7 +18,7 @@ from .. import lengths as draws
 from .. import plots, results
 from ..libraries import Library, wanted, where
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
-from ..options import Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed
+from ..options import Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed, numbers
 from ..peers import BACKWARD, Prepared, Work, contenders, distance, ours, reference
 from ..results import OK, Result, Row, Table
 from ..session import SECONDS, Session
@@ -37,8 +37,8 @@ def _near(median: float, rows: int, seed: int) -> tuple[int, ...]:
     return tuple(map(int, draws.adding_up(rows, int(rows * median), np.random.default_rng(seed), sigma=0.6)))
 
 
-#: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all are float32, with a quarter of the heads and rows half as
-#: long.
+#: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all are float32, with a quarter of the heads and rows a quarter
+#: as long.
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
     "seed": (draws.SEED, 16, 16, 64, "float16"),
     "seed-bf16": (draws.SEED, 16, 16, 64, "bfloat16"),
@@ -62,7 +62,7 @@ def workloads(names: str, device: str, causal: bool, seed: int, quick: bool) -> 
         elif name in WORKLOADS:
             rows, heads, kv_heads, dim, dtype = WORKLOADS[name]
             if not cuda:
-                rows, heads, kv_heads, dtype = tuple(n // 2 for n in rows), heads // 4, kv_heads // 4, "float32"
+                rows, heads, kv_heads, dtype = tuple(n // 4 for n in rows), heads // 4, kv_heads // 4, "float32"
             if quick:
                 rows = tuple(max(1, n // 8) for n in rows[:32])
             yield name, Work(rows, heads, kv_heads, dim, dtype, causal, seed)
@@ -74,10 +74,12 @@ def command(
     work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27 of them).")] = "seed",
     lengths: Lengths = None,
     num_seqs: Annotated[int | None, typer.Option(help="Rows of your own workload.")] = None,
-    mean_len: Annotated[float, typer.Option(help="Median length of its rows.")] = 512,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
-    heads: int = 8, kv_heads: Annotated[int | None, typer.Option(help="As heads by default.")] = None, dim: int = 64,
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; several with commas between.")] = "float32",
+    mean_len: Annotated[str, typer.Option(help="Median length of its rows; 512.")] = "",
+    sigma: Annotated[str, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = "0.6",
+    heads: Annotated[str, typer.Option(help="Heads of the queries.")] = "8",
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; as many by default.")] = None,
+    dim: Annotated[str, typer.Option(help="Size of a head; 64.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; float32 is the default.")] = "",
     causal: bool = True,
     tiles: Annotated[bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")] = False,
     errors: Annotated[bool, typer.Option(help="Compare all with float64.")] = True,
@@ -87,17 +89,22 @@ def command(
 ) -> None:  # fmt: skip
     """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
 
-    Named workloads, or your own by --lengths or --num-seqs. The share is that of the useful operations in this machine's peak
-    for matrix products. With --tiles: sequences of 128 to 65,536 tokens, head sizes 16 to 128, and the best tile of each.
+    Named workloads, or your own by --lengths or --num-seqs; with commas in --mean-len, --sigma, --heads, --dim or --dtype, all
+    combinations. The share is that of the useful operations in this machine's peak for matrix products. With --tiles: one
+    sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, or those asked for, and the best tile of each.
     """
     with Session("attention", locals(), where(device)) as session:
+        sizes, dims, dtypes = numbers(mean_len), numbers(dim), [x.strip() for x in dtype.split(",") if x.strip()]
         if tiles:
-            return sweep(session, quick, seed)
+            return sweep(session, sizes, dims, dtypes, seed)
         if lengths is not None or num_seqs is not None:
-            rng = np.random.default_rng(seed)
-            rows = draws.read(lengths) if lengths else draws.lognormal(num_seqs or 16, mean_len, sigma, rng)
-            sizes = tuple(map(int, rows)), heads, kv_heads or heads, dim
-            cases = [("yours", Work(*sizes, name.strip(), causal, seed)) for name in dtype.split(",")]
+            cases = []
+            for size, spread, h, d in itertools.product(sizes or [512], numbers(sigma, kind=float), numbers(heads), dims or [64]):
+                rng = np.random.default_rng(seed)
+                rows = draws.read(lengths) if lengths else draws.lognormal(num_seqs or 16, size, spread, rng)
+                shape = tuple(map(int, rows)), h, kv_heads or h, d
+                name = lengths.name if lengths else f"median {size}, sigma {spread:g}"
+                cases += [(name, Work(*shape, kind, causal, seed)) for kind in dtypes or ["float32"]]
         else:
             cases = list(workloads(work, session.device, causal, seed, quick))
         session.limits()
@@ -114,8 +121,8 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
         return session.leave_out(f"{name} on {lib.name}", f"has no {work.dtype}")
     peers = contenders(session, lib, work, only)
     prepared = {peer.name: cache(partial(peer.prepare, lib, work)) for peer in peers}
-    ready = {(who, phase): cache(partial(_step, lib, prepare, phase))
-             for who, prepare in prepared.items() for phase in _phases(lib)}  # fmt: skip
+    steps = {(who, phase): partial(_step, lib, prepare, phase) for who, prepare in prepared.items() for phase in _phases(lib)}
+    ready = {(who, phase): step if phase == "backward" else cache(step) for (who, phase), step in steps.items()}
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase in _phases(lib):
         builds = {peer.name: ready[peer.name, phase] for peer in peers if peer.backward or phase == "forward"}
@@ -180,14 +187,17 @@ def _triton(m: int, n: int) -> Iterator[None]:
 TILERS: dict[str, Callable[[int, int], AbstractContextManager[None]]] = {"standard": _standard, "triton": _triton}
 
 
-def sweep(session: Session, quick: bool, seed: int) -> None:
-    """Every tile on every shape: each cell is a row of its own, and the best of them is named for each shape."""
+def sweep(session: Session, sizes: list[int], dims: list[int], dtypes: list[str], seed: int) -> None:
+    """Every tile on every shape: each cell is a row of its own, and the best of them is named for each shape.
+
+    Where no sizes are given, all of them: up to 65,536 tokens on CUDA, and up to 2,048 on the CPU.
+    """
     lib = next(iter(wanted(session, "torch")), None)
     if lib is None:
         return
-    kernel = "triton" if session.device == "cuda" else "standard"
-    sizes = (128, 256) if quick else tuple(2**i for i in range(7, 17 if kernel == "triton" else 12))
-    dims, dtypes = ((32,), ("float32",)) if quick else ((16, 32, 64, 128), ("float32", "bfloat16"))
+    quick, kernel = session.quick, "triton" if session.device == "cuda" else "standard"
+    sizes = sizes or ([128, 256] if quick else [2**i for i in range(7, 17 if kernel == "triton" else 12)])
+    dims, dtypes = dims or ([32] if quick else [16, 32, 64, 128]), dtypes or (["float32"] if quick else ["float32", "bfloat16"])
     candidates = (32, 64) if quick else TILES
     for length, dim, dtype in session.track(list(itertools.product(sizes, dims, dtypes)), "tiles"):
         work = Work((length,), 1, 1, dim, dtype, True, seed)
@@ -236,9 +246,10 @@ def _ratios(rows: Sequence[Row]) -> Table:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Times of the fastest on each named workload, by phase; and of the sweep over shapes the ratios to ours."""
+    """Times of the fastest on each named workload, by phase; of the sweep over shapes the ratios to ours; and the best tiles."""
     rows = [row for row in result.rows if row.status == OK and "work" in row.case]
-    found: plots.Pictures = {}
+    tiled = [row for row in result.rows if row.status == OK and "kernel" in row.case]
+    found: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
     for phase, name in (("forward", "forward"), ("backward", "backward"), ("both", "forward and backward")):
         timed = [row for row in rows if f"{phase}_s" in row.values]
         swept = [row for row in timed if SHAPE.fullmatch(row.case["work"])]
@@ -254,6 +265,27 @@ def _bars(figure: Any, rows: list[Row], phase: str, name: str) -> None:
     groups = plots.grouped(rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "heads", "kv_heads", "dim"))
     title = f"Attention, {name}: less is better, a scale for each workload"
     plots.bars(figure.add_subplot(), plots.fastest(groups, 6), f"{phase}_s", title, apart=True)
+
+
+def _grid(figure: Any, rows: list[Row]) -> None:
+    """The best tile of each shape, forward and backward, and how much slower the worst is."""
+    shapes = {(row.case["dtype"], row.case["dim"]): None for row in rows}
+    sizes = sorted({row.case["length"] for row in rows})
+    worst = np.full((len(shapes), len(sizes)), np.nan)
+    axes = figure.add_subplot()
+    for (i, shape), (j, size) in itertools.product(enumerate(shapes), enumerate(sizes)):
+        here = [row for row in rows if (row.case["dtype"], row.case["dim"], row.case["length"]) == (*shape, size)
+                and "best of" not in row.case and "both_s" in row.values]  # fmt: skip
+        if here:
+            best, *_, last = sorted(here * 2, key=lambda row: row.values["both_s"])
+            worst[i, j] = last.values["both_s"] / best.values["both_s"]
+            axes.text(j, i, f"{best.who}\n{worst[i, j]:.3g}x", ha="center", va="center", fontsize=8, color="#1f2328")
+    axes.imshow(np.log(worst), cmap="YlOrRd", vmin=0, vmax=2 * float(np.nanmax(np.log(worst), initial=0.5)), aspect="auto")
+    axes.set(title="Best tile (queries x keys), and how much slower the worst one is", xlabel="length")
+    axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axes.set_yticks(range(len(shapes)), [f"{dtype}\nhead size {dim}" for dtype, dim in shapes])
+    axes.grid(visible=False)
+    figure.set_size_inches(plots.SIZE[0], 1.2 + 0.55 * len(shapes))
 
 
 def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:

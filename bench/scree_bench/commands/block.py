@@ -64,17 +64,11 @@ def block(x: scree.Array, w: Weights, s: Sizes) -> scree.Array:
     xp = scree.namespace(x)
     y = xp.ragged.rms_norm(x, w.norm1, eps=EPS) @ w.qkv
     y = y.with_values(xp.reshape(y.values, (y.total_length, -1, s.dim)))
-    qk, v = xp.ragged.rope(y[:, :, : s.heads + s.kv_heads]), y[:, :, s.heads + s.kv_heads :]
-    y = xp.ragged.attention(qk[:, :, : s.heads], qk[:, :, s.heads :], v, causal=True)
+    q, k, v = xp.ragged.split(y, (s.heads, s.kv_heads, s.kv_heads), axis=2)
+    y = xp.ragged.attention(*xp.ragged.rope(q, k), v, causal=True)
     y = y.with_values(xp.reshape(y.values, (y.total_length, -1))) @ w.out
     y, x = xp.ragged.rms_norm(y, w.norm2, residual=x, eps=EPS)
-    return x + gated(xp, y @ w.up) @ w.down
-
-
-def gated(xp: Any, y: Any) -> Any:
-    """Half of the features, each times a smooth gate made of one of the other half (Shazeer, 2020)."""
-    gate, up = y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :]
-    return gate / (1 + xp.exp(-gate)) * up
+    return x + xp.ragged.swiglu(y @ w.up) @ w.down
 
 
 def plain(x: Any, w: Weights, s: Sizes, turn: Function, attend: Function) -> Any:
@@ -214,13 +208,12 @@ class Term(NamedTuple):
     args: tuple[Any, ...]
     moved: tuple[float, float] = (0, 0)
     flops: tuple[float, float] = (0, 0)
-    fuses: bool = False  # what a compiler makes one kernel of
 
 
 def terms(case: Case) -> dict[str, Term]:
     """What the block consists of, by name."""
-    s, w, like, lib = case.s, case.weights, case.like, case.lib
-    xp, t, item = lib.xp, case.work.total, case.x.element_size()
+    s, w, like = case.s, case.weights, case.like
+    t, item = case.work.total, case.x.element_size()
 
     def tokens(*shape: int) -> Any:
         return case.x.new_ones((t, *shape))
@@ -247,7 +240,7 @@ def terms(case: Case) -> dict[str, Term]:
         "product: output": product(w.out),
         "norm of a sum": Term(normed_sum, (case.x, tokens(s.width), w.norm2), (4 * row, 4 * row)),
         "product: gate and up": product(w.up),
-        "gate": Term(lambda y: gated(xp, y), (tokens(2 * s.hidden),), (3 * hidden, 5 * hidden), fuses=True),
+        "gate": Term(lambda y: scree.swiglu(like.with_values(y)).values, (tokens(2 * s.hidden),), (3 * hidden, 5 * hidden)),
         "product: down": product(w.down),
         "sum": Term(lambda x, y: x + y, (case.x, tokens(s.width)), (3 * row, 3 * row)),
     }  # fmt: skip
@@ -313,17 +306,13 @@ def _error(case: Case, ready: Callable[[], Step], truth: tuple[Any, ...]) -> flo
 
 
 def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
-    import torch
-
     limits = session.limits()
     peak, copy = limits[f"matmul_{case.dtype}_flops"], limits["copy_rate"]
-    fuse = session.device == "cuda" and not session.quick
     total = Row({"part": "the sum of the terms", **about}, "scree")
     for name, term in terms(case).items():
         at = {"part": name, **about}
-        run = torch.compile(term.run, dynamic=False) if fuse and term.fuses else term.run
         for phase in PHASES:
-            builds = {"scree": partial(_part, case, run, term, phase)}
+            builds = {"scree": partial(_part, case, term, phase)}
             row = session.time(at, f"{phase}_s", builds, wait=case.lib.wait)["scree"]
             passes = 1 if phase == "forward" else 2
             least = sum(term.flops[:passes]) / peak + sum(term.moved[:passes]) / copy
@@ -339,8 +328,8 @@ def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
     limit.values |= {f"{phase}_s": total.values[f"{phase}_limit_s"] for phase in PHASES}
 
 
-def _part(case: Case, run: Function, term: Term, phase: str) -> Step:
-    return pass_of(case.lib, lambda: (run, term.args), phase)
+def _part(case: Case, term: Term, phase: str) -> Step:
+    return pass_of(case.lib, lambda: (term.run, term.args), phase)
 
 
 def tables(result: Result) -> list[Table]:

@@ -27,6 +27,10 @@ BUS = {
 }
 
 
+#: A sample is the mean of so many calls that their buffers hold so many bytes.
+SAMPLE = {"cuda": 200_000_000, "cpu": 10_000_000}
+
+
 def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[str, Any]:
     """What each process calls; buffers of `size` bytes in all, a share a process."""
     count = max(1, size // 4 // world)
@@ -46,17 +50,21 @@ def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, f
     import torch
     import torch.distributed as dist
 
+    where = {}
     if device == "cuda":
         torch.cuda.set_device(rank)
+        where = {"device_id": torch.device("cuda", rank)}
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    meeting = f"file://{folder}/meet"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", meeting, rank=rank, world_size=world, **where)
     with open(Path(folder) / f"times-{rank}", "w", encoding="utf-8") as file:
         for size in sizes:
             for name, call in _calls(dist, torch, size, world, device).items():
 
                 try:
-                    found: Any = [_seconds(call, dist, torch, device) for _ in range(samples + 1)][1:]
+                    calls = -(-SAMPLE[device] // size)
+                    found: Any = [_seconds(call, calls, dist, torch, device) for _ in range(samples + 1)][1:]
                 except Exception as error:  # all processes meet it alike
                     found = Failure.of(error).why
                 file.write(json.dumps([size, name, found]) + "\n")
@@ -64,13 +72,14 @@ def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, f
     dist.destroy_process_group()
 
 
-def _seconds(call: Any, dist: Any, torch: Any, device: str) -> float:
+def _seconds(call: Any, calls: int, dist: Any, torch: Any, device: str) -> float:
     dist.barrier()
     start = time.perf_counter()
-    call()
+    for _ in range(calls):
+        call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / calls
 
 
 def command(
@@ -81,7 +90,7 @@ def command(
     """All-reduce, all-gather, reduce-scatter, all-to-all: time and bus bandwidth, by buffer and number of processes.
 
     Bus bandwidth is what a link has to carry: it does not depend on the number of processes. A sample is the time of the first
-    process, which starts with the others behind a barrier.
+    process, which starts with the others behind a barrier; of small buffers it is the mean of several calls in a row.
     """
     with Session("collectives", locals(), where(device)) as session:
         if find_spec("torch") is None:

@@ -28,6 +28,7 @@ Build = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 SHOWN = ("forward_s", "forward_of_copy_share", "forward_share", "backward_s", "backward_of_copy_share", "backward_share",
          "forward_host_s", "both_host_s", "both_peak_bytes", "relative_error")  # fmt: skip
+TRANSFORMERS = "transformers.modeling_flash_attention_utils"  # where its ways in and out of padding are
 CHECKED = 1000  # rows up to which the truth is computed, in a loop over them
 
 
@@ -317,23 +318,41 @@ def _to_padded(b: Batch) -> Operation:
 
     slots, lengths = b.bytes * b.mask.numel() / b.total, b.lengths.tolist()
     pad = torch.nn.utils.rnn.pad_sequence
-    return Operation("to_padded", {
+
+    def transformers() -> tuple[Function, tuple[Any, ...]]:
+        run, real = import_module(TRANSFORMERS)._pad_input, b.mask.flatten().nonzero().flatten()
+        return lambda x: run(x, real, *b.mask.shape), (b.values,)
+
+    found: dict[str, Build] = {
         "scree": lambda: (lambda x: scree.to_padded(b.rows(x))[0], (b.values,)),
         "pad_sequence": lambda: (lambda x: pad(x.split(lengths), batch_first=True), (b.values,)),
         "torch.nested": lambda: (lambda x: b.nested(x).to_padded_tensor(0.0), (b.values,)),
-    }, (b.bytes + slots, b.bytes + slots, 2 * (b.bytes + slots)))  # fmt: skip
+    }
+    if b.compiles and importable("transformers"):
+        found["transformers, pad_input"] = transformers
+    return Operation("to_padded", found, (b.bytes + slots, b.bytes + slots, 2 * (b.bytes + slots)))
 
 
 def _from_padded(b: Batch) -> Operation:
     slots = b.bytes * b.mask.numel() / b.total
-    return Operation("from_padded", {
+
+    def transformers() -> tuple[Function, tuple[Any, ...]]:
+        run = import_module(TRANSFORMERS)._unpad_input
+        return lambda x: run(x, b.mask)[0], (b.padded(),)
+
+    found: dict[str, Build] = {
         "scree": lambda: (lambda x: scree.from_padded(x, b.mask, total=b.total).values, (b.padded(),)),
         "scree, total unknown": lambda: (lambda x: scree.from_padded(x, b.mask).values, (b.padded(),)),
         "boolean mask": lambda: (lambda x: x[b.mask], (b.padded(),)),
-    }, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))  # fmt: skip
+    }
+    if b.compiles and importable("transformers"):
+        found["transformers, unpad_input"] = transformers
+    return Operation("from_padded", found, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))
 
 
-#: Who does what, on the batch of the command line.
+TEXT = "text"  # the batch of the command line
+
+#: Who does what on it.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
     _softmax, _reduction("sum"), _reduction("max"), _argmax, _cumulative_sum, _rope, _cross_entropy, _linear_cross_entropy(),
     _grouped(), _gather, _scatter, _pack, _concat, _to_padded, _from_padded,
@@ -375,14 +394,15 @@ def command(
     tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")] = None,
     width: Annotated[int, typer.Option(help="Numbers in a token.")] = 1024,
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
-    hard: Annotated[bool, typer.Option(help="On CUDA also what stresses some kernels: row lengths, skew, experts.")] = True,
+    only: Annotated[str, typer.Option(help="Batches, by the first letters of their names; text is that of these options.")] = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Softmax, reductions, scans, rope, grouped products, gather and scatter, packing: against PyTorch's ways to do it.
 
     Bytes are those that must pass; the share is that of a plain copy of as many bytes in the same run, forward and backward.
-    Products have a rate of operations instead, and the share is that of the peak.
+    Products have a rate of operations instead, and the share is that of the peak. On CUDA there are also batches that stress
+    some kernels: row lengths, skew, experts, classes.
     """
     with Session("kernels", locals(), where(device)) as session:
         dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
@@ -390,14 +410,18 @@ def command(
         if quick:
             rows, tokens, width = 8, 256, 64
         base = Sizes(about(rows, tokens // rows), (width,), dtype)
-        more = hard and session.device == "cuda" and not quick
+        batches = {TEXT: (base, OPERATIONS), **(HARD if session.device == "cuda" and not quick else {})}
+        beginnings = tuple(x.strip() for x in only.split(",") if x.strip()) or ("",)
+        chosen = {name: found for name, found in batches.items() if name.startswith(beginnings)}
+        if not chosen:
+            raise typer.BadParameter(f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}")
         for lib in wanted(session, "torch", ("torch",)):
-            for what, (sizes, operations) in session.track({"": (base, OPERATIONS), **(HARD if more else {})}.items()):
+            for what, (sizes, operations) in session.track(chosen.items()):
                 batch = Batch(lib, sizes, seed)
                 batch.compiles = not quick
                 case = {"rows": len(batch.lengths), "tokens": batch.total, "width": batch.width, "dtype": sizes.dtype}
                 for operation in operations:
-                    measure(session, lib, {"batch": what or "text", **case}, operation(batch))
+                    measure(session, lib, {"batch": what, **case}, operation(batch))
 
 
 def tables(result: Result) -> list[Table]:
@@ -410,7 +434,7 @@ def pictures(result: Result) -> plots.Pictures:
     found: plots.Pictures = {}
     for phase, hard in itertools.product(("forward", "backward"), (False, True)):
         rows = [row for row in result.rows if f"{phase}_s" in row.values and row.who != COPY
-                and (row.case.get("batch", "text") != "text") is hard]  # fmt: skip
+                and (row.case.get("batch", TEXT) != TEXT) is hard]  # fmt: skip
         if rows:
             found[f"kernels-{'hard-' if hard else ''}{phase}"] = partial(_paint, rows=rows, phase=phase)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -12,22 +13,26 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .. import gpt, lengths, plots, results
+from .. import gpt, plots, results
+from .. import lengths as draws
 from ..libraries import allocations, where
 from ..measure import Failure, require
-from ..options import Device, Out, Quick, Seed, numbers
+from ..options import Device, Lengths, Out, Quick, Seed, numbers
+from ..peers import BACKWARD
 from ..results import OK, Result, Row, Table, unit
 from ..session import Session
 
 PHASES = ("forward", "backward", "optimizer")
 WARM_UPS = (0, 1, 5)  # steps that are left out of a mean
 POINTS = 1000  # of a timeline
+LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}  # the data type whose matrix products are the limit
 
-#: Words in the name of a kernel -> what it does; the first that fits counts. What is left is elementwise work and reductions.
+#: Class -> what stands in the names of its kernels; the first that fits counts. What is left are norms, softmax and reductions.
 CLASSES = {
-    "attention": ("attention", "flash", "fmha", "sdpa", "_fwd_kernel", "dkdv", "_dq"),
-    "matmul": ("mm", "gemm", "linear", "matmul", "cutlass", "nvjet"),
-    "copies": ("copy", "memcpy", "cat", "index", "gather", "scatter", "fill", "zero", "memset", "embedding", "clone"),
+    "attention": "attention|flash|fmha|sdpa|^(forward|dq|dkdv)_kernel",
+    "matmul": "(^|[^a-z])(add|badd|b)?mm([^a-z]|$)|gemm|matmul|linear|cutlass|nvjet",
+    "copies": "copy|memcpy|cat|index|gather|scatter|fill|zero|memset|embedding|clone",
+    "elementwise": "elementwise|gelu|add|mul|div|sub|multi_tensor|adam",
 }
 
 
@@ -89,7 +94,8 @@ def command(
     contexts: Annotated[str, typer.Option(help="Median lengths of the rows; 128,256,512 on CUDA, 64,128 on the CPU.")] = "",
     batch: Annotated[int, typer.Option(help="Rows.")] = 4,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
-    precisions: Annotated[str, typer.Option(help="fp32, tf32 (CUDA), bf16 (autocast).")] = "fp32,bf16",
+    lengths: Lengths = None,
+    precisions: Annotated[str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")] = "fp32,tf32,bf16",
     compiled: Annotated[bool, typer.Option("--compiled", help="Compiled forms too.")] = False,
     steps: Annotated[int, typer.Option(help="Steps that are measured, beside five to warm up.")] = 10,
     device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
@@ -97,7 +103,8 @@ def command(
     """Training steps of GPT-2, ragged and padded: forward, backward and optimizer, time, memory and where they go.
 
     Both forms start from the same weights, so their first losses must agree. Means are after 0, 1 and 5 steps of warming up; the
-    spread is that after 5. Peaks are those of each phase, over what was held before the step.
+    spread is that after 5. Peaks are those of each phase, over what was held before the step. The share of the limit is that of
+    the operations on real tokens in this machine's peak for matrix products.
     """
     with Session("model", locals(), where(device)) as session:
         if find_spec("torch") is None:
@@ -109,6 +116,8 @@ def command(
             raise typer.BadParameter(f"--sizes: expected some of {', '.join(gpt.SIZES)}, got {unknown[0]!r}")
         if quick:
             chosen, medians, steps = ["tiny"], [24], 3
+        own = draws.read(lengths)[:batch] if lengths else None
+        medians = medians if own is None else [int(np.median(own))]
         cases = [(name, median, p.strip()) for name in chosen for median in medians for p in precisions.split(",")]
         session.result.extra = {"timelines": {}, "kernels": {}}
         for name, median, precision in session.track(cases):
@@ -116,9 +125,9 @@ def command(
                 session.leave_out("tf32", "exists on CUDA devices only")
                 continue
             rng = np.random.default_rng(seed)
-            counts = lengths.lognormal(batch, median, sigma, rng)
+            counts = draws.lognormal(batch, median, sigma, rng) if own is None else own
             rows = [rng.integers(0, gpt.SIZES[name].vocabulary, int(n)) for n in counts]
-            case = {"size": name, "precision": {"bf16": "bf16 autocast"}.get(precision, precision), "rows": batch,
+            case = {"size": name, "precision": {"bf16": "bf16 autocast"}.get(precision, precision), "rows": len(rows),
                     "tokens": int(counts.sum()), "longest": int(counts.max())}  # fmt: skip
             _measure(session, case, rows, compiled, steps, seed)
     return None
@@ -153,11 +162,19 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
         row = session.row(case, who)
         _summarize(row, times[who])
         row.values["real_tokens"] = case["tokens"] / row.values["step_s"]
+        if peak := session.limits().get(f"matmul_{LIMITS.get(case['precision'])}_flops"):
+            row.values["of_limit_share"] = step_flops(size, rows) / row.values["step_s"] / peak
         try:
             _memory(session, row, step)
             _profile(session, row, step)
         except Exception as error:  # out of memory, most of all: a result, and the others still run
             row.add("profile", Failure.of(error))
+
+
+def step_flops(size: gpt.Size, rows: list[np.ndarray]) -> float:
+    """Operations of a step that no form of it can leave out: those of the weights on real tokens, and causal attention."""
+    tokens, pairs = sum(map(len, rows)), sum(len(row) * (len(row) + 1) / 2 for row in rows)
+    return 6.0 * size.parameters * tokens + (1 + BACKWARD) * 4.0 * size.layers * size.width * pairs
 
 
 def _summarize(row: Row, times: dict[str, list[float]]) -> None:
@@ -187,7 +204,7 @@ def _memory(session: Session, row: Row, step: Step) -> None:
 def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
     """Seconds and bytes held after each event of PyTorch's memory snapshot."""
     memory = step.torch.cuda.memory
-    memory._record_memory_history(max_entries=1_000_000)
+    memory._record_memory_history(context=None, max_entries=1_000_000)  # without the places in the code, which take long
     step.run(phase)
     events = memory._snapshot()["device_traces"][step.torch.cuda.current_device()]
     memory._record_memory_history(enabled=None)
@@ -200,6 +217,7 @@ def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
 
 def _profile(session: Session, row: Row, step: Step) -> None:
     """The share of each class of kernels in a phase, and the kernels that take longest."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     cuda = session.device == "cuda"
@@ -207,7 +225,8 @@ def _profile(session: Session, row: Row, step: Step) -> None:
     for phase in PHASES:
         with profile(activities=activities) as found:
             step.run(phase)
-        own = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6 for e in found.key_averages()}
+        own = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6 for e in found.key_averages()
+               if not cuda or (e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False))}  # fmt: skip
         total = sum(own.values()) or 1.0
         shares = dict.fromkeys((*CLASSES, "other"), 0.0)
         for name, seconds in own.items():
@@ -221,7 +240,7 @@ def _profile(session: Session, row: Row, step: Step) -> None:
 def classify(kernel: str) -> str:
     """The class of a kernel, by its name."""
     name = kernel.lower()
-    return next((kind for kind, words in CLASSES.items() if any(word in name for word in words)), "other")
+    return next((kind for kind, words in CLASSES.items() if re.search(words, name)), "other")
 
 
 def tables(result: Result) -> list[Table]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from importlib import import_module
-from inspect import getdoc
+from inspect import getdoc, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from .. import plots, results
 from ..results import Result
+from . import MEASURING
 
 #: Above this line stands what is written by hand, below it what `report` writes.
 MARK = "<!-- results: written by scree-bench report -->"
@@ -25,19 +27,17 @@ Every number here comes from `scree-bench`, which anyone can run: `pip install '
 What stands below is written by `scree-bench report` from the JSON of the runs, which holds every sample.
 
 How it measures: all contenders of a case run in one process, in turn, round after round, so that a drift of the machine meets all
-of them alike. The first call of each is not counted. A number is the median; behind ± stands half the interquartile range as a
-share of it; in brackets the ratio to ours. On GPUs the time is that of the device, by events, each call from an overwritten
-second-level cache and launched while the device still sleeps, so that no launch comes late; *host* is how long the host took to
-prepare and launch it. A call that waits for both takes the longer of the two. Errors are relative, against float64. Limits are
-those of the same machine in the same run: a large copy, and a large matrix product. What could not run is listed, and so is what
-ran out of memory.
+of them alike; one whose time is used up leaves the rounds. The first call of each is not counted. A number is the median; behind ±
+stands half the interquartile range as a share of it; in brackets the ratio to ours. On GPUs the time is that of the device, by
+events, each call from an overwritten second-level cache and launched while the device still sleeps, so that no launch comes late;
+*host* is how long the host takes to prepare and launch it, in a loop of up to 30 calls that waits for none of them. A call that
+waits for both takes the longer of the two. Errors are relative, against float64. Limits are those of the same machine in the same
+run: a large copy, and a large matrix product. What could not run is listed, and so is what ran out of memory.
 """
 
 
 def head() -> str:
     """What a new page begins with: how it was measured, and what there is to run."""
-    from ..cli import MEASURING
-
     lines = [METHOD, "## What there is to run", "", "| command | what it shows |", "|---|---|"]
     return "\n".join(lines + [f"| `scree-bench {name}` | {_words(name)[0]} |" for name in MEASURING]) + "\n"
 
@@ -47,15 +47,60 @@ def page(found: list[Result], folder: Path, at: Path) -> str:
 
     Where the page is there and has the mark, what stands above it is kept.
     """
-    from ..cli import MEASURING
-
     old = at.read_text(encoding="utf-8") if at.exists() else ""
     parts = [(old.partition(MARK)[0] if MARK in old else head() + "\n") + MARK]
     if not found:
         parts += ["", "## Results", "", "None are committed yet."]
-    for result in sorted(found, key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command))):
+    found = sorted(found, key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command)))
+    if len(found) > 1:
+        parts += ["", *_contents(found)]
+    for result in found:
         parts += ["", *_section(result, folder, at)]
     return "\n".join(parts) + "\n"
+
+
+def _contents(found: list[Result]) -> Iterator[str]:
+    """A table of links to the sections: a line for each run, a column for each machine."""
+    yield "## Results\n"
+    lines = sorted({(MEASURING.index(r.command), _run(r)) for r in found})
+    machines = list(dict.fromkeys(map(_where, found)))
+    yield f"| | {' | '.join(machines)} |\n|---|{'---|' * len(machines)}"
+    for _, run in lines:
+        dates = {_where(r): f"[{r.date[:10]}](#{_anchor(_title(r))})" for r in found if _run(r) == run}
+        yield f"| {run} | {' | '.join(dates.get(name, '') for name in machines)} |"
+
+
+def _run(result: Result) -> str:
+    """The subcommand, and which part of it where it was run in several."""
+    part = result.machine.get("part")
+    return f"{result.command}, {part}" if part else result.command
+
+
+def _where(result: Result) -> str:
+    about = result.machine
+    return str(about["gpu"]) if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
+
+
+def _title(result: Result) -> str:
+    name = _run(result)
+    return f"{name[0].upper()}{name[1:]}: {_where(result)}"
+
+
+def _anchor(title: str) -> str:
+    """Where Markdown puts a heading."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()))
+
+
+def _call(result: Result) -> str:
+    """How the subcommand was called: the options that are not as they are by default."""
+    known = signature(import_module(f"scree_bench.commands.{result.command}").command).parameters
+    words = [f"scree-bench {result.command}"]
+    for name, x in result.config.items():
+        usual = known[name].default if name in known else None
+        if x not in (None, "") and str(x) != str(usual):
+            option = name.replace("_", "-")
+            words.append(f"--{option}" if x is True else f"--no-{option}" if x is False else f"--{option} {x}")
+    return " ".join(words)
 
 
 def _words(command: str) -> tuple[str, str]:
@@ -65,18 +110,14 @@ def _words(command: str) -> tuple[str, str]:
 
 
 def _section(result: Result, folder: Path, at: Path) -> Iterator[str]:
-    about = result.machine
-    where = about["gpu"] if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
-    yield f"## {result.command.capitalize()}: {where}"
-    options = "".join(f" --{k.replace('_', '-')} {v}" for k, v in result.config.items() if v not in (None, False, True))
-    flags = "".join(f" --{k.replace('_', '-')}" for k, v in result.config.items() if v is True)
-    ran = f"`scree-bench {result.command}{options}{flags}`, " if result.config else ""
-    yield f"\n{ran}{result.date[:10]}; {', '.join(f'{name} {version}' for name, version in result.versions.items())}."
+    yield f"## {_title(result)}"
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    yield f"\n`{_call(result)}`, {result.date[:10]}; {versions}."
     if not result.complete:
         yield "\nThe run was interrupted; this is what had been measured."
     for note in result.extra.get("notes", []):
         yield f"\n{note}"
-    if limits := about.get("limits"):
+    if limits := result.machine.get("limits"):
         yield "\nLimits of the machine: " + ", ".join(
             f"{name.rpartition('_')[0].replace('_', ' ')} {results.unit(name).show(x)}" for name, x in limits.items()
         ) + "."  # fmt: skip
@@ -109,7 +150,8 @@ def command(
     for path in files or []:
         try:
             result = results.read(path)
-            result.machine["tag"] = path.stem.removeprefix(f"{result.command}-")  # for runs that are told apart by their files
+            tag = path.stem.removeprefix(f"{result.command}-")  # the file tells runs of one subcommand apart
+            result.machine |= {"part": tag.removesuffix(result.machine["tag"]).strip("-").replace("-", " "), "tag": tag}
             found.append(result)
         except ValueError as error:
             console.print(f"left out: {error}", highlight=False, markup=False)

@@ -170,6 +170,9 @@ def attention_builds(session: Session, lib: Library, stream: Stream) -> dict[str
 
     found = {}
     for peer in contenders(session, lib, stream.works()[0]):
+        if peer.slow and len(stream.batches) > 1 and lib.device == "cpu":
+            session.leave_out(f"{peer.name} on a stream of batches", "compiles for each of them; run --device cuda, or one batch")
+            continue
         found[peer.name] = build(peer, False)
         if peer.name.startswith("padded") and "einsum" not in peer.name and len(stream.batches) > 1:
             found[f"{peer.name}, sorted"] = build(peer, True)
@@ -181,18 +184,20 @@ def command(
     num_seqs: Annotated[int, typer.Option(help="Rows of a batch.")] = 16,
     mean_len: Annotated[float, typer.Option(help="Median length of the log-normal lengths.")] = 256,
     sigma: Annotated[float, typer.Option(help="Standard deviation of their logarithms.")] = 0.8,
-    batches: Annotated[int, typer.Option(help="Batches, all of which each contender works through.")] = 4,
+    batches: Annotated[int | None, typer.Option(help="Batches to work through; 4 on CUDA, 2 on the CPU.")] = None,
     heads: int = 4, dim: int = 32, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
     seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Attention, rms_norm, softmax and reductions: ragged, padded, sorted, nested, and by a loop over rows.
 
     A stream of batches goes through each contender, forward only; what counts are real tokens a second. Padded batches are
-    padded before the clock starts. The sorted form has seen all rows before the first batch. Beside the stream stands the one
-    batch of sixteen rows, 4 heads x 32, that the project's first CPU table was made on.
+    padded before the clock starts. The sorted form has seen all rows before the first batch. The share of the limit is that of
+    the operations in this machine's peak for matrix products, or of the bytes in its bandwidth. Beside the stream stands the
+    one batch of sixteen rows, 4 heads x 32, that the project's first CPU table was made on.
     """
     with Session("throughput", locals(), where(device)) as session:
         rng = np.random.default_rng(seed)
+        batches = batches or (4 if session.device == "cuda" else 2)
         if quick:
             mean_len, batches = min(mean_len, 48), min(batches, 2)
         found = draws.read(lengths) if lengths else draws.lognormal(num_seqs * batches, mean_len, sigma, rng)
@@ -210,9 +215,20 @@ def _measure(
 ) -> None:
     slots = sum(len(x) * int(x.max()) for x in stream.batches)
     case = {"batches": name, "backend": lib.name, "operation": operation, "tokens": stream.total, "padded": slots}
+    least = _least(session, operation, stream)
     for row in session.time(case, "pass_s", contenders, wait=lib.wait).values():
         if "pass_s" in row.values:
             row.values["real_tokens"] = stream.total / row.values["pass_s"]
+            row.values["of_limit_share"] = least / row.values["pass_s"]
+
+
+def _least(session: Session, operation: str, stream: Stream) -> float:
+    """Seconds that the limits of the machine leave: operations of attention, or a look at every number and a result of each."""
+    limits = session.limits()
+    if operation == "attention":
+        return sum(work.flops for work in stream.works()) / limits["matmul_float32_flops"]
+    passes = 1 if operation == "sum and max" else 2
+    return passes * 4.0 * stream.total * stream.heads * stream.dim / limits["copy_rate"]
 
 
 def pictures(result: Result) -> plots.Pictures:
