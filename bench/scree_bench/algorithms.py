@@ -52,10 +52,13 @@ def _positions(xp: Any, count: int, like: Any) -> Any:
     return xp.arange(count, device=backend(like).device(like))
 
 
-def _causal(xp: Any, scores: Any, first: int = 0, window: int | None = None) -> Any:
-    """(queries, keys) whether a query sees a key; the first query stands `first` positions behind the first key."""
+def _causal(xp: Any, scores: Any, first: int = 0, window: int | None = None, groups: int = 1) -> Any:
+    """(queries, keys) whether a query sees a key; the first query stands `first` positions behind the first key.
+
+    So many queries as there are groups stand at each position.
+    """
     queries, keys = (_positions(xp, count, scores) for count in scores.shape[2:])
-    ahead = xp.expand_dims(queries, axis=1) + first - xp.expand_dims(keys, axis=0)
+    ahead = xp.expand_dims(queries // groups, axis=1) + first - xp.expand_dims(keys, axis=0)
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
 
@@ -117,20 +120,20 @@ def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     return xp.concat([out for _, _, out in running], axis=2)
 
 
-def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None) -> Any:
+def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, groups: int = 1) -> Any:
     """Blocks of queries outside, blocks of keys inside; one normalisation at the end of each block of queries."""
-    xp, length = scree.namespace(q), q.shape[2]
+    xp, length = scree.namespace(q), k.shape[2]
     q = q * (1 / math.sqrt(q.shape[3]))
     blocks = []
     for i in range(0, length, BLOCK):
-        queries = q[:, :, i : i + BLOCK, :]
+        queries = q[:, :, i * groups : (i + BLOCK) * groups, :]
         top, total, out = _start(xp, queries)
         first = 0 if window is None else max(0, i - window + 1) // BLOCK * BLOCK
         for j in range(first, i + 1, BLOCK):
             keys, values = xp.matrix_transpose(k[:, :, j : j + BLOCK, :]), v[:, :, j : j + BLOCK, :]
             scores = xp.matmul(queries, keys)
             if i == j or window is not None:
-                scores = xp.where(_causal(xp, scores, i - j, window), scores, -math.inf)
+                scores = xp.where(_causal(xp, scores, i - j, window, groups), scores, -math.inf)
             highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
             safe = xp.where(xp.isfinite(highest), highest, 0.0)  # no key of the window so far
             weights, old = xp.exp(scores - safe), xp.exp(top - safe)
@@ -157,9 +160,16 @@ def grouped_query(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     """Several heads of queries share one of keys and values: their queries are laid side by side, keys are never repeated."""
     xp = scree.namespace(q)
     n, heads, length, dim = q.shape
-    groups = heads // k.shape[1]
-    parts = [flash_v2(q[:, g::groups, :, :], k, v, visit if g == 0 else None) for g in range(groups)]
-    return xp.reshape(xp.stack(parts, axis=2), (n, heads, length, dim))
+    shared = k.shape[1]
+    groups = heads // shared
+
+    def exchanged(x: Any, first: int, second: int) -> Any:
+        x = xp.reshape(x, (n, shared, first, second, dim))
+        return xp.permute_dims(x, (0, 1, 3, 2, 4))
+
+    shape = (n, shared, length * groups, dim)
+    out = _flash(xp.reshape(exchanged(q, groups, length), shape), k, v, None, visit, groups)
+    return xp.reshape(exchanged(out, length, groups), q.shape)
 
 
 def _all_scores(s: Shape) -> int:
@@ -175,16 +185,6 @@ def _one_running(s: Shape) -> int:
 def _all_running(s: Shape) -> int:
     """As `_one_running`, and the maximum and the sum of every query."""
     return _one_running(s) + 2 * s.output // s.dim
-
-
-def _groups(kv_heads: Callable[[int], int]) -> Callable[[Shape], int]:
-    """The result twice while the groups are joined; or, if that is more, the groups so far and flash v2 of the last one."""
-
-    def estimate(s: Shape) -> int:
-        last = s._replace(heads=kv_heads(s.heads))
-        return max(2 * s.output, s.output - last.output + _one_running(last))
-
-    return estimate
 
 
 def _quarter(heads: int) -> int:
@@ -210,6 +210,6 @@ ALGORITHMS = {
     "flash v1": Algorithm(flash_v1, _all_running),
     "flash v2": Algorithm(flash_v2, _one_running),
     "sliding window": Algorithm(sliding_window, _one_running),
-    "grouped-query": Algorithm(grouped_query, _groups(_quarter), _quarter),
-    "multi-query": Algorithm(grouped_query, _groups(_one), _one),
+    "grouped-query": Algorithm(grouped_query, _one_running, _quarter),
+    "multi-query": Algorithm(grouped_query, _one_running, _one),
 }

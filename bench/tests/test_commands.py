@@ -177,6 +177,20 @@ def test_memory_of_our_own_lengths(tmp_path):
     assert batch["padded to powers of two"] == ((1 + 2) * 17 + (4 + 8) * 17) / 2
 
 
+def test_attention_on_all_combinations(tmp_path):
+    sizes = ("--num-seqs", "3", "--mean-len", "8,12", "--sigma", "0,0.5", "--heads", "1,2", "--dim", "4,8")
+    found = quick(tmp_path, "attention", "--backend", "numpy", "--no-errors", *sizes)
+    assert len({repr(row.case) for row in found.rows}) == 16
+    assert {row.case["tokens"] for row in found.rows if row.case["work"] == "median 12, sigma 0"} == {36}
+
+
+@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+def test_model_of_our_own_lengths(tmp_path):
+    (tmp_path / "lengths.txt").write_text("3 5 2")
+    found = quick(tmp_path, "model", "--lengths", str(tmp_path / "lengths.txt"), "--precisions", "fp32")
+    assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in found.rows} == {(3, 10, 5)}
+
+
 @pytest.mark.skipif(not LAZY, reason="needs JAX or MLX")
 def test_attention_on_libraries_that_compile(tmp_path):
     small = ("--num-seqs", "3", "--mean-len", "12", "--heads", "2", "--dim", "8")
@@ -236,6 +250,7 @@ def test_report_and_compare(tmp_path):
     text = (tmp_path / "docs" / "bench.md").read_text()
     for title in ("## Memory", "## Algorithms", "## Precision"):
         assert title in text
+    assert "`scree-bench precision --backend numpy --device cpu --quick`" in text  # what was not by default
     pictures = re.findall(r"!\[[^]]+\]\((.+?)#only-(?:light|dark)\)", text)
     assert len(pictures) >= 8
     for picture in pictures:
@@ -281,7 +296,10 @@ def test_report_of_attention(tmp_path):
         assert (tmp_path / "speed" / f"{name}-h100-dark.svg").exists()
     sweep().write(tmp_path / "attention-again-h100.json")
     invoke("report", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(page))
-    assert page.read_text().count("## Attention") == 2 and (tmp_path / "speed" / "attention-both-again-h100-dark.svg").exists()
+    text = page.read_text()
+    assert "| attention, again | [2026-01-01](#attention-again-nvidia-h100-80gb-hbm3) |" in text
+    assert "\n## Attention, again: NVIDIA H100 80GB HBM3\n" in text and "\n## Attention: NVIDIA H100 80GB HBM3\n" in text
+    assert (tmp_path / "speed" / "attention-both-again-h100-dark.svg").exists()
 
 
 def test_report_keeps_what_is_written_by_hand(tmp_path):
@@ -325,7 +343,8 @@ def test_report_without_results(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [("memory", "--backend", "numpi"), ("attention", "--work", "sed"), ("algorithms", "--lengths", "1,b"),
-     ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge")],
+     ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge"),
+     ("kernels", "--only", "nothing")],
 )  # fmt: skip
 def test_bad_options_are_named(arguments):
     if arguments[0] in NEEDS_TORCH and not TORCH:

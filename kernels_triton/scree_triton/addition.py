@@ -117,7 +117,7 @@ def add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     if size * width == 0:
         return torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
     x = x.contiguous()
-    if count <= min(binned.MOST_TOKENS, binned.MOST_EACH * size):
+    if binned.suits(count, size):
         return binned.add(x, index, size, ACC[x.dtype], _WIDE[ACC[x.dtype]])
     out = torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
     keys, order = torch.sort(index.clamp(-1, size).to(_narrow(size)), stable=True)

@@ -14,19 +14,21 @@ import triton.language as tl
 from .host import multiprocessors, start
 from .launch import Launch
 
-MOST_TOKENS = 1 << 16  # beyond, looking for many tokens of many places takes longer than sorting all
-MOST_EACH = 8  # tokens a place on average
+_MOST_TOKENS = 1 << 17  # beyond, looking for many tokens of many places takes longer than sorting all
+_MOST_EACH = 8  # tokens a place on average
+_MOST_ROOM = 1 << 22  # of all bins together
 _ROOM = 4  # times the average, so that hardly any bin is too small; and at least
 _LEAST_ROOM = 16
 _STRETCHES = 32
-_MANY = 64  # places can have more tokens than one program adds up
+_MANY = 128  # places can have more tokens than one program adds up
 _HELPERS = 4  # programs a multiprocessor that look for tokens
 _ELEMENTS = 2048  # in a tile
 _WIDEST = 1024  # of a token
 _MOST_PLACES = 128  # of a program
 _TOKENS = 128  # that a program puts into bins
-_SEEN = 2048  # numbers of places that are looked at at once
+_SEEN = 1024  # numbers of places that are looked at at once
 _AT_ONCE = 8
+_REGISTERS = 56  # of a thread: those that look for tokens must not take the room of those that add
 _NONE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -119,8 +121,8 @@ def add_kernel(X, INDEX, COUNTS, BINS, PARTS, OUT, count, size, most, helpers, l
         amount = tl.load(COUNTS + place, mask=place < size, other=0)
         few = amount <= ROOM
         slot = tl.arange(0, ROOM)
-        tokens = tl.load(BINS + place[:, None] * ROOM + slot[None, :],
-                         mask=few[:, None] & (slot[None, :] < amount[:, None]), other=_NONE)
+        tokens = tl.load(BINS + place[:, None] * ROOM + slot[None, :], mask=(place < size)[:, None], other=0)
+        tokens = tl.where(few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NONE)  # the others were never written
         total = tl.zeros([PLACES, BC], ACC)
         last = tl.zeros([PLACES], tl.int32) - 1
         inside = (columns < C)[None, :]
@@ -143,14 +145,24 @@ def _launches(device: torch.device, x: torch.dtype, index: torch.dtype, acc: tl.
     places = max(1, min(_ELEMENTS // block, _MOST_PLACES)) if block < _WIDEST // 2 else 1
     fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS), dict(num_warps=4))
     add = Launch(add_kernel, dict(ROOM=room, STRETCHES=_STRETCHES, C=width, BC=block, PLACES=places, AT_ONCE=_AT_ONCE,
-                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=4))
+                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=4, maxnreg=_REGISTERS))
     return fill, add, -(-width // block), places
+
+
+def _room(count: int, size: int) -> int:
+    """The size of a bin."""
+    return triton.next_power_of_2(max(_LEAST_ROOM, _ROOM * -(-count // size)))
+
+
+def suits(count: int, size: int) -> bool:
+    """Whether so many tokens at so many places are added up here."""
+    return count <= min(_MOST_TOKENS, _MOST_EACH * size) and size * _room(count, size) <= _MOST_ROOM
 
 
 def add(x: torch.Tensor, index: torch.Tensor, size: int, acc: tl.dtype, wide: torch.dtype) -> torch.Tensor:
     """(size, ...): the tokens of x, (tokens, ...), added up at `index`, in `acc`, which PyTorch calls `wide`."""
     count, width, device = x.shape[0], math.prod(x.shape[1:]), x.device
-    room = triton.next_power_of_2(max(_LEAST_ROOM, _ROOM * -(-count // size)))
+    room = _room(count, size)
     most = max(room, count // _MANY)  # tokens that one program adds up
     length = -(-count // _STRETCHES)
     fill, finish, columns, places = _launches(device, x.dtype, index.dtype, acc, room, width)

@@ -15,7 +15,7 @@ Values have the shape (total, C). Tokens behind the last row are written as 0.
 """
 import math
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,9 +23,33 @@ import triton.language as tl
 
 from . import shares
 from .host import multiprocessors, start
-from .launch import INTERPRETED, Launch, current_stream
-from .shares import (ALL, ANY, ARGMAX, ARGMIN, DOT, EQUAL, LSE, MAX, MIN, NONE, PROD, RUNNING, RUNNING_BACK, SUM_Y,
-                     _finite, _greater, _key, _less, _made, _result, _times)
+from .launch import INTERPRETED, Launch, current_stream, empty
+from .shares import (
+    ALL,
+    ANY,
+    ARGMAX,
+    ARGMIN,
+    DOT,
+    EQUAL,
+    LOG_SOFTMAX,
+    LSE,
+    MAX,
+    MIN,
+    NONE,
+    PROD,
+    RUNNING,
+    RUNNING_BACK,
+    SUM,
+    SUM_Y,
+    WEIGHTED,
+    _exp,
+    _finite,
+    _fold,
+    _join,
+    _key,
+    _made,
+    _result,
+)
 
 LEAST = 2  # elements of a token that is wide
 _WARPS = 4  # of a program
@@ -36,6 +60,7 @@ _PROGRAMS = 4  # a multiprocessor
 _CACHED = 8 << 20  # bytes that are read before they are read again
 _SHORTEST = 32  # steps of a share, at least
 _LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
+_MOST = 1 << 60  # bytes of a share, at most, where they are read twice
 _OVERHANG = 4  # shares are so many times longer than rows that are not cut
 _PARTS = 4096  # elements that are put together at once
 _FEWEST_COUNTS = 1 << 14
@@ -64,65 +89,23 @@ def _begin_before(OFFSETS, d0, d1, n, stride):
 
 
 @triton.jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
 def _nothing(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
     """What no tokens reduce to."""
     return tl.full([1, G, BC], IDENTITY, KEPT), tl.zeros([1, G, BC], KEPT)
 
 
 @triton.jit
-def _fold(u, v, AXIS: tl.constexpr, OP: tl.constexpr):
-    """What numbers reduce to along an axis."""
+def _across(us, vs, OP: tl.constexpr):
+    """What lanes reduce to together."""
+    u = _fold(us, 1, OP)
+    v = u
     if OP == LSE:
-        m = tl.max(u, AXIS, keep_dims=True)
-        v = tl.sum(v * _exp(u - _finite(m)), AXIS, keep_dims=True)
-        u = m
-    elif OP == PROD:
-        u = tl.reduce(u, AXIS, _times, keep_dims=True)
-    elif OP == MAX:
-        u = tl.reduce(u, AXIS, _greater, keep_dims=True)
-    elif OP == MIN:
-        u = tl.reduce(u, AXIS, _less, keep_dims=True)
-    elif (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
-        u = tl.max(u, AXIS, keep_dims=True)
-    elif OP == ALL:
-        u = tl.min(u, AXIS, keep_dims=True)
-    else:
-        u = tl.sum(u, AXIS, keep_dims=True)
-    if OP != LSE:
-        v = u
+        v = _fold(vs * _exp(us - _finite(u)), 1, SUM)
     return u, v
 
 
 @triton.jit
-def _join(u, v, us, vs, OP: tl.constexpr):
-    """What two numbers reduce to."""
-    if OP == LSE:
-        m = tl.maximum(u, us)
-        low = _finite(m)
-        v = v * _exp(u - low) + vs * _exp(us - low)
-        u = m
-    elif OP == PROD:
-        u = u * us
-    elif OP == MAX:
-        u = _greater(u, us)
-    elif OP == MIN:
-        u = _less(u, us)
-    elif (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
-        u = tl.maximum(u, us)
-    elif OP == ALL:
-        u = tl.minimum(u, us)
-    else:
-        u = u + us
-    return u, v
-
-
-@triton.jit
-def _upto(u, OP: tl.constexpr, AXIS: tl.constexpr):
+def _upto(u, AXIS: tl.constexpr, OP: tl.constexpr):
     """The running sums or products along an axis."""
     if OP == PROD:
         u = tl.cumprod(u, AXIS)
@@ -194,8 +177,14 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
         y = x
         if READS == 2:
             y = tl.load(Y + at, mask=valid & inside, other=0)
-        us, vs = _fold(_alone(x, y, a, valid, tokens - zero, OP, IDENTITY, ACC, KEPT), 1.0, 0, OP)
-        u, v = _join(u, v, us, vs, OP)
+        x = _alone(x, y, a, valid, tokens - zero, OP, IDENTITY, ACC, KEPT)
+        if OP == LSE:
+            m = tl.maximum(u, tl.max(x, 0, keep_dims=True))
+            low = _finite(m)
+            v = v * _exp(u - low) + tl.sum(_exp(x - low), 0, keep_dims=True)
+            u = m
+        else:
+            u, v = _join(u, v, _fold(x, 0, OP), v, OP)
     return u, v
 
 
@@ -203,6 +192,14 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
 def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, C: tl.constexpr,
          BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
     """Write what the tokens of each lane become; with scans they run on from u."""
+    if OP == LSE:
+        u = _finite(u)
+        if MAP == LOG_SOFTMAX:
+            v = tl.log(tl.where(v == 0.0, 1.0, v))
+        elif MAP == WEIGHTED:
+            v = a / v
+        else:
+            v = 1.0 / v
     for w in range(0, steps, U):
         step = w + tl.arange(0, U)[:, None, None]
         valid = (step < counts) & inside
@@ -216,9 +213,12 @@ def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: 
         if (MAP == RUNNING) | (MAP == RUNNING_BACK):
             if OP == PROD:
                 x = tl.where(valid, x, 1)
-            y, _ = _join(_upto(x, OP, 0), u, u, u, OP)
-            x, _ = _fold(x, 1.0, 0, OP)
-            u, _ = _join(u, u, x, x, OP)
+            y, _ = _join(u, u, _upto(x, 0, OP), u, OP)
+            u, _ = _join(u, u, _fold(x, 0, OP), u, OP)
+        elif MAP == LOG_SOFTMAX:
+            y = x - u - v
+        elif OP == LSE:
+            y = _exp(x - u) * v
         else:
             y = _made(x, y, u, v, a, b, MAP)
         tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid)
@@ -254,16 +254,14 @@ def _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP: tl.constexpr,
         if OP != NONE:
             first, hop, counts, steps = _lanes(length, 0, G, MAP)
             us, vs = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
-            u, v = _fold(us, vs, 1, OP)
+            u, v = _across(us, vs, OP)
     else:
         first, hop, counts, steps = _lanes(length, 1, G, MAP)  # a lane runs on from the stretches before its own
         u, v = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
-        u = _upto(u, OP, 1)
+        u = _upto(u, 1, OP)
     if MAP == NONE:
         _keep(OUT, u, v, row, inside, columns, OP, IDENTITY, C)
     else:
-        if OP == LSE:
-            u = _finite(u)
         first, hop, counts, steps = _lanes(length, 0, G, MAP)
         _map(x, y, OUT + start * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
 
@@ -293,8 +291,6 @@ def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constex
     if MAP == NONE:
         _keep(OUT, u, v, rows, exists, columns, OP, IDENTITY, C)
     else:
-        if OP == LSE:
-            u = _finite(u)
         hop = 1
         first = begins
         if MAP == RUNNING_BACK:
@@ -303,8 +299,8 @@ def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constex
         _map(x, y, OUT + base * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
     while longest > 2 * U:
         i = tl.argmax(lengths, 0)
-        _row(X, Y, A, B, OUT, row + i, tl.load(OFFSETS + row + i).to(tl.int64), longest, columns, inside, OP, MAP, IDENTITY, C, BC, G,
-             U, READS, HAS_A, HAS_B, ACC, KEPT)
+        _row(X, Y, A, B, OUT, row + i, tl.load(OFFSETS + row + i).to(tl.int64), longest, columns, inside, OP, MAP, IDENTITY, C,
+             BC, G, U, READS, HAS_A, HAS_B, ACC, KEPT)
         lengths = tl.where(tl.arange(0, G) == i, 0, lengths)
         longest = tl.max(lengths, 0)
 
@@ -333,14 +329,15 @@ def _put_together(PARTS, OUT, row, p, count, columns, inside, OP: tl.constexpr, 
         us = tl.load(pointers, mask=exists, other=IDENTITY)
         vs = us
         if RUN:
-            upto, _ = _join(_upto(us, OP, 1), us, u, u, OP)
+            upto, _ = _join(u, v, _upto(us, 1, OP), v, OP)
             tl.store(pointers, upto, mask=exists)
-            us, vs = _fold(us, vs, 1, OP)
+            us = _fold(us, 1, OP)
+            vs = us
         elif OP == LSE:
             vs = tl.load(pointers + C, mask=exists, other=0)
         u, v = _join(u, v, us, vs, OP)
     if not RUN:
-        us, vs = _fold(u, v, 1, OP)
+        us, vs = _across(u, v, OP)
         if MAP == NONE:
             _keep(OUT, us, vs, row, inside, columns, OP, IDENTITY, C)
         else:
@@ -432,7 +429,6 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                             whole = _part(PARTS, begin, 0, SIZE) + columns
                             u = tl.load(whole, mask=inside, other=0)
                             if OP == LSE:
-                                u = _finite(u)
                                 v = tl.load(whole + C, mask=inside, other=0)
                         if MAP != NONE:
                             _map(x, y, OUT + t0 * C, u, v, a, b, walk, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U,
@@ -442,9 +438,9 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                                          IDENTITY, C, BC, G, U, READS, ACC, KEPT)
                         if RUN:  # what the lanes up to each reduce to, all of them first
                             lane = (tl.arange(0, G)[None, :, None] + 1) % G
-                            tl.store(part + (lane * C + columns), _upto(us, OP, 1), mask=inside)
+                            tl.store(part + (lane * C + columns), _upto(us, 1, OP), mask=inside)
                         else:
-                            us, vs = _fold(us, vs, 1, OP)
+                            us, vs = _across(us, vs, OP)
                             tl.store(part + columns, us, mask=inside)
                             if OP == LSE:
                                 tl.store(part + C + columns, vs, mask=inside)
@@ -468,9 +464,8 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                 nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
                 tl.store(OUT + t0 * C + _elements(tokens, columns, C, BC), nothing, mask=(tokens < length) & inside)
         last = tl.minimum(last, n)
-        if CUT:  # without the row that goes on behind the share
-            if last > first:
-                last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
+        if CUT & (last > first):  # without the row that goes on behind the share
+            last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
         for row in range(first, last, G):
             _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP, MAP, IDENTITY, C, BC, G, U, READS, HAS_A, HAS_B, ACC,
                     KEPT)
@@ -480,21 +475,16 @@ def run(x: torch.Tensor, y: torch.Tensor | None, a: torch.Tensor | None, b: torc
         offsets: torch.Tensor, max_length: int | None, op: tl.constexpr, map: tl.constexpr, acc: torch.dtype, held: torch.dtype,
         identity: float) -> None:
     """Fill `out` as `segments.over_rows` says: tokens are read as `acc`, and reduced in `held` from `identity` on."""
-    total, n, width = x.shape[0], offsets.shape[0] - 1, math.prod(x.shape[1:])
-    lanes, columns = _tile(width, x.element_size())
-    reads = 2 if y is not None else int(map.value != shares.COPY.value)
-    again = columns * x.element_size() * reads if op.value and map.value else 0
-    plan = _plan(x.device, total, n, max_length, -(-width // columns), lanes, again)
-    dtypes = tuple(p if p is None else p.dtype for p in (x, y, a, b, out, offsets))
-    launch = _launch(x.device, dtypes, op.value, map.value, plan.cut, width, reads, acc, held, identity)
+    device = x.device
+    dtypes = x.dtype, y is not None, a if a is None else a.dtype, b if b is None else b.dtype, out.dtype, offsets.dtype
+    plan = _plan(device, dtypes, op.value, map.value, acc, held, identity, x.shape, offsets.shape[0] - 1, max_length)
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    parts, counts = out, offsets
-    if plan.cut and op.value:
-        numbers = lanes if map.value in _SCANS else 2
-        parts = torch.empty((plan.shares, 2, numbers, width), dtype=held, device=x.device)
-        counts = _counts(x.device, plan.shares * plan.blocks)
+    parts = counts = offsets
+    if plan.parts:
+        parts = empty(device.type)(*plan.parts, held)
+        counts = _counts(device, plan.counts)
     pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out, parts, counts, offsets
-    start(launch, plan.programs, pointers, (), plan.numbers)
+    start(plan.launch, plan.programs, pointers, (), plan.numbers)
 
 
 def _counts(device: torch.device, number: int) -> torch.Tensor:
@@ -508,28 +498,31 @@ def _counts(device: torch.device, number: int) -> torch.Tensor:
     return found
 
 
-def _tile(width: int, size: int) -> tuple[int, int]:
-    """The lanes of a program, and its columns, for tokens of so many elements of this size."""
-    columns = min(triton.next_power_of_2(width), _COLUMNS)
-    return max(32 * _WARPS * min(_BYTES // size, columns) // columns, 1), columns
-
-
 class _Plan(NamedTuple):
-    """How a batch is cut: what it depends on is known on the host."""
+    """What of a call follows from what the host knows."""
 
-    shares: int
-    blocks: int  # of columns
+    launch: Launch
     programs: int
-    cut: bool  # whether rows end where their share does
     numbers: tuple[int, ...]
+    parts: tuple[tuple[int, ...], tuple[int, ...]] | None  # shape and strides; None where no row is put together from parts
+    counts: int
 
 
 @lru_cache(1024)
-def _plan(device: torch.device, total: int, n: int, max_length: int | None, blocks: int, lanes: int, again: int) -> _Plan:
-    """For tokens of so many blocks of columns, of which `again` bytes are read twice where rows are cut."""
+def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc: torch.dtype, held: torch.dtype,
+          identity: float, shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
+    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes."""
+    total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    blocks = -(-width // columns)
+    lanes = 32 * _WARPS * min(_BYTES // size, columns) // columns
+    reads = 2 if dtypes[1] else int(map != shares.COPY.value)
+    again = columns * size * reads if op and map else 0  # bytes of a token that may be read twice
     items = total + n + 1
     share = max(-(-items * blocks // (multiprocessors(device) * _PROGRAMS)), _SHORTEST * lanes)
-    share = min(share, _LONGEST // (blocks * _COLUMNS))
+    if again:
+        share = min(share, max(_MOST // again, _SHORTEST * lanes))
+    share = max(min(share, _LONGEST // (blocks * columns)), 1)
     count = -(-items // share)
     cut = count > 1 and (max_length is None or _OVERHANG * max_length > share)
     together = min(max(_CACHED // max(total * again, 1), 1), blocks)
@@ -537,15 +530,16 @@ def _plan(device: torch.device, total: int, n: int, max_length: int | None, bloc
     stride = 1
     while stride * _WIDE.value < n + 1:
         stride *= _WIDE.value
-    return _Plan(count, blocks, programs, cut, (n, total, share, count, together, stride))
+    numbers = lanes if map in _SCANS else 2
+    parts = ((count, 2, numbers, width), (2 * numbers * width, numbers * width, width, 1)) if cut and op else None
+    launch = _launch(device, dtypes, op, map, cut, width, columns, lanes, reads, acc, held, identity)
+    return _Plan(launch, programs, (n, total, share, count, together, stride), parts, count * blocks)
 
 
 @cache
-def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int, map: int, cut: bool, width: int, reads: int,
-            acc: torch.dtype, held: torch.dtype, identity: float) -> Launch:
-    """For x, y, a, b, ... of these dtypes."""
-    x, _, a, b, *_ = dtypes
-    lanes, columns = _tile(width, x.itemsize)
+def _launch(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, cut: bool, width: int, columns: int, lanes: int,
+            reads: int, acc: torch.dtype, held: torch.dtype, identity: float) -> Launch:
+    _, _, a, b, *_ = dtypes
     constants = dict(OP=op, MAP=map, CUT=cut, IDENTITY=identity, C=width, BC=columns, G=lanes, U=_STEPS,
                      F=max(_PARTS // columns, 2), READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_TYPES[acc],
                      KEPT=_TYPES[held])

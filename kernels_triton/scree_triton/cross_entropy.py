@@ -25,19 +25,39 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr):
-    """(DEEP, LANES) logits from column ``at - lead`` on in float32, -inf where there is none; and the columns.
+def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, POLICY: tl.constexpr):
+    """The logits at some places of a token, which begin at `lead`, in float32; -inf where there is none.
 
-    KEEP asks the cache to keep them.
+    GRAIN of them are read at once, also those that stand before and behind the token in 16 bytes of its first and last ones.
     """
+    group = place // GRAIN * GRAIN
+    near = known & (group + GRAIN > lead) & (group < lead + V)
+    x = tl.load(X + place, mask=near, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
+    return tl.where((place >= lead) & (place < lead + V), x, -float("inf"))
+
+
+@triton.jit
+def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr):
+    """Write them where they belong: GRAIN at once, but for the first and last ones."""
+    group = place // GRAIN * GRAIN
+    whole = (group >= lead) & (group + GRAIN <= lead + V)
+    tl.store(OUT + place, y, mask=known & whole, eviction_policy="evict_first")
+    if GRAIN > 1:
+        edge = (place >= lead) & (place < lead + V) & (whole == 0)
+        tl.store(OUT + place, y, mask=known & edge, eviction_policy="evict_first")
+
+
+@triton.jit
+def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, MASKED: tl.constexpr,
+          KEEP: tl.constexpr):
+    """(DEEP, LANES) logits from the place `at` on in float32, and the places. KEEP asks the cache to keep them."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    column = place - lead
     POLICY: tl.constexpr = "evict_last" if KEEP else "evict_first"
     if MASKED:
-        x = tl.load(X + place, mask=(column >= 0) & (column < V), other=-float("inf"), eviction_policy=POLICY)
+        x = _get(X, place, lead, True, V, GRAIN, POLICY)
     else:
-        x = tl.load(X + place, eviction_policy=POLICY)
-    return x.to(tl.float32), column
+        x = tl.load(X + place, eviction_policy=POLICY).to(tl.float32)
+    return x, place
 
 
 @triton.jit
@@ -50,21 +70,21 @@ def _add(x, top, total):
 
 @triton.jit
 def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-           MASKED: tl.constexpr):
+           GRAIN: tl.constexpr, MASKED: tl.constexpr):
     """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
-    x, column = _read(X, at, lead, V, LANES, DEEP, MASKED, False)
+    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, False)
     y = tl.exp2((x - top) * _LOG2E) * share
-    y = tl.where(column == target, y - factor, y).to(OUT.dtype.element_ty)
+    y = tl.where(place - lead == target, y - factor, y).to(OUT.dtype.element_ty)
     if MASKED:
-        tl.store(OUT + (column + lead), y, mask=(column >= 0) & (column < V), eviction_policy="evict_first")
+        _put(OUT, y, place, lead, True, V, GRAIN)
     else:
-        tl.store(OUT + (column + lead), y, eviction_policy="evict_first")
+        tl.store(OUT + place, y, eviction_policy="evict_first")
 
 
 @triton.jit
-def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr):
-    column = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :] - lead
-    tl.store(OUT + (column + lead), tl.zeros([DEEP, LANES], OUT.dtype.element_ty), mask=(column >= 0) & (column < V))
+def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr):
+    place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN)
 
 
 @triton.jit
@@ -80,7 +100,7 @@ def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED:
 
 @triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
 def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, count, size,
-                  ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+                  ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
                   ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
                   SCALED: tl.constexpr, SHARED: tl.constexpr):
     """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
@@ -98,7 +118,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
-        logits = tl.load(x[:, None] + column, mask=known[:, None] & (column < V), other=-float("inf")).to(tl.float32)
+        logits = _get(x[:, None], column, 0, known[:, None], V, GRAIN, "evict_first")
         if EACH | SUM:
             right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
             top = tl.max(logits, 1)
@@ -123,7 +143,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
             y = tl.where(column == target[:, None], y - factor[:, None], y)
             y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
-            tl.store(out[:, None] + column, y, mask=(i < count)[:, None] & (column < V))
+            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN)
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
@@ -131,14 +151,14 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
 
 @triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
 def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, count, size,
-                   ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-                   ALIGN: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr,
+                   ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr,
+                   SHIFTED: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr,
                    GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr):
     """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
 
     SAVE: STATS (2, size), the maximum and the sum of exponentials, which are read where there is neither EACH nor SUM.
-    It is about the tokens [first, first + count) of `size`: X and OUT begin at the first of them. Where rows of X are not
-    aligned, they are read from the multiple of ALIGN elements before them on.
+    It is about the tokens [first, first + count) of `size`: X and OUT begin at the first of them. SHIFTED: they begin anywhere in
+    16 bytes, which are GRAIN elements, and are read from the start of these on.
     """
     STEP: tl.constexpr = LANES * DEEP
     end = size
@@ -157,12 +177,12 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
         lead = 0
         begin = 0
         stop = V // STEP * STEP
-        if ALIGN > 1:
-            lead = (x_start % ALIGN).to(tl.int32)
+        if SHIFTED:
+            lead = (x_start % GRAIN).to(tl.int32)
             begin = STEP
             stop = tl.maximum((V + lead) // STEP * STEP, begin)
-            x_start = tl.multiple_of(x_start // ALIGN * ALIGN, ALIGN)
-            out_start = tl.multiple_of(out_start // ALIGN * ALIGN, ALIGN)
+            x_start = tl.multiple_of(x_start // GRAIN * GRAIN, GRAIN)
+            out_start = tl.multiple_of(out_start // GRAIN * GRAIN, GRAIN)
         x = X + x_start
         out = OUT + out_start
         if known:
@@ -170,12 +190,12 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 lanes = tl.full([LANES], -float("inf"), tl.float32)
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
-                if ALIGN > 1:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, True, GRADIENT)[0], lanes, totals)
+                if SHIFTED:
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, False, GRADIENT)[0], lanes, totals)
-                if (ALIGN > 1) | (V % STEP > 0):
-                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, GRADIENT)[0], lanes, totals)
+                if SHIFTED | (V % STEP > 0):
+                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
                 top = tl.max(lanes, 0)
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
@@ -194,18 +214,18 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
             if GRADIENT:
                 factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
                 share = factor / total
-                if ALIGN > 1:
-                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, True)
+                if SHIFTED:
+                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
                 for at in range(begin, stop, STEP):
-                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, False)
-                if (ALIGN > 1) | (V % STEP > 0):
-                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, True)
+                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, False)
+                if SHIFTED | (V % STEP > 0):
+                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)
             if GRADIENT:
                 for at in range(0, V + lead, STEP):
-                    _clear(out, at, lead, V, LANES, DEEP)
+                    _clear(out, at, lead, V, LANES, DEEP, GRAIN)
     if SUM:
         tl.store(PARTS + tl.program_id(0), losses)
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
@@ -273,7 +293,7 @@ def rows_kernel(LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.cons
 
 
 class _Tile(NamedTuple):
-    """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor."""
+    """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor at most."""
 
     lanes: int
     deep: int
@@ -281,13 +301,14 @@ class _Tile(NamedTuple):
     programs: int
 
 
-#: By what is written: losses alone, a gradient alone, both.
-TILES = {(True, False): _Tile(2048, 4, 8, 4), (False, True): _Tile(4096, 2, 16, 4), (True, True): _Tile(8192, 4, 32, 1)}
-WHOLE = 4096  # classes up to which a program holds all logits of a token,
-HELD = 4096  # or of several: so many logits
-PROGRAMS = 8  # of them for each multiprocessor
+#: Losses alone or a gradient alone; and both, for logits of all programs that fit into the cache, and for more classes.
+ALONE, BOTH, BOTH_OF_MANY = _Tile(2048, 4, 8, 64), _Tile(4096, 4, 16, 2), _Tile(8192, 4, 32, 1)
+MANY = 1 << 16
+#: Classes up to which a program holds all logits of a token: alone, and for both; and how many logits of a few tokens a warp has.
+WHOLE, WHOLE_OF_BOTH, HELD = 2048, 1 << 14, 1024
 if INTERPRETED:  # a few numbers take every path
-    WHOLE, HELD, TILES = 32, 64, dict.fromkeys(TILES, _Tile(16, 2, 1, 4))
+    ALONE = BOTH = BOTH_OF_MANY = _Tile(16, 2, 1, 4)
+    WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, 64
 SUMMED = ("mean", "sum")
 LEAST = 1024  # tokens whose logits exist at a time at least, fused, for products that are worth their weight
 ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
@@ -305,24 +326,26 @@ class What(NamedTuple):
 
 
 @cache
-def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, align: int,
+def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, grain: int, shifted: bool,
             what: What) -> tuple[Launch, int, int]:
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
-    constants: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
-    if classes <= WHOLE:
-        block = max(16, triton.next_power_of_2(classes))
-        tokens = max(1, HELD // block)
-        launch = Launch(tokens_kernel, dict(V=classes, BLOCK=block, TOKENS=tokens) | constants, dict(num_warps=4))
-        return launch, tokens, PROGRAMS * multiprocessors(device)
-    lanes, deep, warps, programs = TILES[what.EACH or what.SUM, what.GRADIENT]
-    lanes = min(lanes, max(triton.next_power_of_2(classes) // deep, 16))
-    launch = Launch(classes_kernel, dict(V=classes, LANES=lanes, DEEP=deep, ALIGN=align) | constants, dict(num_warps=warps))
+    flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
+    both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
+    if classes <= (WHOLE_OF_BOTH if both else WHOLE):
+        tokens, warps = max(1, HELD // power), max(1, power // 1024)
+        launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
+                        dict(num_warps=warps))
+        return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device)
+    lanes, deep, warps, programs = ALONE if not both else BOTH if classes <= MANY else BOTH_OF_MANY
+    deep = max(1, min(deep, power // lanes))
+    launch = Launch(classes_kernel, dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
+                    dict(num_warps=warps))
     return launch, 1, programs * multiprocessors(device)
 
 
 @cache
 def _sum_launch(device: torch.device, mean: bool) -> Launch:
-    return Launch(sum_kernel, dict(MEAN=mean, BLOCK=1024), dict(num_warps=4))
+    return Launch(sum_kernel, dict(MEAN=mean, BLOCK=4096), dict(num_warps=16))
 
 
 @cache
@@ -376,14 +399,16 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
         A number that it is multiplied by.
     """
     (count, classes), device = x.shape, x.device
-    align = 16 // x.element_size()
-    if (x.stride(0) | (0 if out is None else out.stride(0))) % align == 0 or (out is not None and out.stride(0) != x.stride(0)):
-        align = 1
+    onto = x if out is None else out
+    grain = 16 // x.element_size()
+    shifted = (x.stride(0) | onto.stride(0)) % grain > 0
+    if (x.data_ptr() | onto.data_ptr()) % 16 or (shifted and x.stride(0) != onto.stride(0)):
+        grain, shifted = 1, False
     summed = parts is not None
     what = What(losses is not None, summed, (losses is not None or summed) and stats is not None, out is not None,
                 dlosses is not None, share is not None)
     dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
-    launch, tokens, most = _launch(device, dtypes, classes, align, what)
+    launch, tokens, most = _launch(device, dtypes, classes, grain, shifted, what)
     programs = min(-(-count // tokens), most)
     part = None
     if parts is not None:
@@ -393,8 +418,8 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
         return
     offsets, n = targets.rows
     start(launch, programs,
-          (x, targets.classes, offsets, *(x if p is None else p for p in (losses, stats, part, dlosses, share, out))),
-          (x.stride(0), x.stride(0) if out is None else out.stride(0)),
+          (x, targets.classes, offsets, *(x if p is None else p for p in (losses, stats, part, dlosses, share)), onto),
+          (x.stride(0), onto.stride(0)),
           (n, first, count, targets.classes.shape[0], targets.ignored, 0 if dlosses is None else dlosses.stride(0)))
 
 

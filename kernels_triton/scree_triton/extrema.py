@@ -33,4 +33,6 @@ def rejects(call: Any) -> str | None:
 def run(call: Any) -> torch.Tensor:
     """Run a `SegmentCall` as a search for the extremum: (n, ...) its place in each row, -1 in an empty one."""
     rows = rows_of(call.layout)
-    return _op(call.values, *rows, call.op) if torch.compiler.is_compiling() else _find(call.values, rows, call.op)
+    if torch.compiler.is_compiling():
+        return _op(call.values, rows.offsets, rows.max_length, call.op)
+    return _find(call.values, rows, call.op)

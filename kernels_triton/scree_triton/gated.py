@@ -10,8 +10,7 @@ from .host import Function, differentiated, once_differentiable, refuses, start
 from .launch import Launch
 from .norms import even
 
-_BLOCK = 1024  # columns of a program,
-_TOKENS = 4  # and tokens
+_BLOCK = 1024  # columns of a program, or more tokens of fewer
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -38,20 +37,21 @@ def swiglu_kernel(X, DY, OUT, x_stride, dy_stride, count, D: tl.constexpr, BLOCK
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int) -> tuple[Launch, int]:
-    """The kernel, and how many programs share a token."""
+def _launch(device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int) -> tuple[Launch, int, int]:
+    """The kernel, how many programs share a token, and how many tokens a program has."""
     block = min(triton.next_power_of_2(width), _BLOCK)
-    launch = Launch(swiglu_kernel, dict(D=width, BLOCK=block, TOKENS=_TOKENS, BACKWARD=dy is not None), dict(num_warps=4))
-    return launch, -(-width // block)
+    tokens = _BLOCK // block
+    launch = Launch(swiglu_kernel, dict(D=width, BLOCK=block, TOKENS=tokens, BACKWARD=dy is not None), dict(num_warps=4))
+    return launch, -(-width // block), tokens
 
 
 def _run(x: torch.Tensor, dy: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     if out.numel():
-        launch, blocks = _launch(x.device, x.dtype, None if dy is None else dy.dtype, x.shape[-1] // 2)
+        launch, blocks, tokens = _launch(x.device, x.dtype, None if dy is None else dy.dtype, x.shape[-1] // 2)
         count = x.numel() // x.shape[-1]
         x, x_stride = even(x)
         dy, dy_stride = (x, x_stride) if dy is None else even(dy)
-        start(launch, -(-count // _TOKENS) * blocks, (x, dy, out), (x_stride, dy_stride), (count,))
+        start(launch, -(-count // tokens) * blocks, (x, dy, out), (x_stride, dy_stride), (count,))
     return out
 
 

@@ -4,8 +4,8 @@ The product and the gradient of the rows share a kernel: a tile of a row's token
 a matrix is one program's for each of its tiles, which walks over the tokens of the row: no atomics, equal inputs give equal
 bits.
 
-Two pairs of kernels do it. The first reads tiles with the copy engine of Hopper and later devices, in half precision: one
-program a multiprocessor counts the tiles of each row and takes tile after tile. The second reads through pointers, and takes
+Two pairs of kernels do it. The first reads and writes tiles with the copy engine of Hopper and later devices, in half precision:
+one program a multiprocessor counts the tiles of each row and takes tile after tile. The second reads through pointers, and takes
 what the first does not. Its slots hold tokens of one row only (block ``j`` of row ``b`` is slot
 ``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see `portable`.
 """
@@ -35,7 +35,6 @@ def tiled_kernel(X, W, OUT, OFFSETS, n, total, K: tl.constexpr, M: tl.constexpr,
     blocks = tl.where(row <= n, tl.cdiv(end - start, BLOCK_T), 0)
     before = tl.cumsum(blocks, 0) - blocks
     slots = tl.sum(blocks, 0)
-    token = tl.arange(0, BLOCK_T)
     for tile in tl.range(tl.program_id(0), slots * COLUMNS, tl.num_programs(0), flatten=True):
         # GROUP slots side by side, so that they share the tiles of the matrices in the cache
         first = tile // (GROUP * COLUMNS) * GROUP
@@ -53,10 +52,12 @@ def tiled_kernel(X, W, OUT, OFFSETS, n, total, K: tl.constexpr, M: tl.constexpr,
             else:
                 w = tl.reshape(W.load([matrix, k, column]), [BLOCK_K, BLOCK_M])
             acc = tl.dot(X.load([at, k]), w, acc)
-        m = column + tl.arange(0, BLOCK_M)
-        out = OUT + (at + token).to(tl.int64)[:, None] * M + m[None, :]
-        y = tl.where(of < n, acc, 0.0).to(OUT.dtype.element_ty)
-        tl.store(out, y, mask=(at + token < stop)[:, None] & (m < M)[None, :])
+        # In halves, which leaves shared memory for one stage more.
+        y = tl.reshape(tl.where(of < n, acc, 0.0), [BLOCK_T, 2, BLOCK_M // 2])
+        left, right = tl.split(tl.permute(y, [0, 2, 1]))
+        place = _FAR - stop + at
+        OUT.store([_FAR, stop, place, column], tl.reshape(left.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]))
+        OUT.store([_FAR, stop, place, column + BLOCK_M // 2], tl.reshape(right.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]))
 
 
 @triton.jit(do_not_specialize=("unused",))
@@ -164,9 +165,9 @@ def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constex
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 #: The same for the copy engine; of the gradient of the matrices for rows that are short on average, and for others.
-TILED_PRODUCT = (128, 256, 64, 8, 3)
-TILED_WEIGHT = ((128, 128, 64, 4, 3), (128, 256, 64, 8, 3))
-SHORT = 1024
+TILED_PRODUCT = (128, 256, 64, 8, 4)
+TILED_WEIGHT = ((128, 128, 64, 4, 3), (256, 128, 64, 8, 4))
+SHORT = 384
 GROUP = 8
 
 
@@ -188,7 +189,7 @@ def _tiled_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype
     tokens, columns, depth, warps, stages = TILED_PRODUCT
     return Launch(tiled_kernel, dict(K=k, M=m, ROWS=rows, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP,
                                      TURNED=turned),
-                  dict(num_warps=warps, num_stages=stages), (tokens, columns if turned else depth))
+                  dict(num_warps=warps, num_stages=stages), (tokens, columns if turned else depth, tokens))
 
 
 @cache
@@ -220,12 +221,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
         return out
     turned = weight.stride(2) != 1
     plain = weight.mT if turned else weight
-    if 0 < n < _MOST_COUNTED and plain.stride(2) == 1 and _readable(x) and _readable(plain) and _copies_tiles(x.device):
+    if 0 < n < _MOST_COUNTED and plain.stride(2) == 1 and all(map(_readable, (x, plain, out))) and _copies_tiles(x.device):
         launch = _tiled_launch(x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned)
         _, columns, depth, *_ = TILED_PRODUCT
         shapes = (tiled(tuple(x.shape), x.stride(), depth),
-                  tiled(tuple(plain.shape), plain.stride(), depth if turned else columns))
-        start(launch, multiprocessors(x.device), (out, offsets), (), (n, total), (x, plain), shapes)
+                  tiled(tuple(plain.shape), plain.stride(), depth if turned else columns), _of_row(m, m, columns // 2))
+        start(launch, multiprocessors(x.device), (offsets,), (), (n, total), (x, plain, out), shapes)
     else:
         tokens, columns = PRODUCT[x.dtype.itemsize][:2]
         start(_launches(x.device, x.dtype, offsets.dtype, k, m)[0], (total // tokens + n + 1) * -(-m // columns),

@@ -139,7 +139,8 @@ def _store_tile(base, value, first, length, stride, LAYOUT: gl.constexpr):
 def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                       COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M: gl.constexpr,
                       BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                      CAUSAL: gl.constexpr, LEFT: gl.constexpr, Q_PLANES: gl.constexpr, PLANES: gl.constexpr):
+                      CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, Q_PLANES: gl.constexpr,
+                      PLANES: gl.constexpr):
     Q_BYTES: gl.constexpr = q_s.dtype.primitive_bitwidth // 8 * Q_PLANES
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
@@ -159,10 +160,9 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
             mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * Q_BYTES)
-            for w in gl.static_range(2):
-                _load_planes(qd, start, length, first + w * (BLOCK_M // 2), head * q_head, q_full.index(qs), q_s,
-                             qs * 2 + w, Q_PLANES)
-            t = _claim(COUNTER, total_tiles)
+            for w in gl.static_range(CONSUMERS):
+                _load_planes(qd, start, length, first + w * (BLOCK_M // CONSUMERS), head * q_head, q_full.index(qs),
+                             q_s, qs * CONSUMERS + w, Q_PLANES)
             k_column = head // group_size * k_head
             v_column = head // group_size * v_head
             tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
@@ -176,6 +176,7 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
                 mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
                 _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
                 c += 1
+            t = _claim(COUNTER, total_tiles)
         else:
             mbarrier.arrive(q_full.index(qs), count=1)
             t = -1
@@ -183,17 +184,21 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
 
 
 @gluon.jit
-def _take_turn(w: gl.constexpr, c):
+def _take_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
     """Wait for this warpgroup's turn at the tensor cores. Named barriers are not in Gluon, so by inline assembly."""
-    if w == 0:
+    if CONSUMERS == 1:
+        pass
+    elif w == 0:
         gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
     else:
         gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
 
 
 @gluon.jit
-def _pass_turn(w: gl.constexpr, c):
-    if w == 0:
+def _pass_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
+    if CONSUMERS == 1:
+        pass
+    elif w == 0:
         gl.inline_asm_elementwise("bar.arrive 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
     else:
         gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
@@ -217,7 +222,7 @@ def _attended(x, limit, left, offs_n, LEFT: gl.constexpr):
 @gluon.jit
 def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left, offs_n,
                   scale, MASK: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
-                  LAYOUT_O: gl.constexpr):
+                  LAYOUT_O: gl.constexpr, CONSUMERS: gl.constexpr):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values, which are there.
 
     The values of tile c are waited for behind its softmax: ptxas would move the wait for the products before it.
@@ -227,12 +232,12 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
     stage = c % STAGES
     before = c - 1
     mbarrier.wait(k_full.index(stage), (c // STAGES) & 1)
-    _take_turn(w, c)
+    _take_turn(w, c, CONSUMERS)
     x = warpgroup_mma(q, _rows(k_s.index(stage)).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S),
                       use_acc=False, is_async=True)
     p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
-    _pass_turn(w, c)
+    _pass_turn(w, c, CONSUMERS)
     x = warpgroup_mma_wait(1, deps=(x, ))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK:
@@ -251,20 +256,21 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
 @gluon.jit
 def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
                       out_stride, total, left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
-    ROWS: gl.constexpr = BLOCK_M // 2
+                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr,
+                      CONSUMERS: gl.constexpr):
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
-    if w == 1:
-        _pass_turn(w, c)
+    if w == 1:  # the other one begins
+        _pass_turn(w, c, CONSUMERS)
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        q = _rows(q_s.index((i % 2) * 2 + w))
+        q = _rows(q_s.index((i % 2) * CONSUMERS + w))
         shift = other - length
         tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
         row = first + w * ROWS
@@ -286,10 +292,10 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         if LEFT:
             inner = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N), full)
         mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
-        _take_turn(w, c)
+        _take_turn(w, c, CONSUMERS)
         x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
                           gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S), use_acc=False, is_async=True)
-        _pass_turn(w, c)
+        _pass_turn(w, c, CONSUMERS)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(k_empty.index(c % STAGES), count=1)
         x = _attended(x, limit - (tiles - 1) * BLOCK_N, left, offs_n, LEFT)
@@ -303,17 +309,17 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
             for j in range(tiles - 2, gl.maximum(full, low) - 1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
                                              limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
-                                             LAYOUT_O)
+                                             LAYOUT_O, CONSUMERS)
                 c += 1
         for j in range(full - 1, gl.maximum(inner, low) - 1, -1):
             acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left,
-                                         offs_n, scale, False, LEFT, STAGES, LAYOUT_S, LAYOUT_O)
+                                         offs_n, scale, False, LEFT, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
             c += 1
         if LEFT:
             for j in range(inner - 1, low - 1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
                                              limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
-                                             LAYOUT_O)
+                                             LAYOUT_O, CONSUMERS)
                 c += 1
         mbarrier.arrive(q_empty.index(i % 2), count=1)
         before = c - 1
@@ -337,30 +343,40 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
 @gluon.jit(do_not_specialize=_COUNTS)
 def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size, group,
                    left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
+                   CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
     """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e).
 
-    SAME: queries and keys have the same offsets. LEFT: a query of a causal row attends `left` keys before its own position.
+    CONSUMERS: 2, or 1 that shares a multiprocessor with other programs. SAME: queries and keys have the same offsets. LEFT: a
+    query of a causal row attends `left` keys before its own position.
     """
-    q_s = gl.allocate_shared_memory(qd.dtype, [4, 1, 1, BLOCK_M // 2, DIM], qd.layout)
+    q_s = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, 1, 1, BLOCK_M // CONSUMERS, DIM], qd.layout)
     k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
     v_s = gl.allocate_shared_memory(vd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], vd.layout)
     queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = _barriers(2, 1)
-    q_empty = _barriers(2, 2)
+    q_empty = _barriers(2, CONSUMERS)
     k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, 2)
+    k_empty = _barriers(STAGES, CONSUMERS)
     v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, 2)
-    gl.warp_specialize([
-        (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                             out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT)),
-        (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                             out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT)),
-        (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                             COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
-                             STAGES, 2, CAUSAL, LEFT, 1, 1)),
-    ], [4, 1], [240, 24])
+    v_empty = _barriers(STAGES, CONSUMERS)
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 1)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
+                                 STAGES, 2, 1, CAUSAL, LEFT, 1, 1)),
+        ], [1], [24])
+    else:
+        gl.warp_specialize([
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 2)),
+            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 2)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
+                                 STAGES, 2, 2, CAUSAL, LEFT, 1, 1)),
+        ], [4, 1], [240, 24])
 
 
 @gluon.jit
@@ -421,23 +437,24 @@ def _scores(a, b_s, full, c, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit, offs_n, scale,
-             MASK: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
-    """Key tile c, whose scores x are there; on return those of the next tile are, up to tile `last`."""
+def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale, MASK: gl.constexpr,
+             STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+    """Key tile c."""
     stage = c % STAGES
+    x = _scores(q, k_s, k_full, c, LAYOUT_S, STAGES)
     dp = _scores(do, v_s, v_full, c, LAYOUT_S, STAGES)
+    x = warpgroup_mma_wait(1, deps=(x, ))
     p = gl.exp2(x * scale - lse[:, None])
-    x = _scores(q, k_s, k_full, gl.minimum(c + 1, last), LAYOUT_S, STAGES)
-    dp = warpgroup_mma_wait(1, deps=(dp, ))
+    dp = warpgroup_mma_wait(0, deps=(dp, ))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if MASK:
         ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
     ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     dq = warpgroup_mma(ds, _rows(k_s.index(stage)), dq, is_async=True)
-    x, dq, ds = warpgroup_mma_wait(0, deps=(x, dq, ds))
+    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    return dq, x
+    return dq
 
 
 @gluon.jit
@@ -486,15 +503,13 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
             q = q.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
             do = do.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        last = c + tiles - 1
-        x = warpgroup_mma_wait(0, deps=(_scores(q, k_s, k_full, c, LAYOUT_S, STAGES), ))
         for j in range(tiles - 1, full - 1, -1):
-            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last,
-                             limit - j * BLOCK_N, offs_n, scale, True, STAGES, LAYOUT_S, LAYOUT_O)
+            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N, offs_n,
+                          scale, True, STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
-        for j in range(full - 1, -1, -1):
-            dq, x = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, x, lse, delta, c, last, limit,
-                             offs_n, scale, False, STAGES, LAYOUT_S, LAYOUT_O)
+        for _ in range(full):
+            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, offs_n, scale, False,
+                          STAGES, LAYOUT_S, LAYOUT_O)
             c += 1
         mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
         _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * (scale * LN2), row, length, dq_stride,

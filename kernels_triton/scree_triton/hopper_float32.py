@@ -126,10 +126,10 @@ def _forward_step(w: gl.constexpr, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full
     stage = c % STAGES
     before = (c - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (c // STAGES) & 1)
-    _take_turn(w, c)
+    _take_turn(w, c, 2)
     x = _product(q0, q1, q2, k_s, stage, LAYOUT_S, BLOCK_N, True)
     o = _product(p0, p1, p2, v_s, before, LAYOUT_O, DIM, False)
-    _pass_turn(w, c)
+    _pass_turn(w, c, 2)
     x = warpgroup_mma_wait(6, deps=(x, ))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK:
@@ -160,7 +160,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
     i = 0
     c = 0
     if w == 1:
-        _pass_turn(w, c)
+        _pass_turn(w, c, 2)
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
@@ -182,9 +182,9 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         if LEFT:
             inner = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N), full)
         mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
-        _take_turn(w, c)
+        _take_turn(w, c, 2)
         x = _product(q0, q1, q2, k_s, c % STAGES, LAYOUT_S, BLOCK_N, True)
-        _pass_turn(w, c)
+        _pass_turn(w, c, 2)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(k_empty.index(c % STAGES), count=1)
         x = _attended(x, limit - (tiles - 1) * BLOCK_N, left, offs_n, LEFT)
@@ -249,7 +249,7 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, out_stride, tot
                              total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, LEFT)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                              COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group, left, BLOCK_M, BLOCK_N,
-                             DIM, STAGES, 1, CAUSAL, LEFT, 1, PLANES)),
+                             DIM, STAGES, 1, 2, CAUSAL, LEFT, 1, PLANES)),
     ], [4, 1], [232, 40])
 
 

@@ -106,6 +106,7 @@ def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
 
 
 def apply(name: str, x: torch.Tensor, *args: Any) -> Any:
+    """A function of the table, by its name."""
     return getattr(_OPERATORS, name)(x, *args) if torch.compiler.is_compiling() else _eager(name, x, *args)
 
 

@@ -71,4 +71,6 @@ def run_select(call: Any) -> torch.Tensor:
 def run_join(call: Any) -> torch.Tensor:
     """Run a `JoinCall`."""
     xs, offsets, dim = [x.values for x in call.arrays], [_offsets(x.layout) for x in call.arrays], call.arrays[0].ragged_dim
+    if len({one.dtype for one in offsets}) > 1:
+        offsets = [one.to(torch.int64) for one in offsets]
     return join_rows(xs, offsets, dim)

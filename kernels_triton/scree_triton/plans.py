@@ -12,10 +12,12 @@ import triton
 from . import portable
 from .launch import Launch, current_device, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, GLUON_FLOAT32, Tile, Tiles, portable_tiles
+from .tuned import GLUON, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
+# Of a thread at first, by programs that share a multiprocessor: 12 warps of one program, or 8 of each.
+_REGISTERS = {1: 168, 2: 128, 3: 80}
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"  # measure the tiles of portable kernels at the first call of a kind
 GLUON_KNOWN = triton.__version__.startswith("3.6.")  # Gluon changes between versions, and so does what it compiles to
 
@@ -105,12 +107,12 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
           softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool) -> "Plan":
     q, _, v = shapes
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-              and v.dim == q.dim and (causal or not (left or right)) and not (softcap or alibi) and aligned)
-    if (hopper and dtype == torch.float32 and q.dim in GLUON_FLOAT32 and not (left or tf32)
-            and _reachable(q.stride, q.head, q.heads)):
-        return SplitPlan(device, shapes, causal)
-    if hopper and dtype != torch.float32 and q.dim in GLUON and all(_reachable(x.stride, x.head, x.heads) for x in shapes):
+              and (dtype.itemsize, q.dim) in GLUON and v.dim == q.dim and (causal or not (left or right))
+              and not (softcap or alibi) and aligned and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
+    if hopper and dtype != torch.float32:
         return HopperPlan(device, dtype, shapes, left, causal, same)
+    if hopper and not (left or tf32):
+        return SplitPlan(device, shapes, causal)
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
 
 
@@ -255,19 +257,21 @@ class HopperPlan(Plan):
         super().__init__(device, dtype, shapes)
         dim = self.q.dim
         self.counter = hopper.counter
-        self.tiles = GLUON[dim]
+        self.tiles = GLUON[dtype.itemsize, dim]
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.described = tuple(ragged(*x) for x in shapes)
         self.columns = self.q.head, self.k.head, self.v.head
-        options = dict(num_warps=4, maxnreg=168)
-        m, n, stages = self.tiles.forward
+        options = dict(num_warps=4, maxnreg=_REGISTERS[1])
+        m, n, stages, shared = self.tiles.forward
+        self.forward_programs = shared * self.programs
+        consumers = 2 if shared == 1 else 1
         self.forward_launch = Launch(hopper.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, SAME=same, LEFT=left), options,
-            (m // 2, n, n))
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CONSUMERS=consumers, CAUSAL=causal, SAME=same, LEFT=left),
+            dict(num_warps=4, maxnreg=_REGISTERS[shared]), (m // consumers, n, n))
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
-            HELD=dim <= 64),
+            HELD=dim == 32),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         # ptxas puts the keys that the variant without a mask holds in registers to another use while they are still needed.
@@ -285,7 +289,7 @@ class HopperPlan(Plan):
     def _forward(self, q, k, v, slopes, out, lse, rows, spec):
         total, block = q.shape[0], self.tiles.forward[0]
         tiles = rows.query_tiles(total, block, spec)
-        self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
+        self.forward_launch(min(self.forward_programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
                             (out, lse, tiles, self.counter(self.device)), (*self.columns, self.out_stride),
                             (total, *self.q_counts, spec.left, spec.scale * LOG2E), (q, k, v), self.described)
 
@@ -324,7 +328,7 @@ class SplitPlan(Plan):
         super().__init__(device, torch.float32, shapes)
         dim, planes = self.q.dim, hopper_float32.PLANES.value
         self.counter, self.planes = hopper.counter, planes
-        self.tiles = GLUON_FLOAT32[dim]
+        self.tiles = GLUON[4, dim]
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
         described = [ragged(planes * x.heads, dim, planes * x.heads * dim, dim) for x in shapes]
         self.described = *described, described[0]
@@ -333,8 +337,8 @@ class SplitPlan(Plan):
         self.split_launch = Launch(hopper_float32.split_kernel, split, options)
         self.split_dout_launches = [Launch(hopper_float32.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
                                     for x in (False, True)]
-        options = dict(num_warps=4, maxnreg=168)
-        m, n, stages = self.tiles.forward
+        options = dict(num_warps=4, maxnreg=_REGISTERS[1])
+        m, n, stages, _ = self.tiles.forward
         self.forward_launch = Launch(hopper_float32.forward_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, LEFT=False), options, (m // 2, n, n))
         m, n, stages, _ = self.tiles.dq

@@ -16,8 +16,8 @@ from .host import Function, differentiated, once_differentiable, refuses, start
 from .launch import Launch
 from .offsets import row_of
 
-_ELEMENTS = 4096  # elements that a program turns at a time
-_TOKENS = 8  # of a program
+_ELEMENTS = 8192  # elements that a program turns at a time
+_TOKENS = 4  # of a program
 
 
 @triton.jit

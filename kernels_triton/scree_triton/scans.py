@@ -55,7 +55,7 @@ def run(call: Any) -> torch.Tensor:
     """Run a `SegmentCall` as a scan."""
     x, rows = call.values, rows_of(call.layout)
     if torch.compiler.is_compiling():
-        return _op(x, *rows, call.op, call.dtype, False)
+        return _op(x, rows.offsets, rows.max_length, call.op, call.dtype, False)
     if differentiated(x):
         return _Scan.apply(x, rows, call.op, call.dtype)
     return _scan(x, rows, call.op, call.dtype, False)

@@ -1,4 +1,4 @@
-"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares`, and of `columns` for wide tokens."""
 import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -7,16 +7,21 @@ import torch
 import triton
 import triton.language as tl
 
-from . import shares
-from .host import FLOATS, Function, multiprocessors, once_differentiable, refuses, start
-from .launch import Launch
+from . import columns, shares
+from .host import FLOATS, Function, once_differentiable, refuses, start
+from .launch import INTERPRETED, Launch, current_device, empty
 
-_ELEMENTS = 2048  # in a tile
-_WARPS = 4  # of a program
-_PROGRAMS = 16  # a multiprocessor
-_WIDEST = 1 << 20  # so that places in a share fit 32 bits
+_TOKENS = 512  # in a tile, for each warp
+_MOST_WARPS = 16  # of a program
 _MOST_ROWS = 256  # side by side in a tile
-_MOST_TILES = 32  # that a program reads one after another rather than cut a row
+_LANES = 8  # at least, which share a row
+_REGISTERS = 64  # of a thread, so that many programs run at once
+_SHARE = 2  # tiles in a share
+_MOST_TILES = 16  # that a program reads one after another rather than cut a row
+_PART = 8192  # places at least in a part of a row that is cut
+_PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
+_BOUNDARIES = 128  # of shares, that one program finds
+_WIDEST = 1 << 20  # so that places in a share fit 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
 OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY, "all": shares.ALL}
@@ -25,10 +30,32 @@ _SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
 
 
 class Rows(NamedTuple):
-    """The rows that a call runs over: offsets, and a bound on the longest that is known on the host, or None."""
+    """The rows that a call runs over, and a dict (or None) that lives as long as they do, for what follows from them.
+
+    A bound on the longest row is None where the host knows none.
+    """
 
     offsets: torch.Tensor
     max_length: int | None
+    memo: dict[Any, Any] | None = None
+
+    def first(self, share: int, shares: int) -> torch.Tensor:
+        """(shares + 1,) how many rows begin before each share of so many places, and before the end of the last one."""
+        key = "shares", share, shares
+        found = None if self.memo is None else self.memo.get(key)
+        if found is None:
+            device, n = self.offsets.device, self.offsets.shape[0] - 1
+            found = torch.empty((shares + 1,), dtype=torch.int32, device=device)
+            start(_find_first(device, self.offsets.dtype), shares // _BOUNDARIES + 1, (self.offsets, found), (),
+                  (n, shares, share, (n + 1).bit_length()))
+            if self.memo is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                self.memo[key] = found  # what is captured belongs to the graph, and is not there before it runs
+        return found
+
+
+@cache
+def _find_first(device: torch.device, dtype: torch.dtype) -> Launch:
+    return Launch(shares.first_kernel, dict(BLOCK=_BOUNDARIES), dict(num_warps=4))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -67,84 +94,112 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
         Of the reduction and its result; by default the accumulator's of x. Of scans that of the result, and of the place of an
         extremum an integer one.
     """
-    total, n = x.shape[0], rows.offsets.shape[0] - 1
-    arg, scan = op.value in _ARGS, map.value in _SCANS
-    acc = accumulator(x.dtype if dtype is None or arg else dtype)
-    held = torch.int64 if arg else acc
-    if map.value:
-        out = x if map.value == shares.COPY.value else torch.empty_like(x, dtype=dtype)
-    else:
-        out = torch.empty((n, *x.shape[1:]), dtype=acc if dtype is None else dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    width = math.prod(x.shape[1:])
-    plan = _plan(x.device, total, n, rows.max_length, width)
-    dtypes = tuple(p if p is None else p.dtype for p in (x, y, a, b, out, rows.offsets))
-    first, between, again = _launches(x.device, dtypes, acc, held, op.value, map.value, plan.cut, plan.group, plan.mean, width)
-    cut = plan.cut and op.value > 0
-    x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    parts = torch.empty((plan.shares, 2, 2, width), dtype=held, device=x.device) if cut else kept
-    long = torch.empty((plan.shares, 2), dtype=torch.int32, device=x.device) if cut else rows.offsets
-    stats = torch.empty((2, n, width), dtype=acc, device=x.device) if cut and map.value and not scan else kept
-    pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, stats, kept, parts, long,
-                rows.offsets)
-    start(first, plan.programs, pointers, (), plan.numbers)
-    if cut:
-        where = (parts, long, rows.offsets) if scan else (parts, long, stats, rows.offsets)
-        start(between, plan.programs, where, (), plan.numbers[:3])
-        if map.value:
-            start(again, plan.programs, pointers, (), plan.numbers)
-    return out
+    offsets = rows.offsets
+    dtypes = x.dtype, None if y is None else y.dtype, None if a is None else a.dtype, None if b is None else b.dtype, offsets.dtype
+    plan = _plan(x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length)
+    if INTERPRETED or x.get_device() == current_device():
+        return plan.run(x, rows, op, map, y, a, b)
+    with torch.cuda.device(x.get_device()):
+        return plan.run(x, rows, op, map, y, a, b)
 
 
 class _Plan(NamedTuple):
-    """How a batch is cut: what it depends on is known on the host."""
+    """What of a call follows from what the host knows."""
 
+    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None  # its shape, strides and dtype; None to write into x
+    acc: torch.dtype  # as which tokens are read
+    held: torch.dtype  # in which they are reduced
+    identity: float
+    cut: "_Cut"
+    whole: Launch | None  # None for wide tokens
+    parts: tuple[Launch, ...]  # the visits to rows that are cut
+
+    def run(self, x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr, y: torch.Tensor | None,
+            a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+        """What `over_rows` gives."""
+        new = empty(x.device.type)
+        out = new(*self.out) if self.out else x
+        if out.numel() == 0:
+            return out
+        if self.whole is None:
+            columns.run(x, y, a, b, out, rows.offsets, rows.max_length, op, map, self.acc, self.held, self.identity)
+            return out
+        cut = self.cut
+        x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+        pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets,
+                    rows.first(cut.share, cut.shares))
+        start(self.whole, cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most))
+        if self.parts:
+            between = new((cut.parts, 2, 2), (4, 2, 1), self.held)
+            for visit in self.parts:
+                start(visit, cut.parts, (*pointers, between), (), (cut.shares, cut.share, cut.most))
+        return out
+
+
+class _Cut(NamedTuple):
+    """How rows are cut into tiles, shares and parts."""
+
+    width: int  # tokens of a row in a tile
+    warps: int  # of a program
+    share: int  # places in a share
     shares: int
-    programs: int
-    cut: bool  # whether rows may be longer than a share
-    group: int  # rows beside each other in a tile
-    mean: int  # and the tokens of each
-    numbers: tuple[int, int, int, int]
+    most: int  # tokens of a row that is not cut into parts
+    together: int  # shares in a part
+    parts: int  # 0 where it is known that no row is cut
+
+
+def _cut(total: int, n: int, max_length: int | None) -> _Cut:
+    longest = total if max_length is None else min(max_length, total)
+    width = min(triton.next_power_of_2(max(-(-total // max(n, 1)), 1)), _MOST_WARPS * _TOKENS)
+    if width < min(longest, _TOKENS):
+        width *= 2  # room for rows that are longer than the others
+    warps = max(width // _TOKENS, 1)
+    share, most = _SHARE * warps * _TOKENS, _MOST_TILES * warps * _TOKENS
+    shares, together = -(-(total + n) // share), max(_PART // share, 1)
+    return _Cut(width, warps, share, shares, most, together, -(-shares // together) if longest > most else 0)
 
 
 @lru_cache(1024)
-def _plan(device: torch.device, total: int, n: int, max_length: int | None, width: int) -> _Plan:
-    block = _block(width)
-    tokens, blocks = _ELEMENTS // block, -(-width // block)
-    items = total + n + 1
-    mean = min(tokens, triton.next_power_of_2(-(-total // max(n, 1)))) if total else 1
-    share = -(-items * blocks // (multiprocessors(device) * _PROGRAMS * tokens)) * tokens
-    if max_length is not None:
-        share = max(share, max_length)
-    share = min(share, _MOST_TILES * tokens)
-    count = -(-items // share)
-    stride = 1
-    while stride * shares.WIDE < n + 1:
-        stride *= shares.WIDE
-    return _Plan(count, count * blocks, count > 1 and (max_length is None or max_length > share),
-                 min(max(tokens // 2 // mean, 1), _MOST_ROWS), mean,
-                 (n, total, share, stride))
+def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int, map: int, dtype: torch.dtype | None,
+          shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
+    """For x, y, a, b and offsets of these dtypes, and x of this shape."""
+    total, *token = shape
+    acc = accumulator(dtypes[0] if dtype is None or op in _ARGS else dtype)
+    held = torch.int64 if op in _ARGS else acc
+    identity, cut = _identity(op, held), _cut(total, n, max_length)
+    strides = tuple(math.prod(token[i:]) for i in range(len(token) + 1))
+    out = None
+    if map != shares.COPY.value:
+        out = (total if map else n, *token), strides, dtype or (dtypes[0] if map else acc)
+    if strides[0] >= columns.LEAST:
+        return _Plan(out, acc, held, identity, cut, None, ())
+    reads = 2 if dtypes[1] else int(map != shares.COPY.value)
+    what = dict(OP=op, MAP=map)
+    same = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, IDENTITY=identity,
+                OTHER=0 if op in _ARGS else _identity(op, dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
+    tile, lanes = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
+    tiles = dict(G=tile // cut.width, W=cut.width, L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
+                 FL=lanes if cut.warps == 1 else min(4 * lanes, tile), VECTOR=cut.warps > 1)
+    many = held.itemsize > 4 or (reads == 2 and cut.warps == 1)
+    options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=_REGISTERS)
+    key = device, dtypes, out and out[2]
+    whole = _launch(key, shares.share_kernel, _items(what | tiles | same), _items(options))
+    tiles = dict(K=cut.together, F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
+    visits = () if not cut.parts else (False, True) if op else (True,)
+    parts = tuple(_launch(key, shares.part_kernel, _items(what | dict(AGAIN=again) | tiles | same),
+                          _items(dict(num_warps=_PART_WARPS)))
+                  for again in visits)
+    return _Plan(out, acc, held, identity, cut, whole, parts)
 
 
-def _block(width: int) -> int:
-    return min(triton.next_power_of_2(width), 128)
+def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(named.items())
 
 
 @cache
-def _launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], acc: torch.dtype, held: torch.dtype, op: int,
-              map: int, cut: bool, group: int, mean: int, width: int) -> tuple[Launch, Launch, Launch]:
-    """The first visit, what works on the parts of long rows, and the second visit, for x, y, a, b, ... of these dtypes."""
-    _, y, a, b, *_ = dtypes
-    block = _block(width)
-    reads = 2 if y is not None else int(map != shares.COPY.value)
-    same = dict(IDENTITY=_identity(op, held), C=width, BC=block)
-    more = dict(G=group, W=mean, READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_ACC[acc], KEPT=_ACC[held])
-    visits = [Launch(shares.share_kernel, dict(OP=op, MAP=map, CUT=cut, AGAIN=again, **same, **more), dict(num_warps=_WARPS))
-              for again in (False, True)]
-    kernel = shares.before_kernel if map in _SCANS else shares.add_kernel
-    between = Launch(kernel, dict(OP=op, MAP=map, **same, F=max(1, 1024 // block)), dict(num_warps=4))
-    return visits[0], between, visits[1]
+def _launch(key: Any, kernel: Any, constants: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> Launch:
+    """The launch of a kernel with these constants and options, for what `key` tells apart."""
+    return Launch(kernel, dict(constants), dict(options))
 
 
 def _reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
@@ -208,7 +263,7 @@ _reduce_op.register_autograd(
 def reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
     """Reduce the rows of x, (total, ...), in `dtype`, by "sum", "prod", "max", "min", "any" or "all"."""
     if torch.compiler.is_compiling():
-        return _reduce_op(x, *rows, op, dtype)
+        return _reduce_op(x, rows.offsets, rows.max_length, op, dtype)
     if x.requires_grad and torch.is_grad_enabled() and op not in ("any", "all"):
         return _Reduce.apply(x, rows, op, dtype)
     return _reduce(x, rows, op, dtype)
@@ -239,4 +294,4 @@ def too_wide(x: torch.Tensor) -> str | None:
 
 def rows_of(layout: Any) -> Rows:
     """The rows of a `scree.layout.Layout`."""
-    return Rows(layout.offsets.contiguous(), layout.max_length)
+    return Rows(layout.offsets.contiguous(), layout.max_length, layout.memo)

@@ -1,13 +1,15 @@
-"""Rows reduced, and what comes of that spread back over their tokens, in time that does not depend on how rows are skewed.
+"""Rows of single numbers reduced, and what comes of that spread back over their tokens, in time that does not depend on skew.
 
 Rows and tokens together form one list: row b comes right before its tokens, at place ``offsets[b] + b``. The list is cut
 into shares of equal length, one a program (Merrill and Garland, Merge-based parallel sparse matrix-vector multiplication,
-2016), so that neither one long row nor a million empty ones keep a program busy alone. A row no longer than a share is done
-as a whole by the program in whose share it begins, its second reading from the cache. Longer rows are done in parts: each
-program reduces the tokens in its share, a second kernel adds the parts up in a fixed order, and a third launch of the first
-kernel goes over the tokens again. Nothing is added with atomics: equal inputs give equal bits.
+2016), so that neither one long row nor a million empty ones keep a program busy alone. A row goes to the program in whose
+share it begins, which reads it once: short rows stand side by side in a tile of G rows and W tokens, the lanes of a warp
+sharing few rows, so that most of a reduction stays inside a lane. A row longer than W is read in several steps, and again
+from the cache where its tokens become something. Rows too long for one program are cut into parts: one launch reduces each
+part, the next one adds the parts of a row up in a fixed order and goes over the tokens again. Nothing is added with
+atomics: equal inputs give equal bits.
 
-Values have the shape (total, C). Tokens behind the last row count as one more row, n, whose tokens are written as 0.
+Values have the shape (total,). Tokens behind the last row are written as 0.
 """
 import triton
 import triton.language as tl
@@ -38,59 +40,6 @@ PICK = tl.constexpr(7)  # b / u where x is a, else 0
 RUNNING = tl.constexpr(8)  # the SUM or PROD of the tokens up to it
 RUNNING_BACK = tl.constexpr(9)  # the SUM of it and the tokens behind it
 
-_WIDE = tl.constexpr(512)
-WIDE = 512
-
-
-@triton.jit
-def _begin_before(OFFSETS, d0, d1, n, stride):
-    """How many rows begin before the places d0 and d1, by a search among 512 places at a time."""
-    each = tl.arange(0, _WIDE) + 1
-    low0 = d0 * 0
-    low1 = d0 * 0
-    while stride > 0:
-        row0 = low0 + each * stride - 1
-        row1 = low1 + each * stride - 1
-        place0 = tl.load(OFFSETS + row0, mask=row0 <= n, other=0) + row0
-        place1 = tl.load(OFFSETS + row1, mask=row1 <= n, other=0) + row1
-        low0 += tl.sum(((row0 <= n) & (place0 < d0)).to(tl.int32), 0) * stride
-        low1 += tl.sum(((row1 <= n) & (place1 < d1)).to(tl.int32), 0) * stride
-        stride = stride // _WIDE
-    return low0, low1
-
-
-@triton.jit
-def _bounds(OFFSETS, row, n, total):
-    start = tl.load(OFFSETS + row).to(tl.int64)
-    end = tl.load(OFFSETS + row + 1, mask=row < n, other=total).to(tl.int64)
-    return start, end
-
-
-@triton.jit
-def _read(X, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr):
-    """(G, BC, W) elements at tokens (G, W)."""
-    pointers = X + (tokens[:, None, :] * C + columns[None, :, None])
-    if C % BC == 0:
-        return tl.load(pointers, mask=valid[:, None, :], other=0)
-    return tl.load(pointers, mask=valid[:, None, :] & (columns < C)[None, :, None], other=0)
-
-
-@triton.jit
-def _write(OUT, y, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr):
-    pointers = OUT + (tokens[:, None, :] * C + columns[None, :, None])
-    if C % BC == 0:
-        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid[:, None, :])
-    else:
-        tl.store(pointers, y.to(OUT.dtype.element_ty), mask=valid[:, None, :] & (columns < C)[None, :, None])
-
-
-@triton.jit
-def _operand(A, rows, inside, columns, C: tl.constexpr, ACC: tl.constexpr):
-    """(G, BC, 1) the entries of some rows."""
-    pointers = A + (rows.to(tl.int64)[:, None, None] * C + columns[None, :, None])
-    return tl.load(pointers, mask=inside[:, None, None] & (columns < C)[None, :, None], other=0).to(ACC)
-
-
 @triton.jit
 def _times(a, b):
     return a * b
@@ -113,9 +62,8 @@ def _finite(m):
 
 
 @triton.jit
-def _nothing(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """What no tokens reduce to, (G, BC, 1)."""
-    return tl.full([G, BC, 1], IDENTITY, KEPT), tl.zeros([G, BC, 1], KEPT)
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -134,51 +82,85 @@ def _key(x, place, OP: tl.constexpr):
 
 
 @triton.jit
-def _step(u, v, x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """Reduce tokens (G, BC, W), at these places in their rows, (G, W), into what the rows have so far, (G, BC, 1)."""
-    valid = valid[:, None, :]
-    if OP == LSE:
-        x = tl.where(valid, x, -float("inf"))
-        m = tl.maximum(u, tl.max(x, 2, keep_dims=True))
-        low = _finite(m)
-        v = v * tl.where(u == -float("inf"), 1.0, tl.exp(_finite(u) - low)) + tl.sum(tl.exp(x - low), 2, keep_dims=True)
-        u = m
-    elif (OP == ARGMAX) | (OP == ARGMIN):
-        u = tl.maximum(u, tl.max(tl.where(valid, _key(x, place[:, None, :], OP), IDENTITY), 2, keep_dims=True))
-    elif OP == PROD:
-        u *= tl.reduce(tl.where(valid, x, IDENTITY), 2, _times, keep_dims=True)
+def _fold(x, AXIS: tl.constexpr, OP: tl.constexpr):
+    """Reduce one axis to length 1."""
+    if OP == PROD:
+        x = tl.reduce(x, AXIS, _times, keep_dims=True)
     elif OP == MAX:
-        u = _greater(u, tl.reduce(tl.where(valid, x, IDENTITY), 2, _greater, keep_dims=True))
+        x = tl.reduce(x, AXIS, _greater, keep_dims=True)
     elif OP == MIN:
-        u = _less(u, tl.reduce(tl.where(valid, x, IDENTITY), 2, _less, keep_dims=True))
-    elif OP == ANY:
-        u = tl.maximum(u, tl.max((valid & (x != 0)).to(u.dtype), 2, keep_dims=True))
+        x = tl.reduce(x, AXIS, _less, keep_dims=True)
+    elif (OP == LSE) | (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
+        x = tl.max(x, AXIS, keep_dims=True)
     elif OP == ALL:
-        u = tl.minimum(u, tl.min((~valid | (x != 0)).to(u.dtype), 2, keep_dims=True))
-    elif OP == DOT:
-        u += tl.sum(tl.where(valid, x * y, 0.0), 2, keep_dims=True)
-    elif OP == SUM_Y:
-        u += tl.sum(tl.where(valid, y, 0.0), 2, keep_dims=True)
-    elif OP == EQUAL:
-        u += tl.sum((valid & (x == a)).to(u.dtype), 2, keep_dims=True)
+        x = tl.min(x, AXIS, keep_dims=True)
     else:
-        u += tl.sum(tl.where(valid, x, 0), 2, keep_dims=True)
+        x = tl.sum(x, AXIS, keep_dims=True)
+    return x
+
+
+@triton.jit
+def _gather(us, vs, OP: tl.constexpr):
+    """One result, (1, G, 1), of many, (K, G, L); those of LSE have two numbers."""
+    u = _fold(_fold(us, 0, OP), 2, OP)
+    v = tl.zeros_like(u)
+    if OP == LSE:
+        v = _fold(_fold(vs * _exp(us - _finite(u)), 0, SUM), 2, SUM)
     return u, v
+
+
+@triton.jit
+def _join(u0, v0, u, v, OP: tl.constexpr):
+    """One result of two."""
+    if OP == LSE:
+        m = tl.maximum(u0, u)
+        low = _finite(m)
+        v = v0 * _exp(u0 - low) + v * _exp(u - low)
+        u = m
+    elif OP == PROD:
+        u *= u0
+    elif OP == MAX:
+        u = _greater(u0, u)
+    elif OP == MIN:
+        u = _less(u0, u)
+    elif (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
+        u = tl.maximum(u0, u)
+    elif OP == ALL:
+        u = tl.minimum(u0, u)
+    else:
+        u += u0
+    return u, v
+
+
+@triton.jit
+def _reduce(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """Reduce tokens (K, G, L), at these places in their rows, to (1, G, 1)."""
+    if (OP == ARGMAX) | (OP == ARGMIN):
+        x = tl.where(valid, _key(x, place, OP), IDENTITY)
+    elif (OP == ANY) | (OP == ALL):
+        x = (x != 0).to(KEPT)
+    elif OP == DOT:
+        x *= y
+    elif OP == SUM_Y:
+        x = y
+    elif OP == EQUAL:
+        x = (valid & (x == a)).to(KEPT)
+    return _gather(x, 1.0, OP)
 
 
 @triton.jit
 def _made(x, y, u, v, a, b, MAP: tl.constexpr):
     """What tokens become."""
     if MAP == SOFTMAX:
-        y = tl.exp(x - u) / v
+        y = _exp(x - u) * (1.0 / v)
     elif MAP == LOG_SOFTMAX:
         y = x - u - tl.log(tl.where(v == 0.0, 1.0, v))
     elif MAP == WEIGHTED:
-        y = tl.exp(x - u) / v * a
+        y = _exp(x - u) * (a / v)
     elif MAP == SOFTMAX_BACKWARD:
         y = x * (y - u)
     elif MAP == LOG_SOFTMAX_BACKWARD:
-        y = y - tl.exp(x) * u
+        y = y - _exp(x) * u
     elif MAP == PICK:
         y = tl.where(x == a, b / u, 0.0)
     else:
@@ -187,12 +169,11 @@ def _made(x, y, u, v, a, b, MAP: tl.constexpr):
 
 
 @triton.jit
-def _run(x, u, valid, MAP: tl.constexpr, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """What tokens (G, BC, W) become that run on from u, (G, BC, 1), and what the tokens after them run on from."""
-    x = tl.where(valid[:, None, :], x, IDENTITY)
+def _run(x, u, MAP: tl.constexpr, OP: tl.constexpr):
+    """What tokens (1, G, L) become that run on from u, (1, G, 1), and what the tokens after them run on from."""
     if OP == PROD:
-        return tl.cumprod(x, 2) * u, tl.reduce(x, 2, _times, keep_dims=True) * u
-    return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, tl.sum(x, 2, keep_dims=True) + u
+        return tl.cumprod(x, 2) * u, _fold(x, 2, OP) * u
+    return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, _fold(x, 2, OP) + u
 
 
 @triton.jit
@@ -206,326 +187,254 @@ def _result(u, v, OP: tl.constexpr, IDENTITY: tl.constexpr):
 
 
 @triton.jit
-def _pair(X, Y, tokens, valid, columns, C: tl.constexpr, BC: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
-    if READS == 0:
-        x = tl.zeros([tokens.shape[0], BC, tokens.shape[1]], ACC)
-    else:
-        x = _read(X, tokens, valid, columns, C, BC).to(ACC)
-    if READS == 2:
-        y = _read(Y, tokens, valid, columns, C, BC).to(ACC)
-    else:
-        y = x
-    return x, y
+def _nothing(G: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """What no tokens reduce to, (1, G, 1)."""
+    return tl.full([1, G, 1], IDENTITY, KEPT), tl.zeros([1, G, 1], KEPT)
 
 
 @triton.jit
-def _chunk(X, Y, at, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr,
-           ACC: tl.constexpr):
-    """Tokens [at, at + F) as a (1, BC, F) tile, and which are in [t0, t1). `at` is a multiple of 16 for single columns."""
-    each = tl.arange(0, F)[None, :]
-    valid = (each >= tl.maximum(t0 - at, 0).to(tl.int32)) & (each < tl.minimum(t1 - at, F).to(tl.int32))
-    if (C == 1) & (READS > 0):  # without a mask the copy is of 16 bytes a thread
-        at = tl.multiple_of(at, 16)
-        line = tl.arange(0, F)[None, None, :]
-        if (at >= t0) & (at + F <= t1):
-            x = tl.load(X + at + line).to(ACC)
-            y = tl.load((Y if READS == 2 else X) + at + line).to(ACC)
-        else:
-            x = tl.load(X + at + line, mask=valid[:, None, :], other=0).to(ACC)
-            y = tl.load((Y if READS == 2 else X) + at + line, mask=valid[:, None, :], other=0).to(ACC)
-    else:
-        x, y = _pair(X + at * C, Y + at * C, each, valid, columns, C, BC, READS, ACC)
-    return x, y, valid
+def _bounds(OFFSETS, row):
+    return tl.load(OFFSETS + row).to(tl.int64), tl.load(OFFSETS + row + 1).to(tl.int64)
 
 
 @triton.jit
-def _reduce_flat(X, Y, a, start, t0, t1, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-                 F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
-    """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
-    u, v = _nothing(1, BC, IDENTITY, KEPT)
-    for at in range(t0 // 16 * 16 if C == 1 else t0, t1, F):
-        x, y, valid = _chunk(X, Y, at, t0, t1, columns, C, BC, F, READS, ACC)
-        u, v = _step(u, v, x, y, a, valid, at - start + tl.arange(0, F)[None, :], OP, IDENTITY)
-    return u, v
-
-
-@triton.jit
-def _map_flat(X, Y, OUT, u, v, a, b, real, t0, t1, columns, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-              C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
-    """Write what the tokens [t0, t1) of one row become."""
-    begin = t0 // 16 * 16 if C == 1 else t0
-    for done in range(0, t1 - begin, F):
-        at = begin + done
-        if MAP == RUNNING_BACK:
-            at = begin + (t1 - begin - 1) // F * F - done
-        x, y, valid = _chunk(X, Y, at, t0, t1, columns, C, BC, F, READS, ACC)
-        if (MAP == RUNNING) | (MAP == RUNNING_BACK):
-            made, u = _run(x, u, valid, MAP, OP, IDENTITY)
-        else:
-            made = _made(x, y, u, v, a, b, MAP)
-        made = tl.where(real, made, 0)
-        each = tl.arange(0, F)[None, :]
-        if C == 1:
-            at = tl.multiple_of(at, 16)
-            line = tl.arange(0, F)[None, None, :]
-            made = made.to(OUT.dtype.element_ty)
-            if (at >= t0) & (at + F <= t1):
-                tl.store(OUT + at + line, made)
-            else:
-                tl.store(OUT + at + line, made, mask=valid[:, None, :])
-        else:
-            _write(OUT + at * C, made, each, valid, columns, C, BC)
-
-
-@triton.jit
-def _clear(OUT, t0, t1, columns, C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
-    """Write 0 to the tokens [t0, t1)."""
-    for at in range(t0, t1, F):
-        tokens = at + tl.arange(0, F)[None, :]
-        _write(OUT, tl.zeros([1, BC, F], OUT.dtype.element_ty), tokens, tokens < t1, columns, C, BC)
-
-
-@triton.jit
-def _row(X, Y, A, B, ROWS, OUT, row, start, end, n, columns, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-         C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
-         ACC: tl.constexpr, KEPT: tl.constexpr):
-    """One whole row."""
-    one = row + tl.zeros([1], tl.int32)
-    a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
-    if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
-        u, v = _nothing(1, BC, IDENTITY, KEPT)
-    else:
-        u, v = _reduce_flat(X, Y, a, start, start, end, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
-    if MAP == NONE:
-        _keep(ROWS, _result(u, v, OP, IDENTITY), one, one < n, columns, C)
-    else:
-        if OP == LSE:
-            u = _finite(u)
-        _map_flat(X, Y, OUT, u, v, a, b, row < n, start, end, columns, OP, MAP, IDENTITY, C, BC, F, READS, ACC)
-
-
-@triton.jit
-def _operands(A, B, rows, n, columns, C: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
-    inside = rows < n
+def _operands(A, B, rows, inside, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
+    """(1, G, 1) the entries of rows (G,)."""
     a = tl.zeros([1, 1, 1], ACC)
     b = tl.zeros([1, 1, 1], ACC)
     if HAS_A:
-        a = _operand(A, rows, inside, columns, C, ACC)
+        a = tl.load(A + rows, mask=inside, other=0).to(ACC)[None, :, None]
     if HAS_B:
-        b = _operand(B, rows, inside, columns, C, ACC)
+        b = tl.load(B + rows, mask=inside, other=0).to(ACC)[None, :, None]
     return a, b
 
 
 @triton.jit
-def _keep(ROWS, u, rows, inside, columns, C: tl.constexpr):
-    pointers = ROWS + (rows.to(tl.int64)[:, None, None] * C + columns[None, :, None])
-    tl.store(pointers, u.to(ROWS.dtype.element_ty), mask=inside[:, None, None] & (columns < C)[None, :, None])
+def _read(X, Y, line, step, valid, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
+    """The tokens (K, G, L) at `line`, (1, G, L), + `step`, (K, 1, 1); what changes no result where they are not valid."""
+    if READS == 0:
+        x = tl.zeros(valid.shape, ACC)
+    else:
+        x = tl.load(X + line + step, mask=valid, other=OTHER).to(ACC)
+    y = x
+    if READS == 2:
+        y = tl.load(Y + line + step, mask=valid, other=0).to(ACC)
+    return x, y
 
 
-@triton.jit(do_not_specialize=("n", "total", "share", "stride"))
-def share_kernel(X, Y, A, B, ROWS, OUT, PARTS, LONG, OFFSETS, n, total, share, stride, OP: tl.constexpr, MAP: tl.constexpr,
-                 CUT: tl.constexpr, AGAIN: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-                 G: tl.constexpr, W: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr,
-                 ACC: tl.constexpr, KEPT: tl.constexpr):
-    """The rows of one share: ROWS (n, C), or with MAP the tokens OUT (total, C). Tokens are read as ACC and reduced in KEPT.
+@triton.jit
+def _lines(K: tl.constexpr, L: tl.constexpr):
+    """(1, 1, L) and (K, 1, 1), which together count K * L tokens: first along the lanes, then within each."""
+    return tl.arange(0, L)[None, None, :], (tl.arange(0, K) * L)[:, None, None]
 
-    With CUT rows may be longer than a share: PARTS (shares, 2, 2, C) holds what the share's end of an earlier row (0) and its
-    beginning of a later one (1) reduce to, LONG (shares, 2) these rows or -1. AGAIN is the second visit, which maps the tokens
-    of long rows by what `add_kernel` has left in ROWS (2, n, C), or runs on from what `before_kernel` has left in PARTS.
-    """
+
+@triton.jit
+def _chunk(X, Y, at, t0, t1, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr, READS: tl.constexpr,
+           OTHER: tl.constexpr, ACC: tl.constexpr):
+    """Tokens [at, at + F) as (F / L, 1, L), and which are in [t0, t1)."""
+    line, step = _lines(F // L, L)
+    valid = (line + step >= tl.maximum(t0 - at, 0).to(tl.int32)) & (line + step < tl.minimum(t1 - at, F).to(tl.int32))
+    if VECTOR and READS > 0:
+        if (at >= t0) & (at + F <= t1):  # without a mask a lane loads 16 bytes at once
+            x = tl.load(X + at + line + step).to(ACC)
+            y = tl.load((Y if READS == 2 else X) + at + line + step).to(ACC)
+        else:
+            x, y = _read(X + at, Y + at, line, step, valid, READS, OTHER, ACC)
+    else:
+        x, y = _read(X + at, Y + at, line, step, valid, READS, OTHER, ACC)
+    return x, y, valid
+
+
+@triton.jit
+def _reduce_tokens(X, Y, a, start, t0, t1, OP: tl.constexpr, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr,
+                   READS: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
+    u, v = _nothing(1, IDENTITY, KEPT)
+    line, step = _lines(F // L, L)
+    begin = t0 - t0 % 32
+    for done in range(0, t1 - begin, F):
+        at = begin + done
+        if VECTOR:
+            at = tl.multiple_of(at, 32)
+        x, y, valid = _chunk(X, Y, at, t0, t1, F, L, VECTOR, READS, OTHER, ACC)
+        more_u, more_v = _reduce(x, y, a, valid, at - start + line + step, OP, IDENTITY, KEPT)
+        u, v = _join(u, v, more_u, more_v, OP)
+    return u, v
+
+
+@triton.jit
+def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
+                VECTOR: tl.constexpr, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
+    """Write what the tokens [t0, t1) of one row become."""
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    F: tl.constexpr = G * W
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    program = tl.program_id(0)
-    if AGAIN:  # backwards: what was read last is still in the cache
-        program = tl.num_programs(0) - 1 - program
-    p = program // BLOCKS
-    columns = (program % BLOCKS) * BC + tl.arange(0, BC)
-    d0 = p.to(tl.int64) * share
-    d1 = d0 + share
-    if not AGAIN:
-        first, last = _begin_before(OFFSETS, d0, d1, n, stride)
-
-    if CUT:
-        for side in tl.static_range(2):  # the end of a long row that began earlier, the beginning of one that goes on
-            if AGAIN:
-                row = tl.load(LONG + p * 2 + side).to(tl.int64)
-                has = row >= 0
+    LANES: tl.constexpr = F if RUN else L
+    line, step = _lines(F // LANES, LANES)
+    begin = t0 - t0 % 32
+    for done in range(0, t1 - begin, F):
+        at = begin + done
+        if MAP != RUNNING:  # backwards: what was read last is still in the cache
+            at = begin + (t1 - begin - 1) // F * F - done
+        if VECTOR:
+            at = tl.multiple_of(at, 32)
+        x, y, valid = _chunk(X, Y, at, t0, t1, F, LANES, VECTOR, READS, OTHER, ACC)
+        if RUN:
+            made, u = _run(x, u, MAP, OP)
+        else:
+            made = _made(x, y, u, v, a, b, MAP)
+        made = made.to(OUT.dtype.element_ty)
+        if VECTOR:
+            if (at >= t0) & (at + F <= t1):
+                tl.store(OUT + at + line + step, made)
             else:
-                row = first - 1 if side == 0 else last - 1
-                has = first > 0 if side == 0 else last > first
-            found = -1
-            if has:
-                start, end = _bounds(OFFSETS, row, n, total)
-                t0 = d0 - row - 1 if side == 0 else start
-                t1 = tl.minimum(end, d1 - row - 1)
-                if (end - start > share) & (t0 <= t1):
-                    found = row.to(tl.int32)
-                    one = row + tl.zeros([1], tl.int64)
-                    a, b = _operands(A, B, one, n, columns, C, HAS_A, HAS_B, ACC)
-                    part = PARTS + (p.to(tl.int64) * 2 + side) * 2 * C + columns[None, :, None]
-                    if AGAIN or OP == NONE:
-                        u, v = _nothing(1, BC, IDENTITY, KEPT)
-                        if AGAIN and RUN:
-                            u = tl.load(part + C, mask=(columns < C)[None, :, None], other=0)
-                        elif AGAIN:
-                            u = _operand(ROWS, one, one < n, columns, C, ACC)
-                            v = _operand(ROWS + n.to(tl.int64) * C, one, one < n, columns, C, ACC)
-                        _map_flat(X, Y, OUT, u, v, a, b, row < n, t0, t1, columns, OP, MAP, IDENTITY, C, BC, F, READS, ACC)
-                    else:
-                        u, v = _reduce_flat(X, Y, a, start, t0, t1, columns, OP, IDENTITY, C, BC, F, READS, ACC, KEPT)
-                        tl.store(part, u, mask=(columns < C)[None, :, None])
-                        tl.store(part + C, v, mask=(columns < C)[None, :, None])
-            if OP != NONE and not AGAIN:
-                tl.store(LONG + p * 2 + side, found)
-    elif MAP != NONE:  # no row is so long, but there may be as many tokens behind the last one
-        behind = tl.load(OFFSETS + n).to(tl.int64)
-        _clear(OUT, tl.maximum(behind, d0 - n - 1), tl.minimum(total, d1 - n - 1), columns, C, BC, F)
-
-    if not AGAIN:
-        if G == 1:
-            for row in range(first, last):
-                start, end = _bounds(OFFSETS, row, n, total)
-                if end - start <= share:
-                    _row(X, Y, A, B, ROWS, OUT, row, start, end, n, columns, OP, MAP, IDENTITY, C, BC, F, READS, HAS_A, HAS_B,
-                         ACC, KEPT)
+                tl.store(OUT + at + line + step, made, mask=valid)
         else:
-            each = tl.arange(0, G)
-            within = tl.arange(0, W)[None, :]
-            for group in range(first, last, G):
-                rows = group + each
-                base = tl.load(OFFSETS + group).to(tl.int64)
-                starts = (tl.load(OFFSETS + rows, mask=rows < last, other=0) - base).to(tl.int32)
-                ends = tl.load(OFFSETS + rows + 1, mask=(rows < last) & (rows < n), other=total) - base
-                ends = tl.minimum(ends, starts + (share + 1)).to(tl.int32)
-                whole = (rows < last) & (ends - starts <= share)
-                lengths = tl.where(whole, ends - starts, 0)
-                longest = tl.max(lengths, 0)
-                a, b = _operands(A, B, rows, n, columns, C, HAS_A, HAS_B, ACC)
-                u, v = _nothing(G, BC, IDENTITY, KEPT)
-                real = (rows < n)[:, None, None]
-                if longest <= W:  # every row is read once
-                    at = tl.where(whole, starts, 0)[:, None] + within
-                    valid = within < lengths[:, None]
-                    x, y = _pair(X + base * C, Y + base * C, at, valid, columns, C, BC, READS, ACC)
-                    if RUN:
-                        made, u = _run(x, u, valid, MAP, OP, IDENTITY)
-                    elif OP != NONE:
-                        u, v = _step(u, v, x, y, a, valid, within + tl.zeros_like(at), OP, IDENTITY)
-                    if MAP == NONE:
-                        _keep(ROWS, _result(u, v, OP, IDENTITY), rows, whole & (rows < n), columns, C)
-                    else:
-                        if OP == LSE:
-                            u = _finite(u)
-                        if not RUN:
-                            made = _made(x, y, u, v, a, b, MAP)
-                        _write(OUT + base * C, tl.where(real, made, 0), at, valid, columns, C, BC)
-                else:
-                    little = whole & (lengths <= 2 * W)
-                    some = tl.where(little, lengths, 0)
-                    begin = tl.where(little, starts, 0)[:, None]
-                    if (OP != NONE) & (not RUN):
-                        for i in range(0, tl.minimum(longest, 2 * W), W):
-                            exists = i + within < some[:, None]
-                            x_i, y_i = _pair(X + base * C, Y + base * C, begin + i + within, exists, columns, C, BC, READS, ACC)
-                            u, v = _step(u, v, x_i, y_i, a, exists, i + within + tl.zeros_like(begin), OP, IDENTITY)
-                    if MAP == NONE:
-                        _keep(ROWS, _result(u, v, OP, IDENTITY), rows, little & (rows < n), columns, C)
-                    else:
-                        if OP == LSE:
-                            u = _finite(u)
-                        for j in range(0, tl.minimum(longest, 2 * W), W):
-                            i = (tl.minimum(longest, 2 * W) - 1) // W * W - j if MAP == RUNNING_BACK else j
-                            exists = i + within < some[:, None]
-                            x_i, y_i = _pair(X + base * C, Y + base * C, begin + i + within, exists, columns, C, BC, READS, ACC)
-                            if RUN:
-                                value, u = _run(x_i, u, exists, MAP, OP, IDENTITY)
-                            else:
-                                value = _made(x_i, y_i, u, v, a, b, MAP)
-                            _write(OUT + base * C, tl.where(real, value, 0), begin + i + within, exists, columns, C, BC)
-                    more = tl.where(little, 0, lengths)  # rows too long to stand beside the others, one at a time
-                    for _ in range(tl.sum((more > 0).to(tl.int32), 0)):
-                        i = tl.argmax(more, 0)
-                        start, end = _bounds(OFFSETS, group + i, n, total)
-                        _row(X, Y, A, B, ROWS, OUT, group + i, start, end, n, columns, OP, MAP, IDENTITY, C, BC, F, READS,
-                             HAS_A, HAS_B, ACC, KEPT)
-                        more = tl.where(each == i, 0, more)
+            tl.store(OUT + at + line + step, made, mask=valid)
 
 
-@triton.jit(do_not_specialize=("n", "total", "share"))
-def add_kernel(PARTS, LONG, ROWS, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-               C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
-    """Each long row from its parts, by the program of the share in which it begins: ROWS (n, C), with MAP (2, n, C)."""
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    p = tl.program_id(0) // BLOCKS
-    row = tl.load(LONG + p * 2 + 1)
-    if (row < 0) | (row >= n):
-        return
-    columns = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
-    inside = (columns < C)[None, :, None]
-    _, end = _bounds(OFFSETS, row, n, total)
-    part = PARTS + columns[None, :, None]
-    u = tl.load(part + (p.to(tl.int64) * 2 + 1) * 2 * C, mask=inside, other=0)
-    v = tl.load(part + (p.to(tl.int64) * 2 + 1) * 2 * C + C, mask=inside, other=0)
-    stop = (end + row) // share + 1
-    for q in range(p.to(tl.int64) + 1, stop, F):
-        parts = q + tl.arange(0, F)[None, None, :]
-        valid = (parts < stop) & inside
-        us = tl.load(part + parts * 4 * C, mask=valid, other=IDENTITY)
-        vs = tl.load(part + parts * 4 * C + C, mask=valid, other=0)
-        if OP == LSE:
-            m = tl.maximum(u, tl.max(us, 2, keep_dims=True))
-            low = _finite(m)
-            v = v * tl.where(u == -float("inf"), 1.0, tl.exp(_finite(u) - low))
-            v += tl.sum(vs * tl.where(us == -float("inf"), 1.0, tl.exp(_finite(us) - low)), 2, keep_dims=True)
-            u = m
-        elif OP == PROD:
-            u *= tl.reduce(us, 2, _times, keep_dims=True)
-        elif (OP == ARGMAX) | (OP == ARGMIN):
-            u = tl.maximum(u, tl.max(us, 2, keep_dims=True))
-        elif (OP == MAX) | (OP == ANY):
-            u = _greater(u, tl.reduce(us, 2, _greater, keep_dims=True))
-        elif (OP == MIN) | (OP == ALL):
-            u = _less(u, tl.reduce(us, 2, _less, keep_dims=True))
-        else:
-            u += tl.sum(us, 2, keep_dims=True)
-    out = ROWS + row.to(tl.int64) * C + columns[None, :, None]
+@triton.jit
+def _keep(OUT, u, v, rows, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
+    """Write what rows (G,) reduce to."""
+    tl.store(OUT + rows[None, :, None], _result(u, v, OP, IDENTITY).to(OUT.dtype.element_ty), mask=inside[None, :, None])
+
+
+@triton.jit
+def _row(X, Y, A, B, OUT, OFFSETS, row, OP: tl.constexpr, MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
+         VECTOR: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr,
+         OTHER: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """One whole row, F tokens at a time."""
+    start, end = _bounds(OFFSETS, row)
+    one = row + tl.zeros([1], tl.int32)
+    a, b = _operands(A, B, one, one >= 0, HAS_A, HAS_B, ACC)
+    if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
+        u, v = _nothing(1, IDENTITY, KEPT)
+    else:
+        u, v = _reduce_tokens(X, Y, a, start, start, end, OP, F, L, VECTOR, READS, IDENTITY, OTHER, ACC, KEPT)
     if MAP == NONE:
-        tl.store(out, _result(u, v, OP, IDENTITY).to(ROWS.dtype.element_ty), mask=inside)
+        _keep(OUT, u, v, one, one >= 0, OP, IDENTITY)
     else:
         if OP == LSE:
             u = _finite(u)
-        tl.store(out, u, mask=inside)
-        tl.store(out + n.to(tl.int64) * C, v, mask=inside)
+        _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC)
 
 
-@triton.jit(do_not_specialize=("n", "total", "share"))
-def before_kernel(PARTS, LONG, OFFSETS, n, total, share, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-                  C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr):
-    """What each part of a long row runs on from: the SUM or PROD of those before it, with RUNNING_BACK of those behind it."""
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    p = tl.program_id(0).to(tl.int64) // BLOCKS
-    row = tl.load(LONG + p * 2 + 1)
-    if (row < 0) | (row >= n):
-        return
-    columns = (tl.program_id(0) % BLOCKS) * BC + tl.arange(0, BC)
-    inside = (columns < C)[None, :, None]
-    _, end = _bounds(OFFSETS, row, n, total)
-    part = PARTS + columns[None, :, None]
-    stop = (end + row) // share + 1
-    u, _ = _nothing(1, BC, IDENTITY, PARTS.dtype.element_ty)
-    if MAP == RUNNING:
-        tl.store(part + (p * 4 + 2) * C + C, u, mask=inside)
-    for done in range(0, stop - p - 1, F):
-        q = p + 1 + done
-        if MAP == RUNNING_BACK:
-            q = p + 1 + (stop - p - 2) // F * F - done
-        parts = q + tl.arange(0, F)[None, None, :]
-        other = parts + 1 if MAP == RUNNING_BACK else parts - 1  # a part runs on from its neighbor
-        there = (parts < stop) & (other < stop)
-        x = tl.load(part + (other * 4 + tl.where(other == p, 2, 0)) * C, mask=there & inside, other=IDENTITY)
-        x, u = _run(x, u, tl.reshape(there, [1, F]), MAP, OP, IDENTITY)
-        tl.store(part + parts * 4 * C + C, x, mask=(parts < stop) & inside)
-    if MAP == RUNNING_BACK:
-        first = tl.load(part + (p + 1) * 4 * C, mask=inside, other=IDENTITY)
-        tl.store(part + (p * 4 + 2) * C + C, u + first, mask=inside)
+@triton.jit
+def _clear(OUT, OFFSETS, token, n, total, share, F: tl.constexpr):
+    """Write 0 to those of the tokens [token, token + share) that are behind the last row."""
+    end = tl.minimum(total, token + share)
+    for at in range(tl.maximum(tl.load(OFFSETS + n).to(tl.int64), token), end, F):
+        tokens = at + tl.arange(0, F)
+        tl.store(OUT + tokens, tl.zeros([F], OUT.dtype.element_ty), mask=tokens < end)
+
+
+@triton.jit(do_not_specialize=("n", "count", "share", "bisections"))
+def first_kernel(OFFSETS, FIRST, n, count, share, bisections, BLOCK: tl.constexpr):
+    """FIRST (count + 1,): how many rows begin before each share, and before the end of the last one."""
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + n
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        before = (low < high) & (tl.load(OFFSETS + middle).to(tl.int64) + middle < p.to(tl.int64) * share)
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    tl.store(FIRST + p, low, mask=p <= count)
+
+
+@triton.jit(do_not_specialize=("n", "total", "share", "most"))
+def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, OP: tl.constexpr, MAP: tl.constexpr, G: tl.constexpr,
+                 W: tl.constexpr, L: tl.constexpr, FL: tl.constexpr, VECTOR: tl.constexpr, READS: tl.constexpr,
+                 HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
+                 ACC: tl.constexpr, KEPT: tl.constexpr):
+    """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens OUT (total,).
+
+    Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the program for itself.
+    """
+    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
+    LANES: tl.constexpr = W if RUN else L
+    p = tl.program_id(0)
+    first = tl.load(FIRST + p)
+    last = tl.load(FIRST + p + 1)
+    if MAP != NONE:
+        _clear(OUT, OFFSETS, p.to(tl.int64) * share - n, n, total, share, G * W)
+    each = tl.arange(0, G)
+    line, step = _lines(W // LANES, LANES)
+    for group in range(first, last, G):
+        rows = group + each
+        base = tl.load(OFFSETS + group).to(tl.int64)
+        starts = (tl.load(OFFSETS + rows, mask=rows < last, other=0) - base).to(tl.int32)
+        ends = tl.load(OFFSETS + rows + 1, mask=rows < last, other=0) - base
+        lengths = tl.minimum(ends - starts, most + 1).to(tl.int32)
+        short = (rows < last) & (lengths <= W)
+        valid = line + step < tl.where(short, lengths, 0)[None, :, None]
+        at = starts[None, :, None] + line
+        a, b = _operands(A, B, rows, rows < last, HAS_A, HAS_B, ACC)
+        x, y = _read(X + base, Y + base, at, step, valid, READS, OTHER, ACC)
+        u, v = _nothing(G, IDENTITY, KEPT)
+        if RUN:
+            made, u = _run(x, u, MAP, OP)
+        elif OP != NONE:
+            u, v = _reduce(x, y, a, valid, line + step, OP, IDENTITY, KEPT)
+        if MAP == NONE:
+            _keep(OUT, u, v, rows, short, OP, IDENTITY)
+        else:
+            if OP == LSE:
+                u = _finite(u)
+            if not RUN:
+                made = _made(x, y, u, v, a, b, MAP)
+            tl.store(OUT + base + at + step, made.to(OUT.dtype.element_ty), mask=valid)
+        longer = tl.where((rows < last) & (lengths > W) & (lengths <= most), 1, 0)
+        for _ in range(tl.sum(longer, 0)):
+            i = tl.argmax(longer, 0)
+            longer = tl.where(each == i, 0, longer)
+            _row(X, Y, A, B, OUT, OFFSETS, group + i, OP, MAP, G * W, FL, VECTOR, READS, HAS_A, HAS_B, IDENTITY, OTHER, ACC, KEPT)
+
+
+@triton.jit(do_not_specialize=("count", "share", "most"))
+def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, count, share, most, OP: tl.constexpr, MAP: tl.constexpr,
+                AGAIN: tl.constexpr, K: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
+                HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
+                ACC: tl.constexpr, KEPT: tl.constexpr):
+    """Rows of more than `most` tokens in the K shares of one part; no part has more than `most` tokens.
+
+    The first visit leaves in PARTS (parts, 2, 2) what the part's end of an earlier row (0) and its beginning of a later one
+    (1) reduce to. The second visit, AGAIN, does with whole rows what `share_kernel` does.
+    """
+    part = share * K
+    p = tl.program_id(0)
+    if AGAIN:  # backwards: what was read last is still in the cache
+        p = tl.num_programs(0) - 1 - p
+    first = tl.load(FIRST + p * K)
+    last = tl.load(FIRST + tl.minimum(p * K + K, count))
+    for side in tl.static_range(1 if AGAIN and MAP == NONE else 0, 2):
+        row = first - 1 if side == 0 else last - 1
+        if (first > 0 if side == 0 else last > first):
+            start, end = _bounds(OFFSETS, row)
+            t0 = p.to(tl.int64) * part - row - 1 if side == 0 else start
+            t1 = tl.minimum(end, (p.to(tl.int64) + 1) * part - row - 1)
+            if (end - start > most) & (t0 <= t1):
+                one = row + tl.zeros([1], tl.int32)
+                a, b = _operands(A, B, one, one >= 0, HAS_A, HAS_B, ACC)
+                if not AGAIN:
+                    u, v = _reduce_tokens(X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT)
+                    here = PARTS + (p.to(tl.int64) * 2 + side) * 2 + tl.zeros([1, 1, 1], tl.int32)
+                    tl.store(here, u)
+                    tl.store(here + 1, v)
+                else:
+                    u, v = _nothing(1, IDENTITY, KEPT)
+                    if OP != NONE:
+                        begin = (start + row) // part
+                        at = p + 1 if MAP == RUNNING_BACK else begin
+                        stop = p if MAP == RUNNING else (end + row) // part + 1
+                        for q in range(at, stop, 1024):
+                            parts = q + tl.arange(0, 1024)[None, None, :]
+                            here = PARTS + (parts * 2 + (parts == begin)) * 2
+                            us = tl.load(here, mask=parts < stop, other=IDENTITY)
+                            vs = tl.load(here + 1, mask=parts < stop, other=0)
+                            more_u, more_v = _gather(us, vs, OP)
+                            u, v = _join(u, v, more_u, more_v, OP)
+                    if MAP == NONE:
+                        _keep(OUT, u, v, one, one >= 0, OP, IDENTITY)
+                    else:
+                        if OP == LSE:
+                            u = _finite(u)
+                        _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC)

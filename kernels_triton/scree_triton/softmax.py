@@ -83,7 +83,7 @@ _op.register_autograd(
 def over(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
     """Softmax, "log_softmax" or "logsumexp" of the rows of x, (total, ...)."""
     if torch.compiler.is_compiling():
-        return _op(x, *rows, kind)
+        return _op(x, rows.offsets, rows.max_length, kind)
     if x.requires_grad and torch.is_grad_enabled():
         return _Softmax.apply(x, rows, kind)
     return _forward(x, rows, kind)

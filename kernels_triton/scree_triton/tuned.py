@@ -20,21 +20,24 @@ class Tiles(NamedTuple):
 
 
 class GluonTiles(NamedTuple):
-    """Queries, keys and stages of the three Gluon kernels; for the backward also the stages of the side it owns."""
+    """Queries, keys and stages of the three Gluon kernels.
 
-    forward: tuple[int, int, int]
+    Further, of the forward the programs that share a multiprocessor, and of the backward the stages of the side it owns.
+    """
+
+    forward: tuple[int, int, int, int]
     dq: tuple[int, int, int, int]
     dkdv: tuple[int, int, int, int]
 
 
-# By head_dim, measured on an H100.
+# By bytes of an element and head_dim, measured on an H100.
 GLUON = {
-    32: GluonTiles((128, 128, 4), (128, 64, 4, 2), (64, 128, 4, 2)),
-    64: GluonTiles((128, 128, 4), (128, 64, 4, 2), (64, 128, 4, 2)),
-    128: GluonTiles((128, 128, 2), (128, 64, 3, 1), (64, 128, 3, 1)),
+    (2, 32): GluonTiles((64, 64, 3, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
+    (2, 64): GluonTiles((64, 64, 3, 3), (128, 128, 3, 2), (64, 128, 4, 2)),
+    (2, 128): GluonTiles((128, 128, 2, 1), (128, 64, 3, 1), (64, 128, 3, 1)),
+    (4, 32): GluonTiles((128, 64, 3, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
+    (4, 64): GluonTiles((128, 64, 3, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
 }
-# The same for float32, whose operands are split.
-GLUON_FLOAT32 = {dim: GluonTiles((128, 64, 3), (128, 64, 2, 1), (64, 128, 2, 1)) for dim in (32, 64)}
 
 # By bytes of an element and padded head_dim. Measured on Hopper.
 _HOPPER = {

@@ -77,6 +77,20 @@ def test_error(case):
         assert torch.equal(x, y), f"{name}: two runs differ"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                    reason="elsewhere float32 is multiplied as three TF32 products")
+@pytest.mark.parametrize("case", [
+    case for dim in (32, 64)
+    for case in (Case(f32, dim, dim, 4, 2, LONG, causal=True), Case(f32, dim, dim, 4, 1, LONGER, MIXED, causal=True),
+                 Case(f32, dim, dim, 4, 4, MIXED, LONGER), Case(f32, dim, dim, 2, 2, (4000, 17)))], ids=lambda c: c.name)
+def test_float32_products(case):
+    """What Hopper makes of six products of bfloat16 is as good as float32 itself."""
+    p = problem(case, "cuda")
+    exact, eager = reference(case, p, torch.float64), reference(case, p, f32)
+    for name, x, e, other in zip(("out", "lse", "dq", "dk", "dv"), run(case, p), exact, eager):
+        assert distance(x, e) < 2 * distance(other, e), name
+
+
 @pytest.mark.parametrize("dtype, dim, options, bound", [
     (f32, 64, dict(window=(4, 6)), 1e-5), (bf16, 128, dict(causal=True, deterministic=True), 2e-2),
 ])

@@ -62,6 +62,27 @@ def test_every_dtype(dtype, dim):
         assert equal(scree.gather(x, index, kernel="triton"), [everything[[60, 0]], everything[[0, 7, 60]]])
 
 
+@pytest.mark.parametrize(("token", "long"), [((), False), ((2,), False), ((), True)])
+def test_many_rows(token, long, monkeypatch):
+    """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""
+    monkeypatch.setattr(copies, "_long", lambda *tokens: long)
+    lengths = torch.randint(-3, 5, (700,), generator=torch.Generator().manual_seed(0)).clamp(min=0)
+    x = scree.from_lengths(numbers(int(lengths.sum()), *token), lengths)
+    rows = rows_of(x)
+    padded, _ = scree.to_padded(x, kernel="triton")
+    assert equal(scree.from_padded(padded, lengths=lengths, kernel="triton"), rows)
+    assert equal(x[:, ::-1], [row[::-1] for row in rows])
+    joined = scree.namespace(x).concat([x, x[::-1]], axis=1)
+    assert equal(joined, [np.concatenate(pair) for pair in zip(rows, rows[::-1])])
+
+
+def test_offsets_of_two_dtypes():
+    values, cu = numbers(5), torch.tensor([0, 2, 5], device=DEVICE)
+    x, y = (scree.from_offsets(values, cu.to(dtype)) for dtype in (torch.int32, torch.int64))
+    joined = scree.namespace(x).concat([x, y], axis=1)
+    assert equal(joined, [np.concatenate([row, row]) for row in rows_of(x)])
+
+
 def test_reasons():
     x = scree.from_lengths(numbers(5, 2), [2, 3])
     assert "up to 4" in scree.explain("join", [x] * 5, x.layout).rejected["triton"]
@@ -72,11 +93,10 @@ def test_reasons():
     assert "add up bool" in scree.explain("scatter", x.values.bool(), places, 6, add=True).rejected["triton"]
 
 
-@pytest.mark.parametrize("width", [(), (3,), (600,)])
 @pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and put into bins
-@pytest.mark.parametrize("many", [64, 8])  # the most of them are added up by one program, or by several
+@pytest.mark.parametrize(("width", "many"), [((), 128), ((3,), 8), ((600,), 8)])  # those of 6 together, or by one program
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
-    """Sums of stretches and of chunks, in a fixed order."""
+    """Sums of chunks and of stretches, in a fixed order."""
     monkeypatch.setattr(binned, "_MANY", many)
     x = numbers(300, *width)
     index = torch.where(torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6, 5,
@@ -87,6 +107,19 @@ def test_many_tokens_in_one_place(width, size, many, monkeypatch):
     found = scree.scatter_add(x, index, size, kernel="triton")
     assert np.abs(found.cpu().numpy() - exact).max() <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
     assert torch.equal(found, addition.add(x, index, size))
+
+
+@pytest.mark.parametrize("count", [200] if INTERPRETED else [200, 60_000, 200_000])
+def test_places_like_words(count):
+    """The most frequent take a good part of the tokens, most take one or none: bins, single programs and shared sums at once."""
+    size, generator = count // 2, torch.Generator().manual_seed(4)
+    index = torch.multinomial(1 / torch.arange(1, size + 1, dtype=torch.float32), count, replacement=True, generator=generator)
+    x = numbers(count, 24)
+    exact = torch.zeros((size, 24), dtype=torch.float64).index_add(0, index, x.cpu().double())
+    bound = torch.zeros_like(exact).index_add(0, index, x.cpu().double().abs())
+    found = scree.scatter_add(x, index.to(DEVICE), size, kernel="triton")
+    assert bool(((found.cpu() - exact).abs() <= 500 * 2**-24 * bound).all())
+    assert torch.equal(found, addition.add(x, index.to(DEVICE), size))
 
 
 def test_the_last_of_many_stays():

@@ -107,6 +107,29 @@ def test_large_numbers(dtype, classes):
     assert distance(got, expected) < (1e-6 if dtype == f32 else 5e-3)
 
 
+@pytest.mark.parametrize("dtype", [f32, HALF])
+@pytest.mark.parametrize("classes", [20, 73])  # all held at once, or walked over
+def test_logits_anywhere_in_memory(classes, dtype):
+    """Rows that begin at any place of 16 bytes, and end at any; what stands beside them is NaN."""
+    targets = torch.arange(7, device=DEVICE) % 5 - 1
+    targets = cross_entropy.Targets(torch.where(targets < 0, -100, targets), None, -100)
+    dy = torch.rand(7, device=DEVICE)
+    for width in (96, 97):
+        for at in range(9):
+            base = torch.full((7, width), math.nan, device=DEVICE, dtype=dtype)
+            x = base[:, at : at + classes]
+            x.copy_(torch.randn(x.shape, device=DEVICE))
+            wide = x.double().requires_grad_()
+            right = functional.cross_entropy(wide, targets.classes, reduction="none")
+            losses, stats, _ = cross_entropy.forward(x, targets)
+            assert torch.allclose(losses.double(), right, rtol=1e-6, atol=1e-6)
+            exact = torch.autograd.grad(right, wide, dy.double())[0]
+            assert distance(cross_entropy.backward(dy, x, stats, targets), exact) < (1e-6 if dtype == f32 else 5e-3)
+            cross_entropy.visit(x, targets, losses=losses, out=x, dlosses=dy)
+            assert distance(x, exact) < (1e-6 if dtype == f32 else 5e-3)
+            assert base[:, :at].isnan().all() and base[:, at + classes:].isnan().all()
+
+
 def test_targets_that_do_not_exist():
     """Where nobody looks at them beforehand, the loss and the gradient of the token are NaN, and of no other."""
     x = torch.randn(5, 20, device=DEVICE)
@@ -151,7 +174,7 @@ def test_reasons():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("classes", [32000, 50257, 128256, 256000])
+@pytest.mark.parametrize("classes", [3001, 32000, 50257, 128256, 256000])
 def test_many_classes(classes):
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(300, classes, generator=generator, device="cuda").mul(3).to(bf16).requires_grad_()

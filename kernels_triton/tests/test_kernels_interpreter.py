@@ -4,7 +4,7 @@ import torch
 from kernels_reference import OPERATIONS, Case, check, f16, f32, inputs, run
 
 import scree
-from scree_triton import segments, shares, softmax
+from scree_triton import columns, segments, shares, softmax
 from scree_triton.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -22,6 +22,7 @@ CASES = [
 LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
         for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()),
                            ("cumulative_sum", ()), ("cumulative_sum", (3,)))]
+LONG += [Case(name, f32, (), (300, 200, 0, 90)) for name in ("softmax", "sum", "cumulative_sum")]  # several warps a program
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -58,9 +59,22 @@ def test_integers(name, dtype):
 
 
 def cut_small(monkeypatch):
-    """Shares so short that long rows are cut."""
-    monkeypatch.setattr(segments, "_ELEMENTS", 64)
-    monkeypatch.setattr(segments, "_MOST_TILES", 2)
+    """Tiles, shares and parts so short that long rows are cut."""
+    for name, value in dict(_TOKENS=32, _SHARE=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64).items():
+        monkeypatch.setattr(segments, name, value)
+    monkeypatch.setattr(columns, "_SHORTEST", 0)
+    for module in (segments, columns):
+        monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
+
+
+def test_rows_before_shares():
+    """Found once for all calls with the same rows."""
+    lengths = [3, 0, 0, 300, 1, *(4,) * 40]
+    x = scree.from_lengths(torch.zeros(sum(lengths), device=DEVICE), lengths)
+    first = segments.rows_of(x.layout).first(16, 32)
+    places = [offset + row for row, offset in enumerate(x.offsets.tolist()[:-1])]
+    assert first.tolist() == [sum(place < 16 * share for place in places) for share in range(33)]
+    assert segments.rows_of(x.layout).first(16, 32) is first
 
 
 @pytest.mark.parametrize("longest", [None, 5])

@@ -116,9 +116,14 @@ def real_of(xp: Any, dtype: Any) -> Any:
     return xp.float32 if dtype == xp.complex64 else xp.float64
 
 
+def _call_it_as(f: Function, ragged: Function) -> None:
+    """Give `ragged` the name that Python calls it by where its arguments do not fit."""
+    ragged.__qualname__ = getattr(f, "__name__", ragged.__qualname__)
+
+
 def unless_ragged(f: Function, ragged: Function) -> Function:
     """A function that passes its arguments to `ragged` if the first is a ragged array, and else to the library's `f`."""
-    ragged.__qualname__ = f.__name__  # what Python calls it where the arguments do not fit
+    _call_it_as(f, ragged)
 
     def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         return ragged(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
@@ -128,7 +133,7 @@ def unless_ragged(f: Function, ragged: Function) -> Function:
 
 def unless_either_ragged(f: Function, ragged: Function) -> Function:
     """The same for functions of two arrays: to `ragged` if either is one."""
-    ragged.__qualname__ = f.__name__
+    _call_it_as(f, ragged)
 
     def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
         either = isinstance(x1, Array) or isinstance(x2, Array)
@@ -139,7 +144,7 @@ def unless_either_ragged(f: Function, ragged: Function) -> Function:
 
 def unless_ragged_among(f: Function, ragged: Function) -> Function:
     """The same for functions of a list of arrays: to `ragged` if one of them is."""
-    ragged.__qualname__ = f.__name__
+    _call_it_as(f, ragged)
 
     def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
         among = isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scree import registry
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(?:python|pycon)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -54,6 +56,13 @@ def test_readme_begins_with_its_two_commands() -> None:
     demo, tests = (line for line in first[1].splitlines() if line and not line.startswith("#"))
     assert demo.endswith("-m scree demo")
     assert "bin/pytest" in tests
+
+
+def test_the_page_on_kernels_describes_every_call() -> None:
+    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    for name, describe in registry._DESCRIBE.items():
+        call = describe if isinstance(describe, type) else describe.__self__  # type: ignore[attr-defined]  # its `make`
+        assert f"::: {call.__module__}.{call.__name__}\n" in page, name
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def attention_builds(session: Session, lib: Library, stream: Stream) -> dict[str
 
     found = {}
     for peer in contenders(session, lib, stream.works()[0]):
-        if peer.slow and len(stream.batches) > 1 and lib.device == "cpu":
-            session.leave_out(f"{peer.name} on a stream of batches", "compiles for each of them; run --device cuda, or one batch")
+        if peer.slow and len(stream.batches) > 1:
+            session.leave_out(f"{peer.name} on a stream", "compiles for each of its batches; it is there for one batch")
             continue
         found[peer.name] = build(peer, False)
         if peer.name.startswith("padded") and "einsum" not in peer.name and len(stream.batches) > 1:

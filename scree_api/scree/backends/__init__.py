@@ -18,6 +18,9 @@ from ..registry import load_plugins
 #: Root module of an array's type -> the module of this package that knows its library.
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}
 
+#: What `Backend.read` says under a trace.
+UNREADABLE = "the size of this result depends on the offsets, which a traced or compiled function cannot read; make it outside"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

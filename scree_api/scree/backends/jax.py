@@ -13,7 +13,7 @@ from ..create import PackCall
 from ..layout import Layout
 from ..registry import register_kernel
 from ..segments import LONGEST, SegmentCall, segment_reduce
-from . import Backend
+from . import UNREADABLE, Backend
 
 
 def _peek(x: Any) -> np.ndarray | None:
@@ -24,7 +24,7 @@ def _peek(x: Any) -> np.ndarray | None:
 
 def _read(x: Any) -> np.ndarray:
     if isinstance(x, jax.core.Tracer):
-        raise TypeError("the size of this result depends on the offsets, which a traced function cannot read")
+        raise TypeError(UNREADABLE)
     return np.asarray(x)
 
 

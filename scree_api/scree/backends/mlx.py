@@ -7,7 +7,7 @@ import numpy as np
 
 from ..registry import register_kernel
 from ..segments import SegmentCall
-from . import Backend
+from . import UNREADABLE, Backend
 from . import mlx_namespace as xp
 
 SHORT = 4  # tokens of the longest row up to which a scatter is as fast as tiles
@@ -21,7 +21,7 @@ def _read(x: Any) -> np.ndarray:
     try:
         return np.array(x)
     except (RuntimeError, ValueError) as error:
-        raise TypeError("the size of this result depends on the offsets, which a traced function cannot read") from error
+        raise TypeError(UNREADABLE) from error
 
 
 def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:

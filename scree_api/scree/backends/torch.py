@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..ops.split import SplitCall
 from ..registry import register_kernel
 from ..segments import LONGEST, SegmentCall, identity
-from . import Backend
+from . import UNREADABLE, Backend
 
 
 def _peek(x: torch.Tensor) -> np.ndarray | None:
@@ -31,7 +31,7 @@ def _peek(x: torch.Tensor) -> np.ndarray | None:
 
 def _read(x: torch.Tensor) -> np.ndarray:
     if torch.compiler.is_compiling():
-        raise TypeError("the size of this result depends on the offsets, which a compiled function cannot read")
+        raise TypeError(UNREADABLE)
     return np.asarray(x.detach().cpu())
 
 

@@ -76,7 +76,8 @@ def _joined(layouts: list[Layout]) -> Layout:
     if any(one.num_rows != first.num_rows for one in layouts):
         raise ValueError(f"arrays: expected the same number of rows, got {', '.join(str(x.num_rows) for x in layouts)}")
     longest, total = [one.max_length for one in layouts], sum(one.total for one in layouts)
-    offsets = sum((one.counting(total) for one in layouts), start=0)
+    start, *others = (one.counting(total) for one in layouts)
+    offsets = sum(others, start=start)  # without 0, which would be one more launch
     return Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
 
 
