@@ -27,8 +27,8 @@ _WIDEST = 1024  # of a token
 _MOST_PLACES = 128  # of a program
 _TOKENS = 128  # that a program puts into bins
 _SEEN = 1024  # numbers of places that are looked at at once
-_AT_ONCE = 8
-_REGISTERS = 56  # of a thread: those that look for tokens must not take the room of those that add
+_AT_ONCE = 4
+_REGISTERS = 48  # of a thread, for wide tokens: those that look for tokens must not take the room of those that add
 _NONE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -142,10 +142,11 @@ def _launches(device: torch.device, x: torch.dtype, index: torch.dtype, acc: tl.
               width: int) -> tuple[Launch, Launch, int, int]:
     """What fills the bins and what adds, the programs of a token, and the places of a program."""
     block = min(triton.next_power_of_2(width), _WIDEST)
-    places = max(1, min(_ELEMENTS // block, _MOST_PLACES)) if block < _WIDEST // 2 else 1
+    wide = block >= _WIDEST // 2
+    places = 1 if wide else min(_ELEMENTS // block, _MOST_PLACES)
     fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS), dict(num_warps=4))
     add = Launch(add_kernel, dict(ROOM=room, STRETCHES=_STRETCHES, C=width, BC=block, PLACES=places, AT_ONCE=_AT_ONCE,
-                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=4, maxnreg=_REGISTERS))
+                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=4, **(dict(maxnreg=_REGISTERS) if wide else {})))
     return fill, add, -(-width // block), places
 
 

@@ -7,9 +7,8 @@ lanes walk over tokens, U at a time, and keep what these reduce to, one number a
 rows, or all over one long row, to be put together at its end.
 
 A row that reaches beyond its share comes in parts. The program that finishes the last of them, whichever that is, puts them
-together in the order of the row: equal inputs give equal bits. Where its tokens are to become something, programs with higher
-numbers wait for that and go over the tokens again. They follow closely, a group of columns after the other, so that the tokens
-are still in the cache.
+together in the order of the row: equal inputs give equal bits. Where its tokens are to become something, the programs of the
+second half wait for that and go over the tokens again; they come after those that they wait for.
 
 Values have the shape (total, C). Tokens behind the last row are written as 0.
 """
@@ -57,10 +56,8 @@ _BYTES = 16  # that a thread reads of a token
 _STEPS = 8  # tokens that a lane reads at once
 _COLUMNS = 128  # of a program
 _PROGRAMS = 4  # a multiprocessor
-_CACHED = 8 << 20  # bytes that are read before they are read again
 _SHORTEST = 32  # steps of a share, at least
 _LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
-_MOST = 1 << 60  # bytes of a share, at most, where they are read twice
 _OVERHANG = 4  # shares are so many times longer than rows that are not cut
 _PARTS = 4096  # elements that are put together at once
 _FEWEST_COUNTS = 1 << 14
@@ -347,20 +344,8 @@ def _put_together(PARTS, OUT, row, p, count, columns, inside, OP: tl.constexpr, 
                 tl.store(pointers + C, vs, mask=inside)
 
 
-@triton.jit
-def _turn(pid, shares, together, BLOCKS: tl.constexpr):
-    """The share and the block of a program, and whether it goes over tokens again.
-
-    Blocks come in groups, which take turns: the first, the second, the first again, the third, the second again, ...
-    """
-    turn = pid // (shares * together)
-    again = ((turn % 2 == 0) & (turn > 0)) | (turn == 2 * tl.cdiv(BLOCKS, together) - 1)
-    pid = pid % (shares * together)
-    return pid // together, tl.where(again, turn - 1, turn + 1) // 2 * together + pid % together, again
-
-
-@triton.jit(do_not_specialize=("n", "total", "share", "shares", "together", "stride"))
-def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, shares, together, stride, OP: tl.constexpr,
+@triton.jit(do_not_specialize=("n", "total", "share", "shares", "stride"))
+def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, shares, stride, OP: tl.constexpr,
                    MAP: tl.constexpr, CUT: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
                    G: tl.constexpr, U: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
                    HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
@@ -379,9 +364,8 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
     block = pid % BLOCKS
     again = False
     if CUT and OP != NONE and MAP != NONE:
-        p, block, again = _turn(pid, shares, together, BLOCKS)
-        if block >= BLOCKS:
-            return
+        again = p >= shares
+        p = p % shares
     columns = block * BC + tl.arange(0, BC)[None, None, :]
     inside = columns < C
     if C % BC == 0:
@@ -517,23 +501,19 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
     blocks = -(-width // columns)
     lanes = 32 * _WARPS * min(_BYTES // size, columns) // columns
     reads = 2 if dtypes[1] else int(map != shares.COPY.value)
-    again = columns * size * reads if op and map else 0  # bytes of a token that may be read twice
     items = total + n + 1
     share = max(-(-items * blocks // (multiprocessors(device) * _PROGRAMS)), _SHORTEST * lanes)
-    if again:
-        share = min(share, max(_MOST // again, _SHORTEST * lanes))
     share = max(min(share, _LONGEST // (blocks * columns)), 1)
     count = -(-items // share)
     cut = count > 1 and (max_length is None or _OVERHANG * max_length > share)
-    together = min(max(_CACHED // max(total * again, 1), 1), blocks)
-    programs = count * (2 * -(-blocks // together) * together if cut and again else blocks)
+    programs = count * blocks * (2 if cut and op and map else 1)
     stride = 1
     while stride * _WIDE.value < n + 1:
         stride *= _WIDE.value
     numbers = lanes if map in _SCANS else 2
     parts = ((count, 2, numbers, width), (2 * numbers * width, numbers * width, width, 1)) if cut and op else None
     launch = _launch(device, dtypes, op, map, cut, width, columns, lanes, reads, acc, held, identity)
-    return _Plan(launch, programs, (n, total, share, count, together, stride), parts, count * blocks)
+    return _Plan(launch, programs, (n, total, share, count, stride), parts, count * blocks)
 
 
 @cache

@@ -304,11 +304,13 @@ class _Tile(NamedTuple):
 #: Losses alone or a gradient alone; and both, for logits of all programs that fit into the cache, and for more classes.
 ALONE, BOTH, BOTH_OF_MANY = _Tile(2048, 4, 8, 64), _Tile(4096, 4, 16, 2), _Tile(8192, 4, 32, 1)
 MANY = 1 << 16
-#: Classes up to which a program holds all logits of a token: alone, and for both; and how many logits of a few tokens a warp has.
-WHOLE, WHOLE_OF_BOTH, HELD = 2048, 1 << 14, 1024
+#: Classes up to which a program holds all logits of a token: alone, and for both.
+WHOLE, WHOLE_OF_BOTH = 2048, 1 << 14
+#: Logits of a few tokens, where one has few, that a program holds, and its warps: for losses, and where there is a gradient.
+HELD = (1024, 1), (2048, 4)
 if INTERPRETED:  # a few numbers take every path
     ALONE = BOTH = BOTH_OF_MANY = _Tile(16, 2, 1, 4)
-    WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, 64
+    WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, ((64, 1), (64, 1))
 SUMMED = ("mean", "sum")
 LEAST = 1024  # tokens whose logits exist at a time at least, fused, for products that are worth their weight
 ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
@@ -332,7 +334,8 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
     flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
     both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
     if classes <= (WHOLE_OF_BOTH if both else WHOLE):
-        tokens, warps = max(1, HELD // power), max(1, power // 1024)
+        held, warps = HELD[what.GRADIENT] if power < 1024 else (power, power // 1024)
+        tokens = held // power
         launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
                         dict(num_warps=warps))
         return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device)

@@ -4,6 +4,8 @@ A program is one producer warp and two consumer warpgroups of 64 query rows each
 arXiv:2407.08608). The producer takes tiles from a counter, longest first, and fills rings of shared memory by TMA; the
 consumers multiply on the tensor cores. Each consumer issues the next Q K^T before the softmax of the current tile, and
 the two take turns at the tensor cores, so that the softmax of one runs under the matrix products of the other.
+The forward of narrow heads has one consumer a program instead, and three programs a multiprocessor, which hide each other's
+waits.
 
 Descriptors are ragged (see `launch.Ragged`): the copy engine itself ends at a row's last token and fills with zeros,
 so no tile ever holds a token of another row.

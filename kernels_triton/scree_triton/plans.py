@@ -269,9 +269,10 @@ class HopperPlan(Plan):
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CONSUMERS=consumers, CAUSAL=causal, SAME=same, LEFT=left),
             dict(num_warps=4, maxnreg=_REGISTERS[shared]), (m // consumers, n, n))
         m, n, stages, own = self.tiles.dq
+        # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone.
         self.dq_launches = [Launch(hopper.dq_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
-            HELD=dim == 32),
+            HELD=dim <= 64),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         # ptxas puts the keys that the variant without a mask holds in registers to another use while they are still needed.

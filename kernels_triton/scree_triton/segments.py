@@ -1,4 +1,4 @@
-"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares`, and of `columns` for wide tokens."""
+"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and, for wide tokens, `columns`."""
 import math
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -151,8 +151,8 @@ class _Cut(NamedTuple):
 def _cut(total: int, n: int, max_length: int | None) -> _Cut:
     longest = total if max_length is None else min(max_length, total)
     width = min(triton.next_power_of_2(max(-(-total // max(n, 1)), 1)), _MOST_WARPS * _TOKENS)
-    if width < min(longest, _TOKENS):
-        width *= 2  # room for rows that are longer than the others
+    if width < _TOKENS and width < longest <= _MOST_TILES * _TOKENS:
+        width *= 2  # room for rows that are longer than others, but not cut
     warps = max(width // _TOKENS, 1)
     share, most = _SHARE * warps * _TOKENS, _MOST_TILES * warps * _TOKENS
     shares, together = -(-(total + n) // share), max(_PART // share, 1)

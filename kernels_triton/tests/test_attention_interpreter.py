@@ -113,7 +113,10 @@ def test_rejects(change, reason):
 
 @pytest.mark.parametrize("lengths, slack", [((300, 0, 64, 1, 129), 0), ((1,) * 40, 7), ((), 0), ((0, 0), 65)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_tile_map(lengths, slack, causal):
+@pytest.mark.parametrize("few", [2048, 0])
+def test_tile_map(lengths, slack, causal, few, monkeypatch):
+    """As it is made of few slots, and of many."""
+    monkeypatch.setattr("scree_triton.tiles._FEW", few)
     cu = offsets(lengths, DEVICE)
     total = sum(lengths) + slack
     tiles = tile_map(cu, cu, total, 64, UNBOUNDED, 0 if causal else UNBOUNDED)

@@ -21,7 +21,6 @@ CASES = [
 def short(monkeypatch):
     """Shares of a step or a few."""
     monkeypatch.setattr(columns, "_SHORTEST", 0)
-    monkeypatch.setattr(columns, "_CACHED", 1)
     monkeypatch.setattr(columns, "_STEPS", 2)
     for cached in (columns._plan, columns._launch):
         monkeypatch.setattr(columns, cached.__name__, cached.__wrapped__)
