@@ -93,7 +93,7 @@ def test_autotune(monkeypatch, capsys):
     "change, reason",
     [
         (dict(scale=-1.0), "positive scale"),
-        (dict(alibi_slopes=torch.ones(2, requires_grad=True)), "slopes"),
+        (dict(alibi_slopes=torch.ones(2, device=DEVICE, requires_grad=True)), "slopes"),
         (dict(width=300), "head_dim 16 to 256"),
         (dict(dtype=torch.float64), "float16, bfloat16 and float32"),
         (dict(strided=True), "contiguous"),
