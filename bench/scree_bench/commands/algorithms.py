@@ -123,8 +123,9 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
               for row in rows if "peak_bytes" in row.values]  # fmt: skip
     plots.curves(estimate, ratios, "length", "peak_ratio", "Measured over estimated memory")
     estimate.axhline(1, color=estimate.xaxis.label.get_color(), linewidth=1, linestyle=":")
-    last = max(row.case["length"] for row in rows)
-    times = {row.who: row.values["forward_s"] for row in rows if row.case["length"] == last and "forward_s" in row.values}
+    timed = [row for row in rows if "forward_s" in row.values]
+    last = max((row.case["length"] for row in timed), default=0)
+    times = {row.who: row.values["forward_s"] for row in timed if row.case["length"] == last}
     longest.barh(list(times), list(times.values()))
     longest.invert_yaxis()
     longest.set(title=f"Time at length {last:,}")

@@ -385,7 +385,8 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
     "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope,)),
     **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))
        for n, k, m in ((8, 2048, 4096), (64, 2048, 1408), (128, 2048, 768))},
-    **{f"{n:,} classes": (Sizes(about(16, (1 << 25) // n), (n,), "bfloat16"), (_cross_entropy,)) for n in (32_768, 262_144)},
+    **{f"{n:,} classes": (Sizes(about(16, (1 << 25) // n), (n,), "bfloat16"), (_cross_entropy,))
+       for n in (32_768, 50_257, 262_144)},
     **{f"product, {n:,} classes": (Sizes(about(16, 512), (2048,), "bfloat16"), (_linear_cross_entropy(n),))
        for n in (32_768, 131_072)},
 }  # fmt: skip

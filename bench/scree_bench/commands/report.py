@@ -96,8 +96,7 @@ def _call(result: Result) -> str:
     known = signature(import_module(f"scree_bench.commands.{result.command}").command).parameters
     words = [f"scree-bench {result.command}"]
     for name, x in result.config.items():
-        usual = known[name].default if name in known else None
-        if x not in (None, "") and str(x) != str(usual):
+        if name in known and x not in (None, "") and str(x) != str(known[name].default):
             option = name.replace("_", "-")
             words.append(f"--{option}" if x is True else f"--no-{option}" if x is False else f"--{option} {x}")
     return " ".join(words)
