@@ -8,7 +8,8 @@ rows, or all over one long row, to be put together at its end.
 
 A row that reaches beyond its share comes in parts. The program that finishes the last of them, whichever that is, puts them
 together in the order of the row: equal inputs give equal bits. Where its tokens are to become something, the programs of the
-second half wait for that and go over the tokens again; they come after those that they wait for.
+second half wait for that and go over the tokens again. They have higher numbers than those that they wait for, and a device
+starts programs in the order of their numbers, so that what is waited for runs already.
 
 Values have the shape (total, C). Tokens behind the last row are written as 0.
 """

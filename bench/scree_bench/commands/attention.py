@@ -297,6 +297,7 @@ def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
         axes.plot(range(1, len(points) + 1), points, marker="o", label=who)
     axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
     axes.set(title=f"scree's time over a peer's, {name}: below 1 is faster", xlabel="shapes, sorted", yscale="log")
+    axes.set_xticks(range(5, len(own) + 1, 5))
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         which(lambda v, _: f"{v:.2g}")
     if theirs:

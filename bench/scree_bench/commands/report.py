@@ -51,7 +51,7 @@ def page(found: list[Result], folder: Path, at: Path) -> str:
     parts = [(old.partition(MARK)[0] if MARK in old else head() + "\n") + MARK]
     if not found:
         parts += ["", "## Results", "", "None are committed yet."]
-    found = sorted(found, key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command)))
+    found = sorted(found, key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command), _run(r)))
     if len(found) > 1:
         parts += ["", *_contents(found)]
     for result in found:
