@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except metadata.PackageNotFoundError:  # only what is there is named
             continue
     return found
 

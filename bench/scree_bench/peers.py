@@ -466,7 +466,7 @@ def importable(module: str) -> bool:
     """Whether there is such a module."""
     try:
         return find_spec(module) is not None
-    except ImportError:
+    except ImportError:  # of the package around the module
         return False
 
 

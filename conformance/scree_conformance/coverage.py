@@ -69,5 +69,5 @@ def _column(column: dict[str, Any]) -> str:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:
+    except PackageNotFoundError:  # a library on the path that was not installed
         return "unknown"

@@ -50,7 +50,7 @@ def test_operations_on_drawn_rows(name: str, operation: Operation) -> None:
     @drawn(name, 3)
     @given(LENGTHS, st.sampled_from([dtype for dtype in operation.dtypes if dtype in on.lib.dtypes] or ["float32"]))
     def run(lengths: list[int], dtype: str) -> None:
-        with warnings.catch_warnings(), suppress(Absent):
+        with warnings.catch_warnings(), suppress(Absent):  # a gap that the library's table names, as in test_conformance
             warnings.simplefilter("ignore")
             Case(operation, lengths, dtype).run(on)
 

@@ -25,7 +25,7 @@ def milliseconds(call: Callable[[Any], Any], plan: Any) -> float:
     """Device time of a call of a plan; infinite for what does not compile or fit."""
     try:
         return do_bench(lambda: call(plan), warmup=5, rep=20, return_mode="median")  # type: ignore[no-any-return]
-    except (CompilationError, OutOfResources):
+    except (CompilationError, OutOfResources):  # tiles that the device cannot hold are never the fastest
         return float("inf")
 
 
