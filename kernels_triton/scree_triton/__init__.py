@@ -10,12 +10,12 @@ from typing import Any
 #: module has a function with the same name and `_again`, that one prepares what runs calls alike.
 KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "attention": ("attention", "run", lambda call: call.q.values),
-    "cross_entropy": ("cross_entropy", "cross_entropy", lambda call: call.values),
+    "cross_entropy": ("cross_entropy", "run", lambda call: call.values),
     "gather": ("moves", "run_gather", lambda call: call.x),
     "grouped_matmul": ("grouped", "run", lambda call: call.x.values),
     "join": ("moves", "run_join", lambda call: call.arrays[0].values),
     "layer_norm": ("norms", "layer_norm", lambda call: call.values),
-    "linear_cross_entropy": ("cross_entropy", "linear_cross_entropy", lambda call: call.values),
+    "linear_cross_entropy": ("linear_cross_entropy", "run", lambda call: call.values),
     "log_softmax": ("softmax", "log_softmax", lambda call: call.x.values),
     "logsumexp": ("softmax", "logsumexp", lambda call: call.x.values),
     "mark": ("places", "run", lambda call: call.mask),

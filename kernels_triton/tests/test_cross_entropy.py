@@ -7,7 +7,7 @@ import torch.nn.functional as functional
 from kernels_reference import bf16, distance, f16, f32
 
 import scree
-from scree_triton import cross_entropy
+from scree_triton import cross_entropy, linear_cross_entropy
 from scree_triton.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
@@ -41,7 +41,7 @@ def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
 
 @pytest.fixture(params=[2, 1])  # few chunks, whose gradients are added up in half precision, and many
 def small_chunks(request, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "tokens_at_a_time", lambda total, width, classes: request.param)
+    monkeypatch.setattr(linear_cross_entropy, "tokens_at_a_time", lambda total, width, classes: request.param)
 
 
 @pytest.mark.parametrize("reduction, bias", [("mean", True), ("sum", False)])

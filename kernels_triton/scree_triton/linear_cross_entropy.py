@@ -1,0 +1,241 @@
+"""Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist at a time.
+
+The product writes them, `cross_entropy.visit` turns them into their own gradient, and two more products make of that the gradients
+of hidden states and weight. That can be done in the forward pass where the gradient of the losses will be one number for all;
+where it will not, and for float16, whose loss is scaled against underflow, the backward pass does it all again.
+"""
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import cross_entropy
+from .cross_entropy import SUMMED, Targets, of_each, reduced, row_means, rowwise, share_of, targets_of, visit
+from .host import Function, once_differentiable, start
+from .launch import Launch
+
+LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight
+ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
+
+
+@triton.jit(do_not_specialize=("unused",))
+def scale_kernel(X, FACTOR, OUT, count, unused, SAME: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT = X * FACTOR in float32: PyTorch would round the factor to the dtype of X. Where OUT is X, 1 changes nothing."""
+    factor = tl.load(FACTOR).to(tl.float32)
+    if SAME & (factor == 1.0):
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tl.store(OUT + at, (tl.load(X + at, mask=mask).to(tl.float32) * factor).to(OUT.dtype.element_ty), mask=mask)
+
+
+_BLOCK = 8192
+
+
+@cache
+def _scale_launch(device: torch.device, dtype: torch.dtype, out: torch.dtype, factor: torch.dtype) -> Launch:
+    return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
+
+
+@triton.jit(do_not_specialize=("n", "first", "size", "ignored"))
+def known_kernel(X, TARGETS, OFFSETS, OUT, x_stride, out_stride, n, first, size, ignored, WIDTH: tl.constexpr,
+                 BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """OUT = X where a token counts, and 0 where it does not; a token a program."""
+    i = tl.program_id(0)
+    token = first + i
+    known = tl.load(TARGETS + token) != ignored
+    if ROWS:
+        known = known & (token < tl.load(OFFSETS + n))
+    for at in range(0, WIDTH, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(X + i.to(tl.int64) * x_stride + column, mask=known & (column < WIDTH), other=0.0)
+        tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
+
+
+@cache
+def _known_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int) -> Launch:
+    block = min(triton.next_power_of_2(width), 2048)
+    return Launch(known_kernel, dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None), dict(num_warps=max(1, block // 512)))
+
+
+def _known(x: torch.Tensor, targets: Targets, first: int, out: torch.Tensor) -> torch.Tensor:
+    """On `out`, x (count, width), the tokens from `first` on, with 0 for those that do not count."""
+    offsets, n = targets.rows
+    start(_known_launch(x.device, (x.dtype, *targets.dtypes), x.shape[1]), x.shape[0], (x, targets.classes, offsets, out),
+          (x.stride(0), out.stride(0)), (n, first, targets.classes.shape[0], targets.ignored))
+    return out
+
+
+class Wanted(NamedTuple):
+    """Which gradients a caller wants."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+NONE = Wanted(False, False, False)
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, reduction: str,
+          wanted: Wanted = NONE, dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
+    """What comes of the losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
+
+    Where there are many chunks, those of weight and bias are added up, and come, in float32.
+    """
+    (total, width), classes = x.shape, weight.shape[0]
+    losses = None if reduction in SUMMED else torch.empty((total,), dtype=torch.float32, device=x.device)
+    parts: list[torch.Tensor] | None = [] if losses is None else None
+    share = share_of(targets) if any(wanted) and reduction == "mean" else None
+    chunk = tokens_at_a_time(total, width, classes)
+    stride = -(-classes // 16) * 16  # so that rows are aligned
+    buffer = torch.empty((chunk, stride), dtype=x.dtype, device=x.device)[:, :classes]
+    sums = torch.float32 if total > chunk * ROUNDED else x.dtype
+    make = torch.empty if total else torch.zeros
+    dx = torch.empty((total, width), dtype=x.dtype, device=x.device) if wanted.x else None
+    dweight = make((classes, width), dtype=sums, device=x.device) if wanted.weight else None
+    dbias = torch.zeros((classes,), dtype=torch.float32, device=x.device) if wanted.bias else None
+    # Where a part of dx will stand, that of x can wait before.
+    counted = dx if dx is not None or not wanted.weight else torch.empty((chunk, width), dtype=x.dtype, device=x.device)
+    for first in range(0, max(total, 1), chunk):
+        some = slice(first, min(first + chunk, total))
+        part, logits = x[some], buffer[: some.stop - first]
+        if bias is None:
+            torch.mm(part, weight.mT, out=logits)
+        else:
+            torch.addmm(bias, part, weight.mT, out=logits)
+        visit(logits, targets, first, losses=losses, parts=parts, out=logits if any(wanted) else None, dlosses=dlosses, share=share)
+        if dweight is not None and total:
+            on = counted[some] if dx is not None else counted[: part.shape[0]]
+            _add_product(dweight, logits.mT, _known(part, targets, first, on), first > 0)
+        if dx is not None:
+            torch.mm(logits, weight, out=dx[some])
+        if dbias is not None:
+            dbias += logits.sum(0, dtype=torch.float32)
+    found = reduced(parts, reduction)[0] if losses is None else row_means(losses, targets) if reduction == "row_mean" else losses
+    return found, (dx, dweight, dbias)
+
+
+def tokens_at_a_time(total: int, width: int, classes: int) -> int:
+    """Tokens whose logits exist at a time: no more numbers than x and the weight have, or those of LEAST tokens; parts alike."""
+    most = max(LEAST, width * (total + classes) // classes)
+    return max(1, -(-total // -(-total // most))) if total else 1
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
+    """Write the product of a and b to `out`, or add it; in float32 where that is the dtype of `out`."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=int(more), out=out)
+    elif a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(more), out=out)
+    else:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(more), out=out)
+
+
+class _Fused(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, reduction):
+        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
+        found, gradients = fused(x, weight, bias, targets, reduction, early)
+        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
+        ctx.ignored, ctx.reduction, ctx.gradients = targets.ignored, reduction, gradients if any(early) else None
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        x, weight, bias, classes, offsets = ctx.saved_tensors
+        # Those of the forward pass are given away; who wants them once more waits for others.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            targets, wanted = Targets(classes, offsets, ctx.ignored), Wanted(*ctx.needs_input_grad[:3])
+            gradients = fused(x, weight, bias, targets, ctx.reduction, wanted, of_each(dloss, targets, ctx.reduction))[1]
+            dloss = None
+        return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+
+def _early(x: torch.Tensor, reduction: str) -> bool:
+    """Whether gradients are computed in the forward pass."""
+    return reduction in SUMMED and x.dtype != torch.float16
+
+
+def _finished(gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A gradient times a number, in the dtype of the inputs, on its own memory where it has that dtype."""
+    if gradient is None or (factor is None and gradient.dtype == dtype):
+        return gradient
+    out = gradient if gradient.dtype == dtype else torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    if factor is None:
+        return out.copy_(gradient)
+    if out.numel():
+        launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
+        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), (0,))
+    return out
+
+
+def _or_empty(gradients: Gradients, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(like.new_empty((0,)) if g is None else g.to(like.dtype) for g in gradients)
+
+
+@torch.library.custom_op("scree_triton::linear_cross_entropy", mutates_args=())
+def _fused_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, classes: torch.Tensor,
+              offsets: torch.Tensor | None, ignored: int, reduction: str, early: bool) -> tuple[
+                  torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wanted = Wanted(early, early, early and bias is not None)
+    losses, gradients = fused(x, weight, bias, Targets(classes, offsets, ignored), reduction, wanted)
+    return losses, *_or_empty(gradients, x)
+
+
+@_fused_op.register_fake
+def _(x, weight, bias, classes, offsets, ignored, reduction, early):
+    shape = () if reduction in SUMMED else x.shape[:1] if reduction == "none" else (offsets.shape[0] - 1,)
+    loss = x.new_empty(shape, dtype=torch.float32)
+    return loss, *(x.new_empty((0,) if p is None or not early else p.shape) for p in (x, weight, bias))
+
+
+@torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
+def _fused_backward_op(dloss: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                       classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int,
+                       reduction: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets, wanted = Targets(classes, offsets, ignored), Wanted(True, True, bias is not None)
+    return _or_empty(fused(x, weight, bias, targets, reduction, wanted, of_each(dloss, targets, reduction))[1], x)
+
+
+@_fused_backward_op.register_fake
+def _(dloss, x, weight, bias, classes, offsets, ignored, reduction):
+    return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
+
+
+def _save_fused(ctx, inputs, output):
+    x, weight, bias, classes, offsets, ctx.ignored, ctx.reduction, ctx.early = inputs
+    ctx.biased = bias is not None
+    ctx.save_for_backward(*(output[1:] if ctx.early else (x, weight, bias, classes, offsets)))
+
+
+def _differentiate_fused(ctx, dloss, *_):
+    if ctx.early:
+        dx, dweight, dbias = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
+    else:
+        dx, dweight, dbias = _fused_backward_op(dloss, *ctx.saved_tensors, ctx.ignored, ctx.reduction)
+    return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
+
+
+_fused_op.register_autograd(_differentiate_fused, setup_context=_save_fused)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `LinearCrossEntropyCall`; None if they do."""
+    return cross_entropy.rejects(call)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `LinearCrossEntropyCall`."""
+    x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
+    wants = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias))
+    if torch.compiler.is_compiling():
+        return _fused_op(x, weight, bias, *targets, call.reduction, wants and _early(x, call.reduction))[0]
+    if wants:
+        return _Fused.apply(x, weight, bias, targets, call.reduction)
+    return fused(x, weight, bias, targets, call.reduction)[0]
