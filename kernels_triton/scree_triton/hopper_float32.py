@@ -5,8 +5,8 @@ six from 0, so every product of matrices here is six of bfloat16, added up in fl
 written by one pass over them; those of the weights are made in registers. Sums over a tile are added to the result by ordinary
 additions, as the tensor cores' own round towards zero.
 
-Everything else is that of `hopper`, whose producers load the planes. Six products hide all that a consumer does between
-them behind those of the other one, so that no step needs to run ahead of another.
+Everything else is that of `hopper_forward` and `hopper_backward`, whose producers load the planes. Six products hide all
+that a consumer does between them behind those of the other one, so that no step needs to run ahead of another.
 """
 import triton
 import triton.language as tl
@@ -14,25 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import (
-    _COUNTS,
-    LN2,
-    LOWEST,
-    _attended,
-    _barriers,
-    _dkdv_producer,
-    _dq_producer,
-    _entry,
-    _first_tile,
-    _forward_producer,
-    _key_tiles,
-    _partial_sums,
-    _pass_turn,
-    _query_tiles,
-    _rows,
-    _store_tile,
-    _take_turn,
-)
+from .hopper import _COUNTS, LN2, LOWEST, _barriers, _entry, _first_tile, _key_tiles, _rows, _store_tile
+from .hopper_backward import _dkdv_producer, _dq_producer, _query_tiles
+from .hopper_forward import _attended, _forward_producer, _partial_sums, _pass_turn, _take_turn
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PLANES = gl.constexpr(3)

@@ -252,7 +252,7 @@ class HopperPlan(Plan):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, causal: bool,
                  same: bool):
-        from . import hopper
+        from . import hopper, hopper_backward, hopper_forward
 
         super().__init__(device, dtype, shapes)
         dim = self.q.dim
@@ -265,19 +265,19 @@ class HopperPlan(Plan):
         m, n, stages, shared = self.tiles.forward
         self.forward_programs = shared * self.programs
         consumers = 2 if shared == 1 else 1
-        self.forward_launch = Launch(hopper.forward_kernel, dict(
+        self.forward_launch = Launch(hopper_forward.forward_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CONSUMERS=consumers, CAUSAL=causal, SAME=same, LEFT=left),
             dict(num_warps=4, maxnreg=_REGISTERS[shared]), (m // consumers, n, n))
         m, n, stages, own = self.tiles.dq
         # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone.
-        self.dq_launches = [Launch(hopper.dq_kernel, dict(
+        self.dq_launches = [Launch(hopper_backward.dq_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
             HELD=dim <= 64),
             options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         # ptxas puts the keys that the variant without a mask holds in registers to another use while they are still needed.
         held = dim == 32 or (dim == 64 and causal)
-        self.dkdv_launch = Launch(hopper.dkdv_kernel, dict(
+        self.dkdv_launch = Launch(hopper_backward.dkdv_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=held), options,
             (m, n // 2, n // 2, m))
         # A window is made good use of in the forward alone.

@@ -1,0 +1,269 @@
+"""The forward of attention on Hopper, float16 and bfloat16, head_dim 32, 64 and 128.
+
+Each consumer issues the next Q K^T before the softmax of the current tile, and the two take turns at the tensor cores, so that
+the softmax of one runs under the matrix products of the other. Narrow heads have one consumer a program instead, and three
+programs a multiprocessor, which hide each other's waits.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .hopper import (
+    _COUNTS,
+    LN2,
+    LOWEST,
+    _barriers,
+    _claim,
+    _entry,
+    _first_tile,
+    _key_tiles,
+    _load_planes,
+    _post,
+    _rows,
+    _store_tile,
+    _tile,
+)
+
+
+@gluon.jit
+def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                      COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                      CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, Q_PLANES: gl.constexpr,
+                      PLANES: gl.constexpr):
+    Q_BYTES: gl.constexpr = q_s.dtype.primitive_bitwidth // 8 * Q_PLANES
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    count = gl.load(TILES)
+    total_tiles = count * heads
+    t = gl.program_id(0)
+    i = 0
+    c = 0
+    while t >= 0:
+        tile, head = _tile(TILES, t, count, total_tiles, group)
+        start = gl.load(tile)
+        length = gl.load(tile + 1)
+        other_start = gl.load(tile + 2)
+        other = gl.load(tile + 3)
+        first = gl.load(tile + 4)
+        qs = i % Q_STAGES
+        mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
+        _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
+        if t < total_tiles:
+            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * Q_BYTES)
+            for w in gl.static_range(CONSUMERS):
+                _load_planes(qd, start, length, first + w * (BLOCK_M // CONSUMERS), head * q_head, q_full.index(qs),
+                             q_s, qs * CONSUMERS + w, Q_PLANES)
+            k_column = head // group_size * k_head
+            v_column = head // group_size * v_head
+            tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT) - 1, -1):
+                stage = c % STAGES
+                phase = ((c // STAGES) & 1) ^ 1
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PLANES)
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
+                c += 1
+            t = _claim(COUNTER, total_tiles)
+        else:
+            mbarrier.arrive(q_full.index(qs), count=1)
+            t = -1
+        i += 1
+
+
+@gluon.jit
+def _take_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
+    """Wait for this warpgroup's turn at the tensor cores. Named barriers are not in Gluon, so by inline assembly."""
+    if CONSUMERS == 1:
+        pass
+    elif w == 0:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+
+
+@gluon.jit
+def _pass_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
+    if CONSUMERS == 1:
+        pass
+    elif w == 0:
+        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+
+
+@gluon.jit
+def _partial_sums(y):
+    """Row sums that leave the eight columns of a quad of threads unsummed, so that the loop needs no shuffles."""
+    return gl.sum(y.reshape([y.shape[0], y.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def _attended(x, limit, left, offs_n, LEFT: gl.constexpr):
+    """Scores, -inf behind each query's last key and, with a window, before its first."""
+    x = gl.where(limit[:, None] >= offs_n[None, :], x, -float("inf"))
+    if LEFT:
+        x = gl.where((limit - left)[:, None] <= offs_n[None, :], x, -float("inf"))
+    return x
+
+
+@gluon.jit
+def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left, offs_n,
+                  scale, MASK: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
+                  LAYOUT_O: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values, which are there.
+
+    The values of tile c are waited for behind its softmax: ptxas would move the wait for the products before it.
+    """
+    ROWS: gl.constexpr = q.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    stage = c % STAGES
+    before = c - 1
+    mbarrier.wait(k_full.index(stage), (c // STAGES) & 1)
+    _take_turn(w, c, CONSUMERS)
+    x = warpgroup_mma(q, _rows(k_s.index(stage)).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S),
+                      use_acc=False, is_async=True)
+    p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
+    _pass_turn(w, c, CONSUMERS)
+    x = warpgroup_mma_wait(1, deps=(x, ))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASK:
+        x = _attended(x, limit, left, offs_n, LEFT)
+    m_new = gl.maximum(m, gl.max(x, 1) * scale)
+    alpha = gl.exp2(m - m_new)
+    y = gl.exp2(x * scale - m_new[:, None])
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
+    mbarrier.wait(v_full.index(stage), (c // STAGES) & 1)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
+    return acc, y, m_new, l
+
+
+@gluon.jit
+def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                      out_stride, total, left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr,
+                      CONSUMERS: gl.constexpr):
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
+    i = 0
+    c = 0
+    if w == 1:  # the other one begins
+        _pass_turn(w, c, CONSUMERS)
+    mbarrier.wait(q_full.index(0), 0)
+    start, length, other, first, head = _entry(queue.index(0))
+    while length > 0:
+        q = _rows(q_s.index((i % 2) * CONSUMERS + w))
+        shift = other - length
+        tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+        row = first + w * ROWS
+        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
+        # The last key of each query, and the tiles that all queries of this warpgroup attend in full: with rows of one
+        # length (and BLOCK_M = BLOCK_N) all but the last.
+        if SAME and CAUSAL:
+            limit = query
+            full = tiles - 1
+        elif CAUSAL:
+            limit = gl.minimum(query + shift, other - 1)
+            full = gl.minimum(gl.maximum(gl.minimum(row + shift + 1, other), 0) // BLOCK_N, tiles - 1)
+        else:
+            limit = query * 0 + (other - 1)
+            full = gl.minimum(other // BLOCK_N, tiles - 1)
+        # From here on down to `low`, those of `low` to `inner` begin before the first key of some query.
+        low = _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT)
+        inner = low
+        if LEFT:
+            inner = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N), full)
+        mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
+        _take_turn(w, c, CONSUMERS)
+        x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
+                          gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S), use_acc=False, is_async=True)
+        _pass_turn(w, c, CONSUMERS)
+        x = warpgroup_mma_wait(0, deps=(x, ))
+        mbarrier.arrive(k_empty.index(c % STAGES), count=1)
+        x = _attended(x, limit - (tiles - 1) * BLOCK_N, left, offs_n, LEFT)
+        m = gl.maximum(gl.max(x, 1) * scale, LOWEST)
+        y = gl.exp2(x * scale - m[:, None])
+        l = _partial_sums(y)
+        mbarrier.wait(v_full.index(c % STAGES), (c // STAGES) & 1)
+        acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        c += 1
+        if CAUSAL and not SAME:
+            for j in range(tiles - 2, gl.maximum(full, low) - 1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+                                             limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
+                                             LAYOUT_O, CONSUMERS)
+                c += 1
+        for j in range(full - 1, gl.maximum(inner, low) - 1, -1):
+            acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left,
+                                         offs_n, scale, False, LEFT, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
+            c += 1
+        if LEFT:
+            for j in range(inner - 1, low - 1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+                                             limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
+                                             LAYOUT_O, CONSUMERS)
+                c += 1
+        mbarrier.arrive(q_empty.index(i % 2), count=1)
+        before = c - 1
+        p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+        acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
+        l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
+        nothing = gl.minimum(limit, other - 1) < 0
+        lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
+        factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+        # What lies behind the rows may be NaN, so a factor of 0 would not do.
+        acc = gl.where(factor[:, None] == 0.0, 0.0, acc * factor[:, None])
+        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, LAYOUT_STORE)
+        gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
+        i += 1
+        mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
+        start, length, other, first, head = _entry(queue.index(i % 2))
+
+
+@gluon.jit(do_not_specialize=_COUNTS)
+def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size, group,
+                   left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
+                   CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
+    """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e).
+
+    CONSUMERS: 2, or 1 that shares a multiprocessor with other programs. SAME: queries and keys have the same offsets. LEFT: a
+    query of a causal row attends `left` keys before its own position.
+    """
+    q_s = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, 1, 1, BLOCK_M // CONSUMERS, DIM], qd.layout)
+    k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
+    v_s = gl.allocate_shared_memory(vd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], vd.layout)
+    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = _barriers(2, 1)
+    q_empty = _barriers(2, CONSUMERS)
+    k_full = _barriers(STAGES, 1)
+    k_empty = _barriers(STAGES, CONSUMERS)
+    v_full = _barriers(STAGES, 1)
+    v_empty = _barriers(STAGES, CONSUMERS)
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 1)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
+                                 STAGES, 2, 1, CAUSAL, LEFT, 1, 1)),
+        ], [1], [24])
+    else:
+        gl.warp_specialize([
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 2)),
+            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
+                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 2)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
+                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
+                                 STAGES, 2, 2, CAUSAL, LEFT, 1, 1)),
+        ], [4, 1], [240, 24])
