@@ -11,6 +11,7 @@ import typer
 
 from .commands import MEASURING, report
 from .options import Device, Quick
+from .session import INTERRUPTED
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -29,20 +30,32 @@ for name, command in COMMANDS.items():
 def everything(out: Path, device: Device = "auto", quick: Quick = False) -> None:
     """Run every subcommand, each in a process of its own, with its results in the folder OUT.
 
-    The exit status is 1 if one of them has another one than 0.
+    The exit status is 1 if one of them has another one than 0. Ctrl-C ends the one that runs, which keeps what it has, and no
+    other is started.
     """
     failed = []
     for name, command in COMMANDS.items():
         options = ["--device", device] if "device" in signature(command).parameters else []
         start = perf_counter()
-        status = subprocess.call(
-            [sys.executable, "-m", "scree_bench", name, "--out", str(out), *options, *(["--quick"] if quick else [])]
-        )
+        status = _run([name, "--out", str(out), *options, *(["--quick"] if quick else [])])
         typer.echo(f"scree-bench {name}: {perf_counter() - start:.0f} s, exit status {status}")
+        if status == INTERRUPTED:
+            raise typer.Exit(INTERRUPTED)
         failed += [name] if status else []
     if failed:
         typer.echo(f"not 0: {', '.join(failed)}")
         raise typer.Exit(1)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit status of a subcommand in a process of its own; after Ctrl-C, which reaches it too, that of its orderly end."""
+    process, interrupted = subprocess.Popen([sys.executable, "-m", "scree_bench", *arguments]), False
+    while True:
+        try:
+            status = process.wait()
+            return INTERRUPTED if interrupted else status
+        except KeyboardInterrupt:
+            interrupted = True
 
 
 app.command("report")(report.command)

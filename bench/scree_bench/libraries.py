@@ -17,6 +17,7 @@ import scree
 from scree_conformance import backends
 
 from .measure import traced_peak
+from .options import words
 
 if TYPE_CHECKING:
     from .session import Session
@@ -74,6 +75,16 @@ class Library:
     def make(self, x: np.ndarray, dtype: str = "float32") -> Any:
         """A NumPy array as one of the library."""
         return self.arrays.make(x, dtype)
+
+    def normal(self, seed: int, dtype: str = "float32") -> Callable[..., Any]:
+        """``normal(*shape)``: new random numbers at each call; on CUDA they are made there, since on the host they take seconds."""
+        if self.device == "cuda":
+            import torch
+
+            generator = torch.Generator(self.device).manual_seed(seed)
+            return lambda *shape: torch.randn(shape, generator=generator, device=self.device).to(self.arrays.dtypes[dtype])
+        rng = np.random.default_rng(seed)
+        return lambda *shape: self.make(rng.standard_normal(shape, dtype=np.float32), dtype)
 
     def wide(self, x: Any, like: Any = None) -> Any:
         """An array in float64: PyTorch's on its device, others as NumPy's; the latter also where `like` is one of NumPy's."""
@@ -247,11 +258,9 @@ def wanted(session: Session, names: str, among: Sequence[str] = tuple(LOADERS)) 
 
     On "cuda" only PyTorch runs: what the others would run on cannot be told from here.
     """
-    listed = list(among) if names == "all" else [x.strip() for x in names.split(",")]
+    listed = words(names, "--backend", ("all", *among))
     found = []
-    for name in listed:
-        if name not in among:
-            raise typer.BadParameter(f"--backend: expected all or some of {', '.join(among)}, got {name!r}")
+    for name in among if "all" in listed else listed:
         if session.device == "cuda" and name != "torch":
             session.leave_out(name, "only PyTorch is measured on this device; run --device cpu for it")
             continue

@@ -25,6 +25,7 @@ PATIENCE = 120.0  # seconds for building and first calling a contender; one that
 LONGEST_SLEEP = 0.02  # seconds that a device waits for the host
 COLD = 3e-4  # of them beside the host's time: the first call after a synchronization takes longer
 QUEUED, QUEUED_SECONDS = 30, 0.01  # calls in the loop that times the host, and how long they may take it or the device
+SLOW = 10 * LONGEST_SLEEP  # seconds; of longer calls there is no such loop: beside them the wait for a sleeping device is little
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
 
 OUT_OF_MEMORY = "out of memory"
@@ -71,7 +72,7 @@ class Times(NamedTuple):
 
 def interleaved(
     thunks: Mapping[str, Thunk], budget: float, *, wait: Callable[[Any], Any] = lambda x: x, device: str = "cpu",
-    fewest: int = FEWEST, patience: float = PATIENCE,
+    fewest: int = FEWEST, patience: float = PATIENCE, out: dict[str, Times | Failure] | None = None,
 ) -> dict[str, Times | Failure]:  # fmt: skip
     """Seconds a call of each contender: all samples, or why there are none.
 
@@ -89,6 +90,8 @@ def interleaved(
         Samples of each contender, even where they exceed the budget; two where they would exceed it tenfold.
     patience
         Seconds for the first call of each contender, which may compile.
+    out
+        Where the result is put together, sample by sample: whoever gives it has what was measured also after an interrupt.
 
     Examples
     --------
@@ -97,7 +100,7 @@ def interleaved(
     (True, Failure(status='failed', why='division by zero'))
     """
     clock = _device_clock() if device.startswith("cuda") else _host_clock(wait)
-    out: dict[str, Times | Failure] = {}
+    out = {} if out is None else out
     inner: dict[str, int] = {}
 
     def sample(name: str, patience: float | None = None) -> tuple[float, float | None]:
@@ -113,6 +116,7 @@ def interleaved(
         inner[name] = 1
         sample(name, patience)  # warm-up
     times = {name: Times([], []) for name in inner}
+    out |= times
     spent = dict.fromkeys(inner, 0.0)
     while inner:
         for name in list(inner):
@@ -127,7 +131,7 @@ def interleaved(
             count = len(times[name].seconds)
             if count >= 2 and spent[name] >= (budget if count >= fewest else 10 * budget):
                 inner.pop(name, None)
-    return {name: out.get(name) or times[name] for name in thunks}
+    return out
 
 
 @contextmanager
@@ -191,17 +195,20 @@ def _device_clock() -> Clock:
 
     def clock(thunk: Thunk, count: int) -> tuple[float, float]:
         host, seconds = last.get(id(thunk), (0.0, QUEUED_SECONDS))
+        known = max(host, seconds)
+        calls = 0 if known > SLOW else max(1, min(QUEUED, int(QUEUED_SECONDS / known)))
         begin, end = events()
         cache.zero_()
         sleep(rate * min(1.5 * host + COLD, LONGEST_SLEEP))
         begin.record()
+        start = time.perf_counter()
         thunk()
+        host = time.perf_counter() - start
         end.record()
-        calls = max(1, min(QUEUED, int(QUEUED_SECONDS / max(seconds, host))))
         start = time.perf_counter()
         for _ in range(calls):
             thunk()
-        host = (time.perf_counter() - start) / calls
+        host = (time.perf_counter() - start) / calls if calls else host
         torch.cuda.synchronize()
         seconds = begin.elapsed_time(end) / 1e3
         last[id(thunk)] = host, max(seconds, 1e-6)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from .libraries import Function, Library, Step
 from .measure import Thunk
-from .peers import distance
 from .session import Build, Session
+from .work import worst
 
 PHASES = {"forward": 0, "backward": 1, "both": 2}
 COPY = "plain copy"
@@ -104,5 +104,7 @@ def _copy(lib: Library, moved: float) -> Thunk:
 
 
 def _error(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], right: Any) -> float:
-    found, right = (x if isinstance(x, tuple) else (x,) for x in (lib.wait(step(lib, build, "forward")()), right))
-    return max(distance(lib.wide(x, y).reshape(y.shape), y) for x, y in zip(found, right, strict=True))
+    found = lib.wait(step(lib, build, "forward")())
+    if isinstance(right, tuple):
+        return worst(lib, found, right)
+    return worst(lib, found.reshape(right.shape), (right,))

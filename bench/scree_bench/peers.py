@@ -6,11 +6,8 @@ come back packed, so that all are compared with the same float64 reference.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,87 +16,15 @@ import numpy as np
 
 import scree
 
-from .libraries import Function, Library, load
+from .libraries import Function, Library
 from .measure import require
+from .work import Work, inputs
 
 if TYPE_CHECKING:
     from .session import Session
 
+NO_TIME = "takes long; run without --quick"
 EINSUM = 5e7  # bytes of padded scores up to which NumPy's einsum is run, at a few operations a nanosecond
-CHUNK = 2048  # queries of which the reference holds the scores
-BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
-
-
-@dataclass(frozen=True)
-class Work:
-    """One attention problem: random rows of some lengths.
-
-    Attributes
-    ----------
-    lengths
-        Tokens of each row.
-    heads, kv_heads, dim
-        Heads of the queries, heads of keys and values, and their size.
-    dtype
-        Name of the data type.
-    causal
-        Whether a token sees those before it alone.
-    seed
-        Of the random numbers.
-    """
-
-    lengths: tuple[int, ...]
-    heads: int
-    kv_heads: int
-    dim: int
-    dtype: str = "float32"
-    causal: bool = True
-    seed: int = 0
-
-    @property
-    def total(self) -> int:
-        """Tokens in all."""
-        return sum(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(self.lengths, default=0)
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the forward pass that no exact algorithm can leave out; backward takes 2.5 times it."""
-        pairs = sum(n * (n + 1) / 2 if self.causal else n * n for n in self.lengths)
-        return 4.0 * self.heads * self.dim * pairs
-
-    @property
-    def padded_scores(self) -> float:
-        """Bytes of the scores of a padded batch, float32."""
-        return 4.0 * len(self.lengths) * self.heads * self.longest**2
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """(rows + 1,) int32."""
-        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
-
-    @cached_property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """Queries, keys, values and the gradient of the result, (total, heads, dim) float32."""
-        rng = np.random.default_rng(self.seed)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        return tuple(rng.standard_normal((self.total, h, self.dim), dtype=np.float32) for h in heads)
-
-    @cached_property
-    def made(self) -> dict[str, tuple[Any, ...]]:
-        """The arrays as those of a library, by its name, once they have been made."""
-        return {}
-
-    @cached_property
-    def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, longest) index of each token, 0 in the padding, and which of them are real."""
-        at = np.arange(self.longest)
-        real = at < np.asarray(self.lengths)[:, None]
-        return np.where(real, self.offsets[:-1, None] + at, 0), real
 
 
 class Prepared(NamedTuple):
@@ -122,19 +47,11 @@ class Peer(NamedTuple):
     backward: bool = True  # whether it has one
 
 
-def _packed(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
-    """Queries, keys and values, and the gradient of the result: one copy for all the peers of a work."""
-    if lib.name not in work.made:
-        work.made[lib.name] = tuple(lib.make(x, work.dtype) for x in work.arrays)
-    *args, cotangent = work.made[lib.name]
-    return tuple(args), cotangent
-
-
 def ours(kernel: str | None) -> Callable[[Library, Work], Prepared]:
     """`scree.attention` on the kernel that is named, or on the first that accepts."""
 
     def prepare(lib: Library, work: Work) -> Prepared:
-        args, cotangent = _packed(lib, work)
+        args, cotangent = inputs(lib, work)
         offsets = lib.make(work.offsets, "int32")
         like = scree.Array(args[0], offsets, max_length=work.longest)
 
@@ -149,7 +66,7 @@ def ours(kernel: str | None) -> Callable[[Library, Work], Prepared]:
 
 def _ours_traced(lib: Library, work: Work) -> Prepared:
     """Under `jit`, where the offsets are an argument as they are in training: another batch does not compile again."""
-    (q, k, v), cotangent = _packed(lib, work)
+    (q, k, v), cotangent = inputs(lib, work)
     offsets = lib.make(work.offsets, "int32")
     import jax
 
@@ -165,7 +82,7 @@ def _ours_traced(lib: Library, work: Work) -> Prepared:
 def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
     """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
     require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim, lib.device)
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     tokens, real = (lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True))
     xp = lib.xp
 
@@ -227,7 +144,7 @@ def _einsum(lib: Library, work: Work) -> Prepared:
 
 def _rows(lib: Library, work: Work) -> Prepared:
     """A Python loop over rows: the plain form, without padding."""
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     xp, groups, bounds = lib.xp, work.heads // work.kv_heads, work.offsets.tolist()
     hidden = lib.make(~np.tri(work.longest, dtype=bool), "bool") if work.causal else None
 
@@ -278,7 +195,7 @@ def _torch_sdpa(backend: str | None) -> Callable[[Library, Work], Prepared]:
 def _torch_rows(lib: Library, work: Work) -> Prepared:
     import torch
 
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     lengths = list(work.lengths)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -296,7 +213,7 @@ def _torch_rows(lib: Library, work: Work) -> Prepared:
 def _torch_nested(lib: Library, work: Work) -> Prepared:
     import torch
 
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     offsets = lib.make(work.offsets, "int64")
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -311,7 +228,7 @@ def _torch_flex(lib: Library, work: Work) -> Prepared:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     row = lib.make(np.repeat(np.arange(len(work.lengths)), work.lengths), "int32")
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -338,7 +255,7 @@ def _fa2(lib: Library, work: Work) -> Prepared:
     """FlashAttention-2 as PyTorch carries it, without what PyTorch puts around it."""
     import torch
 
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     cu, longest = _bounds(lib, work)
     forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
@@ -360,7 +277,7 @@ def _fa2(lib: Library, work: Work) -> Prepared:
 def _varlen(lib: Library, work: Work) -> Prepared:
     from torch.nn.attention.varlen import varlen_attn
 
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     cu, longest = _bounds(lib, work)
     window = (-1, 0) if work.causal else (-1, -1)
     known = signature(varlen_attn).parameters
@@ -379,7 +296,7 @@ def _flash(module: str) -> Callable[[Library, Work], Prepared]:
         from importlib import import_module
 
         run = import_module(module).flash_attn_varlen_func
-        args, cotangent = _packed(lib, work)
+        args, cotangent = inputs(lib, work)
         cu, longest = _bounds(lib, work)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
@@ -395,7 +312,7 @@ def _efficient(lib: Library, work: Work) -> Prepared:
     """The memory-efficient kernel of xFormers on packed rows: the one that takes float32."""
     import torch
 
-    args, cotangent = _packed(lib, work)
+    args, cotangent = inputs(lib, work)
     cu, longest = _bounds(lib, work)
     forward, backward = torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward
     mask = int(work.causal)
@@ -451,15 +368,17 @@ def _mlx_own(lib: Library, work: Work) -> Prepared:
 
 # ----------------------------------------------------------------------------------------------- who may run
 def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Work], str | None]:
-    def missing(lib: Library, work: Work) -> str | None:
-        if lib.device != "cuda":
-            return "runs on CUDA devices only"
-        if dtypes and work.dtype not in dtypes:
-            return f"takes {' and '.join(dtypes)}, not {work.dtype}"
-        absent = [m for m in modules if not importable(m)]
-        return f"{' and '.join(absent)} cannot be imported" if absent else None
+    return lambda lib, work: lacking(lib, work.dtype, dtypes, modules)
 
-    return missing
+
+def lacking(lib: Library, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()) -> str | None:
+    """Why a kernel for CUDA cannot run: not on this device, not for this data type, not without these modules; or None."""
+    if lib.device != "cuda":
+        return "runs on CUDA devices only"
+    if dtypes and dtype not in dtypes:
+        return f"takes {' and '.join(dtypes)}, not {dtype}"
+    absent = [m for m in modules if not importable(m)]
+    return f"{' and '.join(absent)} cannot be imported" if absent else None
 
 
 def importable(module: str) -> bool:
@@ -470,7 +389,8 @@ def importable(module: str) -> bool:
         return False
 
 
-def compiler(lib: Library, work: Work) -> str | None:
+def compiler(lib: Library) -> str | None:
+    """Why nothing can be compiled here, or None."""
     from shutil import which
 
     if lib.device == "cpu" and not (which("g++") or which("clang++") or which("c++")):
@@ -499,11 +419,11 @@ PEERS: tuple[Peer, ...] = (
     Peer("scree, standard path", "torch", ours("standard")),
     Peer("padded, einsum", "numpy", _einsum, _few),
     *(Peer("padded, matmul", name, _naive) for name in ("numpy", "torch", "jax", "mlx")),
-    *(Peer("loop over rows", name, _rows) for name in ("numpy", "jax", "mlx")),
+    *(Peer("loop over rows", name, _rows, slow=name == "jax") for name in ("numpy", "jax", "mlx")),
     Peer("padded, SDPA", "torch", _torch_sdpa(None)),
     Peer("loop over rows, SDPA", "torch", _torch_rows),
     Peer("torch.nested, SDPA", "torch", _torch_nested, _nested),
-    Peer("flex_attention", "torch", _torch_flex, compiler, slow=True),
+    Peer("flex_attention", "torch", _torch_flex, lambda lib, work: compiler(lib), slow=True),
     Peer("padded, jax.nn", "jax", _jax_own),
     Peer("padded, mx.fast", "mlx", _mlx_own),
     *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", _torch_sdpa(b), _on_cuda(*_HALF))
@@ -519,37 +439,6 @@ PEERS: tuple[Peer, ...] = (
 )  # fmt: skip
 
 
-def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ...]:
-    """Result and, on request, the gradients of q, k and v: float64, head by head and row by row, some queries at a time.
-
-    Computed from the numbers that the library has, after rounding to its data type; by NumPy, or by PyTorch on its device, where
-    long rows would take NumPy minutes; and they stay there.
-    """
-    own = lib if lib.name == "torch" else load("numpy")
-    args, cotangent = _packed(lib, work)
-    q, k, v, dout = (own.wide(x) if own is lib else lib.arrays.read(x) for x in (*args, cotangent))
-    xp, groups, scale = own.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
-    out, dq, dk, dv = (xp.zeros_like(x) for x in (q, q, k, v))
-    at = own.make(np.arange(work.total), "int32")
-    for first, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
-        for start, h in itertools.product(range(first, first + n, CHUNK), range(work.heads)):
-            stop = min(start + CHUNK, first + n)
-            g, row, keys = h // groups, slice(start, stop), slice(first, stop if work.causal else first + n)
-            scores = q[row, h] @ k[keys, g].T * scale
-            if work.causal:
-                scores = xp.where(at[row, None] >= at[None, keys], scores, -math.inf)
-            weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-            weights = weights / xp.sum(weights, axis=-1, keepdims=True)
-            out[row, h] = weights @ v[keys, g]
-            if gradients:
-                mean = xp.sum(dout[row, h] * out[row, h], axis=-1, keepdims=True)
-                dscores = weights * (dout[row, h] @ v[keys, g].T - mean) * scale
-                dq[row, h] = dscores @ k[keys, g]
-                dk[keys, g] += dscores.T @ q[row, h]
-                dv[keys, g] += weights.T @ dout[row, h]
-    return (out, dq, dk, dv) if gradients else (out,)
-
-
 def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] = ()) -> list[Peer]:
     """The peers that can run a work on a library; the session notes the others with the reason.
 
@@ -560,15 +449,9 @@ def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] =
     found = []
     for peer in PEERS:
         if peer.library == lib.name and (not only or peer.name in only or peer.name.startswith(beginnings)):
-            why = "takes long to compile; run without --quick" if session.quick and peer.slow else peer.missing(lib, work)
+            why = NO_TIME if session.quick and peer.slow else peer.missing(lib, work)
             if why is None:
                 found.append(peer)
             else:
                 session.leave_out(f"{peer.name} on {lib.name}", why)
     return found
-
-
-def distance(found: Any, right: Any) -> float:
-    """Norm of the difference over the norm of what is right, of float64 arrays; NaN where anything is not finite."""
-    xp = scree.namespace(right)
-    return float(xp.sqrt(xp.sum((found - right) ** 2)) / xp.sqrt(xp.sum(right**2)))

@@ -121,7 +121,7 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
-    axes.invert_yaxis()
+    axes.set_ylim(place - 1.2, -0.6)  # from above
     figure = axes.get_figure()
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     columns = max(1, min(3, len(names)))

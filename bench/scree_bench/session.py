@@ -52,7 +52,8 @@ class Session:
         self.device = device
         config = {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if k != "out"}
         self.result = Result(command, config, machine.describe(device), machine.versions(), machine.now())
-        self._before: Any = None  # what a request to end did
+        self._before: dict[int, Any] = {}  # what requests to end did
+        self._asked = False  # whether there was one
         self._written = 0.0
         self.console = Console()
         if not self.console.is_terminal:
@@ -65,13 +66,17 @@ class Session:
     def __enter__(self) -> Session:
         self._progress.start()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            self._before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
+
+    def _end(self, number: int, frame: Any) -> None:
+        self._asked = True
+        raise KeyboardInterrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._progress.stop()
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
         self.result.complete = kind is None
         if kind is not None and not issubclass(kind, KeyboardInterrupt):
             return
@@ -95,6 +100,7 @@ class Session:
         for item in found:
             yield item
             self._progress.advance(task)
+            self._keep()
 
     def row(self, case: Mapping[str, Any], who: str) -> Row:
         """The row of a contender on a case; a new one where there is none yet."""
@@ -115,25 +121,26 @@ class Session:
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
-        for who, build in contenders.items():
-            try:
-                with within(self.patience):
-                    thunks[who] = build()
-            except Exception as error:  # a contender that fails is a result, and the others still run
-                outcome[who] = Failure.of(error)
         seconds, fewest = (self.seconds / 10, 2) if self.quick else (self.seconds, FEWEST)
-        outcome |= interleaved(
-            thunks, seconds, wait=wait, device=device or self.device, fewest=fewest, patience=self.patience
-        )
-        rows = {who: self.row(case, who) for who in contenders}
-        for who, row in rows.items():
-            found = outcome[who]
-            row.add(name, found if isinstance(found, Failure) else found.seconds)
-            if isinstance(found, Times) and found.host:
-                row.add(f"{name.removesuffix('_s')}_host_s", found.host)
-        if self.out is not None and time.monotonic() > self._written + EVERY:
-            self.result.write(self.path)
-            self._written = time.monotonic()
+        try:
+            for who, build in contenders.items():
+                try:
+                    with within(self.patience):
+                        thunks[who] = build()
+                except Exception as error:  # a contender that fails is a result, and the others still run
+                    outcome[who] = Failure.of(error)
+            interleaved(
+                thunks, seconds, wait=wait, device=device or self.device, fewest=fewest, patience=self.patience, out=outcome
+            )
+        finally:  # after an interrupt too: what has a sample by then
+            there = [who for who in contenders if who in outcome and outcome[who] != Times([], [])]
+            rows = {who: self.row(case, who) for who in there}
+            for who, row in rows.items():
+                found = outcome[who]
+                row.add(name, found if isinstance(found, Failure) else found.seconds)
+                if isinstance(found, Times) and found.host:
+                    row.add(f"{name.removesuffix('_s')}_host_s", found.host)
+        self._keep()
         return rows
 
     def value(self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]) -> None:
@@ -143,6 +150,7 @@ class Session:
             row.values[name] = float(compute())
         except Exception as error:  # a contender that fails is a result, and the others still run
             row.add(name, Failure.of(error))
+        self._keep()
 
     def leave_out(self, what: str, why: str) -> None:
         """Note what could not run here, once."""
@@ -161,6 +169,14 @@ class Session:
     def say(self, line: str) -> None:
         """Print a line."""
         self.console.print(line, highlight=False, markup=False)
+
+    def _keep(self) -> None:
+        """Write the JSON, if it is some seconds since the last time; and end, if that was asked for and did not come through."""
+        if self._asked:
+            raise KeyboardInterrupt  # raised in a callback of a library it may have been swallowed
+        if self.out is not None and time.monotonic() > self._written + EVERY:
+            self.result.write(self.path)
+            self._written = time.monotonic()
 
     def _show(self) -> None:
         result, about = self.result, self.result.machine

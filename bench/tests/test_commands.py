@@ -2,7 +2,12 @@
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +19,9 @@ from scree_bench import results
 from scree_bench.cli import MEASURING, app
 from scree_bench.commands.report import MARK, head
 from scree_bench.measure import Failure
+from scree_bench.plots import THEMES
 from scree_bench.results import OK, Result, Row
+from scree_bench.session import INTERRUPTED
 
 TORCH = find_spec("torch") is not None
 NEEDS_TORCH = ("norms", "kernels", "block", "model", "collectives")
@@ -161,6 +168,8 @@ def test_quick_run(command, tmp_path):
                 assert row.values[name] == pytest.approx(np.median(samples))
         known = (row.case.get("operation"), row.who) in KNOWN_FAILURES
         assert row.status == OK or known, f"{row.case} {row.who}: {row.why}"
+    light, dark = (sorted(path.name.removesuffix(f"-{theme}.svg") for path in tmp_path.glob(f"*-{theme}.svg")) for theme in THEMES)
+    assert light and light == dark
     for holds in CHECKS.get(command, ()):
         holds(found)
 
@@ -178,9 +187,9 @@ def test_memory_of_our_own_lengths(tmp_path):
 
 
 def test_attention_on_all_combinations(tmp_path):
-    sizes = ("--num-seqs", "3", "--mean-len", "8,12", "--sigma", "0,0.5", "--heads", "1,2", "--dim", "4,8")
+    sizes = ("--num-seqs", "3", "--mean-len", "8,12", "--sigma", "0,0.5", "--heads", "1,2", "--dim", "4,8", "--causal", "yes,no")
     found = quick(tmp_path, "attention", "--backend", "numpy", "--no-errors", *sizes)
-    assert len({repr(row.case) for row in found.rows}) == 16
+    assert len({repr(row.case) for row in found.rows}) == 32
     assert {row.case["tokens"] for row in found.rows if row.case["work"] == "median 12, sigma 0"} == {36}
 
 
@@ -322,15 +331,36 @@ def test_the_page_lists_all_there_is_to_run():
 def test_all_runs_everything(tmp_path, monkeypatch):
     calls = []
 
-    def call(arguments):
-        calls.append(arguments[3:])
-        return int(arguments[3] == "ratios")
+    def run(arguments):
+        calls.append(arguments)
+        return int(arguments[0] == "ratios")
 
-    monkeypatch.setattr("scree_bench.cli.subprocess.call", call)
+    monkeypatch.setattr("scree_bench.cli._run", run)
     said = invoke("all", str(tmp_path), "--quick", "--device", "cpu", status=1)
     assert [name for name, *_ in calls] == list(MEASURING) and "not 0: ratios" in said
     assert calls[0] == ["memory", "--out", str(tmp_path), "--device", "cpu", "--quick"]
     assert ["ratios", "--out", str(tmp_path), "--quick"] in calls
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="the system has no process groups")
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [(("overhead", "--backend", "numpy", "--device", "cpu", "--seconds", "1", "--out"), "overhead"),
+     (("all", "--quick", "--device", "cpu"), "memory")],
+)  # fmt: skip
+def test_ctrl_c_keeps_what_was_measured(tmp_path, arguments, name):
+    """As a terminal does it: the signal goes to all processes of the group."""
+    command = [sys.executable, "-m", "scree_bench", *arguments, str(tmp_path)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    path, until = tmp_path / f"{name}-cpu.json", time.monotonic() + 60
+    while not path.exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED and "Interrupted: this is what had been measured." in said
+    found = results.read(path)
+    assert not found.complete and found.rows
+    assert [path.stem for path in tmp_path.glob("*.json")] == [f"{name}-cpu"]
 
 
 def test_report_without_results(tmp_path):
@@ -344,7 +374,8 @@ def test_report_without_results(tmp_path):
     "arguments",
     [("memory", "--backend", "numpi"), ("attention", "--work", "sed"), ("algorithms", "--lengths", "1,b"),
      ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge"),
-     ("kernels", "--only", "nothing")],
+     ("kernels", "--only", "nothing"), ("block", "--dtype", "float8"), ("attention", "--causal", "maybe"),
+     ("model", "--precisions", "fp8"), ("attention", "--num-seqs", "0"), ("collectives", "--sizes", "0")],
 )  # fmt: skip
 def test_bad_options_are_named(arguments):
     if arguments[0] in NEEDS_TORCH and not TORCH:

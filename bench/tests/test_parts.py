@@ -1,5 +1,6 @@
 """The parts that the subcommands share: measuring, results, peers, and the algorithms for learners."""
 
+import contextlib
 import doctest
 import json
 import math
@@ -16,9 +17,9 @@ from scree_bench.algorithms import ALGORITHMS, BLOCK, WINDOW, Shape
 from scree_bench.commands.model import classify, step_flops
 from scree_bench.libraries import load
 from scree_bench.measure import FAILED, OUT_OF_MEMORY, Failure, interleaved, spread
-from scree_bench.peers import BACKWARD, Work, distance, reference
 from scree_bench.results import Result, Row
 from scree_bench.session import INTERRUPTED, Session
+from scree_bench.work import BACKWARD, Work, distance, reference
 
 
 # ------------------------------------------------------------------------------------------------ measuring
@@ -124,12 +125,35 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path):
     assert not saved.complete and saved.rows[0].values == {"batch_bytes": 5.0}
 
 
+def test_an_interrupt_keeps_the_samples_of_a_case(tmp_path):
+    calls = iter(range(100))
+
+    def interrupted():
+        if next(calls) == 12:
+            raise KeyboardInterrupt
+        time.sleep(2 * measure.SHORTEST)
+
+    with pytest.raises(typer.Exit), Session("memory", options(tmp_path, seconds=100)) as session:
+        session.time({"n": 1}, "call_s", {"scree": lambda: interrupted, "later": lambda: lambda: math.exp(1)})
+    saved = {row.who: row.samples for row in results.read(tmp_path / "memory-cpu.json").rows}
+    assert len(saved["scree"]["call_s"]) == 11 and saved["later"]["call_s"]  # the first call warmed up
+
+
 def test_a_request_to_end_keeps_what_was_measured(tmp_path):
     with pytest.raises(typer.Exit), Session("memory", options(tmp_path)) as session:
         session.value({"n": 1}, "scree", "batch_bytes", lambda: 5)
         signal.raise_signal(signal.SIGTERM)
     assert results.read(tmp_path / "memory-cpu.json").rows[0].values == {"batch_bytes": 5.0}
-    assert signal.getsignal(signal.SIGTERM) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_a_library_swallows_comes_through(tmp_path):
+    with pytest.raises(typer.Exit), Session("memory", options(tmp_path)) as session:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        session.value({"n": 1}, "scree", "batch_bytes", lambda: 5)
+        pytest.fail("it goes on")
+    assert results.read(tmp_path / "memory-cpu.json").rows[0].values == {"batch_bytes": 5.0}
 
 
 def test_results_are_written_on_the_way(tmp_path):

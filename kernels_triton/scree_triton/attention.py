@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .host import Function, once_differentiable
+from .host import Function, differentiated, once_differentiable
 from .launch import INTERPRETED
 from .plans import Rows, Spec, plan
 from .tiles import UNBOUNDED
@@ -71,22 +71,40 @@ def run(call: Any) -> Any:
     Array or tuple of Array
         The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
     """
-    return run_again(call)(call.q, call.k, call.v, call.alibi_slopes)
+    if not torch.compiler.is_compiling():
+        return run_again(call)(call.q, call.k, call.v, call.alibi_slopes)
+    q, k, v = call.q, call.k, call.v
+    out, lse = _traced(q.values, k.values, v.values, q.offsets, k.offsets, _spec(call), _float(call.alibi_slopes))
+    return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
 
 
 def run_again(call: Any) -> Callable[..., Any]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
-    spec, return_lse = _spec(call.causal, *call.window, call.scale, call.softcap), call.return_lse
+    spec, return_lse = _spec(call), call.return_lse
+    wanted = any(x.values.requires_grad for x in (call.q, call.k, call.v))
     plans: dict[Any, Any] = {}
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        slopes = None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous()
-        rows, other = q.layout, k.layout
-        memo = rows.memo if other is rows or torch.compiler.is_compiling() else rows.beside(other)
-        out, lse = _attend(q.values, k.values, v.values, q.offsets, k.offsets, spec, slopes, memo, plans)
+        layout, slopes, arrays = q.layout, _float(alibi_slopes), (q.values, k.values, v.values)
+        rows = Rows(q.offsets, k.offsets, layout.beside(k.layout))
+        way = plan(*arrays, rows, spec, slopes is not None, plans)
+        if not (wanted and torch.is_grad_enabled()):
+            out, lse = way.forward(*arrays, slopes, rows, spec)
+        elif return_lse:
+            out, lse = _Attention.apply(*arrays, (way, slopes, rows, spec, True))
+        else:
+            return q.with_values(_Attention.apply(*arrays, (way, slopes, rows, spec, False)))
         return (q.with_values(out), q.with_values(lse.t())) if return_lse else q.with_values(out)
 
     return attend
+
+
+def _float(slopes: torch.Tensor | None) -> torch.Tensor | None:
+    return None if slopes is None else slopes.to(torch.float32).contiguous()
+
+
+def _spec(call: Any) -> Spec:
+    return spec_of(call.causal, *call.window, call.scale, call.softcap)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
@@ -119,44 +137,49 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query without a valid key
         has output 0 and log-sum-exp -inf.
     """
-    out, lse = _attend(q, k, v, cu_q, cu_k, _spec(causal, *window, scale, softcap), alibi_slopes, memo)
+    spec = spec_of(causal, *window, scale, softcap)
+    if torch.compiler.is_compiling():
+        out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
+        return out, lse.t()
+    rows = Rows(cu_q, cu_k, memo)
+    way = plan(q, k, v, rows, spec, alibi_slopes is not None)
+    if differentiated(q, k, v):
+        out, lse = _Attention.apply(q, k, v, (way, alibi_slopes, rows, spec, True))
+    else:
+        out, lse = way.forward(q, k, v, alibi_slopes, rows, spec)
     return out, lse.t()
 
 
-def _spec(causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None) -> Spec:
+def spec_of(causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None) -> Spec:
+    """What is computed, in the plain numbers of `Spec`."""
     left, right = UNBOUNDED if left is None else min(left, UNBOUNDED), UNBOUNDED if right is None else min(right, UNBOUNDED)
     return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
-            slopes: torch.Tensor | None, memo: dict | None,
-            plans: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total)."""
-    if torch.compiler.is_compiling():
-        rows_q = _rows_op(cu_q)
-        return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
-    rows = Rows(cu_q, cu_k, memo)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, slopes, rows, spec, plans)
-    return plan(q, k, v, rows, spec, slopes is not None, plans).forward(q, k, v, slopes, rows, spec)
-
-
 class _Attention(Function):
+    """`constants`, one argument because each costs: the plan, the slopes, rows, what is computed, and whether the lse is given."""
+
     @staticmethod
-    def forward(ctx, q, k, v, slopes, rows, spec, plans):
-        way = plan(q, k, v, rows, spec, slopes is not None, plans)
+    def forward(ctx, q, k, v, constants):
+        way, slopes, rows, spec, return_lse = ctx.constants = constants
         out, lse = way.forward(q, k, v, slopes, rows, spec)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.constants = way, slopes, rows, spec
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse=None):
         q, k, v, out, lse = ctx.saved_tensors
-        way, slopes, rows, spec = ctx.constants
-        return *way.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None, None, None, None
+        way, slopes, rows, spec, _ = ctx.constants
+        return *way.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None
+
+
+def _traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
+            slopes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total), as a compiler shall see it."""
+    rows_q = _rows_op(cu_q)
+    return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
 
 
 #: Offsets that `_rows_op` made in a compiled function -> their tile maps.

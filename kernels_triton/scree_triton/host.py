@@ -21,6 +21,18 @@ def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], str
             launch(programs, pointers, strides, numbers, *described)
 
 
+def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a plan, run on the device `index` of the plan, whichever is the current one; None if that is no CUDA device."""
+    def there(plan: Any, *args: Any) -> Any:
+        if plan.index is None or plan.index == current_device():
+            return run(plan, *args)
+        with torch.cuda.device(plan.index):
+            return run(plan, *args)
+
+    there.__doc__ = run.__doc__
+    return there
+
+
 def differentiated(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd must hear of what is done to the tensors."""
     if torch.is_grad_enabled():

@@ -1,8 +1,8 @@
 """Launching a compiled kernel without paying for the JIT's argument inspection at every call."""
 import inspect
 from collections.abc import Callable
-from functools import cache, lru_cache, reduce
-from operator import or_
+from functools import cache, lru_cache
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from triton import knobs
 
 INTERPRETED = knobs.runtime.interpret
 _MOST_ENCODED = 4096
+_address = torch.Tensor.data_ptr
 # The interface of the launcher that Triton generates in C is its own affair; this is the one that is known here.
 _KNOWN = triton.__version__.startswith("3.6.")
 # What torch.cuda calls, without its check that CUDA is initialized: tensors on the device are there already.
@@ -26,6 +27,11 @@ def empty(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype]
     """
     found = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
     return found or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and its strides in memory without gaps, as `empty` takes them."""
+    return tuple(shape), tuple(prod(shape[i + 1:]) for i in range(len(shape)))
 
 
 def ragged_shape(heads: int, dim: int, stride: int, head: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -125,12 +131,12 @@ class Launch:
             typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
             self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants)
             return
-        addresses = [pointer.data_ptr() for pointer in pointers]
-        bits = reduce(or_, strides, reduce(or_, addresses))
-        if self.launch is not None and bits & 15 == 0:
+        addresses = [*map(_address, pointers)]
+        aligned = gcd(16, *addresses, *strides) == 16
+        if aligned and self.launch is not None:
             descriptors = ()
             if shapes:
-                key = (*[x.data_ptr() for x in described], *shapes)
+                key = *map(_address, described), *shapes
                 descriptors = self.encoded.get(key) or self._encode(key, described, shapes)
             try:
                 self.launch(programs, 1, 1, current_stream(self.index), *self.fixed, *descriptors, *addresses, *strides,
@@ -140,7 +146,7 @@ class Launch:
                 pass
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
-        if bits & 15 == 0 and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN:
+        if aligned and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN:
             self._keep(compiled, pointers[0].get_device())
 
     def _keep(self, compiled: Any, index: int) -> None:

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from . import cross_entropy
-from .cross_entropy import SUMMED, Targets, of_each, reduced, row_means, rowwise, share_of, targets_of, visit
+from .cross_entropy import rowwise, visit
 from .host import Function, once_differentiable, start
 from .launch import Launch
+from .losses import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
 
 LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight
 ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32

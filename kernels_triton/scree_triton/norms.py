@@ -5,16 +5,17 @@ computes the statistics again from the row that it needs anyway, so that the for
 walk over the tokens and each keeps its share of the gradients of weight and bias, which a second small kernel adds up in a
 fixed order: equal inputs give equal bits.
 """
+import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import Function, differentiated, multiprocessors, once_differentiable, refuses, start
-from .launch import Launch
+from .host import Function, multiprocessors, on_its_device, once_differentiable, refuses
+from .launch import Launch, contiguous, empty
 
 _WIDEST = 16384
 _COLUMNS = 16  # of a program that adds up,
@@ -150,68 +151,90 @@ def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
 
 
 @cache
-def _forward_launch(device: torch.device, x: torch.dtype, weight: torch.dtype | None, bias: torch.dtype | None, width: int,
-                    centre: bool, add: bool) -> tuple[Launch, int]:
-    """The forward for these dtypes, and how many tokens a program has."""
+def _forward_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int,
+                    centre: bool) -> tuple[Launch, int]:
+    """The forward for x, residual, weight and bias of these dtypes, or None, and how many tokens a program has."""
     block = triton.next_power_of_2(width)
     rows, warps = _forward_shape(block)
-    return Launch(forward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight is not None,
-                                       BIAS=bias is not None), dict(num_warps=warps)), rows
+    _, add, weight, bias = (dtype is not None for dtype in dtypes)
+    return Launch(forward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight, BIAS=bias),
+                  dict(num_warps=warps)), rows
 
 
 @cache
-def _backward_launches(device: torch.device, x: torch.dtype, dy: torch.dtype, weight: torch.dtype | None,
-                       bias: torch.dtype | None, width: int, centre: bool, add: bool,
-                       weight_too: bool) -> tuple[Launch, Launch, int, int]:
+def _backward_launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], dy: torch.dtype, width: int, centre: bool,
+                       add: bool, weight_too: bool, bias_too: bool) -> tuple[Launch, Launch, int, int]:
     """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
+    x, _, weight, _ = dtypes
     block = triton.next_power_of_2(width)
     rows, warps, each, stages = _backward_shape(block, x.itemsize)
     first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight is not None,
-                                         DW=weight_too, DB=bias is not None, STAGES=stages), dict(num_warps=warps))
-    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias is not None, ROWS=_PARTS, COLUMNS=_COLUMNS),
+                                         DW=weight_too, DB=bias_too, STAGES=stages), dict(num_warps=warps))
+    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, DO_DB=bias_too, ROWS=_PARTS, COLUMNS=_COLUMNS),
                     dict(num_warps=4))
     return first, second, rows, multiprocessors(device) * each
 
 
-def forward(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-            centre: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x over its last axis, contiguous, and what was normalised: x or its sum with the residual."""
-    y, add, width = torch.empty_like(x, memory_format=torch.contiguous_format), residual is not None, x.shape[-1]
-    total = torch.empty_like(y) if add else x
-    count = y.numel() // width
-    if count > 0:
-        launch, rows = _forward_launch(x.device, x.dtype, None if weight is None else weight.dtype,
-                                       None if bias is None else bias.dtype, width, centre, add)
-        x, stride = even(x)
-        residual, residual_stride = (x, stride) if residual is None else even(residual)
-        start(launch, -(-count // rows), (x, residual, x if weight is None else weight, x if bias is None else bias, y, total),
-              (stride, residual_stride, width), (count, eps))
-    return y, total
+class _Plan:
+    """What follows from what the host knows of the arrays of a norm, so that a call only allocates and launches."""
+
+    def __init__(self, device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: tuple[int, ...], eps: float,
+                 centre: bool):
+        *axes, width = shape
+        self.index = device.index if device.type == "cuda" else None
+        self.device, self.dtypes, self.width, self.centre = device, dtypes, width, centre
+        self.out = *contiguous(shape), dtypes[0]
+        self.launch, rows = _forward_launch(device, dtypes, width, centre)
+        self.numbers = count, _ = math.prod(axes), eps
+        self.programs = -(-count // rows)
+        self.new = empty(device.type)
+
+    @on_its_device
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+                bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x over its last axis, contiguous, and what was normalised: x or its sum with the residual."""
+        y = self.new(*self.out)
+        total = x if residual is None else self.new(*self.out)
+        if self.programs:
+            x, stride = even(x)
+            residual, residual_stride = (x, stride) if residual is None else even(residual)
+            self.launch(self.programs, (x, residual, x if weight is None else weight, x if bias is None else bias, y, total),
+                        (stride, residual_stride, self.width), self.numbers)
+        return y, total
+
+    @on_its_device
+    def backward(self, x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsum: torch.Tensor | None,
+                 weight_too: bool, bias_too: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of x, which was normalised, of weight and bias; dsum is what reaches x besides."""
+        width, (_, _, weight_dtype, bias_dtype) = self.width, self.dtypes
+        first, second, rows, most = _backward_launches(self.device, self.dtypes, dy.dtype, width, self.centre, dsum is not None,
+                                                       weight_too, bias_too)
+        programs = min(-(-self.numbers[0] // rows), most)
+        dx = self.new(*self.out)
+        dw = self.new((width,), (1,), weight_dtype) if weight_too else None
+        db = self.new((width,), (1,), bias_dtype) if bias_too else None
+        parts = self.new((2, programs, width), (programs * width, width, 1), torch.float32) if weight_too or bias_too else dx
+        if programs:
+            x, stride = even(x)
+            dy, dy_stride = even(dy)
+            dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
+            first(programs, (x, x if weight is None else weight, dy, dsum, dx, parts), (stride, dy_stride, dsum_stride, width),
+                  self.numbers)
+        if weight_too or bias_too:
+            second(-(-width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
+        return dx, dw, db
 
 
-def backward(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsum: torch.Tensor | None, eps: float,
-             centre: bool, weight_too: bool,
-             bias_dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x, which was normalised, of the weight and of a bias of this dtype; dsum is what reaches x besides."""
-    device, width = x.device, x.shape[-1]
-    first, second, rows, most = _backward_launches(device, x.dtype, dy.dtype, None if weight is None else weight.dtype,
-                                                   bias_dtype, width, centre, dsum is not None, weight_too)
-    count = x.numel() // width
-    programs = min(-(-count // rows), most)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dw = torch.empty_like(weight) if weight_too and weight is not None else None
-    db = torch.empty((width,), dtype=bias_dtype, device=device) if bias_dtype is not None else None
-    summed = dw is not None or db is not None
-    parts = torch.empty((2, programs, width), dtype=torch.float32, device=device) if summed else dx
-    if programs > 0:
-        x, stride = even(x)
-        dy, dy_stride = even(dy)
-        dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
-        start(first, programs, (x, x if weight is None else weight, dy, dsum, dx, parts),
-              (stride, dy_stride, dsum_stride, width), (count, eps))
-    if summed:
-        start(second, -(-width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
-    return dx, dw, db
+@lru_cache(1024)
+def _cached(device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: tuple[int, ...], eps: float,
+            centre: bool) -> _Plan:
+    return _Plan(device, dtypes, shape, eps, centre)
+
+
+def _plan(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
+          centre: bool) -> _Plan:
+    dtypes = tuple(None if p is None else p.dtype for p in (x, residual, weight, bias))
+    return _cached(x.device, dtypes, x.shape, eps, centre)
 
 
 def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -225,29 +248,28 @@ def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, centre):
-        y, total = forward(x, residual, weight, bias, eps, centre)
+    def forward(ctx, x, residual, weight, bias, plan):
+        y, total = plan.forward(x, residual, weight, bias)
         ctx.save_for_backward(total, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.eps, ctx.centre = eps, centre
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dsum=None):
-        total, weight = ctx.saved_tensors
-        _, residual_too, weight_too, bias_too, *_ = ctx.needs_input_grad
+        _, residual_too, weight_too, bias_too, _ = ctx.needs_input_grad
         if dy is None:
-            return dsum, dsum, None, None, None, None
-        dx, dw, db = backward(total, weight, dy, dsum, ctx.eps, ctx.centre, weight_too, ctx.bias_dtype if bias_too else None)
-        return dx, dx if residual_too else None, dw, db, None, None
+            return dsum, dsum, None, None, None
+        total, weight = ctx.saved_tensors
+        dx, dw, db = ctx.plan.backward(total, weight, dy, dsum, weight_too, bias_too)
+        return dx, dx if residual_too else None, dw, db, None
 
 
 @torch.library.custom_op("scree_triton::norm", mutates_args=())
 def _op(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
         centre: bool) -> list[torch.Tensor]:
-    return list(forward(x, residual, weight, bias, eps, centre))[: 1 if residual is None else 2]
+    return list(_plan(x, residual, weight, bias, eps, centre).forward(x, residual, weight, bias))[: 1 if residual is None else 2]
 
 
 @_op.register_fake
@@ -259,8 +281,8 @@ def _(x, residual, weight, bias, eps, centre):
 def _backward_op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor,
                  dsum: torch.Tensor | None, eps: float, centre: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = x.new_empty((0,))
-    bias_dtype = None if bias is None else bias.dtype
-    dx, dw, db = backward(x, weight, dy, dsum, eps, centre, weight is not None, bias_dtype)
+    plan = _plan(x, dsum, weight, bias, eps, centre)
+    dx, dw, db = plan.backward(x, weight, dy, dsum, weight is not None, bias is not None)
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 
@@ -284,19 +306,13 @@ def _differentiate(ctx, grads):
 _op.register_autograd(_differentiate, setup_context=_save)
 
 
-def norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, *, eps: float,
-         centre: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer norm, or without `centre` RMS norm, of x over its last axis, and what was normalised: x plus the residual.
-
-    Weight and bias are contiguous.
-    """
-    if torch.compiler.is_compiling():
-        y, *more = _op(x, residual, weight, bias, eps, centre)
-        return y, more[0] if more else x
-    if differentiated(x, residual, weight, bias):
-        found = _Norm.apply(x, residual, weight, bias, eps, centre)
-        return (found, x) if residual is None else found
-    return forward(x, residual, weight, bias, eps, centre)
+def norm(plan: _Plan, wanted: bool, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
+         bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `plan.forward` gives; `wanted` is whether one of the arrays requires a gradient. Weight and bias are contiguous."""
+    if not (wanted and torch.is_grad_enabled()):
+        return plan.forward(x, residual, weight, bias)
+    found = _Norm.apply(x, residual, weight, bias, plan)
+    return (found, x) if residual is None else found
 
 
 def rejects(call: Any) -> str | None:
@@ -312,15 +328,24 @@ def rejects(call: Any) -> str | None:
 
 def _run(call: Any, centre: bool) -> Any:
     weight, bias = (None if p is None else p.contiguous() for p in (call.weight, call.bias))
-    return call.result(*norm(call.values, call.added, weight, bias, eps=call.eps, centre=centre))
+    arrays = call.values, call.added, weight, bias
+    if torch.compiler.is_compiling():
+        y, *more = _op(*arrays, call.eps, centre)
+        return call.result(y, more[0] if more else None)
+    return call.result(*norm(_plan(*arrays, call.eps, centre), _wanted(*arrays), *arrays))
+
+
+def _wanted(*arrays: torch.Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in arrays)
 
 
 def _again(call: Any, centre: bool) -> Callable[..., Any]:
-    eps = call.eps
+    arrays = call.values, call.added, call.weight, call.bias
+    plan, wanted = _plan(*arrays, call.eps, centre), _wanted(*arrays)
 
     def run(x: Any, weight: torch.Tensor | None, residual: Any, bias: torch.Tensor | None = None) -> Any:
         weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
-        y, total = norm(x.values, residual if residual is None else residual.values, weight, bias, eps=eps, centre=centre)
+        y, total = norm(plan, wanted, x.values, residual if residual is None else residual.values, weight, bias)
         return x.with_values(y) if residual is None else (x.with_values(y), x.with_values(total))
 
     return run

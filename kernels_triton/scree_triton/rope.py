@@ -5,15 +5,15 @@ all of them. The row of a token is found by bisection, so that positions restart
 """
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import Function, differentiated, once_differentiable, refuses, start
-from .launch import Launch
+from .host import Function, on_its_device, once_differentiable, refuses
+from .launch import Launch, contiguous, empty
 from .offsets import row_of
 
 _ELEMENTS = 8192  # elements that a program turns at a time
@@ -80,46 +80,73 @@ class Turn(NamedTuple):
     rate: float
     interleaved: bool
 
+    def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_Plan":
+        """The plan for q and k, (total, ..., dim)."""
+        return _plan(q.device, q.dtype, q.shape, None if k is None else k.shape, self.offsets.dtype,
+                     None if self.start is None else self.start.dtype, self.offsets.shape[0] - 1, self.rate, self.interleaved)
+
+
+class _Plan:
+    """What follows from what the host knows of the arrays, so that a call only allocates and launches."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, q: tuple[int, ...], k: tuple[int, ...] | None,
+                 offsets: torch.dtype, start: torch.dtype | None, n: int, rate: float, interleaved: bool):
+        total, *_, dim = q
+        heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
+        self.index = device.index if device.type == "cuda" else None
+        self.outs = tuple(None if shape is None else (*contiguous(shape), dtype) for shape in (q, k))
+        self.launch = _launch(device, dtype, offsets, start, max(heads), dim, rate, interleaved)
+        self.programs = -(-total // _TOKENS) if any(heads) else 0
+        self.numbers = n, total, n.bit_length(), *heads
+        self.new = empty(device.type)
+
+    @on_its_device
+    def turn(self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Turn q and k, (total, ..., dim), by `sign` times the angles that grow with the position; contiguous."""
+        q_out, k_out = (None if out is None else self.new(*out) for out in self.outs)
+        if self.programs:
+            q, q_strides = _heads(q)
+            k, k_strides = (q, q_strides) if k is None else _heads(k)
+            offsets, start = how.offsets, how.start
+            self.launch(self.programs,
+                        (q, k, q_out, q_out if k_out is None else k_out, offsets, offsets if start is None else start),
+                        (*q_strides, *k_strides), (*self.numbers, sign))
+        return q_out, k_out
+
+
+_plan = lru_cache(1024)(_Plan)
+
 
 def turn(q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn q and k, (total, ..., dim), by `sign` times the angles that grow with the position; contiguous."""
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_out = None if k is None else torch.empty_like(k, memory_format=torch.contiguous_format)
-    q, (q_heads, dim, *q_strides) = _heads(q)
-    k, (k_heads, _, *k_strides) = (q, (0, 0, *q_strides)) if k is None else _heads(k)
-    total, n = q.shape[0], how.offsets.shape[0] - 1
-    if total and q_heads + k_heads:
-        launch = _launch(q.device, q.dtype, how.offsets.dtype, None if how.start is None else how.start.dtype,
-                         max(q_heads, k_heads), dim, how.rate, how.interleaved)
-        start(launch, -(-total // _TOKENS),
-              (q, k, q_out, q_out if k_out is None else k_out, how.offsets, how.offsets if how.start is None else how.start),
-              (*q_strides, *k_strides), (n, total, n.bit_length(), q_heads, k_heads, sign))
-    return q_out, k_out
+    """What `_Plan.turn` gives."""
+    return how.plan(q, k).turn(q, k, how, sign)
 
 
-def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
-    """Values as (total, heads, dim) with the elements of a head side by side; heads, dim, and the strides of tokens and heads."""
+def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Values as (total, heads, dim) with the elements of a head side by side; the strides of tokens and heads."""
     if x.ndim != 3:
         x = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
-    if x.stride(2) != 1:
+    *strides, last = x.stride()
+    if last != 1:
         x = x.contiguous()
-    return x, (*x.shape[1:], *x.stride()[:2])
+        *strides, _ = x.stride()
+    return x, strides
 
 
 class _Rope(Function):
     @staticmethod
-    def forward(ctx, q, k, how):
+    def forward(ctx, q, k, how, plan):
         ctx.how = how
         ctx.set_materialize_grads(False)
-        q, k = turn(q, k, how, 1)
+        q, k = plan.turn(q, k, how, 1)
         return q if k is None else (q, k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk=None):
         if dq is None:
-            return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None
-        return *turn(dq, dk, ctx.how, -1), None
+            return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
+        return *turn(dq, dk, ctx.how, -1), None, None
 
 
 @torch.library.custom_op("scree_triton::rope", mutates_args=())
@@ -157,26 +184,29 @@ def rejects(call: Any) -> str | None:
 
 def run(call: Any) -> Any:
     """Run a `RopeCall`."""
-    return run_again(call)(call.x, call.k, call.start)
+    if not torch.compiler.is_compiling():
+        return run_again(call)(call.x, call.k, call.start)
+    q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
+    return call.x.with_values(q) if call.k is None else (call.x.with_values(q), call.k.with_values(k[0]))
 
 
 def run_again(call: Any) -> Callable[..., Any]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
-    rate, interleaved = math.log(call.theta) * 2 / call.x.values.shape[-1], call.interleaved
+    _, _, rate, interleaved = how = _how(call)
+    q, k = call.x.values, None if call.k is None else call.k.values
+    plan, wanted = how.plan(q, k), q.requires_grad or (k is not None and k.requires_grad)
 
     def rotate(x: Any, k: Any, start: torch.Tensor | None) -> Any:
         how = Turn(x.offsets.contiguous(), None if start is None else start.contiguous(), rate, interleaved)
-        q_out, k_out = _both(x.values, None if k is None else k.values, how)
-        return x.with_values(q_out) if k is None else (x.with_values(q_out), k.with_values(k_out))
+        arrays = x.values, None if k is None else k.values, how
+        found = _Rope.apply(*arrays, plan) if wanted and torch.is_grad_enabled() else plan.turn(*arrays, 1)
+        if k is not None:
+            return x.with_values(found[0]), k.with_values(found[1])
+        return x.with_values(found[0] if type(found) is tuple else found)
 
     return rotate
 
 
-def _both(q: torch.Tensor, k: torch.Tensor | None, how: Turn) -> Any:
-    if torch.compiler.is_compiling():
-        q, *more = _op(q, k, *how, 1)
-        return q, more[0] if more else None
-    if differentiated(q, k):
-        found = _Rope.apply(q, k, how)
-        return (found, None) if k is None else found
-    return turn(q, k, how, 1)
+def _how(call: Any) -> Turn:
+    return Turn(call.x.offsets.contiguous(), None if call.start is None else call.start.contiguous(),
+                math.log(call.theta) * 2 / call.x.values.shape[-1], call.interleaved)

@@ -1,11 +1,12 @@
 """Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels of `shares`."""
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import segments, shares
-from .host import Function, differentiated, once_differentiable
-from .segments import OPS, Rows, over_rows, rows_of
+from .host import Function, once_differentiable
+from .segments import OPS, Rows, over_rows, plan_of, rows_of
 
 
 def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) -> torch.Tensor:
@@ -14,14 +15,14 @@ def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) 
 
 class _Scan(Function):
     @staticmethod
-    def forward(ctx, x, rows, op, dtype):
+    def forward(ctx, x, rows, plan):
         ctx.rows, ctx.dtype = rows, x.dtype
-        return _scan(x, rows, op, dtype, False)
+        return plan.run(x.contiguous(), rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None, None
+        return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None
 
 
 @torch.library.custom_op("scree_triton::segment_scan", mutates_args=())
@@ -53,9 +54,19 @@ def rejects(call: Any) -> str | None:
 
 def run(call: Any) -> torch.Tensor:
     """Run a `SegmentCall` as a scan."""
-    x, rows = call.values, rows_of(call.layout)
-    if torch.compiler.is_compiling():
-        return _op(x, rows.offsets, rows.max_length, call.op, call.dtype, False)
-    if differentiated(x):
-        return _Scan.apply(x, rows, call.op, call.dtype)
-    return _scan(x, rows, call.op, call.dtype, False)
+    if not torch.compiler.is_compiling():
+        return run_again(call)(call.layout, call.values)
+    rows = rows_of(call.layout)
+    return _op(call.values, rows.offsets, rows.max_length, call.op, call.dtype, False)
+
+
+def run_again(call: Any) -> Callable[..., torch.Tensor]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    plan = plan_of(call.values, rows_of(call.layout), OPS[call.op], shares.RUNNING, dtype=call.dtype)
+    wanted = call.values.requires_grad
+
+    def scan(layout: Any, values: torch.Tensor) -> torch.Tensor:
+        rows = rows_of(layout)
+        return _Scan.apply(values, rows, plan) if wanted and torch.is_grad_enabled() else plan.run(values.contiguous(), rows)
+
+    return scan

@@ -1,5 +1,6 @@
 """Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and, for wide tokens, `columns`."""
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -8,8 +9,8 @@ import triton
 import triton.language as tl
 
 from . import columns, shares
-from .host import FLOATS, Function, once_differentiable, refuses, start
-from .launch import INTERPRETED, Launch, current_device, empty
+from .host import FLOATS, Function, on_its_device, once_differentiable, refuses, start
+from .launch import Launch, empty
 
 _TOKENS = 512  # in a tile, for each warp
 _MOST_WARPS = 16  # of a program
@@ -94,18 +95,24 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
         Of the reduction and its result; by default the accumulator's of x. Of scans that of the result, and of the place of an
         extremum an integer one.
     """
+    return plan_of(x, rows, op, map, y=y, a=a, b=b, dtype=dtype).run(x, rows, y, a, b)
+
+
+def plan_of(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = shares.NONE, *, y: torch.Tensor | None = None,
+            a: torch.Tensor | None = None, b: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> "_Plan":
+    """What runs `over_rows` on these arguments, and on all that differ in the contents of their arrays alone."""
     offsets = rows.offsets
     dtypes = x.dtype, None if y is None else y.dtype, None if a is None else a.dtype, None if b is None else b.dtype, offsets.dtype
-    plan = _plan(x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length)
-    if INTERPRETED or x.get_device() == current_device():
-        return plan.run(x, rows, op, map, y, a, b)
-    with torch.cuda.device(x.get_device()):
-        return plan.run(x, rows, op, map, y, a, b)
+    return _plan(x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length)
 
 
 class _Plan(NamedTuple):
     """What of a call follows from what the host knows."""
 
+    index: int | None  # of the CUDA device
+    new: Callable[..., torch.Tensor]  # makes a tensor there
+    op: tl.constexpr
+    map: tl.constexpr
     out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None  # its shape, strides and dtype; None to write into x
     acc: torch.dtype  # as which tokens are read
     held: torch.dtype  # in which they are reduced
@@ -114,25 +121,25 @@ class _Plan(NamedTuple):
     whole: Launch | None  # None for wide tokens
     parts: tuple[Launch, ...]  # the visits to rows that are cut
 
-    def run(self, x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr, y: torch.Tensor | None,
-            a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
+    @on_its_device
+    def run(self, x: torch.Tensor, rows: Rows, y: torch.Tensor | None = None, a: torch.Tensor | None = None,
+            b: torch.Tensor | None = None) -> torch.Tensor:
         """What `over_rows` gives."""
-        new = empty(x.device.type)
-        out = new(*self.out) if self.out else x
+        out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
             return out
         if self.whole is None:
-            columns.run(x, y, a, b, out, rows.offsets, rows.max_length, op, map, self.acc, self.held, self.identity)
+            columns.run(x, y, a, b, out, rows.offsets, rows.max_length, self.op, self.map, self.acc, self.held, self.identity)
             return out
         cut = self.cut
         x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
         pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets,
                     rows.first(cut.share, cut.shares))
-        start(self.whole, cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most))
+        self.whole(cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most))
         if self.parts:
-            between = new((cut.parts, 2, 2), (4, 2, 1), self.held)
+            between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
             for visit in self.parts:
-                start(visit, cut.parts, (*pointers, between), (), (cut.shares, cut.share, cut.most))
+                visit(cut.parts, (*pointers, between), (), (cut.shares, cut.share, cut.most))
         return out
 
 
@@ -171,8 +178,10 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     out = None
     if map != shares.COPY.value:
         out = (total if map else n, *token), strides, dtype or (dtypes[0] if map else acc)
+    index = device.index if device.type == "cuda" else None
+    fixed = index, empty(device.type), tl.constexpr(op), tl.constexpr(map), out, acc, held, identity, cut
     if strides[0] >= columns.LEAST:
-        return _Plan(out, acc, held, identity, cut, None, ())
+        return _Plan(*fixed, None, ())
     reads = 2 if dtypes[1] else int(map != shares.COPY.value)
     what = dict(OP=op, MAP=map)
     same = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, IDENTITY=identity,
@@ -189,7 +198,7 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     parts = tuple(_launch(key, shares.part_kernel, _items(what | dict(AGAIN=again) | tiles | same),
                           _items(dict(num_warps=_PART_WARPS)))
                   for again in visits)
-    return _Plan(out, acc, held, identity, cut, whole, parts)
+    return _Plan(*fixed, whole, parts)
 
 
 def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -202,36 +211,37 @@ def _launch(key: Any, kernel: Any, constants: tuple[tuple[str, Any], ...], optio
     return Launch(kernel, dict(constants), dict(options))
 
 
-def _reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
-    return over_rows(x.contiguous(), rows, OPS[op], dtype=dtype)
+def _spread(dout: torch.Tensor, dx: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The gradient of a sum: that of its row for each token, written into dx."""
+    return over_rows(dx, rows, shares.NONE, shares.COPY, a=dout.contiguous())
 
 
-def _differentiate(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
-    """The gradient of x; tokens that are all the maximum of their row share its gradient."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if op == "sum":
-        return over_rows(dx, rows, shares.NONE, shares.COPY, a=dout.contiguous())
+def _pick(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The gradient of an extremum; tokens that are all the extremum of their row share its gradient."""
     return over_rows(x.contiguous(), rows, shares.EQUAL, shares.PICK, a=out, b=dout.contiguous())
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx, x, rows, op, dtype):
-        out = _reduce(x, rows, op, dtype)
-        ctx.save_for_backward(x, out)
-        ctx.rows, ctx.op = rows, op
+    def forward(ctx, x, rows, op, plan):
+        out = plan.run(x.contiguous(), rows)
+        if op != "sum":
+            ctx.save_for_backward(x, out)
+        ctx.constants = rows, op, x.shape, x.dtype, x.device
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        x, out = ctx.saved_tensors
-        return _differentiate(dout, x, out, ctx.rows, ctx.op), None, None, None
+        rows, op, shape, dtype, device = ctx.constants
+        if op == "sum":
+            return _spread(dout, torch.empty(shape, dtype=dtype, device=device), rows), None, None, None
+        return _pick(dout, *ctx.saved_tensors, rows), None, None, None
 
 
 @torch.library.custom_op("scree_triton::segment_reduce", mutates_args=())
 def _reduce_op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype) -> torch.Tensor:
-    return _reduce(x, Rows(offsets, max_length), op, dtype)
+    return over_rows(x.contiguous(), Rows(offsets, max_length), OPS[op], dtype=dtype)
 
 
 @_reduce_op.register_fake
@@ -242,7 +252,10 @@ def _(x, offsets, max_length, op, dtype):
 @torch.library.custom_op("scree_triton::segment_reduce_backward", mutates_args=())
 def _reduce_backward_op(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, max_length: int | None,
                         op: str) -> torch.Tensor:
-    return _differentiate(dout, x, out, Rows(offsets, max_length), op)
+    rows = Rows(offsets, max_length)
+    if op == "sum":
+        return _spread(dout, torch.empty_like(x, memory_format=torch.contiguous_format), rows)
+    return _pick(dout, x, out, rows)
 
 
 @_reduce_backward_op.register_fake
@@ -260,15 +273,6 @@ _reduce_op.register_autograd(
     setup_context=_save)
 
 
-def reduce(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """Reduce the rows of x, (total, ...), in `dtype`, by "sum", "prod", "max", "min", "any" or "all"."""
-    if torch.compiler.is_compiling():
-        return _reduce_op(x, rows.offsets, rows.max_length, op, dtype)
-    if x.requires_grad and torch.is_grad_enabled() and op not in ("any", "all"):
-        return _Reduce.apply(x, rows, op, dtype)
-    return _reduce(x, rows, op, dtype)
-
-
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SegmentCall`; None if they do."""
     if reason := refuses(call.values, _DTYPES) or too_wide(call.values):
@@ -283,7 +287,24 @@ def rejects(call: Any) -> str | None:
 
 def run(call: Any) -> torch.Tensor:
     """Run a `SegmentCall`."""
-    return reduce(call.values, rows_of(call.layout), call.op, call.dtype)
+    if not torch.compiler.is_compiling():
+        return run_again(call)(call.layout, call.values)
+    rows = rows_of(call.layout)
+    return _reduce_op(call.values, rows.offsets, rows.max_length, call.op, call.dtype)
+
+
+def run_again(call: Any) -> Callable[..., torch.Tensor]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    op, wanted = call.op, call.values.requires_grad and call.op not in ("any", "all")
+    plan = plan_of(call.values, rows_of(call.layout), OPS[op], dtype=call.dtype)
+
+    def reduce(layout: Any, values: torch.Tensor) -> torch.Tensor:
+        rows = rows_of(layout)
+        if wanted and torch.is_grad_enabled():
+            return _Reduce.apply(values, rows, op, plan)
+        return plan.run(values.contiguous(), rows)
+
+    return reduce
 
 
 def too_wide(x: torch.Tensor) -> str | None:

@@ -1,4 +1,5 @@
 """Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -6,7 +7,7 @@ import triton.language as tl
 
 from . import shares
 from .host import Function, once_differentiable, refuses
-from .segments import Rows, over_rows, rows_of, too_wide
+from .segments import Rows, over_rows, plan_of, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -25,9 +26,8 @@ _KINDS = {
 }
 
 
-def _forward(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
-    out = over_rows(x.contiguous(), rows, *_KINDS[kind].forward)
-    return out.to(x.dtype)
+def _plan(x: torch.Tensor, rows: Rows, kind: str) -> Any:
+    return plan_of(x, rows, *_KINDS[kind].forward, dtype=x.dtype)
 
 
 def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
@@ -39,8 +39,8 @@ def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch
 
 class _Softmax(Function):
     @staticmethod
-    def forward(ctx, x, rows, kind):
-        out = _forward(x, rows, kind)
+    def forward(ctx, x, rows, kind, plan):
+        out = plan.run(x.contiguous(), rows)
         ctx.save_for_backward(x if kind == "logsumexp" else out)
         ctx.rows, ctx.kind = rows, kind
         return out
@@ -48,12 +48,13 @@ class _Softmax(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None
+        return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None, None
 
 
 @torch.library.custom_op("scree_triton::softmax", mutates_args=())
 def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str) -> torch.Tensor:
-    return _forward(x, Rows(offsets, max_length), kind)
+    rows = Rows(offsets, max_length)
+    return _plan(x, rows, kind).run(x.contiguous(), rows)
 
 
 @_op.register_fake
@@ -80,15 +81,6 @@ _op.register_autograd(
     lambda ctx, dy: (_backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind), None, None, None), setup_context=_save)
 
 
-def over(x: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
-    """Softmax, "log_softmax" or "logsumexp" of the rows of x, (total, ...)."""
-    if torch.compiler.is_compiling():
-        return _op(x, rows.offsets, rows.max_length, kind)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _Softmax.apply(x, rows, kind)
-    return _forward(x, rows, kind)
-
-
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SoftmaxCall`; None if they do."""
     return refuses(call.x.values, _DTYPES) or too_wide(call.x.values.movedim(call.x.ragged_dim, 0))
@@ -96,10 +88,28 @@ def rejects(call: Any) -> str | None:
 
 def _run(call: Any, kind: str) -> Any:
     x, dim = call.x, call.x.ragged_dim
-    out = over(x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout), kind)
-    if kind == "logsumexp":
-        return out
-    return x.with_values(out.movedim(0, dim) if dim else out)
+    if not torch.compiler.is_compiling():
+        return _again(call, kind)(x)
+    rows = rows_of(x.layout)
+    out = _op(x.values.movedim(dim, 0), rows.offsets, rows.max_length, kind)
+    return out if kind == "logsumexp" else x.with_values(out.movedim(0, dim))
+
+
+def _again(call: Any, kind: str) -> Callable[..., Any]:
+    values, dim = call.x.values, call.x.ragged_dim
+    plan, wanted = _plan(values.movedim(dim, 0), rows_of(call.x.layout), kind), values.requires_grad
+
+    def run(x: Any) -> Any:
+        values, rows = x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout)
+        if wanted and torch.is_grad_enabled():
+            out = _Softmax.apply(values, rows, kind, plan)
+        else:
+            out = plan.run(values.contiguous(), rows)
+        if kind == "logsumexp":
+            return out
+        return x.with_values(out.movedim(0, dim) if dim else out)
+
+    return run
 
 
 def softmax(call: Any) -> Any:
@@ -115,3 +125,18 @@ def log_softmax(call: Any) -> Any:
 def logsumexp(call: Any) -> Any:
     """Run a `SoftmaxCall` as log-sum-exp."""
     return _run(call, "logsumexp")
+
+
+def softmax_again(call: Any) -> Callable[..., Any]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    return _again(call, "softmax")
+
+
+def log_softmax_again(call: Any) -> Callable[..., Any]:
+    """The same."""
+    return _again(call, "log_softmax")
+
+
+def logsumexp_again(call: Any) -> Callable[..., Any]:
+    """The same."""
+    return _again(call, "logsumexp")

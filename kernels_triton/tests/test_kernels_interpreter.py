@@ -86,10 +86,10 @@ def test_tokens_behind_the_last_row(longest, monkeypatch):
     x[8:] = torch.nan
     parts = x[:8].split([5, 0, 3])
     expected = torch.cat([part.softmax(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)])
-    torch.testing.assert_close(softmax.over(x, rows, "softmax"), expected)
+    torch.testing.assert_close(segments.over_rows(x, rows, shares.LSE, shares.SOFTMAX), expected)
     running = segments.over_rows(x, rows, shares.SUM, shares.RUNNING)
     torch.testing.assert_close(running, torch.cat([part.cumsum(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)]))
-    torch.testing.assert_close(segments.reduce(x, rows, "sum", f32), torch.stack([part.sum(0) for part in parts]))
+    torch.testing.assert_close(segments.over_rows(x, rows, shares.SUM), torch.stack([part.sum(0) for part in parts]))
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -24,12 +24,15 @@ class _Seen(NamedTuple):
 
 
 def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None) -> Any:
-    """Run an operation. Its call has the fields `arrays`, each an array or None; where the first is dense nothing is kept."""
+    """Run an operation whose call has the fields `arrays`, each an array or None, and `options`.
+
+    The first of the arrays is ragged, or it is the layout of the others; where it is dense nothing is kept.
+    """
     first = next(iter(arrays.values()))
-    rows = first.layout if type(first) is Array else None
+    rows = first.layout if type(first) is Array else first if type(first) is Layout else None
     key, seen, kernels = None, None, registry._KERNELS[operation]
     memo: dict[Any, Any] = {}
-    if rows is not None and rows.backend.traits is not None and not rows.backend.compiling():
+    if rows is not None and kernels[0].again and rows.backend.traits is not None and not rows.backend.compiling():
         try:
             other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *options.values()])
             memo = rows.memo if other is rows else rows.beside(other)
@@ -58,7 +61,7 @@ def _key(rows: Layout, traits: Callable[[Any], tuple[Any, ...]], arrays: dict[st
                 other = own
             facts += own is rows, x.ragged_dim
             facts += traits(x.values)
-        elif x is None:
+        elif x is None or x is rows:
             facts.append(None)
         else:
             facts += traits(x)

@@ -132,9 +132,16 @@ class Array:
         Parameters
         ----------
         values
-            Dense array of the same library with the same number of tokens along the ragged axis.
+            Dense array of the same library and device, with the same number of tokens along the ragged axis.
         ragged_dim
             The ragged axis of the new values; that of this array by default.
+
+        Raises
+        ------
+        TypeError
+            If the values are no dense array of the library.
+        ValueError
+            If they are on another device, or have another number of tokens.
 
         Examples
         --------
@@ -142,15 +149,15 @@ class Array:
         >>> scree.from_lengths(np.arange(5), [2, 3]).with_values(np.zeros((5, 8))).shape
         (2, None, 8)
         """
-        own = self.values
+        own, rows = self.values, self.layout
         dim = self.ragged_dim if ragged_dim is None else ragged_dim
-        if type(values) is not type(own):
+        if type(values) is not type(own) or rows.backend.apart(values, own):
             checks.dense("values", values, own)
         if not 0 <= dim < values.ndim or values.shape[dim] != own.shape[self.ragged_dim]:
             raise ValueError(
                 f"values: expected {self.total_length} tokens along axis {dim}, got shape {tuple(values.shape)}"
             )
-        return Array._of(values, self.layout, dim)
+        return Array._of(values, rows, dim)
 
     @property
     def batch_size(self) -> int:
@@ -306,7 +313,7 @@ class Array:
 
 
 def _size(shape: tuple[int, ...]) -> int:
-    return math.prod(map(int, shape))
+    return math.prod([*shape])
 
 
 def _bits(xp: Any, dtype: Any) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from .array import Array
 from .backends import backend, is_array
 from .checks import integer, integers, scalar
-from .fit import ragged
+from .fit import moved, ragged
 from .layout import Layout, counter
 from .registry import declare, run
 from .segments import spread
@@ -60,11 +60,12 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         _agree("library", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
     if len({x.dtype for x in arrays}) > 1:
         _agree("dtype", TypeError, [x.dtype for x in arrays])
+    if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
+        _agree("number of axes", ValueError, [x.ndim for x in arrays])
     try:
         values = run("pack", PackCall(arrays, ragged_dim))
     except Exception:  # the library says that something does not fit; name what
         _agree("device", ValueError, [lib.device(x) for x in arrays])
-        _agree("number of axes", ValueError, [x.ndim for x in arrays])
         shapes = [tuple(x.shape) for x in arrays]
         _agree(f"shape without axis {ragged_dim}", ValueError, [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes])
         raise
@@ -377,9 +378,9 @@ def _count(call: MarkCall) -> tuple[Any, Any]:
 @declare("unpad", UnpadCall.make)
 def _take_marked(call: UnpadCall) -> Any:
     x, dim, xp = call.x, call.ragged_dim, call.layout.xp
-    rows = xp.moveaxis(x, dim + 1, 1) if dim else x
+    rows = moved(xp, x, dim + 1, 1)
     values = xp.take(xp.reshape(rows, (rows.shape[0] * rows.shape[1], *rows.shape[2:])), _slots(call), axis=0)
-    return xp.moveaxis(values, 0, dim) if dim else values
+    return moved(xp, values, 0, dim)
 
 
 def _slots(call: UnpadCall) -> Any:
@@ -474,7 +475,7 @@ def _take_padded(call: PadCall) -> tuple[Any, Any]:
     lengths, starts = layout.lengths[:, None], layout.offsets[:-1][:, None]
     mask = slots < lengths if call.side == "right" else slots >= length - lengths
     tokens = starts + slots if call.side == "right" else starts + lengths - length + slots
-    values = xp.moveaxis(arr.values, arr.ragged_dim, 0) if arr.ragged_dim else arr.values
+    values = moved(xp, arr.values, arr.ragged_dim, 0)
     fill = xp.full((), call.fill_value, dtype=arr.dtype, device=layout.device)
     if layout.total == 0 or n == 0 or length == 0:
         padded = xp.full((n, length, *values.shape[1:]), call.fill_value, dtype=arr.dtype, device=layout.device)
@@ -482,7 +483,7 @@ def _take_padded(call: PadCall) -> tuple[Any, Any]:
         padded = xp.take(values, xp.reshape(layout.clip(tokens), (-1,)), axis=0)
         padded = xp.reshape(padded, (n, length, *values.shape[1:]))
         padded = xp.where(spread(xp, mask, padded.ndim), padded, fill)
-    return (xp.moveaxis(padded, 1, arr.ragged_dim + 1) if arr.ragged_dim else padded), mask
+    return moved(xp, padded, 1, arr.ragged_dim + 1), mask
 
 
 def _tokens(values: Any, ragged_dim: int) -> int:

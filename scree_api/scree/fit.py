@@ -10,9 +10,11 @@ import numpy as np
 from . import checks
 from . import layout as rows_of
 from .array import Array
-from .backends import is_array
+from .backends import constant, is_array
 
 Function = Callable[..., Any]
+
+_ACCUMULATORS: dict[Any, Any] = {}
 
 
 def ragged(name: str, x: Any) -> Array:
@@ -36,33 +38,54 @@ def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
     """The first of the arrays, after a check that all have its layout."""
     first, *others = arrays
     for other in others:
-        if other.layout is not first.layout:
-            checks.dense(name, other.offsets, first.offsets)
         if other.ragged_dim != first.ragged_dim or other.ndim != first.ndim:
             raise ValueError(
                 f"{name}: expected ragged arrays with the same axes, got shapes {first.shape} and {other.shape}; add axes to "
                 "the values of one (arr.with_values(arr.values[:, None]))"
             )
-        same = rows_of.same(first.layout, other.layout)
-        if same is None:
-            raise ValueError(
-                f"{name}: two layouts whose offsets are not read for free cannot be compared; make one from the other with "
-                "with_values, or declare it with scree.align(a, like=b)"
-            )
-        if not same:
-            raise ValueError(f"{name}: expected rows of equal lengths, got {difference(first, other)}")
+        equal_rows(name, first, other)
     return first
+
+
+def equal_rows(name: str, first: Array, other: Array) -> None:
+    """Raise unless both arrays have the same rows, or where that cannot be told without waiting for a device."""
+    if other.layout is first.layout:
+        return
+    checks.dense(name, other.offsets, first.offsets)
+    same = rows_of.same(first.layout, other.layout)
+    if same is None:
+        raise ValueError(
+            f"{name}: two layouts whose offsets are not read for free cannot be compared; make one from the other with "
+            "with_values, or declare it with scree.align(a, like=b)"
+        )
+    if not same:
+        raise ValueError(f"{name}: expected rows of equal lengths, got {difference(first, other)}")
 
 
 def difference(a: Array, b: Array) -> str:
     """How the rows of two arrays differ, for an error."""
     if a.batch_size != b.batch_size:
         return f"{a.batch_size} and {b.batch_size} rows (shapes {a.shape} and {b.shape})"
-    if a.layout.host is None or b.layout.host is None:
+    x, y = (None if one.layout.host is None else np.diff(one.layout.host) for one in (a, b))
+    if x is None or y is None or np.array_equal(x, y):  # rows alike, and room for more tokens behind them in one
         return f"{a.total_length} and {b.total_length} tokens"
-    x, y = np.diff(a.layout.host), np.diff(b.layout.host)
     i = int(np.flatnonzero(x != y)[0])
     return f"{x[i]} and {y[i]} tokens in row {i} (shapes {a.shape} and {b.shape})"
+
+
+def moved(xp: Any, values: Any, source: int, destination: int) -> Any:
+    """The values with one axis at another place; not by `moveaxis`, which `torch.vmap` does not know."""
+    if source == destination:
+        return values
+    order = [axis for axis in range(values.ndim) if axis != source]
+    order.insert(destination, source)
+    return xp.permute_dims(values, tuple(order))
+
+
+def stretches(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = False) -> bool:
+    """Whether an array of `shape`, aligned right, stretches to `target`, or `both` to one another up to missing axes."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a == 1 or a == b or (both and b == 1) for a, b in pairs)
 
 
 def against(name: str, x: Any, like: Array) -> Any:
@@ -72,8 +95,7 @@ def against(name: str, x: Any, like: Array) -> Any:
     if type(x) is not type(like.values):
         checks.dense(name, x, like.values)
     shape, target = tuple(x.shape), like.shape
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    if len(shape) > len(target) or not all(a in (1, b) or b == 1 for a, b in pairs):
+    if not stretches(shape, target, both=True):
         new = ", None" * (like.ndim - 1)
         hint = f"; v[:{new}] has one entry a row" if shape == (like.batch_size,) else ""
         raise ValueError(f"{name}: shape {shape} does not broadcast, aligned right, against {target}{hint}")
@@ -85,7 +107,12 @@ def against(name: str, x: Any, like: Array) -> Any:
     if shape[0] != like.batch_size:  # a batch of one row does not stretch
         raise ValueError(f"{name}: shape {shape} does not broadcast against {target}: expected {like.batch_size} rows")
     per_row = xp.take(xp.squeeze(x, axis=dim + 1), like.layout.rows, axis=0)
-    return xp.moveaxis(per_row, 0, dim) if dim else per_row
+    return moved(xp, per_row, 0, dim)
+
+
+def by_token(x: Array, numbers: Any) -> Any:
+    """`numbers`, (total,) one a token, with the axes of the values of `x`."""
+    return x.layout.xp.reshape(numbers, tuple(-1 if a == x.ragged_dim else 1 for a in range(x.values.ndim)))
 
 
 def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
@@ -104,9 +131,13 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
+@constant
 def accumulator(xp: Any, dtype: Any) -> Any:
     """The dtype to add up in: float32 for half precision, else the dtype itself."""
-    return xp.float32 if xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32 else dtype
+    if (xp, dtype) not in _ACCUMULATORS:
+        half = xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32
+        _ACCUMULATORS[xp, dtype] = xp.float32 if half else dtype
+    return _ACCUMULATORS[xp, dtype]
 
 
 def real_of(xp: Any, dtype: Any) -> Any:

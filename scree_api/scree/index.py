@@ -15,6 +15,7 @@ import numpy as np
 from . import checks
 from .array import Array
 from .backends import backend, is_array
+from .fit import by_token, moved
 from .layout import Layout, same
 from .registry import declare, run
 from .segments import spread
@@ -189,7 +190,7 @@ def _take_pieces(call: SelectCall) -> Any:
 
 def _token(arr: Array, i: int) -> Any:
     """(n, ...) token i of each row. Where the offsets are not read for free, a row that is too short gives NaN."""
-    layout, xp, dim = arr.layout, arr.layout.xp, arr.ragged_dim
+    layout, xp = arr.layout, arr.layout.xp
     need = i + 1 if i >= 0 else -i
     if layout.host is not None:
         short = np.flatnonzero(np.diff(layout.host) < need)
@@ -201,7 +202,7 @@ def _token(arr: Array, i: int) -> Any:
             f"index: [:, {i}] of {arr.dtype} needs offsets that are readable without waiting: a row that is too short has no "
             "NaN to give; arr.validate() reads them once"
         )
-    values = xp.moveaxis(arr.values, dim, 0) if dim else arr.values
+    values = moved(xp, arr.values, arr.ragged_dim, 0)
     if layout.num_rows == 0 or layout.total == 0:
         missing = 0 if layout.num_rows == 0 else float("nan")
         return xp.full((layout.num_rows, *values.shape[1:]), missing, dtype=arr.dtype, device=layout.device)
@@ -284,6 +285,13 @@ def _mask(arr: Array, mask: Array) -> Array:
     return Array._of(xp.take(flat, arr.layout.put(np.flatnonzero(real), real.size), axis=0), rows)
 
 
+def any_outside(index: Array, place: Any, length: Any) -> bool:
+    """Whether it is known that one of the places, values on the rows of `index`, is not in [0, length)."""
+    outside, real = (place < 0) | (place >= length), index.layout.real
+    outside = outside if real is None else outside & by_token(index, real)
+    return bool(index.layout.backend.peek(index.layout.xp.any(outside)))
+
+
 def _positions(arr: Array, index: Array) -> Array:
     """Of each row the tokens at the positions in the same row of `index`, (n, None)."""
     if index.ndim != 2 or index.batch_size != arr.batch_size:
@@ -295,7 +303,6 @@ def _positions(arr: Array, index: Array) -> Array:
         return select(arr, index.layout, index.layout.offsets[:-1])
     start, length = (xp.take(n, index.layout.rows, axis=0) for n in (layout.offsets[:-1], layout.lengths))
     place = xp.where(place < 0, place + length, place)
-    outside = layout.backend.peek(xp.any((place < 0) | (place >= length)))
-    if outside is not None and outside:
+    if any_outside(index, place, length):
         raise IndexError("index: expected positions within the rows, got one that is outside of its row")
     return Array._of(xp.take(arr.values, layout.clip(start + place), axis=arr.ragged_dim), index.layout, arr.ragged_dim)

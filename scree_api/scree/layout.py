@@ -176,10 +176,12 @@ class Layout:
 
     @property
     def bound(self) -> int:
-        """A bound on the longest row that is known without reading."""
-        if self.max_length is not None:
-            return self.max_length
-        return self.total if self.host is None else self._longest
+        """The best bound on the longest row that is known without reading; `max_length` may be a loose one."""
+        if self.host is not None:
+            return self._longest
+        if self.max_length is None:
+            return self.total
+        return self.max_length if self.backend.compiling() else min(self.max_length, self.total)  # there sizes may vary
 
     @_once
     def _longest(self) -> int:

@@ -7,10 +7,11 @@ summation is a tree, so the error grows with the logarithm of the length; the nu
 from dataclasses import dataclass
 from typing import Any
 
+from . import again
 from .backends import backend
 from .fit import accumulator
 from .layout import Layout, Tiles
-from .registry import declare, run
+from .registry import declare
 
 TILE = 32
 LONGEST = 4096  # tokens of the longest row whose sum may be left to a kernel that adds one number after the other
@@ -24,9 +25,9 @@ SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 class SegmentCall:
     """What `segment_reduce`, `segment_arg` or `segment_scan` shall do with the rows of `values`, (total, ...).
 
-    A reduction by `op` (sum, prod, max, min, any, all) is done in `dtype`, which is also that of the result. A scan (sum, prod)
-    gives `dtype`, and is done in float32 where that is half precision. For the place of an extremum (max, min) it is that of the
-    values.
+    A reduction by `op` (sum, prod, max, min, any, all) or a scan (sum, prod) gives `dtype`, and is done in `wide`, which is
+    float32 where that is half precision; who runs a reduction may give that, too. For the place of an extremum (max, min) it is
+    the dtype of the values.
     """
 
     op: str
@@ -35,9 +36,14 @@ class SegmentCall:
     dtype: Any
 
     @property
+    def wide(self) -> Any:
+        """The dtype to add up in."""
+        return accumulator(self.layout.xp, self.dtype)
+
+    @property
     def converted(self) -> Any:
-        """The values in `dtype`."""
-        return self.layout.xp.astype(self.values, self.dtype, copy=False)
+        """The values in `wide`."""
+        return self.layout.xp.astype(self.values, self.wide, copy=False)
 
 
 def identity(xp: Any, op: str, dtype: Any) -> Any:
@@ -55,7 +61,9 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
 
 def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None) -> Any:
     """Reduce each row of `values` (total, ...), in their own dtype unless one is given, to one entry: (n, ...)."""
-    return run("segment_reduce", SegmentCall(op, values, layout, values.dtype if dtype is None else dtype), kernel)
+    dtype = values.dtype if dtype is None else dtype
+    out = again.run("segment_reduce", {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel)
+    return out if out.dtype == dtype else layout.xp.astype(out, dtype)
 
 
 @declare("segment_reduce", SegmentCall)
@@ -79,7 +87,7 @@ def segment_arg(op: str, values: Any, layout: Layout) -> Any:
 
     NaN counts as the extremum.
     """
-    return run("segment_arg", SegmentCall(op, values, layout, values.dtype))
+    return again.run("segment_arg", {"layout": layout, "values": values}, {"op": op, "dtype": values.dtype})
 
 
 @declare("segment_arg", SegmentCall)
@@ -97,14 +105,14 @@ def _first_of_the_best(call: SegmentCall) -> Any:
 
 def segment_scan(op: str, values: Any, layout: Layout, dtype: Any = None) -> Any:
     """The running sum or product ("sum", "prod") within each row of `values` (total, ...), in their dtype unless one is given."""
-    return run("segment_scan", SegmentCall(op, values, layout, values.dtype if dtype is None else dtype))
+    options = {"op": op, "dtype": values.dtype if dtype is None else dtype}
+    return again.run("segment_scan", {"layout": layout, "values": values}, options)
 
 
 @declare("segment_scan", SegmentCall)
 def _scan(call: SegmentCall) -> Any:
     xp = call.layout.xp
-    wide = xp.astype(call.values, accumulator(xp, call.dtype), copy=False)
-    return xp.astype(_scan_tiles(call.op, wide, call.layout), call.dtype, copy=False)
+    return xp.astype(_scan_tiles(call.op, call.converted, call.layout), call.dtype, copy=False)
 
 
 def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .array import Array
 from .checks import dense, scalar
-from .fit import accumulator, against, difference, ragged, values_of
+from .fit import accumulator, against, difference, ragged, stretches, values_of
 from .layout import Layout, counter, same
 from .segments import segment_reduce
 
@@ -88,7 +88,7 @@ class Update:
         if value.dtype != arr.dtype:
             raise TypeError(f"value: expected dtype {arr.dtype} as the array, got {value.dtype}; convert it with xp.astype")
         shape, given = tuple(places.shape), tuple(value.shape)
-        if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(given[::-1], shape[::-1], strict=False)):
+        if not stretches(given, shape):
             raise ValueError(f"value: expected it to fit the entries of shape {shape}, got {given}")
         size, value = arr.size, xp.reshape(xp.broadcast_to(value, places.shape), (-1,))
         if 0 in (size, value.shape[0]):

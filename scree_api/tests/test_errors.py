@@ -93,6 +93,8 @@ CASES: dict[str, Case] = {
                     ("arrays[2]: expected the shape without axis 0 of arrays[0], (3,), got (4,)",)),
     "pack axes": (lambda x: scree.pack([x.f(2, 3), x.f(2)]), ValueError,
                   ("arrays[1]: expected the number of axes", "2, got 1")),
+    "pack nothing of one axis": (lambda x: scree.pack([x.f(2, 3), x.f(0)]), ValueError,
+                                 ("arrays[1]: expected the number of axes of arrays[0], 2, got 1",)),
     "lengths negative": (lambda x: scree.from_lengths(x.f(5), [6, -1]), ValueError,
                          ("lengths: expected no negative", "-1 at 1")),
     "lengths too few": (lambda x: scree.from_lengths(x.f(5), [2, 2]), ValueError, ("lengths: expected a sum of 5", "got 4")),
@@ -373,7 +375,7 @@ CASES: dict[str, Case] = {
                         ("index: expected numbers in [0, 4)", "to 4")),
     "scatter negative*": (lambda x: scree.scatter_add(x.f(2), x.i([0, -1]), 4), ValueError, ("index:", "got -1 to 0")),
     "scatter too few": (lambda x: scree.scatter(x.f(3), x.i([0, 1]), 4), ValueError,
-                        ("one place for each of 3 tokens", "(2,)")),
+                        ("a number for each of 3 tokens", "(2,)")),
     "scatter by float": (lambda x: scree.scatter(x.f(2), x.f(2), 4), TypeError, ("index: expected integers", "float32")),
     "scatter size": (lambda x: scree.scatter(x.f(1), x.i([0]), -1), ValueError, ("size: expected at least 0, got -1",)),
     "scatter, other rows": (lambda x: scree.scatter(x.r(ROWS), x.r([3, 2, 0], dtype="int32"), 9), ValueError,
@@ -385,7 +387,7 @@ CASES: dict[str, Case] = {
                       ("ids: expected numbers in [0, 3), got 0 to 3",)),
     "group by float": (lambda x: scree.group(x.f(2), x.f(2), 3), TypeError, ("ids: expected integers", "float32")),
     "group too few": (lambda x: scree.group(x.f(2), x.i([0]), 3), ValueError,
-                      ("ids: expected one group for each of 2", "(1,)")),
+                      ("ids: expected a number for each of 2", "(1,)")),
     "groups": (lambda x: scree.group(x.f(1), x.i([0]), -1), ValueError, ("num_groups: expected at least 0, got -1",)),
     # --------------------------------------------------------------------------------- namespaces and the registry
     "namespace of nothing": (lambda x: scree.namespace(), TypeError, ("arrays: expected at least one array, got ()",)),
@@ -428,6 +430,7 @@ def test_errors_name_other_devices() -> None:
     away = arr.to_device(there)
     for name, call in {
         "offsets": lambda: scree.Array(here, offsets.to_device(there)),
+        "values": lambda: arr.with_values(far),
         "arrays[1]": lambda: scree.pack([here, far]),
         "add": lambda: arr + away,
         "weight": lambda: scree.rms_norm(arr.with_values(xp.ones((5, 5))), far),

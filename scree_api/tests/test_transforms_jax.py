@@ -17,6 +17,7 @@ from test_transforms import (
     LONGEST,
     OPERATIONS,
     OTHER,
+    STANDARD,
     TOTAL,
     WIDTH,
     apply,
@@ -24,6 +25,7 @@ from test_transforms import (
     judged,
     loss,
     slope,
+    standard,
     values,
     weights,
 )  # fmt: skip
@@ -73,6 +75,13 @@ def test_vmap_over_parameters(name: str) -> None:
     found = jax.jit(jax.vmap(lambda w: apply(name, x, w, index)))(w)
     for one, seed in zip(found, seeds):
         np.testing.assert_allclose(one, expected(name, values(), weights(seed), LENGTHS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_the_functions_of_the_standard_compile(name: str) -> None:
+    args = jnp.asarray(values()), jnp.asarray(INDEX), tokens().offsets
+    for found, right in zip(jax.jit(partial(standard, name))(*args), standard(name, *args), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
 def test_vmap_of_gradients() -> None:

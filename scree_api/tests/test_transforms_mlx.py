@@ -14,12 +14,14 @@ from test_transforms import (
     LONGEST,
     OPERATIONS,
     OTHER,
+    STANDARD,
     TOTAL,
     apply,
     expected,
     judged,
     loss,
     slope,
+    standard,
     values,
     weights,
 )
@@ -88,46 +90,17 @@ def test_vmap_over_parameters(name: str) -> None:
         np.testing.assert_allclose(one, expected(name, values(), weights(seed), LENGTHS), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", STANDARD)
+def test_the_functions_of_the_standard_compile(name: str) -> None:
+    args = mx.array(values()), mx.array(INDEX), offsets(LENGTHS)
+    for found, right in zip(mx.compile(partial(standard, name))(*args), standard(name, *args), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
+
+
 def test_the_tokens_of_a_row_are_read_once_where_somebody_asks() -> None:
     x = scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS))
     assert len(scree.unpack(x)) == len(LENGTHS)
     assert x.total_length == TOTAL
-
-
-#: What tokens behind the last row must not reach.
-ALONE: dict[str, Callable[[Any, scree.Array], Any]] = {
-    **{name: (lambda xp, x, name=name: getattr(xp, name)(x))
-       for name in "sum prod max min mean var any all count_nonzero argmax argmin unique_values unique_counts nonzero".split()},
-    **{f"{name} of rows": (lambda xp, x, name=name: getattr(xp, name)(x, axis=1))
-       for name in "sum prod max min mean var any all count_nonzero argmax argmin sort cumulative_sum".split()},
-    "concat": lambda xp, x: xp.concat([x, x, x]),
-    "concat of rows": lambda xp, x: xp.concat([x, x, x], axis=1),
-    "softmax": lambda xp, x: xp.ragged.softmax(x),
-    "logsumexp": lambda xp, x: xp.ragged.logsumexp(x),
-    "to_padded": lambda xp, x: xp.ragged.to_padded(x)[0],
-    "bucket": lambda xp, x: scree.bucket(x)[0],
-    "the first tokens": lambda xp, x: x[:, :1],
-    "inverse": lambda xp, x: xp.unique_inverse(x).inverse_indices,
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_tokens_to_spare_belong_to_no_row(name: str) -> None:
-    """Whether the offsets were read before or not."""
-    numbers = np.asarray([3.0, -1.0, 2.0, 0.5, 2.0], np.float32)
-
-    def parts(spare: int, read: bool) -> list[Any]:
-        x = scree.from_offsets(mx.array(np.concatenate([numbers, np.full(spare, np.nan, np.float32)])), offsets([2, 0, 3, 0]))
-        if read:
-            x.layout.read()
-        found = ALONE[name](scree.namespace(x), x)
-        found = found if isinstance(found, tuple) else (found,)
-        return [np.array(part) for one in found for part in (one if isinstance(one, scree.Array) else [one])]
-
-    right = parts(0, False)
-    for read in (False, True):
-        for found, want in zip(parts(4, read), right, strict=True):
-            np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
 
 
 def test_tokens_to_spare_stay_out_of_files(tmp_path: Path) -> None:

@@ -12,7 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_transforms import INDEX, LENGTHS, LONGEST, OPERATIONS, OTHER, apply, expected, judged, loss, slope, values, weights
+from test_transforms import (
+    INDEX,
+    LENGTHS,
+    LONGEST,
+    OPERATIONS,
+    OTHER,
+    STANDARD,
+    apply,
+    expected,
+    judged,
+    loss,
+    slope,
+    standard,
+    values,
+    weights,
+)
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -78,6 +93,15 @@ def test_one_graph_serves_all_lengths(name: str) -> None:
         assert abs(np.vdot(of_v, dx) + np.vdot(of_w, dw) - want) < 1e-5 * np.linalg.norm(dx)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", STANDARD)
+def test_the_functions_of_the_standard_compile_for_sizes_that_vary(name: str) -> None:
+    """A size that a compiler does not know is compared as it allows, not looked for among others."""
+    function = torch.compile(partial(standard, name), backend="eager", fullgraph=True, dynamic=True)
+    v, _, index = tensors()
+    for found, right in zip(function(v, index, offsets(LENGTHS)), standard(name, v, index, offsets(LENGTHS)), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 COLD = """

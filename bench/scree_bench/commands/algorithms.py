@@ -23,12 +23,8 @@ COMPILED = 1024  # longest sequence for libraries that compile: they see the loo
 
 def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
     """Random queries, keys and values."""
-    rng = np.random.default_rng(seed)
-    kv = algorithm.kv_heads(shape.heads)
-    return [
-        lib.make(rng.standard_normal((shape.n, heads, shape.length, shape.dim), dtype=np.float32))
-        for heads in (shape.heads, kv, kv)
-    ]
+    normal, kv = lib.normal(seed), algorithm.kv_heads(shape.heads)
+    return [normal(shape.n, heads, shape.length, shape.dim) for heads in (shape.heads, kv, kv)]
 
 
 def command(

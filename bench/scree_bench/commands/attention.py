@@ -6,8 +6,10 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -18,16 +20,22 @@ from .. import lengths as draws
 from .. import plots, results
 from ..libraries import Library, wanted, where
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
-from ..options import Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed, numbers
-from ..peers import BACKWARD, Prepared, Work, contenders, distance, ours, reference
+from ..options import DTYPES, Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed, numbers, words
+from ..peers import Prepared, contenders, ours
 from ..results import OK, Result, Row, Table
 from ..session import SECONDS, Session
+from ..work import BACKWARD, Work, reference, worst
 
 SHOWN = ("forward_s", "forward_share", "backward_s", "both_s", "both_share", "forward_host_s", "both_host_s", "forward_error",
          "gradient_error")  # fmt: skip
 SHAPE = re.compile(r"d\d+ h\d+ n\d+")  # the name of one of the 27 works
 CHECKED = 1e11  # operations up to which a CPU computes the float64 reference; some ten seconds
 PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}  # and their operations over those of the forward pass
+#: Library -> what cannot be timed on it, and why.
+PARTIAL = {
+    "numpy": dict.fromkeys(("backward", "both"), "the library does not differentiate"),
+    "mlx": {"backward": "the library keeps no graph; it is in both"},
+}
 SKEWED = (32_768, *(128,) * 255)
 TILES = (16, 32, 64, 128)
 
@@ -50,37 +58,45 @@ WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
 }
 
 
-def workloads(names: str, device: str, causal: bool, seed: int, quick: bool) -> Iterator[tuple[str, Work]]:
+def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple[str, Work]]:
     """The works that go by a name; "shapes" is the sweep over 27 shapes."""
     cuda = device == "cuda"
-    for name in (x.strip() for x in names.split(",")):
+    for name in words(names, "--work", ("shapes", *WORKLOADS)):
         if name == "shapes":
             for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048)):
                 rows = _near(length // 16 if quick else length, 16, dim + heads + length)
                 dtype = "bfloat16" if cuda else "float32"
-                yield f"d{dim} h{heads} n{length}", Work(rows, heads, heads, dim, dtype, causal, seed)
-        elif name in WORKLOADS:
+                yield f"d{dim} h{heads} n{length}", Work(rows, heads, heads, dim, dtype, seed=seed)
+        else:
             rows, heads, kv_heads, dim, dtype = WORKLOADS[name]
             if not cuda:
                 rows, heads, kv_heads, dtype = tuple(n // 4 for n in rows), heads // 4, kv_heads // 4, "float32"
             if quick:
                 rows = tuple(max(1, n // 8) for n in rows[:32])
-            yield name, Work(rows, heads, kv_heads, dim, dtype, causal, seed)
-        else:
-            raise typer.BadParameter(f"--work: expected shapes or some of {', '.join(WORKLOADS)}, got {name!r}")
+            yield name, Work(rows, heads, kv_heads, dim, dtype, seed=seed)
+
+
+def own_rows(lengths: Path | None, count: int, medians: list[int], sigmas: list[float], seed: int) -> dict[str, tuple[int, ...]]:
+    """Name -> lengths of the rows: those of a file, or log-normal ones for each median and sigma."""
+    if lengths is not None:
+        return {lengths.name: tuple(map(int, draws.read(lengths)))}
+    return {
+        f"median {median}, sigma {sigma:g}": tuple(map(int, draws.lognormal(count, median, sigma, np.random.default_rng(seed))))
+        for median, sigma in itertools.product(medians, sigmas)
+    }
 
 
 def command(
     work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27 of them).")] = "seed",
     lengths: Lengths = None,
-    num_seqs: Annotated[int | None, typer.Option(help="Rows of your own workload.")] = None,
+    num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of your own workload.")] = None,
     mean_len: Annotated[str, typer.Option(help="Median length of its rows; 512.")] = "",
     sigma: Annotated[str, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = "0.6",
     heads: Annotated[str, typer.Option(help="Heads of the queries.")] = "8",
-    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; as many by default.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; as many by default.")] = None,
     dim: Annotated[str, typer.Option(help="Size of a head; 64.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; float32 is the default.")] = "",
-    causal: bool = True,
+    causal: Annotated[str, typer.Option(help="Whether a token sees those before it alone: yes, no, or both of them.")] = "yes",
     tiles: Annotated[bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")] = False,
     errors: Annotated[bool, typer.Option(help="Compare all with float64.")] = True,
     only: Annotated[str, typer.Option(help="Peers, by their names or the first letters of them.")] = "",
@@ -90,23 +106,23 @@ def command(
     """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
 
     Named workloads, or your own by --lengths or --num-seqs; with commas in --mean-len, --sigma, --heads, --dim or --dtype, all
-    combinations. The share is that of the useful operations in this machine's peak for matrix products. With --tiles: one
-    sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, or those asked for, and the best tile of each.
+    combinations; each with all of --causal. The share is that of the useful operations in this machine's peak for matrix
+    products. With --tiles: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, or those asked for,
+    and the best tile of each.
     """
     with Session("attention", locals(), where(device)) as session:
-        sizes, dims, dtypes = numbers(mean_len), numbers(dim), [x.strip() for x in dtype.split(",") if x.strip()]
+        sizes, dims, dtypes = numbers(mean_len), numbers(dim), words(dtype, "--dtype", DTYPES)
         if tiles:
             return sweep(session, sizes, dims, dtypes, seed)
         if lengths is not None or num_seqs is not None:
-            cases = []
-            for size, spread, h, d in itertools.product(sizes or [512], numbers(sigma, kind=float), numbers(heads), dims or [64]):
-                rng = np.random.default_rng(seed)
-                rows = draws.read(lengths) if lengths else draws.lognormal(num_seqs or 16, size, spread, rng)
-                shape = tuple(map(int, rows)), h, kv_heads or h, d
-                name = lengths.name if lengths else f"median {size}, sigma {spread:g}"
-                cases += [(name, Work(*shape, kind, causal, seed)) for kind in dtypes or ["float32"]]
+            shapes = itertools.product(numbers(heads), [kv_heads], dims or [64], dtypes or ["float32"])
+            rows = own_rows(lengths, num_seqs or 16, sizes or [512], numbers(sigma, kind=float, least=0), seed)
+            works = [(name, Work(n, h, kv or h, d, kind, seed=seed))
+                     for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)]  # fmt: skip
         else:
-            cases = list(workloads(work, session.device, causal, seed, quick))
+            works = list(workloads(work, session.device, seed, quick))
+        masks = words(causal, "--causal", ("yes", "no"))
+        cases = [(name, replace(what, causal=mask == "yes")) for (name, what), mask in itertools.product(works, masks)]
         session.limits()
         for lib in wanted(session, backend):
             for name, what in session.track(cases, lib.name):
@@ -124,6 +140,8 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
     steps = {(who, phase): partial(_step, lib, prepare, phase) for who, prepare in prepared.items() for phase in _phases(lib)}
     ready = {(who, phase): step if phase == "backward" else cache(step) for (who, phase), step in steps.items()}
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
+    for phase, why in PARTIAL.get(lib.name, {}).items():
+        session.leave_out(f"{phase} on {lib.name}", why)
     for phase in _phases(lib):
         builds = {peer.name: ready[peer.name, phase] for peer in peers if peer.backward or phase == "forward"}
         for row in session.time(case, f"{phase}_s", builds, wait=lib.wait).values():
@@ -146,10 +164,7 @@ def _measure(session: Session, lib: Library, name: str, work: Work, only: list[s
 
 
 def _phases(lib: Library) -> list[str]:
-    """What can be timed on a library: MLX has no graph that is kept, NumPy none at all."""
-    if lib.phases is None:
-        return ["forward"]
-    return [phase for phase in PHASES if phase != "backward" or lib.name != "mlx"]
+    return [phase for phase in PHASES if phase not in PARTIAL.get(lib.name, ())]
 
 
 def _step(lib: Library, prepare: Callable[[], Prepared], phase: str) -> Thunk:
@@ -158,9 +173,7 @@ def _step(lib: Library, prepare: Callable[[], Prepared], phase: str) -> Thunk:
 
 
 def _error(lib: Library, prepare: Callable[[], Prepared], step: Callable[[], Thunk], truth: tuple[Any, ...]) -> float:
-    found = lib.wait(step()())
-    parts = found if isinstance(found, tuple | list) else [found]
-    return max(distance(lib.wide(prepare().packed(x), t), t) for x, t in zip(parts, truth, strict=True))
+    return worst(lib, lib.wait(step()()), truth, prepare().packed)
 
 
 # --------------------------------------------------------------------------------------------------- tiles

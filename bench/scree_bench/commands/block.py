@@ -17,10 +17,11 @@ from ..lengths import adding_up
 from ..libraries import Function, Library, Step, wanted, where
 from ..measure import PATIENCE
 from ..operations import step as pass_of
-from ..options import Device, Out, Patience, Quick, Seconds, Seed
-from ..peers import BACKWARD, PEERS, Work, compiler, distance
+from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
+from ..peers import NO_TIME, PEERS, compiler
 from ..results import Result, Row, Table
 from ..session import SECONDS, Build, Session
+from ..work import BACKWARD, Work, worst
 
 EPS = 1e-6
 PHASES = ("forward", "both")
@@ -86,19 +87,15 @@ class Case:
     """Random rows and weights, and the block in every form: ``function(x, *weights)`` and its `x`."""
 
     def __init__(self, lib: Library, s: Sizes, rows: int, dtype: str, seed: int) -> None:
-        rng = np.random.default_rng(seed)
         self.lib, self.s, self.dtype = lib, s, dtype
-        self.lengths = adding_up(rows, s.tokens, rng)
+        self.lengths = adding_up(rows, s.tokens, np.random.default_rng(seed))
         self.work = Work(tuple(map(int, self.lengths)), s.heads, s.kv_heads, s.dim, dtype, True, seed)
-
-        def normal(*shape: int, scale: float = 1.0) -> Any:
-            return lib.make(rng.standard_normal(shape, dtype=np.float32) * np.float32(scale), dtype)
-
+        normal = lib.normal(seed, dtype)
         ones, features = lib.make(np.ones(s.width, np.float32), dtype), (s.heads + 2 * s.kv_heads) * s.dim
         shapes = {"qkv": (s.width, features), "out": (s.heads * s.dim, s.width), "up": (s.width, 2 * s.hidden),
                   "down": (s.hidden, s.width)}  # fmt: skip
         self.weights = Weights(
-            norm1=ones, norm2=ones.clone(), **{name: normal(*shape, scale=shape[0] ** -0.5) for name, shape in shapes.items()}
+            norm1=ones, norm2=ones.clone(), **{name: normal(*shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
         )
         self.x = normal(self.work.total, s.width)
         self.like = scree.Array(self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.longest)
@@ -249,7 +246,7 @@ def terms(case: Case) -> dict[str, Term]:
 def command(
     rows: Annotated[int, typer.Option(help="Rows; lengths are log-normal.")] = 16,
     tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
+    dtype: Dtype = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -262,7 +259,7 @@ def command(
     with Session("block", locals(), where(device)) as session:
         s = SIZES["quick" if quick else session.device]
         s = s._replace(tokens=tokens or s.tokens)
-        dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
+        dtype = data_type(dtype, session.device)
         for lib in wanted(session, "torch", ("torch",)):
             case = Case(lib, s, 4 if quick else rows, dtype, seed)
             about = {"rows": len(case.lengths), "tokens": case.work.total, "longest": case.work.longest, "width": s.width,
@@ -278,9 +275,11 @@ def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
         forms["packed, torch's varlen attention"] = case.varlen
     else:
         session.leave_out("packed, torch's varlen attention", "takes half precision on CUDA devices only")
-    why = "takes long to compile; run without --quick" if session.quick else compiler(case.lib, case.work)
+    why = NO_TIME if session.quick else compiler(case.lib)
     if why:
         session.leave_out("compiled forms", why)
+    if not cuda:
+        session.leave_out("captured forms", "CUDA graphs exist on CUDA devices only")
     made: dict[str, Callable[[], tuple[Function, Any]]] = dict(forms)
     if not why:
         made |= {f"{who}, compiled": partial(compiled, form) for who, form in forms.items()}
@@ -300,9 +299,7 @@ def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
 
 
 def _error(case: Case, ready: Callable[[], Step], truth: tuple[Any, ...]) -> float:
-    found = case.lib.wait(ready()())
-    parts = found if isinstance(found, tuple) else (found,)
-    return max(distance(case.lib.wide(case.packed(x)), t) for x, t in zip(parts, truth, strict=True))
+    return worst(case.lib, case.lib.wait(ready()()), truth, case.packed)
 
 
 def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:

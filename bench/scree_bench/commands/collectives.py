@@ -96,7 +96,7 @@ def command(
         if find_spec("torch") is None:
             return session.leave_out("collectives", "needs PyTorch, which is not installed")
         sizes = sizes or ("1,10,100,1000" if session.device == "cuda" else "1,10,100")
-        megabytes, groups = numbers(sizes, kind=float), numbers(worlds)
+        megabytes, groups = numbers(sizes, kind=float, least=0.001), numbers(worlds)
         if quick:
             megabytes, groups, samples = megabytes[:1], groups[:1], 3
         for world in session.track(groups):

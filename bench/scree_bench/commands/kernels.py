@@ -18,8 +18,8 @@ from ..lengths import adding_up
 from ..libraries import Function, Library, wanted, where
 from ..measure import PATIENCE
 from ..operations import COPY, Operation, measure
-from ..options import Device, Out, Patience, Quick, Seconds, Seed
-from ..peers import importable
+from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
+from ..peers import NO_TIME, compiler, importable, lacking
 from ..results import Result, Row, Table
 from ..session import SECONDS, Session
 
@@ -43,31 +43,39 @@ class Sizes(NamedTuple):
 class Batch:
     """Rows of random tokens on PyTorch, and what several operations need of them."""
 
-    def __init__(self, lib: Library, sizes: Sizes, seed: int) -> None:
-        import torch
-
+    def __init__(self, lib: Library, sizes: Sizes, seed: int, quick: bool = False) -> None:
         self.lib, self.rng, self.dtype = lib, np.random.default_rng(seed), sizes.dtype
         self.lengths = sizes.lengths(self.rng)
         self.total, self.longest = int(self.lengths.sum()), int(self.lengths.max())
         self.width = int(np.prod(sizes.token))
-        self.generator = torch.Generator(lib.device).manual_seed(seed)
+        self.normal = lib.normal(seed, sizes.dtype)
         self.values = self.normal(self.total, *sizes.token)
         offsets = lib.make(np.concatenate([[0], np.cumsum(self.lengths)]), "int32")
         self.like = scree.Array(self.values, offsets, max_length=self.longest)
         self.bytes = float(self.values.numel() * self.values.element_size())
-        self.compiles = True  # whether there is time for it
+        self.quick = quick
+        self.left_out: dict[str, str] = {}
 
     @cached_property
     def mask(self) -> Any:
         """(rows, longest) where a padded batch holds tokens."""
         return self.lib.make(np.arange(self.longest) < self.lengths[:, None], "bool")
 
-    def normal(self, *shape: int) -> Any:
-        """Random numbers."""
-        import torch
+    def runs(self, who: str, why: str | None) -> bool:
+        """Whether there is no reason why a contender cannot run; one that there is is noted."""
+        self.left_out |= {who: why} if why else {}
+        return not why
 
-        dtype = self.lib.arrays.dtypes[self.dtype]
-        return torch.randn(shape, generator=self.generator, device=self.lib.device).to(dtype)
+    @property
+    def compiles(self) -> bool:
+        """Whether `torch.compile` can run, and there is time for it."""
+        return self.runs("compiled forms", NO_TIME if self.quick else compiler(self.lib))
+
+    @property
+    def transformers(self) -> bool:
+        """Whether there is such a package, and time to import it."""
+        there = importable("transformers")
+        return self.runs("transformers", NO_TIME if self.quick else None if there else "cannot be imported")
 
     def classes(self, count: int) -> Any:
         """A class for each token."""
@@ -232,7 +240,7 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
             found["torch, compiled"] = lambda: (torch_compile(own), (b.values, weight))
         if b.dtype == "bfloat16":
             found["torch, in bfloat16"] = lambda: (lambda x, w: F.cross_entropy(x @ w.T, right), (b.values, weight))
-        if b.lib.device == "cuda" and importable("liger_kernel"):
+        if b.runs("liger_kernel", lacking(b.lib, b.dtype, modules=["liger_kernel"])):
             found["liger_kernel"] = liger
         done = 2.0 * b.total * b.width * count
         return Operation("linear_cross_entropy", found, flops=(done, 2 * done, 3 * done), peak=True,
@@ -259,7 +267,7 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
             "loop over rows": lambda: (loop, (b.values, weights)),
         }
         dense: dict[str, Build] = {"torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))}
-        if b.lib.device == "cuda" and b.dtype == "bfloat16":
+        if b.runs("grouped_mm", lacking(b.lib, b.dtype, ["bfloat16"])):
             found["grouped_mm"] = lambda: (lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends), (b.values, weights))
         done = 2.0 * b.total * b.width * m
 
@@ -328,7 +336,7 @@ def _to_padded(b: Batch) -> Operation:
         "pad_sequence": lambda: (lambda x: pad(x.split(lengths), batch_first=True), (b.values,)),
         "torch.nested": lambda: (lambda x: b.nested(x).to_padded_tensor(0.0), (b.values,)),
     }
-    if b.compiles and importable("transformers"):
+    if b.transformers:
         found["transformers, pad_input"] = transformers
     return Operation("to_padded", found, (b.bytes + slots, b.bytes + slots, 2 * (b.bytes + slots)))
 
@@ -345,7 +353,7 @@ def _from_padded(b: Batch) -> Operation:
         "scree, total unknown": lambda: (lambda x: scree.from_padded(x, b.mask).values, (b.padded(),)),
         "boolean mask": lambda: (lambda x: x[b.mask], (b.padded(),)),
     }
-    if b.compiles and importable("transformers"):
+    if b.transformers:
         found["transformers, unpad_input"] = transformers
     return Operation("from_padded", found, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))
 
@@ -396,7 +404,7 @@ def command(
     rows: Annotated[int, typer.Option(help="Rows of the batch; lengths are log-normal.")] = 16,
     tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")] = None,
     width: Annotated[int, typer.Option(help="Numbers in a token.")] = 1024,
-    dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
+    dtype: Dtype = "",
     only: Annotated[str, typer.Option(help="Batches, by the first letters of their names; text is that of these options.")] = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
@@ -408,23 +416,27 @@ def command(
     some kernels: row lengths, skew, experts, classes.
     """
     with Session("kernels", locals(), where(device)) as session:
-        dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
+        dtype = data_type(dtype, session.device)
         tokens = tokens or (16_384 if session.device == "cuda" else 2048)
         if quick:
             rows, tokens, width = 8, 256, 64
         base = Sizes(about(rows, tokens // rows), (width,), dtype)
         batches = {TEXT: (base, OPERATIONS), **(HARD if session.device == "cuda" and not quick else {})}
+        if len(batches) == 1:
+            session.leave_out(f"{len(HARD)} batches that stress some kernels", NO_TIME if quick else "run on CUDA devices only")
         beginnings = tuple(x.strip() for x in only.split(",") if x.strip()) or ("",)
         chosen = {name: found for name, found in batches.items() if name.startswith(beginnings)}
         if not chosen:
             raise typer.BadParameter(f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}")
         for lib in wanted(session, "torch", ("torch",)):
             for what, (sizes, operations) in session.track(chosen.items()):
-                batch = Batch(lib, sizes, seed)
-                batch.compiles = not quick
+                batch = Batch(lib, sizes, seed, quick)
                 case = {"rows": len(batch.lengths), "tokens": batch.total, "width": batch.width, "dtype": sizes.dtype}
                 for operation in operations:
-                    measure(session, lib, {"batch": what, **case}, operation(batch))
+                    made = operation(batch)
+                    for who, why in batch.left_out.items():
+                        session.leave_out(who, why)
+                    measure(session, lib, {"batch": what, **case}, made)
 
 
 def tables(result: Result) -> list[Table]:

@@ -11,9 +11,10 @@ from .. import lengths as draws
 from .. import plots
 from ..libraries import Library, wanted, where
 from ..options import Backend, Device, Lengths, Out, Quick, Seed
-from ..peers import Peer, Work, contenders
+from ..peers import Peer, contenders
 from ..results import Result
 from ..session import Session
+from ..work import Work
 
 ITEM, OFFSET, MASK = 4, 4, 1  # bytes: a float32 number, an int32 offset, a mask's boolean
 PUBLISHED = ((64, 256.0, 0.6), (32, 1024.0, 1.2))  # rows, median and sigma for which savings of 71% and 85% were published
@@ -102,8 +103,14 @@ def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Libra
     """The peak of attention on one batch, forward and with its gradients, inputs counted; on the CPU of rows a quarter as long."""
     batch = batch[:4] // 4 if session.quick else batch // 4 if session.device == "cpu" else batch
     work = _work(batch)
-    while work.padded_scores > PEAK_SCORES[session.device] and len(work.lengths) > 1:  # fewer rows, from the end
+    most = PEAK_SCORES[session.device]
+    while work.padded_scores > most and len(work.lengths) > 1:  # fewer rows, from the end
         work = _work(batch[: len(work.lengths) - 1])
+    if len(work.lengths) < len(batch):
+        session.leave_out(
+            f"peaks of all {len(batch)} rows of median {case.get('median', 'as given')}",
+            f"padded scores of more than {most / 1e9:g} GB; the first {len(work.lengths)} rows are measured",
+        )
     what = {**case, "rows": len(work.lengths), "longest": work.longest, "heads": HEADS, "dim": DIM}
     for peer in contenders(session, lib, work):
         if peer.name.startswith(("scree", "padded, matmul", "padded, SDPA", "padded, jax", "padded, mx")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -17,14 +18,15 @@ from .. import gpt, plots, results
 from .. import lengths as draws
 from ..libraries import allocations, where
 from ..measure import Failure, require
-from ..options import Device, Lengths, Out, Quick, Seed, numbers
-from ..peers import BACKWARD
+from ..options import Device, Lengths, Out, Quick, Seed, numbers, words
 from ..results import OK, Result, Row, Table, unit
 from ..session import Session
+from ..work import BACKWARD
 
 PHASES = ("forward", "backward", "optimizer")
 WARM_UPS = (0, 1, 5)  # steps that are left out of a mean
 POINTS = 1000  # of a timeline
+PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16 autocast"}
 LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}  # the data type whose matrix products are the limit
 
 #: Class -> what stands in the names of its kernels; the first that fits counts. What is left are norms, softmax and reductions.
@@ -111,14 +113,13 @@ def command(
             return session.leave_out("model", "needs PyTorch, which is not installed")
         sizes = sizes or ("small" if session.device == "cuda" else "mini")
         contexts = contexts or ("128,256,512" if session.device == "cuda" else "64,128")
-        chosen, medians = [x.strip() for x in sizes.split(",")], numbers(contexts)
-        if unknown := [x for x in chosen if x not in gpt.SIZES]:
-            raise typer.BadParameter(f"--sizes: expected some of {', '.join(gpt.SIZES)}, got {unknown[0]!r}")
+        chosen, medians = words(sizes, "--sizes", gpt.SIZES), numbers(contexts)
+        asked = words(precisions, "--precisions", PRECISIONS)
         if quick:
             chosen, medians, steps = ["tiny"], [24], 3
         own = draws.read(lengths)[:batch] if lengths else None
         medians = medians if own is None else [int(np.median(own))]
-        cases = [(name, median, p.strip()) for name in chosen for median in medians for p in precisions.split(",")]
+        cases = itertools.product(chosen, medians, asked)
         session.result.extra = {"timelines": {}, "kernels": {}}
         for name, median, precision in session.track(cases):
             if precision == "tf32" and session.device != "cuda":
@@ -127,7 +128,7 @@ def command(
             rng = np.random.default_rng(seed)
             counts = draws.lognormal(batch, median, sigma, rng) if own is None else own
             rows = [rng.integers(0, gpt.SIZES[name].vocabulary, int(n)) for n in counts]
-            case = {"size": name, "precision": {"bf16": "bf16 autocast"}.get(precision, precision), "rows": len(rows),
+            case = {"size": name, "precision": PRECISIONS[precision], "rows": len(rows),
                     "tokens": int(counts.sum()), "longest": int(counts.max())}  # fmt: skip
             _measure(session, case, rows, compiled, steps, seed)
     return None

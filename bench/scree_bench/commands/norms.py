@@ -16,7 +16,8 @@ from .. import plots, results
 from ..libraries import Function, Library, wanted, where
 from ..measure import PATIENCE
 from ..operations import Operation, measure
-from ..options import Device, Out, Patience, Quick, Seconds, Seed, numbers
+from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, numbers
+from ..peers import NO_TIME, compiler, lacking
 from ..results import Result, Table
 from ..session import SECONDS, Session
 
@@ -55,7 +56,7 @@ NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
 }
 
 
-def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[str, Function]:
+def functions(session: Session, lib: Library, name: str, dtype: str, offsets: Any, longest: int) -> dict[str, Function]:
     """Who -> the norm of the tokens of all rows; that of a sum gives the sum too."""
     import torch
     import torch.nn.functional as F  # noqa: N812
@@ -76,14 +77,14 @@ def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[s
     found = {"scree": ours(None), "torch": own}
     if session.device == "cuda":  # elsewhere it is what runs anyway
         found["scree, standard path"] = ours("standard")
-    if session.quick:
-        session.leave_out("torch, compiled", "takes long to compile; run without --quick")
+    if why := NO_TIME if session.quick else compiler(lib):
+        session.leave_out("torch, compiled", why)
     else:
         found["torch, compiled"] = torch.compile(own, dynamic=False)
     for module, (names, get) in IMPORTED.items():
         if name in names:
-            if session.device != "cuda":
-                session.leave_out(module, "runs on CUDA devices only")
+            if why := lacking(lib, dtype):
+                session.leave_out(module, why)
                 continue
             try:
                 found[module] = get(name)
@@ -94,7 +95,7 @@ def functions(session: Session, name: str, offsets: Any, longest: int) -> dict[s
 
 def command(
     shapes: Annotated[str, typer.Option(help=f"Tokens x width; {SHAPES['cuda']} on CUDA, {SHAPES['cpu']} on the CPU.")] = "",
-    dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA and float32 on the CPU by default.")] = "",
+    dtype: Dtype = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -104,7 +105,7 @@ def command(
     a sum adds a residual first and gives the sum too.
     """
     with Session("norms", locals(), where(device)) as session:
-        dtype = dtype or ("bfloat16" if session.device == "cuda" else "float32")
+        dtype = data_type(dtype, session.device)
         sizes = [numbers(x, "x") for x in (shapes or SHAPES[session.device]).split(",")]
         if any(len(size) != 2 for size in sizes):
             raise typer.BadParameter(f"--shapes: expected tokens x width, as 12160x4096, got {shapes!r}")
@@ -117,14 +118,9 @@ def command(
 
 
 def _operation(session: Session, lib: Library, name: str, tokens: int, width: int, dtype: str, seed: int) -> Operation:
-    import torch
     import torch.nn.functional as F  # noqa: N812
 
-    generator = torch.Generator(lib.device).manual_seed(seed)
-
-    def normal(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator, device=lib.device).to(lib.arrays.dtypes[dtype])
-
+    normal = lib.normal(seed, dtype)
     x, w = normal(tokens, width), normal(width)
     leaves = {"rms_norm": (x, w), "layer_norm": (x, w, normal(width))}.get(name) or (x, w, normal(tokens, width))
     offsets = lib.make(np.asarray([0, tokens // 3, tokens]), "int32")
@@ -134,7 +130,7 @@ def _operation(session: Session, lib: Library, name: str, tokens: int, width: in
     def contender(run: Function) -> Callable[[], tuple[Function, tuple[Any, ...]]]:
         return lambda: (run, leaves)
 
-    runs = functions(session, name, offsets, tokens)
+    runs = functions(session, lib, name, dtype, offsets, tokens)
     return Operation(
         name, {who: contender(run) for who, run in runs.items()},
         (forward * moved, backward * moved, (forward + backward) * moved), lambda: plain(F)(*map(lib.wide, leaves)),

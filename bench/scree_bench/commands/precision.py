@@ -13,9 +13,9 @@ from .. import plots, results
 from ..lengths import adding_up
 from ..libraries import Library, wanted, where
 from ..options import Backend, Device, Out, Quick, Seed
-from ..peers import distance
 from ..results import Result, Table
 from ..session import Session
+from ..work import distance
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALES = (1.0, 300.0)  # at 300 the square of a number no longer fits float16

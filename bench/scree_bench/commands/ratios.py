@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,12 @@ import typer
 
 import scree
 
+from .. import plots
 from ..lengths import adding_up
 from ..libraries import Library, wanted
 from ..measure import Thunk
 from ..options import Backend, Out, Quick, Seconds
-from ..results import OK, Row
+from ..results import OK, Result, Row
 from ..session import Session
 
 
@@ -254,3 +256,20 @@ def _measure(session: Session, lib: Library, case: Case) -> None:
         a, b = ours.values["call_s"], peer.values["call_s"]
         name, value = ("over_s", a - b) if case.difference else ("over_ratio", a / b)
         ours.values |= {name: value, name.replace("over", "limit"): case.limit}
+
+
+def pictures(result: Result) -> plots.Pictures:
+    """Ratios beside their limits, a picture for each library."""
+    rows = [row for row in result.rows if "over_ratio" in row.values]
+
+    def paint(figure: Any, name: str) -> None:
+        groups = {
+            row.case["what"].replace(", against ", "\nagainst "): {
+                "scree's time over that by hand": row.values["over_ratio"], "limit": row.values["limit_ratio"],
+            }
+            for row in rows if row.case["backend"] == name
+        }  # fmt: skip
+        title = f"{name}: time over that of the best form by hand, a scale for each case"
+        plots.bars(figure.add_subplot(), groups, "over_ratio", title, apart=True)
+
+    return {f"ratios-{name}": partial(paint, name=name) for name in dict.fromkeys(row.case["backend"] for row in rows)}

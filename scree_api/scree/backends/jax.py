@@ -115,7 +115,7 @@ def _rejects_op(call: SegmentCall) -> str | None:
 @register_kernel("segment_reduce", provider="jax.ops", rejects=_rejects_op)
 def by_row(call: SegmentCall) -> Any:
     """`jax.ops.segment_sum` and the like."""
-    return _by_row(call.op, call.values, call.layout.segment_ids, call.layout.num_rows, call.dtype)
+    return _by_row(call.op, call.values, call.layout.segment_ids, call.layout.num_rows, call.wide)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

@@ -9,8 +9,8 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
+from torch._C._functorch import get_unwrapped, is_gradtrackingtensor, peek_interpreter_stack
 from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
-from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -30,9 +30,12 @@ def _peek(x: torch.Tensor) -> np.ndarray | None:
 
 
 def _read(x: torch.Tensor) -> np.ndarray:
-    if torch.compiler.is_compiling():
+    while is_gradtrackingtensor(x):
+        x = get_unwrapped(x)
+    if torch.compiler.is_compiling() or wrapped(x):
         raise TypeError(UNREADABLE)
-    return np.asarray(x.detach().cpu())
+    with _outside(x):
+        return np.asarray(x.detach().cpu())
 
 
 def _row_ids(repeats: torch.Tensor, total: int) -> torch.Tensor:
@@ -129,7 +132,7 @@ def _rejects(call: SegmentCall) -> str | None:
         return "segment_reduce takes torch tensors only"
     if call.values.device.type != "cpu":
         return "segment_reduce checks its offsets on the host, which would stop the device"
-    if call.op not in ("sum", "max", "min") or call.dtype not in (torch.float32, torch.float64):
+    if call.op not in ("sum", "max", "min") or call.wide not in (torch.float32, torch.float64):
         return f"segment_reduce has no {call.op} of {call.dtype}"
     if call.op == "sum" and call.layout.bound > LONGEST:
         return f"segment_reduce adds one number after the other, which is less exact than a tree in rows beyond {LONGEST}"
@@ -140,7 +143,7 @@ def _rejects(call: SegmentCall) -> str | None:
 def segment_reduce(call: SegmentCall) -> torch.Tensor:
     """Row reductions by `torch.segment_reduce`."""
     return _Reduce.apply(
-        call.converted.contiguous(), call.layout.offsets.to(torch.int64), call.op, identity(xp, call.op, call.dtype)
+        call.converted.contiguous(), call.layout.offsets.to(torch.int64), call.op, identity(xp, call.op, call.wide)
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, backend, is_array, named
-from ..fit import ragged
+from ..fit import moved, ragged
 from ..layout import Layout
 
 #: Libraries that may take memory of a device; the others get a copy in host memory.
@@ -82,9 +82,7 @@ def to_torch(arr: Array) -> Array:
 
 def tokens_first(arr: Array) -> Array:
     """The array with the ragged axis first, as formats want it that know no other; a view where it can be one."""
-    if not arr.ragged_dim:
-        return arr
-    return arr.with_values(arr.layout.xp.moveaxis(arr.values, arr.ragged_dim, 0), ragged_dim=0)
+    return arr.with_values(moved(arr.layout.xp, arr.values, arr.ragged_dim, 0), ragged_dim=0) if arr.ragged_dim else arr
 
 
 def on_host(arr: Array) -> Array:

@@ -8,8 +8,8 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axes_of, like, shared_layout, unless_either_ragged, unless_ragged, values_of
-from ..index import entries, select, trimmed
+from ..fit import Function, axes_of, by_token, like, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
+from ..index import any_outside, entries, select, trimmed
 from ..segments import identity, segment_arg, spread
 
 
@@ -72,14 +72,9 @@ def _by_position(lib: Backend, f: Function, x: Array, indices: Array) -> Array:
     if 0 in (x.total_length, indices.total_length):
         return indices.with_values(f(x.values, indices.values, axis=dim))
 
-    def per_token(n: Any) -> Any:
-        n = xp.take(n, rows.rows, axis=0)
-        return xp.reshape(n, tuple(-1 if a == dim else 1 for a in range(x.values.ndim)))
-
-    start, length = per_token(x.offsets[:-1]), per_token(x.layout.lengths)
+    start, length = (by_token(indices, xp.take(n, rows.rows, axis=0)) for n in (x.offsets[:-1], x.layout.lengths))
     index = xp.where(indices.values < 0, indices.values + length, indices.values)
-    outside = lib.peek(xp.any((index < 0) | (index >= length)))
-    if outside is not None and outside:
+    if any_outside(indices, index, length):
         raise IndexError("indices: expected positions within the rows, got one that is outside of its row")
     return indices.with_values(f(x.values, x.layout.clip(start + index), axis=dim))
 
@@ -106,7 +101,7 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
         if axis != x.ragged_dim + 1:
             dim = x.ragged_dim - (axis - 1 < x.ragged_dim and not keepdims)
             return x.with_values(f(x.values, axis=axis - 1, keepdims=keepdims), ragged_dim=dim)
-        values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+        values = moved(xp, x.values, x.ragged_dim, 0)
         first = xp.astype(segment_arg(op, values, x.layout), f(xp.ones((1,), dtype=x.dtype)).dtype, copy=False)
         return xp.expand_dims(first, axis=axis) if keepdims else first
 
@@ -116,11 +111,11 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
 def _order(lib: Backend, x: Array, descending: bool) -> Any:
     """The tokens of each row in sorted order, like the values: sorted by value, and then, stably, by row."""
     xp = lib.xp
-    values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+    values = moved(xp, x.values, x.ragged_dim, 0)
     by_value = xp.argsort(values, axis=0, descending=descending, stable=True)
     row = xp.reshape(xp.take(x.layout.segment_ids, xp.reshape(by_value, (-1,)), axis=0), by_value.shape)
     order = xp.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), axis=0)
-    return xp.moveaxis(order, 0, x.ragged_dim) if x.ragged_dim else order
+    return moved(xp, order, 0, x.ragged_dim)
 
 
 def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
@@ -129,7 +124,7 @@ def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
     What fills them up is NaN, or the greatest integer: it comes last, or is equal to what it stands before.
     """
     xp, plan = lib.xp, x.layout.buckets()
-    values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+    values = moved(xp, x.values, x.ragged_dim, 0)
     last = float("nan") if xp.isdtype(x.dtype, "real floating") else identity(xp, "min", x.dtype)
     last, parts = xp.full((), last, dtype=x.dtype, device=x.layout.device), []
     for tokens, real in plan.parts:
@@ -138,7 +133,7 @@ def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
         block = block if real is None else xp.where(spread(xp, real, block.ndim), block, last)
         parts.append(xp.reshape(f(block, axis=1, **options), (math.prod(tokens.shape), *values.shape[1:])))
     out = xp.take(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), plan.slots, axis=0)
-    return xp.moveaxis(out, 0, x.ragged_dim) if x.ragged_dim else out
+    return moved(xp, out, 0, x.ragged_dim)
 
 
 def sort(f: Function, name: str, lib: Backend) -> Function:
@@ -160,9 +155,8 @@ def argsort(f: Function, name: str, lib: Backend) -> Function:
         if x.layout.host is not None and not descending:
             return _by_buckets(f, lib, x, stable=True)
         order = _order(lib, x, descending)
-        start = lib.xp.take(x.offsets[:-1], x.layout.rows, axis=0)
-        at = tuple(-1 if a == x.ragged_dim else 1 for a in range(order.ndim))
-        return order - lib.xp.astype(lib.xp.reshape(start, at), order.dtype, copy=False)
+        start = by_token(x, lib.xp.take(x.offsets[:-1], x.layout.rows, axis=0))
+        return order - lib.xp.astype(start, order.dtype, copy=False)
 
     return _within_rows(f, name, rows)
 
@@ -209,8 +203,13 @@ def searchsorted(f: Function, name: str, lib: Backend) -> Function:
 def isin(f: Function, name: str, lib: Backend) -> Function:
     """Whether each element stands among some values."""
 
-    def ragged(x1: Any, x2: Any, /, **options: Any) -> Any:
-        return like(x1, f(values_of(x1), values_of(x2), **options))
+    def ragged(x1: Any, x2: Any, /, *, invert: bool = False) -> Any:
+        values, real = values_of(x2), x2.layout.real if isinstance(x2, Array) else None
+        if real is None or 0 in values.shape:
+            return like(x1, f(values_of(x1), values, invert=invert))
+        first = values[(slice(None),) * x2.ragged_dim + (slice(0, 1), ...)]  # in a row, if any token is
+        found = f(values_of(x1), lib.xp.where(by_token(x2, real), values, first)) & (x2.offsets[-1] > 0)
+        return like(x1, lib.xp.logical_not(found) if invert else found)
 
     return unless_either_ragged(f, ragged)
 

@@ -8,7 +8,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend, is_array
-from ..fit import Function, accumulator, against, axes_of, shared_layout, unless_either_ragged, unless_ragged, values_of
+from ..fit import Function, accumulator, against, axes_of, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
 from ..registry import declare, run
 from ..segments import root, segment_reduce, tiled
 
@@ -86,7 +86,7 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
             return first.with_values(f(a, b, axis=at - 1 - first.values.ndim), ragged_dim=dim)
         xp = lib.xp
         a = xp.conj(a) if xp.isdtype(first.dtype, "complex floating") else a
-        product = xp.moveaxis(a * b, first.ragged_dim, 0)
+        product = moved(xp, a * b, first.ragged_dim, 0)
         wide = xp.astype(product, accumulator(xp, product.dtype), copy=False)
         return xp.astype(segment_reduce("sum", wide, first.layout), product.dtype, copy=False)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..fit import Function, accumulator, against, axes_of, real_of, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, by_token, real_of, unless_ragged
 from ..layout import Layout
 from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
 
@@ -71,7 +71,7 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
     values = xp.astype(x.values, wide, copy=False)
     if real is None:
         return f(values, axis=axes, keepdims=keepdims, **options)
-    real = xp.reshape(real, tuple(n if a == x.ragged_dim else 1 for a, n in enumerate(values.shape)))
+    real = by_token(x, real)
 
     def over(f: Function, op: str, values: Any, **options: Any) -> Any:
         nothing = xp.full((), identity(xp, op, values.dtype), dtype=values.dtype, device=x.layout.device)
@@ -81,7 +81,7 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
         truth = name in ("any", "all", "count_nonzero")
         values = xp.astype(values, xp.bool) if truth else values
         return over(f, "any" if name == "count_nonzero" else name, values, keepdims=keepdims, **options)
-    count = xp.astype(x.layout.offsets[-1], real_of(xp, wide)) * math.prod(values.shape[a] for a in axes if a != x.ragged_dim)
+    count = xp.astype(x.layout.offsets[-1], real_of(xp, wide)) * math.prod([values.shape[a] for a in axes if a != x.ragged_dim])
     mean = divide(xp, over(xp.sum, "sum", values, keepdims=keepdims or name != "mean"), count)
     if name == "mean":
         return mean
@@ -92,22 +92,19 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
 
 def _monoid(op: str) -> Function:
     def rows(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
-        if op in ("any", "all"):
-            wide = xp.bool
-        elif op in ("sum", "prod") and accumulator(xp, dtype) == dtype:
-            wide = dtype
-        return _reduce_rows(xp, op, x, axes, keepdims, wide)
+        return _reduce_rows(xp, op, x, axes, keepdims, xp.bool if op in ("any", "all") else dtype)
 
     return rows
 
 
 def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
-    """(n, ...) reduction over the ragged axis and the element axes in `axes`, in `dtype`."""
+    """(n, ...) reduction over the ragged axis and the element axes in `axes`, of `dtype`."""
     values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
     inner = tuple(a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1)
     if inner:
-        options = {"dtype": dtype} if op in ("sum", "prod") else {}
-        values = getattr(xp, op)(xp.astype(values, dtype, copy=False), axis=inner, **options)
+        wide = accumulator(xp, dtype)
+        options = {"dtype": wide} if op in ("sum", "prod") else {}
+        values = getattr(xp, op)(xp.astype(values, wide, copy=False), axis=inner, **options)
     out = segment_reduce(op, values, x.layout, dtype=dtype)
     return xp.reshape(out, _kept(x, axes)) if keepdims else out
 

@@ -12,7 +12,7 @@ from .. import checks
 from ..array import Array
 from ..backends import Backend
 from ..create import unpack
-from ..fit import Function, against, axes_of, shared_layout, unless_ragged, unless_ragged_among
+from ..fit import Function, against, axes_of, equal_rows, shared_layout, stretches, unless_ragged, unless_ragged_among
 from ..index import select, take_rows
 from ..layout import Layout
 from ..registry import declare, run
@@ -97,6 +97,8 @@ def _take_joined(call: JoinCall) -> Any:
         here = position + xp.take(one.offsets[:-1], new.rows, axis=0) + base
         tokens = here if tokens is None else xp.where(position >= 0, here, tokens)
         position, base = position - xp.take(one.lengths, new.rows, axis=0), base + one.total
+    if not all(x.layout.full for x in call.arrays):  # what stands behind the last rows has no place
+        tokens = new.clip(tokens)
     return xp.take(xp.concat([x.values for x in call.arrays], axis=dim), tokens, axis=dim)
 
 
@@ -198,13 +200,13 @@ def reshape(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
         want = _shape(shape)
-        if len(want) < 2 or want[0] not in (x.batch_size, -1) or want.count(None) != 1:
+        if len(want) < 2 or (want[0] != x.batch_size and want[0] != -1) or want.count(None) != 1:
             raise ValueError(f"shape: expected ({x.batch_size}, ..., None, ...) with None for the ragged axis, got {want}")
         dim = want.index(None) - 1
         if math.prod(want[1 : dim + 1]) != math.prod(x.values.shape[: x.ragged_dim]):
             raise ValueError(f"shape: expected the elements before the ragged axis of {x.shape} to stay, got {want}")
         inner, have = want[dim + 2 :], math.prod(x.values.shape[x.ragged_dim + 1 :])
-        known = math.prod(n for n in inner if n != -1)
+        known = math.prod([n for n in inner if n != -1])
         if inner.count(-1) > 1 or (known == 0 or have % known if -1 in inner else have != known):
             raise ValueError(f"shape: expected {have} elements behind the ragged axis of {x.shape}, got {want}")
         inner = tuple(have // known if n == -1 else n for n in inner)  # a batch without tokens does not tell the library
@@ -222,7 +224,7 @@ def broadcast_to(f: Function, name: str, lib: Backend) -> Function:
         if len(want) != x.ndim or want[0] != x.batch_size or want[x.ragged_dim + 1] is not None:
             raise ValueError(f"shape: expected {x.ndim} axes, {x.batch_size} rows and None for the ragged axis, got {want}")
         values = [x.total_length if n is None else n for n in want[1:]]
-        if any(a not in (1, b) for a, b in zip(x.values.shape, values, strict=True)):
+        if not stretches(tuple(x.values.shape), tuple(values)):
             raise ValueError(f"shape: expected element axes of {x.shape}, those of size 1 stretched, got {want}")
         return x.with_values(f(x.values, tuple(values)))
 
@@ -252,8 +254,8 @@ def unstack(f: Function, name: str, lib: Backend) -> Function:
             return tuple(unpack(x))
         if axis == x.ragged_dim + 1:
             raise ValueError("axis: the ragged axis has no common number of entries to unstack; use axis 0 for the rows")
-        dim = x.ragged_dim - (axis - 1 < x.ragged_dim)
-        return tuple(x.with_values(one, ragged_dim=dim) for one in f(x.values, axis=axis - 1))
+        before = (slice(None),) * axis
+        return tuple(x[(*before, i)] for i in range(x.values.shape[axis - 1]))
 
     return unless_ragged(f, ragged)
 
@@ -316,7 +318,7 @@ def repeat(f: Function, name: str, lib: Backend) -> Function:
             return x.with_values(f(x.values, repeats, axis=axis - 1))
         if not isinstance(repeats, Array):
             raise TypeError(f"repeats: expected an integer or a ragged array for tokens, got {type(repeats).__name__}")
-        shared_layout(name, (x.with_values(repeats.values, ragged_dim=0), repeats))
+        equal_rows("repeats", x, repeats)
         counts = _counts(repeats.values, (x.total_length,), x)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read()]
         rows = Layout.from_host(lib, np.diff(ends), like=x.offsets)

@@ -11,7 +11,7 @@ import numpy as np
 from ..array import Array
 from ..backends import backend, is_array
 from ..checks import dense, integer, integers
-from ..fit import accumulator, like, ragged, shared_layout, values_of
+from ..fit import accumulator, equal_rows, like, ragged, values_of
 from ..registry import declare, run
 from ..segments import divide, segment_reduce
 
@@ -120,7 +120,7 @@ def _check_targets(call: Losses, classes: int) -> None:
     if isinstance(x, Array):
         if ragged("targets", targets).ndim != 2:
             raise ValueError(f"targets: expected shape (n, None), a class a token, got {targets.shape}")
-        shared_layout("targets", [x, targets.with_values(targets.values[:, None])])
+        equal_rows("targets", x, targets)
     elif not is_array(targets) or tuple(targets.shape) != tuple(values.shape[:1]):
         came = f"shape {tuple(targets.shape)}" if hasattr(targets, "shape") else type(targets).__name__
         raise ValueError(f"targets: expected a dense array of shape {tuple(values.shape[:1])}, a class a token, got {came}")
@@ -129,10 +129,11 @@ def _check_targets(call: Losses, classes: int) -> None:
         raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}")
     if call.reduction == "row_mean" and not isinstance(x, Array):
         raise ValueError(f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}")
-    labels = call.labels
-    seen = x.layout.full if isinstance(x, Array) else not lib.compiling()
-    host = lib.peek(labels) if seen else None
+    rows = x.layout.host if isinstance(x, Array) else None
+    seen = rows is not None or (not isinstance(x, Array) and not lib.compiling())
+    host = lib.peek(call.labels) if seen else None
     if host is not None:
+        host = host[: None if rows is None else rows[-1]]
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
         if wrong.size:
             raise ValueError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import again
 from ..array import Array
 from ..backends import backend
 from ..fit import accumulator, like, values_of
-from ..registry import declare, run
+from ..registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def swiglu(x: Any, *, kernel: str | None = None) -> Any:
     array([[  0.   ,   1.462],
            [300.   ,  -0.   ]])
     """
-    return run("swiglu", SwigluCall(x), kernel)
+    return again.run("swiglu", {"x": x}, {}, kernel)
 
 
 @declare("swiglu", SwigluCall)

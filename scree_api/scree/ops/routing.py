@@ -81,7 +81,10 @@ def _take(call: GatherCall) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ScatterCall:
-    """Put the tokens of `x`, (tokens, ...), at `index`, (tokens,), of `size` places; add those that meet, or keep the last."""
+    """Put the tokens of `x`, (tokens, ...), at `index`, (tokens,), of `size` places; add those that meet, or keep the last.
+
+    An index of `size` is no place: that of a token behind the last row.
+    """
 
     x: Any
     index: Any
@@ -94,11 +97,7 @@ class ScatterCall:
         values, size = _tokens(x), integer("size", size, 0)
         if isinstance(x, Array) and isinstance(index, Array) and same(x.layout, index.layout) is False:
             raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
-        places = integers("index", values_of(index), values)
-        if tuple(places.shape) != (values.shape[0],):
-            raise ValueError(f"index: expected one place for each of {values.shape[0]} tokens, got shape {tuple(places.shape)}")
-        _in_bounds(backend(values).peek(places), "index", size)
-        return cls(values, places, size, add)
+        return cls(values, _numbers("index", x, index, size), size, add)
 
 
 def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None = None) -> Any:
@@ -178,15 +177,11 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     >>> scree.scatter(grouped, index, 4)
     array([10, 11, 12, 13])
     """
-    values, ids = _tokens(x), values_of(ids)
-    lib, num_groups = backend(values), integer("num_groups", num_groups, 0)
-    xp = lib.xp
-    ids = integers("ids", ids, values)
-    if tuple(ids.shape) != (values.shape[0],):
-        raise ValueError(f"ids: expected one group for each of {values.shape[0]} tokens, got shape {tuple(ids.shape)}")
-    _in_bounds(lib.peek(ids), "ids", num_groups)
-    order, offsets = _sorted(xp, ids, num_groups, lib.device(values))
-    grouped = Array(run("gather", GatherCall(values, order, distinct=True)), xp.astype(offsets, counter(xp, values.shape[0])))
+    values, num_groups = _tokens(x), integer("num_groups", num_groups, 0)
+    lib, total = backend(values), int(values.shape[0])
+    order, offsets = _sorted(lib.xp, _numbers("ids", x, ids, num_groups), num_groups, lib.device(values))
+    groups = Layout(lib, lib.xp.astype(offsets, counter(lib.xp, total)), total)
+    grouped = Array._of(run("gather", GatherCall(values, order, distinct=True)), groups)
     return grouped, grouped.with_values(order)
 
 
@@ -211,6 +206,24 @@ def _tokens(x: Any) -> Any:
     if values.ndim == 0:
         raise ValueError("x: expected an axis of tokens, got a 0-d array")
     return values
+
+
+def _numbers(name: str, x: Any, numbers: Any, size: int) -> Any:
+    """The number in [0, size) of each token of `x`; `size` for tokens behind the last row of `x` or of the numbers."""
+    values = values_of(x)
+    rows = next((one.layout for one in (x, numbers) if isinstance(one, Array)), None)
+    if isinstance(x, Array) and isinstance(numbers, Array) and same(x.layout, numbers.layout) is False:
+        raise ValueError(f"{name}: expected the rows of x, got {difference(x, numbers)}")
+    numbers = integers(name, values_of(numbers), values)
+    if tuple(numbers.shape) != (values.shape[0],):
+        raise ValueError(f"{name}: expected a number for each of {values.shape[0]} tokens, got shape {tuple(numbers.shape)}")
+    lib, real = backend(values), None if rows is None else rows.real
+    seen = lib.peek(numbers)
+    if rows is not None and real is not None:
+        seen = None if seen is None or rows.host is None else seen[: rows.host[-1]]
+        numbers = lib.xp.where(real, lib.xp.astype(numbers, counter(lib.xp, size, numbers), copy=False), size)
+    _in_bounds(seen, name, size)
+    return numbers
 
 
 def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:

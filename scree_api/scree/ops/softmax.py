@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .. import again
 from ..array import Array
-from ..fit import accumulator, against, ragged
-from ..registry import declare, run
+from ..fit import accumulator, against, moved, ragged
+from ..registry import declare
 from ..segments import segment_reduce
 
 
@@ -43,7 +44,7 @@ def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     >>> scree.softmax(scree.from_lengths(np.zeros(5), [4, 1])).values
     array([0.25, 0.25, 0.25, 0.25, 1.  ])
     """
-    return run("softmax", SoftmaxCall(x), kernel)  # type: ignore[no-any-return]
+    return again.run("softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
 def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
@@ -55,7 +56,7 @@ def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     >>> scree.log_softmax(scree.from_lengths(np.asarray([0.0, 1000.0]), [2])).values
     array([-1000.,     0.])
     """
-    return run("log_softmax", SoftmaxCall(x), kernel)  # type: ignore[no-any-return]
+    return again.run("log_softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
 def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
@@ -67,14 +68,14 @@ def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
     >>> scree.logsumexp(scree.from_lengths(np.full(2, 1000.0), [2, 0]))
     array([1000.69314718,          -inf])
     """
-    return run("logsumexp", SoftmaxCall(x), kernel)
+    return again.run("logsumexp", {"x": x}, {}, kernel)
 
 
 def _parts(x: Array) -> tuple[Any, Array, Any, Any, Any]:
     """In the accumulating dtype: xp, the shifted rows, their exponentials, the row maxima and the sums, (n, ...)."""
-    xp, dim = x.layout.xp, x.ragged_dim
+    xp = x.layout.xp
     values = xp.astype(x.values, accumulator(xp, x.dtype), copy=False)
-    values = xp.moveaxis(values, dim, 0) if dim else values
+    values = moved(xp, values, x.ragged_dim, 0)
     top = segment_reduce("max", values, x.layout)
     top = xp.where(xp.isfinite(top), top, xp.zeros_like(top))  # rows that are empty or hold an infinity
     shifted = x.with_values(values, ragged_dim=0)
@@ -89,7 +90,7 @@ def _per_token(xp: Any, per_row: Any, x: Array) -> Any:
 
 def _finish(xp: Any, values: Any, x: Array) -> Array:
     values = xp.astype(values, x.dtype, copy=False)
-    return x.with_values(xp.moveaxis(values, 0, x.ragged_dim) if x.ragged_dim else values)
+    return x.with_values(moved(xp, values, 0, x.ragged_dim))
 
 
 @declare("softmax", SoftmaxCall)
