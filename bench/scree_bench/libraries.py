@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 
+FORMS = 100  # in which `torch.compile` may have one function
+
 
 def _itself(x: Any) -> Any:
     return x
@@ -124,6 +126,16 @@ def _torch_phases(function: Function, args: Sequence[Any], cotangent: Any) -> St
         return torch.autograd.grad(function(*inputs), inputs, cotangent)
 
     return {"forward": lambda: Step(forward, tuple(args)), "backward": backward, "both": lambda: Step(both, leaves())}
+
+
+def torch_compiled(function: Function) -> Function:
+    """The function under `torch.compile`, for each shape anew; it may meet many, where PyTorch would stop after eight."""
+    import torch
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = FORMS
+    found: Function = torch.compile(function, dynamic=False)
+    return found
 
 
 def allocations(thunk: Callable[[], Any]) -> tuple[list[tuple[float, int]], Any]:

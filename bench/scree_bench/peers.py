@@ -16,7 +16,7 @@ import numpy as np
 
 import scree
 
-from .libraries import Function, Library
+from .libraries import Function, Library, torch_compiled
 from .measure import require
 from .work import Work, inputs
 
@@ -236,8 +236,9 @@ def _torch_flex(lib: Library, work: Work) -> Prepared:
         return same & (i >= j) if work.causal else same
 
     mask = create_block_mask(seen, None, None, work.total, work.total, device=args[0].device)
-    torch.compiler.reset()  # a function is compiled in eight forms at most, after which it would run as it is
-    run = torch.compile(flex_attention, dynamic=False)
+    if lib.device == "cpu":
+        torch.compiler.reset()  # it has no backward there, and after one that failed it would not be compiled again
+    run = torch_compiled(flex_attention)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -1,13 +1,15 @@
 """The gate of a feed-forward network, forward and backward: every element is read once and written once."""
-from functools import cache
-from typing import Any
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import Function, differentiated, once_differentiable, refuses, start
-from .launch import Launch
+from .host import Function, differentiated, on_its_device, once_differentiable, refuses
+from .launch import Launch, contiguous, empty
 from .norms import even
 
 _BLOCK = 1024  # columns of a program, or more tokens of fewer
@@ -45,36 +47,57 @@ def _launch(device: torch.device, x: torch.dtype, dy: torch.dtype | None, width:
     return launch, -(-width // block), tokens
 
 
-def _run(x: torch.Tensor, dy: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    if out.numel():
-        launch, blocks, tokens = _launch(x.device, x.dtype, None if dy is None else dy.dtype, x.shape[-1] // 2)
-        count = x.numel() // x.shape[-1]
-        x, x_stride = even(x)
-        dy, dy_stride = (x, x_stride) if dy is None else even(dy)
-        start(launch, -(-count // tokens) * blocks, (x, dy, out), (x_stride, dy_stride), (count,))
-    return out
+class _Plan(NamedTuple):
+    """What follows from what the host knows of x (..., 2 D), and of dy (..., D) in the backward, so that a call only launches."""
+
+    index: int | None  # of the CUDA device
+    new: Callable[..., torch.Tensor]
+    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    launch: Launch
+    programs: int
+    count: int
+
+    @on_its_device
+    def run(self, x: torch.Tensor, dy: torch.Tensor | None = None) -> torch.Tensor:
+        """(..., D) of x, or with dy the gradient of x."""
+        out = self.new(*self.out)
+        if self.programs:
+            x, x_stride = even(x)
+            dy, dy_stride = (x, x_stride) if dy is None else even(dy)
+            self.launch(self.programs, (x, dy, out), (x_stride, dy_stride), (self.count,))
+        return out
+
+
+@lru_cache(1024)
+def _plan(device: torch.device, x: torch.dtype, dy: torch.dtype | None, shape: tuple[int, ...]) -> _Plan:
+    *axes, twice = shape
+    width, count = twice // 2, math.prod(axes)
+    index = device.index if device.type == "cuda" else None
+    out = *contiguous((*axes, width) if dy is None else shape), x
+    launch, blocks, tokens = _launch(device, x, dy, max(width, 1))
+    return _Plan(index, empty(device.type), out, launch, -(-count // tokens) * blocks if width else 0, count)
 
 
 def forward(x: torch.Tensor) -> torch.Tensor:
     """(..., D) of x (..., 2 D)."""
-    return _run(x, None, torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device))
+    return _plan(x.device, x.dtype, None, x.shape).run(x)
 
 
 def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """The gradient of x (..., 2 D) from dy (..., D)."""
-    return _run(x, dy, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    return _plan(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
 
 
 class _Swiglu(Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, plan):
         ctx.save_for_backward(x)
-        return forward(x)
+        return plan.run(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return backward(*ctx.saved_tensors, dy)
+        return backward(*ctx.saved_tensors, dy), None
 
 
 @torch.library.custom_op("scree_triton::swiglu", mutates_args=())
@@ -111,4 +134,15 @@ def run(call: Any) -> Any:
     x = call.values
     if torch.compiler.is_compiling():
         return call.result(_op(x))
-    return call.result(_Swiglu.apply(x) if differentiated(x) else forward(x))
+    return call.result(_Swiglu.apply(x, _plan(x.device, x.dtype, None, x.shape)) if differentiated(x) else forward(x))
+
+
+def run_again(call: Any) -> Callable[..., Any]:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    x = call.values
+    plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
+
+    def gate(x: Any) -> Any:
+        return x.with_values(_Swiglu.apply(x.values, plan) if wanted and torch.is_grad_enabled() else plan.run(x.values))
+
+    return gate

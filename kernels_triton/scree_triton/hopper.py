@@ -5,7 +5,14 @@ arXiv:2407.08608). The producer takes tiles from a counter, longest first, and f
 consumers multiply on the tensor cores.
 
 Descriptors are ragged (see `launch.Ragged`): the copy engine itself ends at a row's last token and fills with zeros,
-so no tile ever holds a token of another row.
+so no tile ever holds a token of another row. Heads that are not 32, 64 or 128 wide it fills up with zeros, too: DIM is their own
+width, BLOCK_D that of a tile.
+
+What a kernel computes is chosen by constants. CAUSAL: a query attends keys up to its own position, both rows aligned at their
+ends. WINDOW: it attends `left` keys before and `right` keys after its own. ALIBI: a head's slope times the distance of query and
+key is taken off each score. SOFTCAP: scores are softcap * tanh(scores / softcap); then `scale` makes the tanh's argument, and
+`softcap` includes the factor log2(e), as `scale` does otherwise. Without WINDOW, loops over tiles are split by whether they need
+a mask; with it one loop asks each tile, which takes fewer registers. ALIBI and SOFTCAP come with WINDOW alone, to compile less.
 """
 import torch
 from triton.experimental import gluon
@@ -18,7 +25,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)  # where a running maximum starts; finite, so that exp2(-inf - m) is 0 and not NaN
 BILLION = gl.constexpr(1 << 30)  # the extent of a ragged descriptor's token dimension
-_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left")
+_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left", "right")
 _SLOTS = 4096
 _rings: dict[tuple[int, int], list] = {}
 
@@ -42,7 +49,19 @@ def counter(device: torch.device) -> torch.Tensor:
 
 @gluon.jit
 def _load_ragged(desc, start, length, row, column, barrier, tile):
-    tma.async_copy_global_to_shared(desc, [BILLION, start + length, BILLION - length + row, column], barrier, tile)
+    if len(tile.shape) == 5:  # heads are a dimension of their own, so that narrow ones are filled up with zeros
+        tma.async_copy_global_to_shared(desc, [BILLION, start + length, BILLION - length + row, column, 0], barrier, tile)
+    else:
+        tma.async_copy_global_to_shared(desc, [BILLION, start + length, BILLION - length + row, column], barrier, tile)
+
+
+@gluon.jit
+def _column(head, stride, ring):
+    """Where a head is in the last dimension but that of narrow heads, which have one of their own."""
+    if len(ring.shape) == 6:
+        return head
+    else:
+        return head * stride
 
 
 @gluon.jit
@@ -54,9 +73,15 @@ def _load_planes(desc, start, length, row, column, barrier, ring, slot, PLANES: 
 
 
 @gluon.jit
+def _ring(desc, slots: gl.constexpr):
+    """Shared memory for some tiles of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [slots] + desc.block_shape, desc.layout)
+
+
+@gluon.jit
 def _rows(tile):
-    """A (1, 1, rows, columns) tile without its two ragged dimensions."""
-    return tile.reshape([tile.shape[2], tile.shape[3]])
+    """A (1, 1, rows, columns) or (1, 1, rows, 1, columns) tile as a matrix."""
+    return tile.reshape([tile.shape[2], tile.shape[len(tile.shape) - 1]])
 
 
 @gluon.jit
@@ -92,21 +117,57 @@ def _entry(slot):
 
 
 @gluon.jit
-def _key_tiles(first, length, other, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def _key_tiles(first, length, other, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+               WINDOW: gl.constexpr):
     """Key tiles of a query tile; at least one, so that a tile without valid keys takes the common way."""
     end = other
-    if CAUSAL:
-        end = gl.minimum(other, first + BLOCK_M + other - length)
+    if CAUSAL or WINDOW:
+        end = gl.minimum(other, first + BLOCK_M + other - length + right)
     return gl.maximum(gl.cdiv(end, BLOCK_N), 1)
 
 
 @gluon.jit
-def _first_tile(first, length, other, left, tiles, BLOCK_N: gl.constexpr, LEFT: gl.constexpr):
+def _key_bounds(row, own, other, right, most, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """The last key of queries that stand on the keys `own`, the first of them on `row`; and how many tiles, at most `most`, end
+    before the first query's last key does."""
+    if CAUSAL or WINDOW:
+        return gl.minimum(own + right, other - 1), gl.minimum(gl.maximum(gl.minimum(row + right + 1, other), 0) // BLOCK_N, most)
+    else:
+        return own * 0 + (other - 1), gl.minimum(other // BLOCK_N, most)
+
+
+@gluon.jit
+def _first_tile(first, length, other, left, tiles, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr):
     """The first key tile that a query tile attends: 0 without a window."""
-    if LEFT:
+    if WINDOW:
         return gl.minimum(gl.maximum(first + other - length - left, 0) // BLOCK_N, tiles - 1)
     else:
         return 0
+
+
+@gluon.jit
+def _tanh(x):
+    """The hardware's own, whose error of 2^-11 is that of a score in half precision."""
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def _capped(x, scale, softcap, SOFTCAP: gl.constexpr):
+    """Scores, or with a softcap their tanh, and the factor that makes them what exp2 takes."""
+    if SOFTCAP:
+        return _tanh(x * scale), softcap
+    else:
+        return x, scale
+
+
+@gluon.jit
+def _biased(x, factor, slope, own, others, ALIBI: gl.constexpr):
+    """Scores less slope times the distance of the rows' and the columns' tokens, and the factor that they still want."""
+    if ALIBI:
+        distance = gl.abs(own.to(gl.float32)[:, None] - others.to(gl.float32)[None, :])
+        return x * factor - slope * distance, 1.0
+    else:
+        return x, factor
 
 
 @gluon.jit
@@ -127,8 +188,18 @@ def _tile(TILES, t, count, total_tiles, group):
 
 
 @gluon.jit
-def _store_tile(base, value, first, length, stride, LAYOUT: gl.constexpr):
+def _inside(rows, length, cols, DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Where a tile has tokens of its row and numbers of its head."""
+    inside = (rows < length)[:, None]
+    if DIM < BLOCK_D:
+        inside &= (cols < DIM)[None, :]
+    return inside
+
+
+@gluon.jit
+def _store_tile(base, value, first, length, stride, DIM: gl.constexpr, LAYOUT: gl.constexpr):
     rows = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, value.shape[1], gl.SliceLayout(0, LAYOUT))
     value = gl.convert_layout(value.to(base.dtype.element_ty), LAYOUT)
-    gl.store(base + rows[:, None].to(gl.int64) * stride + cols[None, :], value, mask=(rows < length)[:, None])
+    gl.store(base + rows[:, None].to(gl.int64) * stride + cols[None, :], value,
+             mask=_inside(rows, length, cols, DIM, value.shape[1]))

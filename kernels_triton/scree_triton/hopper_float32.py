@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import _COUNTS, LN2, LOWEST, _barriers, _entry, _first_tile, _key_tiles, _rows, _store_tile
+from .hopper import _COUNTS, LN2, LOWEST, _barriers, _entry, _key_bounds, _key_tiles, _rows, _store_tile
 from .hopper_backward import _dkdv_producer, _dq_producer, _query_tiles
 from .hopper_forward import _attended, _forward_producer, _partial_sums, _pass_turn, _take_turn
 
@@ -103,7 +103,7 @@ def _product(a0, a1, a2, ring, slot, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr
 
 @gluon.jit
 def _forward_step(w: gl.constexpr, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, p0, p1, p2, m, l, c, limit,
-                  left, offs_n, scale, MASK: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr,
+                  offs_n, scale, MASK: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr,
                   LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights are p, by its values."""
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -117,7 +117,7 @@ def _forward_step(w: gl.constexpr, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full
     x = warpgroup_mma_wait(6, deps=(x, ))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK:
-        x = _attended(x, limit, left, offs_n, LEFT)
+        x = _attended(x, limit, limit, 0, offs_n, False)
     m_new = gl.maximum(m, gl.max(x, 1) * scale)
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * scale - m_new[:, None])
@@ -132,8 +132,8 @@ def _forward_step(w: gl.constexpr, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full
 
 @gluon.jit
 def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                      out_stride, total, left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
+                      out_stride, total, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                      STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -151,27 +151,17 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         q0, q1, q2 = _split(_rows(q_s.index(w)).load(OPERAND_S), OPERAND_S)
         mbarrier.arrive(q_empty.index(0), count=1)
         shift = other - length
-        tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+        tiles = _key_tiles(first, length, other, 0, BLOCK_M, BLOCK_N, CAUSAL, False)
         row = first + w * ROWS
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        # The last key of each query, and the tiles that all queries of this warpgroup attend in full.
-        if CAUSAL:
-            limit = gl.minimum(query + shift, other - 1)
-            full = gl.minimum(gl.maximum(gl.minimum(row + shift + 1, other), 0) // BLOCK_N, tiles - 1)
-        else:
-            limit = query * 0 + (other - 1)
-            full = gl.minimum(other // BLOCK_N, tiles - 1)
-        low = _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT)
-        inner = low
-        if LEFT:
-            inner = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N), full)
+        limit, full = _key_bounds(row + shift, query + shift, other, 0, tiles - 1, BLOCK_N, CAUSAL, False)
         mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c, 2)
         x = _product(q0, q1, q2, k_s, c % STAGES, LAYOUT_S, BLOCK_N, True)
         _pass_turn(w, c, 2)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(k_empty.index(c % STAGES), count=1)
-        x = _attended(x, limit - (tiles - 1) * BLOCK_N, left, offs_n, LEFT)
+        x = _attended(x, limit - (tiles - 1) * BLOCK_N, limit, 0, offs_n, False)
         m = gl.maximum(gl.max(x, 1) * scale, LOWEST)
         y = gl.exp2(x * scale - m[:, None])
         l = _partial_sums(y)
@@ -179,22 +169,15 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         mbarrier.wait(v_full.index(c % STAGES), (c // STAGES) & 1)
         acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         c += 1
-        for j in range(tiles - 2, gl.maximum(full, low) - 1, -1):
+        for j in range(tiles - 2, full - 1, -1):
             acc, p0, p1, p2, m, l = _forward_step(w, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, p0, p1, p2,
-                                                  m, l, c, limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, DIM,
-                                                  LAYOUT_S, LAYOUT_O)
-            c += 1
-        for j in range(full - 1, gl.maximum(inner, low) - 1, -1):
-            acc, p0, p1, p2, m, l = _forward_step(w, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, p0, p1, p2,
-                                                  m, l, c, limit, left, offs_n, scale, False, LEFT, STAGES, DIM, LAYOUT_S,
+                                                  m, l, c, limit - j * BLOCK_N, offs_n, scale, True, STAGES, DIM, LAYOUT_S,
                                                   LAYOUT_O)
             c += 1
-        if LEFT:
-            for j in range(inner - 1, low - 1, -1):
-                acc, p0, p1, p2, m, l = _forward_step(w, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, p0, p1,
-                                                      p2, m, l, c, limit - j * BLOCK_N, left, offs_n, scale, True, LEFT,
-                                                      STAGES, DIM, LAYOUT_S, LAYOUT_O)
-                c += 1
+        for _ in range(full - 1, -1, -1):
+            acc, p0, p1, p2, m, l = _forward_step(w, q0, q1, q2, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, p0, p1, p2,
+                                                  m, l, c, limit, offs_n, scale, False, STAGES, DIM, LAYOUT_S, LAYOUT_O)
+            c += 1
         before = (c - 1) % STAGES
         o = _product(p0, p1, p2, v_s, before, LAYOUT_O, DIM, False)
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
@@ -204,7 +187,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         o, p0, p1, p2 = warpgroup_mma_wait(0, deps=(o, p0, p1, p2))
         mbarrier.arrive(v_empty.index(before), count=1)
         acc = gl.where(factor[:, None] == 0.0, 0.0, (acc + o) * factor[:, None])
-        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, LAYOUT_STORE)
+        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, DIM, LAYOUT_STORE)
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(0), i & 1)
@@ -212,9 +195,8 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, out_stride, total, heads, group_size, group, left, scale,
-                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                   LEFT: gl.constexpr):
+def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, out_stride, total, heads, group_size, group, scale,
+                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e). The queries come whole."""
     q_s = gl.allocate_shared_memory(qd.dtype, [2, 1, 1, BLOCK_M // 2, DIM], qd.layout)
     k_s = gl.allocate_shared_memory(kd.dtype, [STAGES * PLANES, 1, 1, BLOCK_N, DIM], kd.layout)
@@ -228,12 +210,12 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, out_stride, tot
     v_empty = _barriers(STAGES, 2)
     gl.warp_specialize([
         (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE, out_stride,
-                             total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, LEFT)),
+                             total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
         (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE, out_stride,
-                             total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, LEFT)),
+                             total, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                             COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group, left, BLOCK_M, BLOCK_N,
-                             DIM, STAGES, 1, 2, CAUSAL, LEFT, 1, PLANES)),
+                             COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group, 0, 0, BLOCK_M, BLOCK_N,
+                             DIM, STAGES, 1, 2, CAUSAL, False, 1, PLANES)),
     ], [4, 1], [232, 40])
 
 
@@ -282,18 +264,13 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         q2 = q2.load(OPERAND)
         do0, do1, do2 = _planes(do_s, w)
         shift = other - length
-        tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+        tiles = _key_tiles(first, length, other, 0, BLOCK_M, BLOCK_N, CAUSAL, False)
         row = first + w * ROWS
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
         place = head.to(gl.int64) * total + start + query
         lse = gl.load(STATS + place, mask=query < length, other=0.0)
         delta = gl.load(STATS + plane + place, mask=query < length, other=0.0)
-        if CAUSAL:
-            limit = gl.minimum(query + shift, other - 1)
-            full = gl.minimum(gl.maximum(gl.minimum(row + shift + 1, other), 0) // BLOCK_N, tiles)
-        else:
-            limit = query * 0 + (other - 1)
-            full = gl.minimum(other // BLOCK_N, tiles)
+        limit, full = _key_bounds(row + shift, query + shift, other, 0, tiles, BLOCK_N, CAUSAL, False)
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         for j in range(tiles - 1, full - 1, -1):
             dq = _dq_step(q0, q1, q2, do0, do1, do2, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c,
@@ -305,7 +282,7 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
             c += 1
         mbarrier.arrive(q_empty.index(0), count=1)
         _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * (scale * LN2), row, length, dq_stride,
-                    LAYOUT_STORE)
+                    DIM, LAYOUT_STORE)
         i += 1
         mbarrier.wait(q_full.index(0), i & 1)
         start, length, other, first, head = _entry(queue.index(0))
@@ -332,8 +309,8 @@ def dq_kernel(qd, kd, vd, dod, STATS, DQ, TILES, COUNTER, dq_stride, total, plan
         (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, STATS, DQ, dq_stride,
                         total, plane, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                        COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, heads, group_size, group, BLOCK_M,
-                        BLOCK_N, DIM, STAGES, 1, CAUSAL, PLANES)),
+                        COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, heads, group_size, group, 0, 0,
+                        BLOCK_M, BLOCK_N, DIM, STAGES, 1, CAUSAL, False, PLANES)),
     ], [4, 1], [232, 40])
 
 
@@ -382,7 +359,7 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     while length > 0:
         k0, k1, k2 = _planes(k_s, w)
         v0, v1, v2 = _planes(v_s, w)
-        low, high = _query_tiles(first, length, other, BLOCK_M, CAUSAL)
+        low, high = _query_tiles(first, length, other, 0, 0, BLOCK_M, BLOCK_N, CAUSAL, False)
         row = first + w * ROWS
         # The first query of each key, and the tiles in which some of this warpgroup's keys meet earlier queries.
         limit = row + (other - length) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
@@ -403,8 +380,8 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
                 c += 1
         mbarrier.arrive(k_empty.index(0), count=1)
         place = start.to(gl.int64) * dk_stride + head * DIM
-        _store_tile(DK + place, dk * (scale * LN2), row, length, dk_stride, LAYOUT_STORE)
-        _store_tile(DV + place, dv, row, length, dk_stride, LAYOUT_STORE)
+        _store_tile(DK + place, dk * (scale * LN2), row, length, dk_stride, DIM, LAYOUT_STORE)
+        _store_tile(DV + place, dv, row, length, dk_stride, DIM, LAYOUT_STORE)
         i += 1
         mbarrier.wait(k_full.index(0), i & 1)
         start, length, other, first, head = _entry(queue.index(0))
@@ -435,5 +412,6 @@ def dkdv_kernel(qd, kd, vd, dod, STATS, DK, DV, TILES, COUNTER, dk_stride, total
                           DK, DV, dk_stride, group_size, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM,
-                          total, plane, heads, group_size, group, BLOCK_M, BLOCK_N, DIM, STAGES, 1, CAUSAL, PLANES)),
+                          total, plane, heads, group_size, group, 0, 0, BLOCK_M, BLOCK_N, DIM, STAGES, 1, CAUSAL, False,
+                          PLANES)),
     ], [4, 1], [232, 40])

@@ -1,4 +1,4 @@
-"""The forward of attention on Hopper, float16 and bfloat16, head_dim 32, 64 and 128.
+"""The forward of attention on Hopper, float16 and bfloat16, head_dim up to 128.
 
 Each consumer issues the next Q K^T before the softmax of the current tile, and the two take turns at the tensor cores, so that
 the softmax of one runs under the matrix products of the other. Narrow heads have one consumer a program instead, and three
@@ -11,14 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from .hopper import (
     _COUNTS,
     LN2,
+    LOG2E,
     LOWEST,
     _barriers,
+    _biased,
+    _capped,
     _claim,
+    _column,
     _entry,
     _first_tile,
+    _key_bounds,
     _key_tiles,
     _load_planes,
     _post,
+    _ring,
     _rows,
     _store_tile,
     _tile,
@@ -27,9 +33,9 @@ from .hopper import (
 
 @gluon.jit
 def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                      COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M: gl.constexpr,
-                      BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                      CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, Q_PLANES: gl.constexpr,
+                      COUNTER, q_head, k_head, v_head, heads, group_size, group, left, right, BLOCK_M: gl.constexpr,
+                      BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                      CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, Q_PLANES: gl.constexpr,
                       PLANES: gl.constexpr):
     Q_BYTES: gl.constexpr = q_s.dtype.primitive_bitwidth // 8 * Q_PLANES
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
@@ -49,21 +55,21 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(q_full.index(qs), BLOCK_M * DIM * Q_BYTES)
+            mbarrier.expect(q_full.index(qs), BLOCK_M * BLOCK_D * Q_BYTES)
             for w in gl.static_range(CONSUMERS):
-                _load_planes(qd, start, length, first + w * (BLOCK_M // CONSUMERS), head * q_head, q_full.index(qs),
-                             q_s, qs * CONSUMERS + w, Q_PLANES)
-            k_column = head // group_size * k_head
-            v_column = head // group_size * v_head
-            tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
-            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT) - 1, -1):
+                _load_planes(qd, start, length, first + w * (BLOCK_M // CONSUMERS), _column(head, q_head, q_s),
+                             q_full.index(qs), q_s, qs * CONSUMERS + w, Q_PLANES)
+            k_column = _column(head // group_size, k_head, k_s)
+            v_column = _column(head // group_size, v_head, v_s)
+            tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
                 stage = c % STAGES
                 phase = ((c // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2 * PLANES)
                 _load_planes(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PLANES)
                 mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * DIM * 2 * PLANES)
+                mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2 * PLANES)
                 _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
                 c += 1
             t = _claim(COUNTER, total_tiles)
@@ -101,18 +107,19 @@ def _partial_sums(y):
 
 
 @gluon.jit
-def _attended(x, limit, left, offs_n, LEFT: gl.constexpr):
+def _attended(x, limit, own, left, offs_n, WINDOW: gl.constexpr):
     """Scores, -inf behind each query's last key and, with a window, before its first."""
     x = gl.where(limit[:, None] >= offs_n[None, :], x, -float("inf"))
-    if LEFT:
-        x = gl.where((limit - left)[:, None] <= offs_n[None, :], x, -float("inf"))
+    if WINDOW:
+        x = gl.where((own - left)[:, None] <= offs_n[None, :], x, -float("inf"))
     return x
 
 
 @gluon.jit
-def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left, offs_n,
-                  scale, MASK: gl.constexpr, LEFT: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
-                  LAYOUT_O: gl.constexpr, CONSUMERS: gl.constexpr):
+def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, own, left,
+                  offs_n, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+                  STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr,
+                  CONSUMERS: gl.constexpr):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values, which are there.
 
     The values of tile c are waited for behind its softmax: ptxas would move the wait for the products before it.
@@ -130,11 +137,13 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
     _pass_turn(w, c, CONSUMERS)
     x = warpgroup_mma_wait(1, deps=(x, ))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if MASK:
-        x = _attended(x, limit, left, offs_n, LEFT)
-    m_new = gl.maximum(m, gl.max(x, 1) * scale)
+    x, factor = _capped(x, scale, softcap, SOFTCAP)
+    x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
+    if masked:
+        x = _attended(x, limit, own, left, offs_n, WINDOW)
+    m_new = gl.maximum(m, gl.max(x, 1) * factor)
     alpha = gl.exp2(m - m_new)
-    y = gl.exp2(x * scale - m_new[:, None])
+    y = gl.exp2(x * factor - m_new[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
     mbarrier.wait(v_full.index(stage), (c // STAGES) & 1)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -144,14 +153,15 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
 
 
 @gluon.jit
-def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                      out_stride, total, left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                      STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr,
+def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
+                      OUT, LSE, out_stride, total, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                      DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SAME: gl.constexpr,
+                      CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
                       CONSUMERS: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
@@ -162,25 +172,18 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
     while length > 0:
         q = _rows(q_s.index((i % 2) * CONSUMERS + w))
         shift = other - length
-        tiles = _key_tiles(first, length, other, BLOCK_M, BLOCK_N, CAUSAL)
+        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
+        own = query + shift
+        slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         # The last key of each query, and the tiles that all queries of this warpgroup attend in full: with rows of one
         # length (and BLOCK_M = BLOCK_N) all but the last.
-        if SAME and CAUSAL:
+        if SAME:
             limit = query
             full = tiles - 1
-        elif CAUSAL:
-            limit = gl.minimum(query + shift, other - 1)
-            full = gl.minimum(gl.maximum(gl.minimum(row + shift + 1, other), 0) // BLOCK_N, tiles - 1)
         else:
-            limit = query * 0 + (other - 1)
-            full = gl.minimum(other // BLOCK_N, tiles - 1)
-        # From here on down to `low`, those of `low` to `inner` begin before the first key of some query.
-        low = _first_tile(first, length, other, left, tiles, BLOCK_N, LEFT)
-        inner = low
-        if LEFT:
-            inner = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N), full)
+            limit, full = _key_bounds(row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW)
         mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c, CONSUMERS)
         x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
@@ -188,28 +191,35 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         _pass_turn(w, c, CONSUMERS)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(k_empty.index(c % STAGES), count=1)
-        x = _attended(x, limit - (tiles - 1) * BLOCK_N, left, offs_n, LEFT)
-        m = gl.maximum(gl.max(x, 1) * scale, LOWEST)
-        y = gl.exp2(x * scale - m[:, None])
+        x, factor = _capped(x, scale, softcap, SOFTCAP)
+        x, factor = _biased(x, factor, slope, own - (tiles - 1) * BLOCK_N, offs_n, ALIBI)
+        x = _attended(x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW)
+        m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
+        y = gl.exp2(x * factor - m[:, None])
         l = _partial_sums(y)
         mbarrier.wait(v_full.index(c % STAGES), (c // STAGES) & 1)
-        acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT_O)
         c += 1
-        if CAUSAL and not SAME:
-            for j in range(tiles - 2, gl.maximum(full, low) - 1, -1):
+        if WINDOW:
+            # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
+            inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
+            for j in range(tiles - 2, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
-                                             limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
-                                             LAYOUT_O, CONSUMERS)
+                                             limit - j * BLOCK_N, own - j * BLOCK_N, left, offs_n, scale, softcap, slope,
+                                             (j >= full) | (j < inner), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O,
+                                             CONSUMERS)
                 c += 1
-        for j in range(full - 1, gl.maximum(inner, low) - 1, -1):
-            acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, left,
-                                         offs_n, scale, False, LEFT, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
-            c += 1
-        if LEFT:
-            for j in range(inner - 1, low - 1, -1):
-                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
-                                             limit - j * BLOCK_N, left, offs_n, scale, True, LEFT, STAGES, LAYOUT_S,
-                                             LAYOUT_O, CONSUMERS)
+        else:
+            if CAUSAL and not SAME:
+                for j in range(tiles - 2, full - 1, -1):
+                    acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+                                                 limit - j * BLOCK_N, own, left, offs_n, scale, softcap, slope, True, WINDOW,
+                                                 SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
+                    c += 1
+            for _ in range(full - 1, -1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, own,
+                                             left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, STAGES,
+                                             LAYOUT_S, LAYOUT_O, CONSUMERS)
                 c += 1
         mbarrier.arrive(q_empty.index(i % 2), count=1)
         before = c - 1
@@ -223,7 +233,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         mbarrier.arrive(v_empty.index(before % STAGES), count=1)
         # What lies behind the rows may be NaN, so a factor of 0 would not do.
         acc = gl.where(factor[:, None] == 0.0, 0.0, acc * factor[:, None])
-        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, LAYOUT_STORE)
+        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, DIM, LAYOUT_STORE)
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
@@ -231,17 +241,18 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size, group,
-                   left, scale, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                   CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, SAME: gl.constexpr, LEFT: gl.constexpr):
-    """OUT (total, heads, DIM) and LSE (heads, total), natural. `scale` includes the factor log2(e).
+def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
+                   group, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                   BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SAME: gl.constexpr,
+                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+    """OUT (total, heads, DIM) and LSE (heads, total), natural.
 
-    CONSUMERS: 2, or 1 that shares a multiprocessor with other programs. SAME: queries and keys have the same offsets. LEFT: a
-    query of a causal row attends `left` keys before its own position.
+    CONSUMERS: 2, or 1 that shares a multiprocessor with other programs. SAME: queries and keys of causal rows have the same
+    offsets. The other constants are those that `hopper` tells of.
     """
-    q_s = gl.allocate_shared_memory(qd.dtype, [2 * CONSUMERS, 1, 1, BLOCK_M // CONSUMERS, DIM], qd.layout)
-    k_s = gl.allocate_shared_memory(kd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], kd.layout)
-    v_s = gl.allocate_shared_memory(vd.dtype, [STAGES, 1, 1, BLOCK_N, DIM], vd.layout)
+    q_s = _ring(qd, 2 * CONSUMERS)
+    k_s = _ring(kd, STAGES)
+    v_s = _ring(vd, STAGES)
     queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = _barriers(2, 1)
     q_empty = _barriers(2, CONSUMERS)
@@ -251,19 +262,22 @@ def forward_kernel(qd, kd, vd, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head,
     v_empty = _barriers(STAGES, CONSUMERS)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 1)),
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT, LSE,
+                                 out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM,
+                                 BLOCK_D, STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
             (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
-                                 STAGES, 2, 1, CAUSAL, LEFT, 1, 1)),
+                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, 0 if CAUSAL else right,
+                                 BLOCK_M, BLOCK_N, BLOCK_D, STAGES, 2, 1, CAUSAL, WINDOW, 1, 1)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 2)),
-            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, OUT, LSE,
-                                 out_stride, total, left, scale, BLOCK_M, BLOCK_N, DIM, STAGES, CAUSAL, SAME, LEFT, 2)),
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT, LSE,
+                                 out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM,
+                                 BLOCK_D, STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT, LSE,
+                                 out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM,
+                                 BLOCK_D, STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
             (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, BLOCK_M, BLOCK_N, DIM,
-                                 STAGES, 2, 2, CAUSAL, LEFT, 1, 1)),
+                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, 0 if CAUSAL else right,
+                                 BLOCK_M, BLOCK_N, BLOCK_D, STAGES, 2, 2, CAUSAL, WINDOW, 1, 1)),
         ], [4, 1], [240, 24])

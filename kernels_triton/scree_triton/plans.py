@@ -106,14 +106,21 @@ def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec:
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
           softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool) -> "Plan":
     q, _, v = shapes
+    window = left or (right and not causal)
+    half = dtype != torch.float32
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-              and (dtype.itemsize, q.dim) in GLUON and v.dim == q.dim and (causal or not (left or right))
-              and not (softcap or alibi) and aligned and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
-    if hopper and dtype != torch.float32:
-        return HopperPlan(device, dtype, shapes, left, causal, same)
-    if hopper and not (left or tf32):
+              and (dtype.itemsize, _filled(q.dim) if half else q.dim) in GLUON and v.dim == q.dim and aligned
+              and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
+    if hopper and half:
+        return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same)
+    if hopper and not (window or softcap or alibi or tf32):
         return SplitPlan(device, shapes, causal)
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
+
+
+def _filled(dim: int) -> int:
+    """The width of tiles for heads that the copy engine fills up with zeros."""
+    return triton.next_power_of_2(max(dim, 32))
 
 
 def _reachable(stride: int, head: int, heads: int) -> bool:
@@ -250,38 +257,43 @@ class PortablePlan(Plan):
 class HopperPlan(Plan):
     """Gluon on Hopper: one persistent program a multiprocessor."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, causal: bool,
-                 same: bool):
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], causal: bool, window: bool,
+                 softcap: bool, alibi: bool, same: bool):
         from . import hopper, hopper_backward, hopper_forward
 
         super().__init__(device, dtype, shapes)
-        dim = self.q.dim
-        self.counter = hopper.counter
-        self.tiles = GLUON[dtype.itemsize, dim]
+        dim = _filled(self.q.dim)
+        # What is not plain comes with a window, which may be endless.
+        window = window or softcap or alibi
+        causal = causal and not window
+        self.counter, self.softcap, self.block_d, self.tiles = hopper.counter, softcap, dim, GLUON[dtype.itemsize, dim]
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.described = tuple(ragged(*x) for x in shapes)
+        self.described = tuple(ragged(*x, dim) for x in shapes)
         self.columns = self.q.head, self.k.head, self.v.head
+        features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         options = dict(num_warps=4, maxnreg=_REGISTERS[1])
         m, n, stages, shared = self.tiles.forward
         self.forward_programs = shared * self.programs
         consumers = 2 if shared == 1 else 1
         self.forward_launch = Launch(hopper_forward.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CONSUMERS=consumers, CAUSAL=causal, SAME=same, LEFT=left),
-            dict(num_warps=4, maxnreg=_REGISTERS[shared]), (m // consumers, n, n))
+            BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, CONSUMERS=consumers, SAME=same and causal,
+            **features), dict(num_warps=4, maxnreg=_REGISTERS[shared]), (m // consumers, n, n))
         m, n, stages, own = self.tiles.dq
-        # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone.
+        # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone. Held
+        # where there is one loop, it puts what is in registers to another use while that is still needed.
         self.dq_launches = [Launch(hopper_backward.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, Q_STAGES=own, CAUSAL=causal, HAS_DLSE=x,
-            HELD=dim <= 64),
-            options, (m // 2, n, n, m // 2)) for x in (False, True)]
+            BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, Q_STAGES=own, **features, HAS_DLSE=x,
+            HELD=dim <= 64 and not window), options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
-        # ptxas puts the keys that the variant without a mask holds in registers to another use while they are still needed.
-        held = dim == 32 or (dim == 64 and causal)
+        held = (dim == 32 and not window) or (dim == 64 and causal)
         self.dkdv_launch = Launch(hopper_backward.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, K_STAGES=own, CAUSAL=causal, HELD=held), options,
+            BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, K_STAGES=own, **features, HELD=held), options,
             (m, n // 2, n // 2, m))
-        # A window is made good use of in the forward alone.
-        self.windowed = PortablePlan(device, dtype, shapes, left, causal, False, False, False) if left else None
+
+    def _numbers(self, spec: Spec) -> tuple[int, int, float, float]:
+        """The window, and what scores are multiplied by before and after the softcap, log2(e) in the last factor of all."""
+        left, right, scale, softcap = spec
+        return (left, right, scale / softcap, softcap * LOG2E) if self.softcap else (left, right, scale * LOG2E, 0.0)
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
@@ -291,31 +303,29 @@ class HopperPlan(Plan):
         total, block = q.shape[0], self.tiles.forward[0]
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.forward_programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
-                            (out, lse, tiles, self.counter(self.device)), (*self.columns, self.out_stride),
-                            (total, *self.q_counts, spec.left, spec.scale * LOG2E), (q, k, v), self.described)
+                            (q if slopes is None else slopes, out, lse, tiles, self.counter(self.device)),
+                            (*self.columns, self.out_stride), (total, *self.q_counts, *self._numbers(spec)), (q, k, v),
+                            self.described)
 
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
-        if self.windowed is not None:
-            self.windowed._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
-            return
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
         stride, head, _ = dout.stride()
-        descriptors = (q, k, v, dout), (*self.described, ragged(self.heads, self.v.dim, stride, head))
+        descriptors = (q, k, v, dout), (*self.described, ragged(self.heads, self.v.dim, stride, head, self.block_d))
         columns = (*self.columns, head)
-        plane, scale = self.heads * total, spec.scale * LOG2E
+        plane, numbers, slopes = self.heads * total, self._numbers(spec), q if slopes is None else slopes
         dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
         block = self.tiles.dq[0]
         tiles = rows.query_tiles(total, block, spec)
         self.dq_launches[dlse is not None](
             min(self.programs, tile_bound(total, n, block) * self.heads),
-            (out, lse, lse if dlse is None else dlse, stats, dq, tiles, self.counter(self.device)),
-            (*columns, self.out_stride, self.out_stride), (*dlse_strides, total, plane, *self.q_counts, scale), *descriptors)
+            (slopes, out, lse, lse if dlse is None else dlse, stats, dq, tiles, self.counter(self.device)),
+            (*columns, self.out_stride, self.out_stride), (*dlse_strides, total, plane, *self.q_counts, *numbers), *descriptors)
         block = self.tiles.dkdv[1]
         tiles = rows.key_tiles(total_k, block, spec)
         self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
-                         (stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim),
-                         (total, plane, *self.k_counts, scale), *descriptors)
+                         (slopes, stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim),
+                         (total, plane, *self.k_counts, *numbers), *descriptors)
 
 
 class SplitPlan(Plan):
@@ -341,7 +351,7 @@ class SplitPlan(Plan):
         options = dict(num_warps=4, maxnreg=_REGISTERS[1])
         m, n, stages, _ = self.tiles.forward
         self.forward_launch = Launch(hopper_float32.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal, LEFT=False), options, (m // 2, n, n))
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m // 2, n, n))
         m, n, stages, _ = self.tiles.dq
         self.dq_launch = Launch(hopper_float32.dq_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m // 2, n, n, m // 2))
@@ -367,7 +377,7 @@ class SplitPlan(Plan):
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
                             (out, lse, tiles, self.counter(self.device)), (self.q.head, self.out_stride),
-                            (total, *self.q_counts, spec.left, spec.scale * LOG2E), (q, self._split(k), self._split(v)),
+                            (total, *self.q_counts, spec.scale * LOG2E), (q, self._split(k), self._split(v)),
                             (self.described_q, *self.described[1:3]))
 
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):

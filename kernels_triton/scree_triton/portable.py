@@ -249,7 +249,7 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(DLSE + (q_start + query) * dlse_stride + head * dlse_head, mask=inside, other=0.0)
-    lse = tl.load(LSE + head * total + q_start + query, mask=inside, other=0.0) * LOG2E
+    lse = tl.load(LSE + head * total + q_start + query, mask=inside, other=float("inf")) * LOG2E
     stats = STATS + head * total + q_start + query
     tl.store(stats, lse, mask=inside)
     tl.store(stats + plane, delta, mask=inside)
@@ -282,8 +282,8 @@ def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride
     do = _load_rows(DO, i, q_len, do_stride, BLOCK_M, DIM_V, BLOCK_DV, MASK)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if MASK:
-        # Queries beyond the row are zero, so with these statistics they add nothing.
-        lse = tl.load(STATS + query, mask=query < q_len, other=0.0)
+        # Queries beyond the row have weight 0, and no bias.
+        lse = tl.load(STATS + query, mask=query < q_len, other=float("inf"))
         delta = tl.load(STATS + plane + query, mask=query < q_len, other=0.0)
     else:
         lse = tl.load(STATS + query)

@@ -34,9 +34,16 @@ CASES = [
       for dtype in (bf16, f32) for dim in (64, 80, 128) for causal in (False, True) for slack in (1, 300)),
     *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, alibi=True, **mask)
       for dtype, dim, k_lengths, mask in itertools.product(
-          (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:3] + MASKS[5:6])),
-    *(Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=True, window=(left, None))
-      for dim in (64, 128) for k_lengths in (None, LONG[::-1]) for left in (0, 127, 128, 300)),
+          (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:4] + MASKS[5:])),
+    # Heads that the copy engine fills up to 32, 64 and 128 numbers.
+    *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, **mask)
+      for (dtype, dim), k_lengths, mask in itertools.product(
+          ((f16, 24), (bf16, 40), (f16, 48), (bf16, 72), (f16, 112)), (None, LONGER), (MASKS[0], MASKS[1], MASKS[6]))),
+    *(Case(dtype, dim, dim, 4, 2, LONG, packed=packed, alibi=not packed, **mask)
+      for (dtype, dim), packed, mask in itertools.product(((f16, 96), (bf16, 80)), (False, True), (MASKS[1], MASKS[3]))),
+    *(Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=right is None, window=(left, right))
+      for dim in (64, 128) for k_lengths in (None, LONG[::-1])
+      for left, right in ((0, None), (127, None), (128, None), (300, None), (0, 0), (200, 130), (None, 64))),
     *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
     *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
 ]
@@ -112,6 +119,17 @@ def test_rows_do_not_leak(dtype, dim, causal):
             x[start[row]:start[row + 1]] = math.nan if row == 3 else math.inf
         for x, y in zip(clean, run(case, poisoned)):
             assert torch.equal(x[:start[row]], y[:start[row]]) and torch.equal(x[start[row + 1]:], y[start[row + 1]:])
+
+
+@pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (f32, 64)])
+def test_negative_slopes(dtype, dim):
+    """With them weights grow with the distance, and must not where a tile ends behind its row."""
+    case = Case(dtype, dim, dim, 4, 2, MIXED, LONGER, causal=True, alibi=True)
+    p = problem(case, "cuda")
+    p = p._replace(slopes=torch.full_like(p.slopes, -0.5))
+    exact, eager = reference(case, p, torch.float64), reference(case, p, dtype)
+    for name, x, e, other in zip(("out", "lse", "dq", "dk", "dv"), run(case, p), exact, eager):
+        assert distance(x, e) < 2 * distance(other, e) + {f16: 2e-4, bf16: 1.6e-3, f32: 1e-5}[dtype], name
 
 
 @pytest.mark.parametrize("lengths", [(7,) * 10000, (131072, *(64,) * 255)], ids=["10000 rows", "one long row"])

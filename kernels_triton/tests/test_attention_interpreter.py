@@ -1,5 +1,10 @@
-"""The portable kernels on a small fixed set; without a GPU in Triton's interpreter."""
+"""The portable kernels on a small fixed set; without a GPU in Triton's interpreter.
+
+The kernels for Hopper are written in Gluon, which no interpreter runs: here is tested which calls they get, and what they compute
+where there is such a GPU, in `test_attention_gpu`.
+"""
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +59,43 @@ def test_attention(case):
 def test_public_call(options):
     """Through scree, with slopes and sinks, against the standard path; gradients of sinks and log-sum-exp too."""
     check_public_call(DEVICE, f32, 16, options, BOUND[f32])
+
+
+def test_negative_slopes():
+    """With them weights grow with the distance, and must not where a tile ends behind its row."""
+    case = Case(f32, 16, 16, 2, 1, (40, 3), (33, 50), alibi=True)
+    p = problem(case, DEVICE)
+    p = p._replace(slopes=torch.full_like(p.slopes, -4))
+    q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
+    out, lse = attention(q, k, v, p.cu_q, p.cu_k, scale=0.25, alibi_slopes=p.slopes)
+    grads = torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
+    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)):
+        assert distance(x, exact) < 4 * 50 * 2**-23, name  # scores are that large
+
+
+CAUSAL = dict(left=False, right=True, causal=True, softcap=False, alibi=False, aligned=True, same=True, tf32=False)
+
+
+@pytest.mark.parametrize("dtype, dims, change, expected", [
+    *((torch.float16, (dim, dim), {}, "HopperPlan") for dim in (16, 24, 32, 64, 80, 96, 128)),
+    *((torch.bfloat16, (64, 64), change, "HopperPlan") for change in (
+        dict(right=False, causal=False), dict(left=True), dict(left=True, causal=False), dict(left=True, right=False, causal=False),
+        dict(causal=False), dict(softcap=True), dict(alibi=True), dict(left=True, softcap=True, alibi=True), dict(same=False))),
+    *((torch.float16, dims, {}, "PortablePlan") for dims in ((192, 192), (256, 256), (192, 128), (64, 128), (20, 20))),
+    (torch.float16, (64, 64), dict(aligned=False), "PortablePlan"),
+    *((f32, (dim, dim), {}, "SplitPlan") for dim in (32, 64)),
+    *((f32, (dim, dim), {}, "PortablePlan") for dim in (16, 48, 128)),
+    *((f32, (64, 64), change, "PortablePlan") for change in (
+        dict(left=True), dict(softcap=True), dict(alibi=True), dict(tf32=True))),
+], ids=str)
+def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
+    """As the table in the documentation says."""
+    monkeypatch.setattr(plans, "GLUON_KNOWN", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    shapes = tuple(plans._Shape(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
+    found = plans._plan(torch.device("cuda", 0), dtype, shapes, **{**CAUSAL, **change})
+    assert type(found).__name__ == expected
 
 
 def test_tf32_is_a_choice(monkeypatch):

@@ -4,7 +4,7 @@ import torch
 from kernels_reference import OPERATIONS, Case, check, f16, f32, inputs, run
 
 import scree
-from scree_triton import columns, segments, shares, softmax
+from scree_triton import columns, segments, shares
 from scree_triton.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

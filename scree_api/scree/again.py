@@ -34,7 +34,8 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     memo: dict[Any, Any] = {}
     if rows is not None and kernels[0].again and rows.backend.traits is not None and not rows.backend.compiling():
         try:
-            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *options.values()])
+            given = options.values()
+            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *given, *map(type, given)])  # 1 == True
             memo = rows.memo if other is rows else rows.beside(other)
             seen = memo.get(key)
         except (AttributeError, RuntimeError, TypeError):  # of an argument that is none, which the check will name

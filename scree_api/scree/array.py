@@ -69,6 +69,8 @@ class Array:
             )
         if offsets.dtype != lib.xp.int32 and offsets.dtype != lib.xp.int64:
             raise TypeError(f"offsets: expected int32 or int64, got {offsets.dtype}; convert them with astype")
+        if offsets.shape[0] == 1 and self.total_length:
+            raise ValueError(f"offsets: expected rows for {self.total_length} tokens, got none; an empty batch has no tokens")
         if self.max_length is not None:
             object.__setattr__(self, "max_length", checks.integer("max_length", self.max_length, 0))
         host = self.layout.host
@@ -150,8 +152,8 @@ class Array:
         (2, None, 8)
         """
         own, rows = self.values, self.layout
-        dim = self.ragged_dim if ragged_dim is None else ragged_dim
-        if type(values) is not type(own) or rows.backend.apart(values, own):
+        dim, device = self.ragged_dim if ragged_dim is None else ragged_dim, rows.backend.device
+        if type(values) is not type(own) or device(values) != device(own):
             checks.dense("values", values, own)
         if not 0 <= dim < values.ndim or values.shape[dim] != own.shape[self.ragged_dim]:
             raise ValueError(
@@ -283,6 +285,9 @@ class Array:
         from .index import getitem
 
         return getitem(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        raise TypeError("a ragged array does not change: scree.at(arr)[...].set(value) gives a new one")
 
     def __len__(self) -> int:
         return self.batch_size

@@ -57,27 +57,28 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
     integer("ragged_dim", ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
     if len(set(map(type, arrays))) > 1:
-        _agree("library", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
+        _agree("library", "convert it first", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
     if len({x.dtype for x in arrays}) > 1:
-        _agree("dtype", TypeError, [x.dtype for x in arrays])
+        _agree("dtype", "convert it first", TypeError, [x.dtype for x in arrays])
     if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
-        _agree("number of axes", ValueError, [x.ndim for x in arrays])
+        _agree("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
     try:
         values = run("pack", PackCall(arrays, ragged_dim))
     except Exception:  # the library says that something does not fit; name what
-        _agree("device", ValueError, [lib.device(x) for x in arrays])
+        _agree("device", "move it first", ValueError, [lib.device(x) for x in arrays])
         shapes = [tuple(x.shape) for x in arrays]
-        _agree(f"shape without axis {ragged_dim}", ValueError, [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes])
+        rest = [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes]
+        _agree(f"shape without axis {ragged_dim}", "only the axis ragged_dim may differ", ValueError, rest)
         raise
     lengths = np.asarray([x.shape[ragged_dim] for x in arrays])
     return Array._of(values, Layout.from_host(lib, lengths, device=lib.device(first)), ragged_dim)
 
 
-def _agree(what: str, error: type[Exception], found: list[Any]) -> None:
+def _agree(what: str, remedy: str, error: type[Exception], found: list[Any]) -> None:
     """Raise unless all entries are equal; name the first that is not."""
     for i, x in enumerate(found):
         if x is not found[0] and x != found[0]:
-            raise error(f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; convert it first")
+            raise error(f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,8 @@ def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -
         seen = _read("mask", mask)
     found = mask if seen is None else seen
     if tuple(found.shape) != shape:
-        raise ValueError(f"mask: expected shape {shape}, the first axes of padded, got {tuple(found.shape)}")
+        hint = "; lengths are given as lengths=" if tuple(found.shape) == shape[:1] else ""
+        raise ValueError(f"mask: expected shape {shape}, the first axes of padded, got {tuple(found.shape)}{hint}")
     if not (lib.xp.isdtype(mask.dtype, ("bool", "integral")) if seen is None else seen.dtype.kind in "biu"):
         raise TypeError(f"mask: expected booleans or integers, got {found.dtype}; compare it with 0 first")
     if seen is not None:

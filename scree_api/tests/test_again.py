@@ -139,3 +139,85 @@ def test_options_that_never_come_twice_do_not_fill_the_memory(asked: list[Any], 
     for i in range(1, 30):
         scree.attention(q, q, q, scale=1 / i)
     assert len(q.layout.memo) == 10
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels of all operations that run calls alike another way: the operations that were asked about."""
+    scree.namespace(torch.zeros(1))
+    monkeypatch.setattr(registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()})
+    names: list[str] = []
+    for name in registry._KERNELS:
+
+        def run(call: Any, name: str = name) -> Any:
+            names.append(name)
+            return registry._KERNELS[name][-1].run(call)  # the standard path
+
+        def run_again(call: Any, name: str = name) -> Callable[..., Any]:
+            facts = {field: getattr(call, field) for field in options_of(call)}
+            names.append(name)
+            return lambda **arrays: registry._KERNELS[name][-1].run(registry._DESCRIBE[name](**arrays, **facts))
+
+        scree.register_kernel(name, provider="mine", again=run_again)(run)
+    return names
+
+
+def options_of(call: Any) -> list[str]:
+    """The fields of a call that are no arrays."""
+    arrays = {"x", "k", "q", "v", "values", "layout", "weight", "bias", "residual", "start", "alibi_slopes"}
+    return [field for field in call.__dataclass_fields__ if field not in arrays]
+
+
+XP = scree.namespace(torch.zeros(1)).__dict__
+
+#: A right call on rows of tokens (2, 8), and arguments that are wrong in its place.
+RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array], tuple[tuple[Any, ...], dict[str, Any]]]]]] = {
+    **{name: (getattr(scree, name), [
+        lambda x: ((x,), {}), lambda x: ((x.values,), {}), lambda x: ((like(x).with_values(x.values.int()),), {}),
+        lambda x: ((x,), {"kernel": "nobody"}), lambda x: ((x,), {"kernel": ["mine"]}), lambda x: ((None,), {}),
+    ]) for name in ("softmax", "log_softmax", "logsumexp")},
+    **{name: (getattr(scree, name), [
+        lambda x: ((x, torch.ones(8)), {}), lambda x: ((x, torch.ones(7)), {}), lambda x: ((x, [1.0] * 8), {}),
+        lambda x: ((x, torch.ones(8)), {"eps": -1.0}), lambda x: ((x, torch.ones(8)), {"eps": "small"}),
+        lambda x: ((x, torch.ones(8)), {"residual": x.values}), lambda x: ((x, torch.ones(8)), {"residual": x[..., :4]}),
+        lambda x: ((x.with_values(x.values.int()), torch.ones(8)), {}), lambda x: ((x, x), {}),
+        lambda x: ((x, torch.ones(8)), {"residual": rows([0, 1, 5])}),
+    ]) for name in ("rms_norm", "layer_norm")},
+    "rope": (scree.rope, [
+        lambda x: ((x, x), {"theta": 1}), lambda x: ((x, x), {"theta": 0}), lambda x: ((x, x), {"theta": True}),
+        lambda x: ((x, x[..., :4]), {"theta": 1}), lambda x: ((x, x.values), {"theta": 1}), lambda x: ((x, rows([0, 1, 5])), {}),
+        lambda x: ((x, x), {"theta": 1, "start": torch.zeros(3, dtype=torch.int32)}),
+        lambda x: ((x, x), {"theta": 1, "start": torch.zeros(2)}), lambda x: ((x[..., :7], None), {"theta": 1}),
+    ]),
+    "swiglu": (scree.swiglu, [
+        lambda x: ((x,), {}), lambda x: ((x[..., :7],), {}), lambda x: ((x.with_values(x.values.int()),), {}),
+        lambda x: ((x,), {"kernel": "nobody"}),
+    ]),
+    "sum": (XP["sum"], [
+        lambda x: ((x,), {"axis": 1}), lambda x: ((x,), {"axis": 7}), lambda x: ((x,), {"axis": 0}),
+        lambda x: ((x,), {"axis": 1.0}), lambda x: ((x,), {"axis": 1, "dtype": "wide"}),
+    ]),
+    "cumulative_sum": (XP["cumulative_sum"], [
+        lambda x: ((x,), {"axis": 1}), lambda x: ((x,), {"axis": 0}), lambda x: ((x,), {}), lambda x: ((x,), {"axis": 4}),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT_AND_WRONG)
+def test_what_is_wrong_is_refused_behind_what_is_right_as_without_it(name: str, everywhere: list[str]) -> None:
+    f, (right, *wrong) = RIGHT_AND_WRONG[name]
+    for arguments in wrong:
+        refused = []
+        for before in (False, True):
+            x = rows([0, 2, 5])
+            asked = []
+            for _ in range(2 * before):
+                args, options = right(like(x))
+                f(*args, **options)
+                asked.append(len(everywhere))
+            assert len(set(asked)) == before  # nothing was asked for the second call
+            args, options = arguments(like(x))
+            with pytest.raises((TypeError, ValueError)) as error:
+                f(*args, **options)
+            refused.append((error.type, str(error.value)))
+        assert refused[0] == refused[1]

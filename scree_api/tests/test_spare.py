@@ -123,6 +123,16 @@ def test_nothing_is_in_rows_without_tokens(name: str) -> None:
     assert not np.any(np.asarray(lib.xp.isin(lib.i([1, 2, 3]), x)))
 
 
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_rows_without_tokens_before_room(name: str) -> None:
+    lib = load(name)
+    xp, x = lib.xp, scree.Array._restore(lib.f(2, 2, 4), lib.i([0, 0, 0]), 0, 1)
+    for f in (xp.sort, xp.argsort, xp.cumulative_sum):
+        assert f(x, axis=1).shape == x.shape
+    assert np.asarray(xp.sum(x, axis=1)).tolist() == np.zeros((2, 2, 4)).tolist()
+    assert scree.attention(x, x, x, causal=True).shape == x.shape
+
+
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name == "torch"])
 def test_classes_in_rows_are_checked_nevertheless(name: str) -> None:
     lib = load(name)

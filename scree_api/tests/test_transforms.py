@@ -99,36 +99,41 @@ def dims(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
     n = x.batch_size
     y = xp.reshape(x, (n, None, 2, -1))
     return [
-        y, xp.reshape(x, (-1, None, 4, 2)), xp.expand_dims(x, axis=1), xp.squeeze(x[..., None], -1), xp.permute_dims(y, (0, 2, 1, 3)),
-        xp.moveaxis(y, -1, 1), xp.matrix_transpose(y), x.mT, xp.stack([x, x], axis=2), xp.broadcast_to(x[..., None], (n, None, 8, 3)),
-        xp.broadcast_arrays(x, x[..., :1])[1], xp.unstack(x, axis=2)[1], xp.tril(y), xp.flip(x, axis=2), xp.roll(x, 1, axis=2),
-        xp.repeat(x, 2, axis=2), xp.tile(x, (2,)), xp.diff(x, axis=2), xp.take(x, index.values[:2] % 8, axis=2), x[..., 1:3],
+        y, xp.reshape(x, (-1, None, 4, 2)), xp.expand_dims(x, axis=1), xp.squeeze(x[..., None], -1),
+        xp.permute_dims(y, (0, 2, 1, 3)), xp.moveaxis(y, -1, 1), xp.matrix_transpose(y), x.mT, xp.stack([x, x], axis=2),
+        xp.broadcast_to(x[..., None], (n, None, 8, 3)), xp.broadcast_arrays(x, x[..., :1])[1], xp.unstack(x, axis=2)[1],
+        xp.tril(y), xp.flip(x, axis=2), xp.roll(x, 1, axis=2), xp.repeat(x, 2, axis=2), xp.tile(x, (2,)), xp.diff(x, axis=2),
+        xp.take(x, index.values[:2] % 8, axis=2), x[..., 1:3],
     ]  # fmt: skip
 
 
 def tokens(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
     return [
-        xp.concat([x, x]), xp.concat([x, x], axis=1), xp.flip(x, axis=1), x[:, ::-1], xp.roll(x, 1, axis=1), xp.repeat(x, 2, axis=1),
-        xp.tile(x, (1, 2, 1)), xp.sort(x, axis=1), xp.argsort(x, axis=1, descending=True), xp.cumulative_prod(x, axis=1),
-        xp.cumulative_sum(x, axis=1, include_initial=True), xp.take_along_axis(x, xp.argsort(x, axis=1), axis=1),
-        xp.take(x.values, index, axis=0), xp.isin(index, index.values[:3]), xp.isin(index.values[:3], index),
-        xp.searchsorted(xp.sort(x.values[:, 0]), x), x[x.with_values(scree.positions(x))],
+        xp.concat([x, x]), xp.concat([x, x], axis=1), xp.flip(x, axis=1), x[:, ::-1], xp.roll(x, 1, axis=1),
+        xp.repeat(x, 2, axis=1), xp.tile(x, (1, 2, 1)), xp.sort(x, axis=1), xp.argsort(x, axis=1, descending=True),
+        xp.cumulative_prod(x, axis=1), xp.cumulative_sum(x, axis=1, include_initial=True),
+        xp.take_along_axis(x, xp.argsort(x, axis=1), axis=1), xp.take(x.values, index, axis=0),
+        xp.isin(index, index.values[:3]), xp.isin(index.values[:3], index), xp.searchsorted(xp.sort(x.values[:, 0]), x),
+        x[x.with_values(scree.positions(x))],
     ]  # fmt: skip
 
 
 def folds(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
     everything = [getattr(xp, f)(x, axis=axis) for f in ("sum", "mean", "std", "max") for axis in (None, (0, 1), (1, 2))]
     kept = [getattr(xp, f)(x, axis=1, keepdims=True) for f in ("prod", "min", "any", "all", "count_nonzero")]
-    return [*everything, *kept, xp.argmax(x), xp.argmin(x, axis=1), xp.argmax(x, axis=2), xp.linalg.vector_norm(x, axis=1),
-            xp.vecdot(x, x, axis=1), xp.vecdot(x, x)]  # fmt: skip
+    return [
+        *everything, *kept, xp.argmax(x), xp.argmin(x, axis=1), xp.argmax(x, axis=2), xp.linalg.vector_norm(x, axis=1),
+        xp.vecdot(x, x, axis=1),
+    ]  # fmt: skip
 
 
 def mixes(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
     element, per_row = x.values[0, :], xp.sum(x, axis=1)[:, None, :]
     return [
-        x + element, x * element, x - per_row, 1 - x, xp.clip(x, min=element), xp.where(x > 0, x, per_row), xp.bitwise_invert(index),
-        xp.logical_not(x > 0), xp.tensordot(x, x.values[:8, :], axes=1), x @ x.values[:8, :], x @ element, xp.astype(x, xp.int32),
-        x @ xp.stack([x.values[:8, :]] * x.batch_size), scree.at(x)[..., 0].set(0.0), scree.at(x)[..., 1:].add(element[1:]),
+        x + element, x * element, x - per_row, 1 - x, xp.clip(x, min=element), xp.where(x > 0, x, per_row),
+        xp.bitwise_invert(index), xp.logical_not(x > 0), xp.tensordot(x, x.values[:8, :], axes=1), x @ x.values[:8, :],
+        x @ element, xp.astype(x, xp.int32), x @ xp.stack([x.values[:8, :]] * x.batch_size),
+        scree.at(x)[..., 0].set(0.0), scree.at(x)[..., 1:].add(element[1:]),
     ]  # fmt: skip
 
 

@@ -104,6 +104,27 @@ def test_the_functions_of_the_standard_compile_for_sizes_that_vary(name: str) ->
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", STANDARD)
+def test_the_functions_of_the_standard_under_vmap(name: str) -> None:
+    v, index = torch.stack([tensors()[0], -tensors()[0]]), tensors()[2]
+    found = torch.func.vmap(lambda one: tuple(standard(name, one, index, offsets(LENGTHS))), out_dims=0)(v)
+    rows = zip(*(standard(name, one, index, offsets(LENGTHS)) for one in v), strict=True)
+    for one, right in zip(found, rows, strict=True):
+        torch.testing.assert_close(one, torch.stack(right), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_sizes_may_be_read_inside_of_a_gradient_but_not_under_vmap() -> None:
+    v = torch.arange(5.0)
+
+    def f(v: torch.Tensor) -> torch.Tensor:
+        x = scree.from_cu_seqlens(v, offsets([2, 3]))
+        return torch.sum(x[x.with_values(scree.positions(x)) > 0].values ** 2)
+
+    assert torch.func.grad(f)(v).tolist() == [0.0, 2.0, 0.0, 6.0, 8.0]
+    with pytest.raises(TypeError, match="depends on the offsets, which a traced"):
+        torch.func.vmap(lambda v: scree.namespace(v).unique_values(scree.from_lengths(v, [2, 3])[v > 1]))(torch.stack([v, v]))
+
+
 COLD = """
 import torch, scree
 def f(v, offsets):

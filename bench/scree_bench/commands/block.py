@@ -14,7 +14,7 @@ import scree
 
 from .. import plots, results
 from ..lengths import adding_up
-from ..libraries import Function, Library, Step, wanted, where
+from ..libraries import Function, Library, Step, torch_compiled, wanted, where
 from ..measure import PATIENCE
 from ..operations import step as pass_of
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
@@ -172,10 +172,8 @@ def step(case: Case, form: Callable[[], tuple[Function, Any]], phase: str) -> St
 
 def compiled(form: Callable[[], tuple[Function, Any]]) -> tuple[Function, Any]:
     """The form under `torch.compile`."""
-    import torch
-
     function, x = form()
-    return torch.compile(function, dynamic=False), x
+    return torch_compiled(function), x
 
 
 def captured(ready: Callable[[], Step]) -> Step:

@@ -15,7 +15,7 @@ import scree
 
 from .. import plots, results
 from ..lengths import adding_up
-from ..libraries import Function, Library, wanted, where
+from ..libraries import Function, Library, torch_compiled, wanted, where
 from ..measure import PATIENCE
 from ..operations import COPY, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
@@ -105,14 +105,6 @@ class Batch:
         return lambda: getattr(torch, put)([function(x) for x in self.lib.wide(self.values).split(self.lengths.tolist())])
 
 
-def torch_compile(function: Function) -> Function:
-    """The function under `torch.compile`, for these shapes alone."""
-    import torch
-
-    found: Function = torch.compile(function, dynamic=False)
-    return found
-
-
 def _softmax(b: Batch) -> Operation:
     import torch.nn.functional as F  # noqa: N812
 
@@ -188,7 +180,7 @@ def _rope(b: Batch) -> Operation:
         "by hand, cos and sin given": lambda: (by_hand, (heads,)),
     }
     if b.compiles:
-        found["compiled, cos and sin given"] = lambda: (torch_compile(by_hand), (heads,))
+        found["compiled, cos and sin given"] = lambda: (torch_compiled(by_hand), (heads,))
     other: dict[str, Build] = {
         "scree, neighbours as pairs": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,))
     }
@@ -209,7 +201,7 @@ def _cross_entropy(b: Batch) -> Operation:
         "torch": lambda: (own, (b.values,)),
     }
     if b.compiles:
-        found["torch, compiled"] = lambda: (torch_compile(own), (b.values,))
+        found["torch, compiled"] = lambda: (torch_compiled(own), (b.values,))
     if b.dtype == "bfloat16":
         found["torch, in bfloat16"] = lambda: (lambda x: F.cross_entropy(x, right), (b.values,))
     moved = b.bytes, 2 * b.bytes, 3 * b.bytes
@@ -237,7 +229,7 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
             "torch": lambda: (own, (b.values, weight)),
         }
         if b.compiles:
-            found["torch, compiled"] = lambda: (torch_compile(own), (b.values, weight))
+            found["torch, compiled"] = lambda: (torch_compiled(own), (b.values, weight))
         if b.dtype == "bfloat16":
             found["torch, in bfloat16"] = lambda: (lambda x, w: F.cross_entropy(x @ w.T, right), (b.values, weight))
         if b.runs("liger_kernel", lacking(b.lib, b.dtype, modules=["liger_kernel"])):

@@ -16,7 +16,7 @@ import typer
 
 from .. import gpt, plots, results
 from .. import lengths as draws
-from ..libraries import allocations, where
+from ..libraries import allocations, torch_compiled, where
 from ..measure import Failure, require
 from ..options import Device, Lengths, Out, Quick, Seed, numbers, words
 from ..results import OK, Result, Row, Table, unit
@@ -48,7 +48,7 @@ class Step:
         self.loss: Any = None
         self.weights = gpt.weights(size, longest, device, seed)
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-4, fused=device == "cuda" or None)
-        run = torch.compile(gpt.loss, dynamic=False) if compiled else gpt.loss
+        run = torch_compiled(gpt.loss) if compiled else gpt.loss
         bf16 = precision == "bf16 autocast"
 
         def forward() -> None:

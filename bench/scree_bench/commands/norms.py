@@ -13,7 +13,7 @@ import typer
 import scree
 
 from .. import plots, results
-from ..libraries import Function, Library, wanted, where
+from ..libraries import Function, Library, torch_compiled, wanted, where
 from ..measure import PATIENCE
 from ..operations import Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, numbers
@@ -58,7 +58,6 @@ NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
 
 def functions(session: Session, lib: Library, name: str, dtype: str, offsets: Any, longest: int) -> dict[str, Function]:
     """Who -> the norm of the tokens of all rows; that of a sum gives the sum too."""
-    import torch
     import torch.nn.functional as F  # noqa: N812
 
     def ours(kernel: str | None) -> Function:
@@ -80,7 +79,7 @@ def functions(session: Session, lib: Library, name: str, dtype: str, offsets: An
     if why := NO_TIME if session.quick else compiler(lib):
         session.leave_out("torch, compiled", why)
     else:
-        found["torch, compiled"] = torch.compile(own, dynamic=False)
+        found["torch, compiled"] = torch_compiled(own)
     for module, (names, get) in IMPORTED.items():
         if name in names:
             if why := lacking(lib, dtype):

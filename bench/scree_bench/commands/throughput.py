@@ -209,11 +209,11 @@ def command(
             for name, rows in session.track((("stream", stream), ("one batch", first)), lib.name):
                 _measure(session, lib, name, "attention", rows, attention_builds(session, lib, rows))
                 for operation in OPERATIONS if name == "stream" else ():
-                    found = builds(lib, rows, operation)
+                    everyone = builds(lib, rows, operation)
                     if quick and lib.arrays.compiles:
                         session.leave_out(f"{LOOP} on {lib.name}", NO_TIME)
-                        del found[LOOP]
-                    _measure(session, lib, name, operation, rows, found)
+                        del everyone[LOOP]
+                    _measure(session, lib, name, operation, rows, everyone)
 
 
 def _measure(

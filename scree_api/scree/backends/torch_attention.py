@@ -38,9 +38,9 @@ def sdpa(call: AttentionCall) -> Array:
     q, k, v = (x.values for x in (call.q, call.k, call.v))
     if torch.compiler.is_compiling():
         return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
-    if not call.q.total_length:
-        return call.q
     plan = call.q.layout.buckets(padded=False)
+    if not plan.parts:
+        return call.q
     shapes = [tokens.shape for tokens, _ in plan.parts]
     order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.parts])
 

@@ -140,7 +140,7 @@ def sort(f: Function, name: str, lib: Backend) -> Function:
     """Sorted, within rows along the ragged axis."""
 
     def rows(x: Array, descending: bool) -> Any:
-        if x.layout.host is None:
+        if not x.layout.full:
             return lib.xp.take_along_axis(x.values, _order(lib, x, descending), axis=x.ragged_dim)
         up = x.with_values(_by_buckets(f, lib, x))
         return select(up, up.layout, up.offsets[1:] - 1, -1).values if descending else up.values
@@ -152,7 +152,7 @@ def argsort(f: Function, name: str, lib: Backend) -> Function:
     """The order that sorts, within rows along the ragged axis: positions in the row."""
 
     def rows(x: Array, descending: bool) -> Any:
-        if x.layout.host is not None and not descending:
+        if x.layout.full and not descending:
             return _by_buckets(f, lib, x, stable=True)
         order = _order(lib, x, descending)
         start = by_token(x, lib.xp.take(x.offsets[:-1], x.layout.rows, axis=0))

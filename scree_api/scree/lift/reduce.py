@@ -9,7 +9,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..fit import Function, accumulator, against, axes_of, by_token, real_of, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, by_token, moved, real_of, unless_ragged
 from ..layout import Layout
 from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
 
@@ -60,7 +60,8 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
             nothing = Layout.from_host(lib, np.zeros(1, np.int64), like=x.offsets)
             x, axes = Array._of(x.values, nothing, x.ragged_dim), axes[1:]
         out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))
-        return xp.astype(out[0, ...] if whole and not keepdims else out, dtype, copy=False)
+        out = out[0, ...] if whole and not keepdims else out
+        return out if out.dtype == dtype else xp.astype(out, dtype)
 
     return unless_ragged(f, ragged)
 
@@ -99,7 +100,7 @@ def _monoid(op: str) -> Function:
 
 def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
     """(n, ...) reduction over the ragged axis and the element axes in `axes`, of `dtype`."""
-    values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+    values = moved(xp, x.values, x.ragged_dim, 0)
     inner = tuple(a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1)
     if inner:
         wide = accumulator(xp, dtype)
@@ -166,11 +167,11 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
             wide = accumulator(xp, out)
             values = f(xp.astype(x.values, wide, copy=False), axis=axis - 1, include_initial=include_initial, dtype=wide)
             return x.with_values(xp.astype(values, out, copy=False))
-        values = xp.moveaxis(x.values, x.ragged_dim, 0) if x.ragged_dim else x.values
+        values = moved(xp, x.values, x.ragged_dim, 0)
         values, rows = segment_scan(op, values, x.layout, out), x.layout
         if include_initial:
             values, rows = _with_initial(xp, values, rows, op)
-        return Array._of(xp.moveaxis(values, 0, x.ragged_dim) if x.ragged_dim else values, rows, x.ragged_dim)
+        return Array._of(moved(xp, values, 0, x.ragged_dim), rows, x.ragged_dim)
 
     return unless_ragged(f, ragged)
 

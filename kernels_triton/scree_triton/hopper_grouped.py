@@ -1,0 +1,278 @@
+"""Grouped products on Hopper in Gluon, float16 and bfloat16.
+
+A program is one producer warp and two consumer warpgroups, as in `hopper`. The producer takes tiles of 128 rows and 256 columns
+from a counter and fills a ring of shared memory by TMA; each consumer multiplies 64 of the rows on the tensor cores, and while
+TMA writes what it found, the next tile is read already. A consumer whose rows are behind the end has nothing to multiply, and of
+the last columns both multiply half as many where these are enough.
+
+Tiles of the product come row of the batch by row, so that those which share a matrix or tokens run side by side and find them in
+the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two. Those of the
+gradient of the matrices, whose work is as long as the row, come in the order of long rows, middling ones and short ones.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import BILLION, _barriers, _claim, _field
+
+HIGH = gl.constexpr(128)  # rows of a tile: tokens in the product, rows of a matrix in its gradient
+WIDE = gl.constexpr(256)
+HALF = gl.constexpr(128)
+DEEP = gl.constexpr(64)
+STAGES = gl.constexpr(4)
+_NUMBERS = ("n", "total", "k", "m")
+
+
+@gluon.jit
+def _tell(queue, told, read, i, more, steps, narrow, left, front, first, column):
+    """What the consumers need to know of the tile: whether it is one; how deep it is; whether half of its columns are enough;
+    how many of its rows there are; and where it stands in the output.
+
+    All lanes write the same, so that the arrival of one lane, which comes after its own write, is enough for the readers.
+    """
+    mbarrier.wait(read.index(i % 2), ((i // 2) & 1) ^ 1)
+    e = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
+    entry = gl.where(e == 0, more, gl.where(e == 1, steps, gl.where(e == 2, narrow, gl.where(e == 3, left, column))))
+    entry = gl.where(e == 4, front, gl.where(e == 5, first, entry))
+    queue.index(i % 2).store(entry)
+    mbarrier.arrive(told.index(i % 2), count=1)
+
+
+@gluon.jit
+def _next(COUNTER, t, tiles):
+    if t < tiles:
+        t = _claim(COUNTER, tiles)
+    else:
+        t = -1
+    return t
+
+
+@gluon.jit
+def _slots(length):
+    return gl.cdiv(length, HIGH)
+
+
+@gluon.jit
+def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, tiles, k, m,
+                      GROUP: gl.constexpr, TURNED: gl.constexpr):
+    columns = gl.cdiv(m, WIDE)
+    rest = tiles % gl.num_programs(0)
+    rest = gl.where(rest * 2 <= gl.num_programs(0), rest, 0)
+    whole = tiles - rest
+    t = gl.program_id(0)
+    i = 0
+    c = 0
+    # The row of the batch that the tile is of, and the tiles before this row and in it. Row n are the tokens behind the last.
+    row = 0
+    start = gl.load(OFFSETS).to(gl.int32)
+    end = gl.load(OFFSETS + 1).to(gl.int32)
+    before = 0
+    count = _slots(end - start) * columns
+    while t >= 0:
+        tile = gl.where(t < whole, t, whole + (t - whole) // 2)
+        while (row < n) & (tile >= before + count):
+            before += count
+            row += 1
+            start = end
+            end = gl.load(OFFSETS + row + 1, mask=row < n, other=total).to(gl.int32)
+            count = _slots(end - start) * columns
+        # GROUP slots side by side, so that they share the tiles of the matrix in the cache
+        r = tile - before
+        first = r // (GROUP * columns) * GROUP
+        side = gl.maximum(gl.minimum(_slots(end - start) - first, GROUP), 1)
+        at = start + (first + r % (GROUP * columns) % side) * HIGH
+        column = r % (GROUP * columns) // side * WIDE
+        cut = t >= whole
+        column += gl.where(cut, (t - whole) % 2 * HALF, 0)
+        there = (t < tiles + rest) & (column < m)
+        left = gl.where(there, end - at, 0)
+        steps = gl.where(there & (row < n), gl.cdiv(k, DEEP), 0)
+        _tell(queue, told, read, i, (t < tiles + rest).to(gl.int32), steps, (cut | (column + HALF >= m)).to(gl.int32), left, end,
+              BILLION - end + at, column)
+        for j in range(steps):
+            stage = c % STAGES
+            mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (HIGH + WIDE) * DEEP * 2, pred=left > 64)
+            mbarrier.expect(full.index(stage), (HIGH // 2 + WIDE) * DEEP * 2, pred=left <= 64)
+            tma.async_copy_global_to_shared(xd, [at, j * DEEP], full.index(stage), a_s.index(stage * 2))
+            tma.async_copy_global_to_shared(xd, [at + 64, j * DEEP], full.index(stage), a_s.index(stage * 2 + 1), pred=left > 64)
+            if TURNED:
+                tma.async_copy_global_to_shared(wd, [row, column, j * DEEP], full.index(stage), b_s.index(stage))
+            else:
+                tma.async_copy_global_to_shared(wd, [row, j * DEEP, column], full.index(stage), b_s.index(stage))
+            c += 1
+        t = _next(COUNTER, t, tiles + rest)
+        i += 1
+
+
+@gluon.jit
+def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, k, m):
+    columns = gl.cdiv(m, WIDE)
+    count = gl.cdiv(k, HIGH) * columns  # tiles of a matrix
+    mean = total // n
+    t = gl.program_id(0)
+    i = 0
+    c = 0
+    # Rows are gone through three times: for the long, the middling and the short ones.
+    visit = 0
+    row = -1
+    before = 0 - count
+    while t >= 0:
+        there = t < n * count
+        while there & (t >= before + count):
+            row += 1
+            if row == n:
+                row = 0
+                visit += 1
+            length = (gl.load(OFFSETS + row + 1) - gl.load(OFFSETS + row)).to(gl.int32)
+            if gl.where(length > 2 * mean, 0, gl.where(length > mean // 2, 1, 2)) == visit:
+                before += count
+        start = gl.load(OFFSETS + gl.maximum(row, 0)).to(gl.int32)
+        end = gl.load(OFFSETS + gl.maximum(row, 0) + 1).to(gl.int32)
+        column = (t - before) % columns * WIDE
+        depth = (t - before) // columns * HIGH
+        steps = gl.where(there, gl.cdiv(end - start, DEEP), 0)
+        _tell(queue, told, read, i, there.to(gl.int32), steps, (column + HALF >= m).to(gl.int32), gl.where(there, k - depth, 0),
+              row, depth, column)
+        for j in range(steps):
+            stage = c % STAGES
+            at = BILLION - end + start + j * DEEP
+            mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), (HIGH + WIDE) * DEEP * 2)
+            tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth], full.index(stage), a_s.index(stage * 2))
+            tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth + 64], full.index(stage), a_s.index(stage * 2 + 1))
+            tma.async_copy_global_to_shared(dyd, [BILLION, end, at, column], full.index(stage), b_s.index(stage))
+            c += 1
+        t = _next(COUNTER, t, n * count)
+        i += 1
+
+
+@gluon.jit
+def _flat(tile):
+    """A tile without the dimensions of one element in front."""
+    RANK: gl.constexpr = len(tile.shape)
+    return tile.reshape([tile.shape[RANK - 2], tile.shape[RANK - 1]])
+
+
+@gluon.jit
+def _store(outd, o, value, front, first, column, WEIGHT: gl.constexpr):
+    tma.store_wait(pendings=0)  # `o` has been read
+    _flat(o).store(value.to(o.dtype))
+    fence_async_shared()
+    if WEIGHT:
+        tma.async_copy_shared_to_global(outd, [front, first, column], o)
+    else:
+        tma.async_copy_shared_to_global(outd, [BILLION, front, first, column], o)
+
+
+@gluon.jit
+def _multiply(w: gl.constexpr, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, COLUMNS: gl.constexpr,
+              WEIGHT: gl.constexpr, TURNED: gl.constexpr):
+    """A tile of this many columns, from the step `c` of the ring on, and where the next one begins."""
+    acc = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+    for j in range(steps):
+        stage = c % STAGES
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        a = _flat(a_s.index(stage * 2 + w))
+        b = _flat(b_s.index(stage))
+        if WEIGHT:
+            a = a.permute((1, 0))
+        if TURNED:
+            b = b.slice(0, COLUMNS, 0).permute((1, 0))
+        else:
+            b = b.slice(0, COLUMNS, 1)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc, ))
+        if j > 0:
+            mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
+        c += 1
+    acc = warpgroup_mma_wait(0, deps=(acc, ))
+    if steps > 0:
+        mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
+    if COLUMNS == WIDE:  # in halves, which leaves shared memory for one stage more
+        one, two = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
+        _store(outd, o, one, front, first, column, WEIGHT)
+        _store(outd, o, two, front, first, column + HALF, WEIGHT)
+    else:
+        _store(outd, o, acc, front, first, column, WEIGHT)
+    return c
+
+
+@gluon.jit
+def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, empty, WEIGHT: gl.constexpr, TURNED: gl.constexpr):
+    o = o_s.index(w)
+    i = 0
+    c = 0
+    more = 1
+    while more > 0:
+        mbarrier.wait(told.index(i % 2), (i // 2) & 1)
+        entry = queue.index(i % 2).load(gl.BlockedLayout([8], [32], [4], [0]))
+        more = _field(entry, 0)
+        steps = _field(entry, 1)
+        narrow = _field(entry, 2)
+        left = _field(entry, 3)
+        front = _field(entry, 4)
+        first = _field(entry, 5) + w * 64
+        column = _field(entry, 6)
+        mbarrier.arrive(read.index(i % 2), count=1)
+        if left <= w * 64:
+            for _ in range(steps):
+                mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+                mbarrier.arrive(empty.index(c % STAGES), count=1)
+                c += 1
+        elif narrow > 0:
+            c = _multiply(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, HALF, WEIGHT, TURNED)
+        else:
+            c = _multiply(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, WIDE, WEIGHT, TURNED)
+        i += 1
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, GROUP: gl.constexpr, TURNED: gl.constexpr):
+    """OUT (total, m) = X (total, k) times, for each token, the matrix (k, m) of its row; W is (n, k, m), TURNED (n, m, k)."""
+    a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 64, DEEP], xd.layout)
+    b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, WIDE, DEEP] if TURNED else [STAGES, 1, DEEP, WIDE], wd.layout)
+    o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 1, 64, HALF], outd.layout)
+    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = _barriers(2, 1)
+    read = _barriers(2, 2)
+    full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, 2)
+    slots = 0
+    for at in range(0, n + 1, 128):
+        row = at + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+        start = gl.load(OFFSETS + row, mask=row <= n, other=0).to(gl.int32)
+        end = gl.load(OFFSETS + row + 1, mask=row < n, other=total).to(gl.int32)
+        slots += gl.sum(gl.where(row <= n, _slots(end - start), 0), 0)
+    tiles = slots * gl.cdiv(m, WIDE)
+    gl.warp_specialize([
+        (_consumer, (0, outd, a_s, b_s, o_s, queue, told, read, full, empty, False, TURNED)),
+        (_consumer, (1, outd, a_s, b_s, o_s, queue, told, read, full, empty, False, TURNED)),
+        (_product_producer, (xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, tiles, k, m, GROUP,
+                             TURNED)),
+    ], [4, 1], [240, 24])
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, total, k, m):
+    """DW (n, k, m): of each row, X (tokens, k) turned over times DY (tokens, m)."""
+    a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 1, 1, DEEP, 64], xd.layout)
+    b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, 1, DEEP, WIDE], dyd.layout)
+    o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 64, HALF], dwd.layout)
+    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told = _barriers(2, 1)
+    read = _barriers(2, 2)
+    full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, 2)
+    gl.warp_specialize([
+        (_consumer, (0, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
+        (_consumer, (1, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
+        (_weight_producer, (xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, k, m)),
+    ], [4, 1], [240, 24])
