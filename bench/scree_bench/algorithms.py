@@ -92,7 +92,7 @@ def _start(xp: Any, q: Any) -> tuple[Any, Any, Any]:
 
 
 def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """Blocks of keys outside, blocks of queries inside; the result is normalised after every block (Dao et al., 2022).
+    """Blocks of keys outside, blocks of queries inside; the result is normalized after every block (Dao et al., 2022).
 
     Each block of keys is read once, but the running softmax of every query has to be kept and read again.
     """
@@ -121,7 +121,7 @@ def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
 
 
 def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, groups: int = 1) -> Any:
-    """Blocks of queries outside, blocks of keys inside; one normalisation at the end of each block of queries."""
+    """Blocks of queries outside, blocks of keys inside; one normalization at the end of each block of queries."""
     xp, length = scree.namespace(q), k.shape[2]
     q = q * (1 / math.sqrt(q.shape[3]))
     blocks = []
@@ -147,7 +147,7 @@ def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, grou
 
 
 def flash_v2(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """Blocks of queries outside, so that they run apart; normalised once, at the end (Dao, 2023)."""
+    """Blocks of queries outside, so that they run apart; normalized once, at the end (Dao, 2023)."""
     return _flash(q, k, v, None, visit)
 
 

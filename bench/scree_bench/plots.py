@@ -168,8 +168,8 @@ def _colors() -> Sequence[str]:
     return colors
 
 
-def ticks(count: int) -> Any:
-    """A locator of at most so many ticks."""
+def ticks(count: int, whole: bool = False) -> Any:
+    """A locator of at most so many ticks, at whole numbers alone if that is asked for."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(count)
+    return MaxNLocator(count, integer=whole)

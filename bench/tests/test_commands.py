@@ -200,6 +200,21 @@ def test_model_of_our_own_lengths(tmp_path):
     assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in found.rows} == {(3, 10, 5)}
 
 
+@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+def test_collectives_take_no_more_memory_than_there_is(tmp_path):
+    found = quick(tmp_path, "collectives", "--sizes", "1e6")
+    ((entry,), rows) = found.left_out, found.rows
+    assert entry["what"] == "2 processes, 1,000,000,000,000 bytes" and entry["why"].startswith("needs 6000.0 GB") and not rows
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    found = quick(tmp_path, "attention", "--backend", "numpy", "--num-seqs", "2", "--mean-len", "8")
+    assert {"what": "backward on numpy", "why": "the library does not differentiate"} in found.left_out
+    if TORCH:
+        left = {entry["what"] for entry in quick(tmp_path, "kernels").left_out}
+        assert {"compiled forms", "liger_kernel", "grouped_mm", "transformers"} < left
+
+
 @pytest.mark.skipif(not LAZY, reason="needs JAX or MLX")
 def test_attention_on_libraries_that_compile(tmp_path):
     small = ("--num-seqs", "3", "--mean-len", "12", "--heads", "2", "--dim", "8")
@@ -375,7 +390,8 @@ def test_report_without_results(tmp_path):
     [("memory", "--backend", "numpi"), ("attention", "--work", "sed"), ("algorithms", "--lengths", "1,b"),
      ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge"),
      ("kernels", "--only", "nothing"), ("block", "--dtype", "float8"), ("attention", "--causal", "maybe"),
-     ("model", "--precisions", "fp8"), ("attention", "--num-seqs", "0"), ("collectives", "--sizes", "0")],
+     ("model", "--precisions", "fp8"), ("attention", "--heads", "0,2"),
+     ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0")],
 )  # fmt: skip
 def test_bad_options_are_named(arguments):
     if arguments[0] in NEEDS_TORCH and not TORCH:

@@ -66,8 +66,8 @@ def _extreme(dtype: np.dtype[Any], name: str) -> Any:
 def _deviate(x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float) -> np.ndarray:
     n = math.prod(x.shape[a] for a in axis)
     with np.errstate(all="ignore"):
-        centre = _running("sum", x, axis, True) / x.dtype.type(n)
-        total = _running("sum", (x - centre) ** 2, axis, keepdims)
+        center = _running("sum", x, axis, True) / x.dtype.type(n)
+        total = _running("sum", (x - center) ** 2, axis, keepdims)
         return total / (n - correction) if n > correction else total * x.dtype.type(math.nan)
 
 
@@ -187,8 +187,8 @@ def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) ->
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
     out = []
     for row in rows:
-        centred = row - np.mean(row, axis=-1, keepdims=True)
-        out.append(centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight + bias)
+        centered = row - np.mean(row, axis=-1, keepdims=True)
+        out.append(centered / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight + bias)
     return out
 
 
@@ -205,7 +205,7 @@ def swiglu(rows: Rows) -> list[np.ndarray]:
 
 
 def rope(rows: Rows, *, theta: float = 10000.0, interleaved: bool = False, start: Sequence[int] | None = None) -> list[np.ndarray]:
-    """Turn pair i of token p by ``p * theta ** (-2 i / d)``; pairs are neighbours, or one from either half."""
+    """Turn pair i of token p by ``p * theta ** (-2 i / d)``; pairs are neighbors, or one from either half."""
     out = []
     for r, row in enumerate(rows):
         turned, d = np.empty_like(row), row.shape[-1]

@@ -6,15 +6,16 @@ beforehand, by a program of its own; a place adds its chunks and what stands bes
 not keep one program busy alone.
 """
 import math
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import binned
-from .host import start
-from .launch import Launch
+from .host import on_its_device
+from .launch import Launch, contiguous, empty
 
 _ELEMENTS = 2048  # in a tile
 _WIDE_TOKEN = 512  # elements, from which on a program has one place, and reads some of its tokens at once
@@ -109,24 +110,44 @@ def _narrow(size: int) -> torch.dtype:
     return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if size <= torch.iinfo(dtype).max)
 
 
+class _Sorted:
+    """What follows from shapes and dtypes where the numbers of the tokens are sorted."""
+
+    def __init__(self, device: torch.device, x: torch.dtype, shape: tuple[int, ...], size: int):
+        count, width = shape[0], math.prod(shape[1:])
+        chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))
+        self.keys, bounds = _narrow(size), torch.int32 if count < 1 << 31 else torch.int64
+        self.prepare, self.finish, columns, places = _launches(device, x, self.keys, bounds, width, chunk)
+        self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
+        self.size, lookups = size, size // _BOUNDS + 1
+        self.bounds, self.parts = (*contiguous((size + 1,)), bounds), (*contiguous((count // chunk, width)), _WIDE[ACC[x]])
+        self.out = *contiguous((size, *shape[1:])), x
+        self.numbers = count, size, count.bit_length(), lookups
+        self.programs = lookups + count // chunk * columns, -(-size // places) * columns
+
+    @on_its_device
+    def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
+        bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
+        self.prepare(self.programs[0], (x, keys, order, bounds, parts), (), self.numbers)
+        self.finish(self.programs[1], (x, order, bounds, parts, out), (), (self.size,))
+        return out
+
+
+@lru_cache(1024)
+def _plan(device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int) -> Any:
+    """What runs such an addition; None where there is nothing to add."""
+    if not math.prod(shape) * size:
+        return None
+    if binned.suits(shape[0], size):
+        return binned.Plan(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
+    return _Sorted(device, x, shape, size)
+
+
 def add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """(size, ...): the tokens of x, (tokens, ...), added up at `index`; an index that is no place of these counts nothing."""
-    count, width = x.shape[0], math.prod(x.shape[1:])
-    if count == 0:
+    plan = _plan(x.device, x.dtype, index.dtype, x.shape, size)
+    if plan is None:
         return torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    if size * width == 0:
-        return torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    x = x.contiguous()
-    if binned.suits(count, size):
-        return binned.add(x, index, size, ACC[x.dtype], _WIDE[ACC[x.dtype]])
-    out = torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    keys, order = torch.sort(index.clamp(-1, size).to(_narrow(size)), stable=True)
-    bounds = torch.empty((size + 1,), dtype=torch.int32 if count < 1 << 31 else torch.int64, device=x.device)
-    chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))
-    prepare, finish, columns, places = _launches(x.device, x.dtype, keys.dtype, bounds.dtype, width, chunk)
-    parts = torch.empty((count // chunk, width), dtype=_WIDE[ACC[x.dtype]], device=x.device)
-    lookups = size // _BOUNDS + 1
-    start(prepare, lookups + count // chunk * columns, (x, keys, order, bounds, parts), (),
-          (count, size, count.bit_length(), lookups))
-    start(finish, -(-size // places) * columns, (x, order, bounds, parts, out), (), (size,))
-    return out
+    return plan.run(x.contiguous(), index)  # type: ignore[no-any-return]

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import multiprocessors, start
-from .launch import Launch
+from .host import multiprocessors, on_its_device
+from .launch import Launch, contiguous, empty
 
 _MOST_TOKENS = 1 << 17  # beyond, looking for many tokens of many places takes longer than sorting all
 _MOST_EACH = 8  # tokens a place on average
@@ -160,19 +160,31 @@ def suits(count: int, size: int) -> bool:
     return count <= min(_MOST_TOKENS, _MOST_EACH * size) and size * _room(count, size) <= _MOST_ROOM
 
 
-def add(x: torch.Tensor, index: torch.Tensor, size: int, acc: tl.dtype, wide: torch.dtype) -> torch.Tensor:
-    """(size, ...): the tokens of x, (tokens, ...), added up at `index`, in `acc`, which PyTorch calls `wide`."""
-    count, width, device = x.shape[0], math.prod(x.shape[1:]), x.device
-    room = _room(count, size)
-    most = max(room, count // _MANY)  # tokens that one program adds up
-    length = -(-count // _STRETCHES)
-    fill, finish, columns, places = _launches(device, x.dtype, index.dtype, acc, room, width)
-    helpers, many = _HELPERS * multiprocessors(device), count // (most + 1) + 1
-    counts = torch.zeros((size + 2 + many * columns,), dtype=torch.int32, device=device)
-    bins = torch.empty((size * room + count // room + 1 + many + helpers * max(length, most),), dtype=torch.int32, device=device)
-    parts = torch.empty((many * _STRETCHES, width), dtype=wide, device=device)
-    out = torch.empty((size, *x.shape[1:]), dtype=x.dtype, device=device)
-    start(fill, -(-count // _TOKENS), (index, counts, bins), (), (count, size, most))
-    start(finish, helpers + -(-size // places) * columns, (x, index, counts, bins, parts, out), (),
-          (count, size, most, helpers, length))
-    return out
+class Plan:
+    """What follows from shapes and dtypes, so that a call only allocates and launches."""
+
+    def __init__(self, device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int,
+                 acc: tl.dtype, wide: torch.dtype):
+        count, width = shape[0], math.prod(shape[1:])
+        room = _room(count, size)
+        most = max(room, count // _MANY)  # tokens that one program adds up
+        length = -(-count // _STRETCHES)
+        self.fill, self.finish, columns, places = _launches(device, x, index, acc, room, width)
+        helpers, many, self.filling = _HELPERS * multiprocessors(device), count // (most + 1) + 1, -(-count // _TOKENS)
+        self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
+        self.programs = helpers + -(-size // places) * columns
+        self.counts = *contiguous((size + 2 + many * columns,)), torch.int32
+        self.bins = *contiguous((size * room + count // room + 1 + many + helpers * max(length, most),)), torch.int32
+        self.parts = *contiguous((many * _STRETCHES, width)), wide
+        self.out = *contiguous((size, *shape[1:])), x
+        self.numbers = count, size, most
+        self.more = helpers, length
+
+    @on_its_device
+    def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        counts, bins, parts, out = (self.new(*one) for one in (self.counts, self.bins, self.parts, self.out))
+        counts.zero_()
+        self.fill(self.filling, (index, counts, bins), (), self.numbers)
+        self.finish(self.programs, (x, index, counts, bins, parts, out), (), (*self.numbers, *self.more))
+        return out

@@ -236,15 +236,15 @@ class _Tile(NamedTuple):
     programs: int
 
 
-#: Losses alone or a gradient alone; and both, for logits of all programs that fit into the cache, and for more classes.
-ALONE, BOTH, BOTH_OF_MANY = _Tile(2048, 4, 8, 64), _Tile(4096, 4, 16, 2), _Tile(8192, 4, 32, 1)
-MANY = 1 << 16
+#: By classes at least: for losses alone or a gradient alone, and for both, where the logits of all programs fit into the cache.
+ALONE = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 4, 4, 64), 1 << 13: _Tile(2048, 4, 8, 64)}
+BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
 #: Classes up to which a program holds all logits of a token: alone, and for both.
 WHOLE, WHOLE_OF_BOTH = 2048, 1 << 14
 #: Logits of a few tokens, where one has few, that a program holds, and its warps: for losses, and where there is a gradient.
 HELD = (1024, 1), (2048, 4)
 if INTERPRETED:  # a few numbers take every path
-    ALONE = BOTH = BOTH_OF_MANY = _Tile(16, 2, 1, 4)
+    ALONE = BOTH = {0: _Tile(16, 2, 1, 4)}
     WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, ((64, 1), (64, 1))
 
 
@@ -270,8 +270,9 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
         tokens = held // power
         launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
                         dict(num_warps=warps))
-        return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device)
-    lanes, deep, warps, programs = ALONE if not both else BOTH if classes <= MANY else BOTH_OF_MANY
+        return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30
+    tiles = BOTH if both else ALONE
+    lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
     deep = max(1, min(deep, power // lanes))
     launch = Launch(classes_kernel, dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
                     dict(num_warps=warps))

@@ -4,10 +4,11 @@ The product and the gradient of the rows share a kernel: a tile of a row's token
 a matrix is one program's for each of its tiles, which walks over the tokens of the row: no atomics, equal inputs give equal
 bits.
 
-Two pairs of kernels do it. The first reads and writes tiles with the copy engine of Hopper and later devices, in half precision:
-one program a multiprocessor counts the tiles of each row and takes tile after tile. The second reads through pointers, and takes
-what the first does not. Its slots hold tokens of one row only (block ``j`` of row ``b`` is slot
-``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see `portable`.
+Three pairs of kernels do it. Those of `hopper_grouped`, in half precision, are the fastest. The second pair does the same in plain
+Triton, for other versions of Triton and later devices: it reads and writes tiles with the copy engine, too, and one program a
+multiprocessor counts the tiles of each row and takes tile after tile. The third reads through pointers, and takes what the others
+do not. Its slots hold tokens of one row only (block ``j`` of row ``b`` is slot ``offsets[b] // BLOCK_T + b + j``), found by
+bisection; float32 operands are multiplied as three TF32 products, see `portable`.
 """
 from functools import cache
 from typing import Any
@@ -17,7 +18,8 @@ import triton
 import triton.language as tl
 
 from .host import Function, differentiated, multiprocessors, once_differentiable, refuses, start
-from .launch import INTERPRETED, Launch, Tiled, ragged_shape, tiled
+from .launch import INTERPRETED, Launch, ragged_shape, tiled
+from .plans import GLUON_KNOWN
 from .tuned import ROOMY
 
 _MOST_COUNTED = 1024  # rows whose tiles a program counts at once
@@ -206,6 +208,16 @@ def _copies_tiles(device: torch.device) -> bool:
     return INTERPRETED or torch.cuda.get_device_capability(device) in ROOMY
 
 
+@cache
+def _hopper(device: torch.device) -> Any:
+    """The kernels of this device in Gluon, if there are any."""
+    if INTERPRETED or not GLUON_KNOWN or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    from . import hopper_grouped
+
+    return hopper_grouped
+
+
 def _readable(x: torch.Tensor) -> bool:
     """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, and no element twice."""
     steps = x.stride()[:-1]
@@ -222,10 +234,14 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     turned = weight.stride(2) != 1
     plain = weight.mT if turned else weight
     if 0 < n < _MOST_COUNTED and plain.stride(2) == 1 and all(map(_readable, (x, plain, out))) and _copies_tiles(x.device):
+        if kernels := _hopper(x.device):
+            kernels.product(x, plain, turned, offsets, out)
+            return out
         launch = _tiled_launch(x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned)
         _, columns, depth, *_ = TILED_PRODUCT
         shapes = (tiled(tuple(x.shape), x.stride(), depth),
-                  tiled(tuple(plain.shape), plain.stride(), depth if turned else columns), _of_row(m, m, columns // 2))
+                  tiled(tuple(plain.shape), plain.stride(), depth if turned else columns),
+                  tiled(*ragged_shape(1, m, m, m), columns // 2))
         start(launch, multiprocessors(x.device), (offsets,), (), (n, total), (x, plain, out), shapes)
     else:
         tokens, columns = PRODUCT[x.dtype.itemsize][:2]
@@ -242,22 +258,20 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     if not n:
         return dw
     if x.shape[0] and _readable(x) and _readable(dy) and _copies_tiles(x.device):
+        kernels = _hopper(x.device)
+        if kernels and n < _MOST_COUNTED and _readable(dw):
+            kernels.weight_gradient(x, dy, offsets, dw)
+            return dw
         tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
         launch = _tiled_weight_launch(x.device, x.dtype, offsets.dtype, k, m, tile)
         depth, columns, *_ = tile
-        shapes = (_of_row(k, x.stride(0), depth), _of_row(m, dy.stride(0), columns))
+        shapes = tiled(*ragged_shape(1, k, x.stride(0), k), depth), tiled(*ragged_shape(1, m, dy.stride(0), m), columns)
         start(launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes)
     else:
         depth, columns = WEIGHT[x.dtype.itemsize][:2]
         start(_launches(x.device, x.dtype, offsets.dtype, k, m)[1], n * -(-k // depth) * -(-m // columns),
               (x, dy, dw, offsets), (x.stride(0), dy.stride(0)), (0,))
     return dw
-
-
-@cache
-def _of_row(width: int, stride: int, columns: int) -> Tiled:
-    """Tiles of `columns` columns that end where a row of the batch ends."""
-    return Tiled(*ragged_shape(1, width, stride, width), columns)
 
 
 class _Product(Function):

@@ -9,6 +9,9 @@ Tiles of the product come row of the batch by row, so that those which share a m
 the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two. Those of the
 gradient of the matrices, whose work is as long as the row, come in the order of long rows, middling ones and short ones.
 """
+from functools import cache
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,13 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import BILLION, _barriers, _claim, _field
+from .hopper import BILLION, _barriers, _claim, _field, counter
+from .host import multiprocessors, start
+from .launch import Launch, boxed, ragged_shape
 
 HIGH = gl.constexpr(128)  # rows of a tile: tokens in the product, rows of a matrix in its gradient
 WIDE = gl.constexpr(256)
 HALF = gl.constexpr(128)
 DEEP = gl.constexpr(64)
 STAGES = gl.constexpr(4)
+GROUP = gl.constexpr(16)
 _NUMBERS = ("n", "total", "k", "m")
 
 
@@ -60,7 +66,7 @@ def _slots(length):
 
 @gluon.jit
 def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, tiles, k, m,
-                      GROUP: gl.constexpr, TURNED: gl.constexpr):
+                      TURNED: gl.constexpr):
     columns = gl.cdiv(m, WIDE)
     rest = tiles % gl.num_programs(0)
     rest = gl.where(rest * 2 <= gl.num_programs(0), rest, 0)
@@ -235,7 +241,7 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
-def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, GROUP: gl.constexpr, TURNED: gl.constexpr):
+def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.constexpr):
     """OUT (total, m) = X (total, k) times, for each token, the matrix (k, m) of its row; W is (n, k, m), TURNED (n, m, k)."""
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 64, DEEP], xd.layout)
     b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, WIDE, DEEP] if TURNED else [STAGES, 1, DEEP, WIDE], wd.layout)
@@ -255,8 +261,7 @@ def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, GROUP: gl.con
     gl.warp_specialize([
         (_consumer, (0, outd, a_s, b_s, o_s, queue, told, read, full, empty, False, TURNED)),
         (_consumer, (1, outd, a_s, b_s, o_s, queue, told, read, full, empty, False, TURNED)),
-        (_product_producer, (xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, tiles, k, m, GROUP,
-                             TURNED)),
+        (_product_producer, (xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, tiles, k, m, TURNED)),
     ], [4, 1], [240, 24])
 
 
@@ -276,3 +281,31 @@ def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, total, k, m):
         (_consumer, (1, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
         (_weight_producer, (xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, k, m)),
     ], [4, 1], [240, 24])
+
+
+@cache
+def _launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, turned: bool | None) -> Launch:
+    """The product with matrices that are turned over or not, or with None the gradient of the matrices."""
+    options = dict(num_warps=4, maxnreg=168)
+    if turned is None:
+        return Launch(weight_kernel, {}, options, (DEEP.value, DEEP.value, 64))
+    return Launch(product_kernel, dict(TURNED=turned), options, (64, WIDE.value if turned else DEEP.value, 64))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, turned: bool, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    """To out (total, m) the product of x (total, k) and the matrix of each row, weight (n, k, m), or if turned (n, m, k)."""
+    (total, k), m = x.shape, out.shape[1]
+    shapes = (boxed(tuple(x.shape), x.stride(), DEEP.value),
+              boxed(tuple(weight.shape), weight.stride(), DEEP.value if turned else WIDE.value),
+              boxed(*ragged_shape(1, m, m, m), HALF.value))
+    start(_launch(x.device, x.dtype, offsets.dtype, turned), multiprocessors(x.device), (offsets, counter(x.device)), (),
+          (weight.shape[0], total, k, m), (x, weight, out), shapes)
+
+
+def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, dw: torch.Tensor) -> None:
+    """To dw (n, k, m), of each row, x (tokens, k) turned over times dy (tokens, m)."""
+    (total, k), m = x.shape, dy.shape[1]
+    shapes = (boxed(*ragged_shape(1, k, x.stride(0), k), 64), boxed(*ragged_shape(1, m, dy.stride(0), m), WIDE.value),
+              boxed(tuple(dw.shape), dw.stride(), HALF.value))
+    start(_launch(x.device, x.dtype, offsets.dtype, None), multiprocessors(x.device), (offsets, counter(x.device)), (),
+          (dw.shape[0], total, k, m), (x, dy, dw), shapes)

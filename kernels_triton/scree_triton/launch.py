@@ -62,15 +62,10 @@ class Ragged:
         self.shape, self.strides = ragged_shape(heads, dim, stride, head, self.block)
 
     def typed(self, base: torch.Tensor, rows: int) -> Any:
-        """The descriptor as Gluon's compiler wants to see it, with its layout in shared memory."""
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
+        """The descriptor as Gluon's compiler wants to see it."""
         block = [1] * (len(self.shape) - 1) + [self.block]
         block[2] = rows
-        dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[base.dtype]
-        return TensorDescriptor(base, list(self.shape), list(self.strides), block,
-                                gl.NVMMASharedLayout.get_default_for(block, dtype))
+        return _gluon(base, self.shape, self.strides, block)
 
 
 class Tiled:
@@ -88,8 +83,28 @@ class Tiled:
         return TensorDescriptor(base, list(self.shape), list(self.strides), [1] * (len(self.shape) - 2) + [rows, self.columns])
 
 
+class Boxed(Tiled):
+    """The same for a kernel in Gluon."""
+
+    __slots__ = ()
+
+    def typed(self, base: torch.Tensor, rows: int) -> Any:
+        """The descriptor as Gluon's compiler wants to see it."""
+        return _gluon(base, self.shape, self.strides, [1] * (len(self.shape) - 2) + [rows, self.columns])
+
+
+def _gluon(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]) -> Any:
+    """A descriptor of Gluon, with the layout of a tile in shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[base.dtype]
+    return TensorDescriptor(base, list(shape), list(strides), block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
 ragged = cache(Ragged)  # one object for all tensors that differ in their tokens alone: a key that costs nothing to compare
 tiled = lru_cache(_MOST_ENCODED)(Tiled)
+boxed = lru_cache(_MOST_ENCODED)(Boxed)
 
 
 class _Described(NamedTuple):

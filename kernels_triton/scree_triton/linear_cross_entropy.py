@@ -121,8 +121,8 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
 
 
 def tokens_at_a_time(total: int, width: int, classes: int) -> int:
-    """Tokens whose logits exist at a time: no more numbers than x and the weight have, or those of LEAST tokens; parts alike."""
-    most = max(LEAST, width * (total + classes) // classes)
+    """Tokens whose logits exist at a time: no more numbers than x or the weight has, or those of LEAST tokens; parts alike."""
+    most = max(LEAST, width * max(total, classes) // classes)
     return max(1, -(-total // -(-total // most))) if total else 1
 
 

@@ -120,7 +120,7 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
 
 def _filled(dim: int) -> int:
     """The width of tiles for heads that the copy engine fills up with zeros."""
-    return triton.next_power_of_2(max(dim, 32))
+    return triton.next_power_of_2(dim)
 
 
 def _reachable(stride: int, head: int, heads: int) -> bool:

@@ -249,7 +249,7 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(DLSE + (q_start + query) * dlse_stride + head * dlse_head, mask=inside, other=0.0)
-    lse = tl.load(LSE + head * total + q_start + query, mask=inside, other=float("inf")) * LOG2E
+    lse = tl.load(LSE + head * total + q_start + query, mask=inside, other=0.0) * LOG2E
     stats = STATS + head * total + q_start + query
     tl.store(stats, lse, mask=inside)
     tl.store(stats + plane, delta, mask=inside)

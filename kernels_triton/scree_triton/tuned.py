@@ -30,7 +30,7 @@ class GluonTiles(NamedTuple):
     dkdv: tuple[int, int, int, int]
 
 
-# By bytes of an element and head_dim, measured on an H100.
+# By bytes of an element and the width of tiles, measured on an H100.
 GLUON = {
     (2, 32): GluonTiles((64, 64, 3, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
     (2, 64): GluonTiles((64, 64, 3, 3), (128, 64, 4, 2), (64, 128, 4, 2)),

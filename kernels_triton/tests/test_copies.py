@@ -66,6 +66,8 @@ def test_every_dtype(dtype, dim):
 def test_many_rows(token, long, monkeypatch):
     """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""
     monkeypatch.setattr(copies, "_long", lambda *tokens: long)
+    for plan in (copies._pad_plan, copies._unpad_plan, copies._select_plan, copies._join_plan):
+        plan.cache_clear()
     lengths = torch.randint(-3, 5, (700,), generator=torch.Generator().manual_seed(0)).clamp(min=0)
     x = scree.from_lengths(numbers(int(lengths.sum()), *token), lengths)
     rows = rows_of(x)
@@ -74,6 +76,26 @@ def test_many_rows(token, long, monkeypatch):
     assert equal(x[:, ::-1], [row[::-1] for row in rows])
     joined = scree.namespace(x).concat([x, x[::-1]], axis=1)
     assert equal(joined, [np.concatenate(pair) for pair in zip(rows, rows[::-1])])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
+def test_numbers_side_by_side(dtype):
+    """Several tokens a thread: of one row, of two, of many; and the last of a program."""
+    values = numbers(2223, dtype=dtype).requires_grad_(dtype.is_floating_point)
+    x = scree.from_lengths(values, [1500, 0, 3, 0, 1, 706, 8, 5])
+    rows = rows_of(x)
+    padded, _ = scree.to_padded(x, length=1502, kernel="triton")
+    assert all(np.array_equal(padded[i, : len(row)].detach().cpu().numpy(), row) for i, row in enumerate(rows))
+    assert not padded[1].any() and not padded[0, 1500:].any()
+    assert equal(scree.from_padded(padded, lengths=x.lengths, total=2223, kernel="triton"), rows)
+    flipped = x[:, ::-1]
+    assert equal(flipped, [row[::-1] for row in rows])
+    joined = scree.namespace(x).concat([x, flipped], axis=1)
+    assert equal(joined, [np.concatenate([row, row[::-1]]) for row in rows])
+    if dtype.is_floating_point:
+        for y, right in ((flipped, rows), (joined, [2 * row for row in rows])):
+            (dx,) = torch.autograd.grad(y.values, values, y.values.detach())
+            assert equal(x.with_values(dx), right)
 
 
 def test_offsets_of_two_dtypes():
@@ -98,6 +120,7 @@ def test_reasons():
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
     """Sums of chunks and of stretches, in a fixed order."""
     monkeypatch.setattr(binned, "_MANY", many)
+    addition._plan.cache_clear()
     x = numbers(300, *width)
     index = torch.where(torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6, 5,
                         torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(3))).to(DEVICE)

@@ -30,6 +30,22 @@ def test_error(case):
     check(case, DEVICE)
 
 
+@pytest.mark.parametrize("name", [
+    "rms_norm", "rms_norm of a sum", "layer_norm", "swiglu", "softmax", "logsumexp", "sum", "max", "cumulative_sum",
+    "rope of q and k"])
+def test_calls_alike(name):
+    """What is kept with the rows holds nothing of the contents of the arrays that it came from, and heeds `no_grad`."""
+    case = Case(name, f32, OPERATIONS[name].tokens[0], (5, 0, 8, 1))
+    x, parameters, dy = inputs(case, DEVICE)
+    other = x.with_values(torch.randn_like(x.values).requires_grad_())
+    alone = scree.Array(other.values, other.offsets.clone())
+    found, expected = run(case, other, parameters, dy), run(case, alone, parameters, dy)
+    assert all(map(torch.equal, found, expected))
+    with torch.no_grad():
+        y = run(case, other, parameters)[0]
+    assert torch.equal(y, expected[0]) and not y.requires_grad
+
+
 @pytest.mark.parametrize("case", LONG, ids=lambda c: c.id)
 def test_rows_longer_than_a_share(case, monkeypatch):
     cut_small(monkeypatch)

@@ -35,7 +35,8 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     if rows is not None and kernels[0].again and rows.backend.traits is not None and not rows.backend.compiling():
         try:
             given = options.values()
-            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *given, *map(type, given)])  # 1 == True
+            types = [(*map(type, x),) if type(x) is tuple else type(x) for x in given]  # 1 == 1.0 == True
+            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *given, *types])
             memo = rows.memo if other is rows else rows.beside(other)
             seen = memo.get(key)
         except (AttributeError, RuntimeError, TypeError):  # of an argument that is none, which the check will name

@@ -1,6 +1,7 @@
 """What an argument must be: every message names the argument, what was expected, what came, and the way out."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,12 @@ def integers(name: str, x: Any, like: Any) -> Any:
     return xp.astype(x, xp.int64 if x.dtype == xp.uint32 or x.dtype == xp.uint64 else xp.int32)
 
 
+def floating(name: str, x: Any) -> None:
+    """Raise unless the dense array `x` holds real floating-point numbers."""
+    if not backend(x).xp.isdtype(x.dtype, "real floating"):
+        raise TypeError(f"{name}: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
+
+
 def scalar(name: str, x: Any, like: Any) -> Any:
     """`x` as a Python scalar; raises unless it is one that the dtype of the array `like` holds."""
     x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype
@@ -64,3 +71,22 @@ def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) 
         bound = f" > {above}" if above > -math.inf else f" >= {low}" if low > -math.inf else ""
         raise ValueError(f"{name}: expected a finite number{bound}, got {x}")
     return float(x)
+
+
+def peeked(name: str, x: Any) -> np.ndarray | None:
+    """A list or array of integers as NumPy sees it where that is free, else None."""
+    return backend(x).peek(x) if is_array(x) else _listed(name, x)
+
+
+def read(name: str, x: Any) -> np.ndarray:
+    """The same, waiting for a device where it must."""
+    return backend(x).read(x) if is_array(x) else _listed(name, x)
+
+
+def _listed(name: str, x: Any) -> np.ndarray:
+    if not isinstance(x, Sequence) or isinstance(x, str):
+        raise TypeError(f"{name}: expected an array or a list of numbers, got {type(x).__name__}")
+    try:
+        return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list is one of integers
+    except ValueError as error:
+        raise TypeError(f"{name}: expected a list of numbers, got one of lists of different lengths") from error

@@ -131,6 +131,16 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
+def axis_of(name: str, axis: Any, ndim: int, batch: bool = False) -> int:
+    """One axis as a number >= 0; that of the batch only where a function can run over it."""
+    found = () if axis is None else axes_of(name, axis, ndim)
+    if len(found) != 1:
+        raise ValueError(f"axis: expected one axis for {name} of a ragged array, got {axis}")
+    if found[0] == 0 and not batch:
+        raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
+    return found[0]
+
+
 @constant
 def accumulator(xp: Any, dtype: Any) -> Any:
     """The dtype to add up in: float32 for half precision, else the dtype itself."""

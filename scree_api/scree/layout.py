@@ -177,11 +177,12 @@ class Layout:
     @property
     def bound(self) -> int:
         """The best bound on the longest row that is known without reading; `max_length` may be a loose one."""
+        longest: int = self.total if self.max_length is None else self.max_length
         if self.host is not None:
-            return self._longest
-        if self.max_length is None:
-            return self.total
-        return self.max_length if self.backend.compiling() else min(self.max_length, self.total)  # there sizes may vary
+            longest = self._longest
+        elif not self.backend.compiling():  # a compiler takes the total for one that varies
+            longest = min(longest, self.total)
+        return longest
 
     @_once
     def _longest(self) -> int:

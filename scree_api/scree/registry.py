@@ -78,7 +78,8 @@ def register_kernel(
         ``again(call)`` gives a function that takes the arrays of a call by their names and runs it as `run` does. It is used
         for all calls on the same rows that differ from this one in the contents of their arrays alone, and kept as long as the
         rows are, so it must not hold arrays itself. Whoever gives it promises that `rejects` answers from options and from
-        dtypes, shapes, strides, devices and `requires_grad` of arrays. Attention, norms and rope on PyTorch ask for it.
+        dtypes, shapes, strides, devices and `requires_grad` of arrays. On PyTorch attention, norms, rope, softmax, the gate,
+        split, and reductions and scans of rows ask for it.
 
     Examples
     --------

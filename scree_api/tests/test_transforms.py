@@ -180,9 +180,9 @@ def expected(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> np.
         weight = np.concatenate([softmax_of(row.T).T for row in some])
         return weight + np.log(weight) / 10
     if name == "norms":
-        centred = x - x.mean(axis=1, keepdims=True)
+        centered = x - x.mean(axis=1, keepdims=True)
         rms = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * x[0]
-        return rms + centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * x[1] + x[2]
+        return rms + centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5) * x[1] + x[2]
     if name == "rope":
         angle = np.concatenate([np.arange(n) for n in lengths])[:, None] * 10000.0 ** (-np.arange(4) / 4)
         a, b, cos, sin = x[:, :4], x[:, 4:], np.cos(angle), np.sin(angle)

@@ -92,7 +92,7 @@ def trace(seed: int, length: int = 512) -> dict[str, Any]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Memory against length, time against length, both beside the estimates, and the algorithms at work."""
+    """Memory against length, time against length, both on a page with the estimates, and the algorithms at work."""
     found: plots.Pictures = {
         "algorithms-blocks": partial(_blocks, result=result),
         "algorithms-softmax": partial(_softmax, result=result),
@@ -118,6 +118,9 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
     ratios = [Row(row.case, row.who, values={"peak_ratio": row.values["peak_bytes"] / row.values["estimate_bytes"]})
               for row in rows if "peak_bytes" in row.values]  # fmt: skip
     plots.curves(estimate, ratios, "length", "peak_ratio", "Measured over estimated memory")
+    top = max((row.values["peak_ratio"] for row in ratios), default=1)
+    estimate.set(yscale="linear", ylim=(0, 1.15 * max(top, 1)))
+    estimate.yaxis.set_major_locator(plots.ticks(5))
     estimate.axhline(1, color=estimate.xaxis.label.get_color(), linewidth=1, linestyle=":")
     timed = [row for row in rows if "forward_s" in row.values]
     last = max((row.case["length"] for row in timed), default=0)

@@ -87,12 +87,12 @@ def own_rows(lengths: Path | None, count: int, medians: list[int], sigmas: list[
 
 
 def command(
-    work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27 of them).")] = "seed",
+    work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27 of them); seed.")] = "",
     lengths: Lengths = None,
-    num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of your own workload.")] = None,
+    num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of your own workload; 16.")] = None,
     mean_len: Annotated[str, typer.Option(help="Median length of its rows; 512.")] = "",
-    sigma: Annotated[str, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = "0.6",
-    heads: Annotated[str, typer.Option(help="Heads of the queries.")] = "8",
+    sigma: Annotated[str, typer.Option(help="Standard deviation of the logarithms of the lengths; 0.6, and 0 is all alike.")] = "",
+    heads: Annotated[str, typer.Option(help="Heads of the queries; 8.")] = "",
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; as many by default.")] = None,
     dim: Annotated[str, typer.Option(help="Size of a head; 64.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; float32 is the default.")] = "",
@@ -105,22 +105,24 @@ def command(
 ) -> None:  # fmt: skip
     """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
 
-    Named workloads, or your own by --lengths or --num-seqs; with commas in --mean-len, --sigma, --heads, --dim or --dtype, all
-    combinations; each with all of --causal. The share is that of the useful operations in this machine's peak for matrix
-    products. With --tiles: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, or those asked for,
-    and the best tile of each.
+    Named workloads, or your own by any of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype; with
+    commas in those all combinations, and each with all of --causal. The share is that of the useful operations in this machine's
+    peak for matrix products. With --tiles: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, or
+    those asked for, and the best tile of each.
     """
     with Session("attention", locals(), where(device)) as session:
         sizes, dims, dtypes = numbers(mean_len), numbers(dim), words(dtype, "--dtype", DTYPES)
         if tiles:
             return sweep(session, sizes, dims, dtypes, seed)
-        if lengths is not None or num_seqs is not None:
-            shapes = itertools.product(numbers(heads), [kv_heads], dims or [64], dtypes or ["float32"])
-            rows = own_rows(lengths, num_seqs or 16, sizes or [512], numbers(sigma, kind=float, least=0), seed)
+        if lengths or num_seqs or kv_heads or any((mean_len, sigma, heads, dim, dtype)):
+            if work:
+                raise typer.BadParameter(f"--work: expected none beside options of your own workload, got {work!r}")
+            shapes = itertools.product(numbers(heads) or [8], [kv_heads], dims or [64], dtypes or ["float32"])
+            rows = own_rows(lengths, num_seqs or 16, sizes or [512], numbers(sigma, kind=float, least=0) or [0.6], seed)
             works = [(name, Work(n, h, kv or h, d, kind, seed=seed))
                      for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)]  # fmt: skip
         else:
-            works = list(workloads(work, session.device, seed, quick))
+            works = list(workloads(work or "seed", session.device, seed, quick))
         masks = words(causal, "--causal", ("yes", "no"))
         cases = [(name, replace(what, causal=mask == "yes")) for (name, what), mask in itertools.product(works, masks)]
         session.limits()

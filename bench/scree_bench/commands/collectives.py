@@ -13,7 +13,7 @@ import typer
 
 from .. import plots
 from ..libraries import where
-from ..measure import Failure
+from ..measure import Failure, require
 from ..options import Device, Out, Quick, numbers
 from ..results import Result, unit
 from ..session import Session
@@ -29,6 +29,8 @@ BUS = {
 
 #: A sample is the mean of so many calls that their buffers hold so many bytes.
 SAMPLE = {"cuda": 200_000_000, "cpu": 10_000_000}
+SLOW, FEW = 500_000_000, 3  # bytes of a buffer from which on, on the CPU, a call takes seconds; samples of these
+HELD = 3.0  # bytes that a process holds, over those of the buffer
 
 
 def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[str, Any]:
@@ -64,7 +66,8 @@ def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, f
 
                 try:
                     calls = -(-SAMPLE[device] // size)
-                    found: Any = [_seconds(call, calls, dist, torch, device) for _ in range(samples + 1)][1:]
+                    count = min(samples, FEW) if device == "cpu" and size >= SLOW else samples
+                    found: Any = [_seconds(call, calls, dist, torch, device) for _ in range(count + 1)][1:]
                 except Exception as error:  # all processes meet it alike
                     found = Failure.of(error).why
                 file.write(json.dumps([size, name, found]) + "\n")
@@ -83,7 +86,7 @@ def _seconds(call: Any, calls: int, dist: Any, torch: Any, device: str) -> float
 
 
 def command(
-    sizes: Annotated[str, typer.Option(help="Megabytes of the buffers; 1,10,100,1000 on CUDA, up to 100 on the CPU.")] = "",
+    sizes: Annotated[str, typer.Option(help="Megabytes of the buffers, with commas between them.")] = "1,10,100,1000",
     worlds: Annotated[str, typer.Option(help="Processes of a group, with commas between them.")] = "2,4",
     samples: int = 10, device: Device = "auto", quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -95,7 +98,6 @@ def command(
     with Session("collectives", locals(), where(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("collectives", "needs PyTorch, which is not installed")
-        sizes = sizes or ("1,10,100,1000" if session.device == "cuda" else "1,10,100")
         megabytes, groups = numbers(sizes, kind=float, least=0.001), numbers(worlds)
         if quick:
             megabytes, groups, samples = megabytes[:1], groups[:1], 3
@@ -110,26 +112,35 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
 
     if session.device == "cuda" and torch.cuda.device_count() < world:
         return session.leave_out(f"{world} processes", f"there are {torch.cuda.device_count()} GPUs")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, sizes, session.device, samples, folder)
-        failed = ""
+    fit = []
+    for size in sizes:
         try:
-            processes.spawn(worker, arguments, nprocs=world)
-        except Exception as error:  # a process that dies is a result; what was measured is kept
-            failed = " ".join(str(error).split())[-300:]
-        written = Path(folder) / "times-0"
-        lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
-        for size, name, seconds in map(json.loads, lines):
-            case = {"processes": world, "bytes": size, "device": session.device}
-            if isinstance(seconds, str):
-                session.leave_out(f"{name}, {world} processes, {size:,} bytes", seconds)
-                continue
-            row = session.row(case, name)
-            row.add("call_s", seconds)
-            row.values["bus_rate"] = BUS[name](world) * size / row.values["call_s"]
-        if failed:
-            session.leave_out(f"the rest of {world} processes", failed)
+            require(HELD * size * (1 if session.device == "cuda" else world), session.device)
+            fit.append(size)
+        except MemoryError as error:
+            session.leave_out(f"{world} processes, {size:,} bytes", str(error))
+    if not fit:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            processes.spawn(worker, (world, fit, session.device, samples, folder), nprocs=world, daemon=True)
+        except Exception as error:  # a process that dies is a result
+            session.leave_out(f"the rest of {world} processes", " ".join(str(error).split())[-300:])
+        finally:  # after an interrupt too
+            _read(session, world, Path(folder) / "times-0")
     return None
+
+
+def _read(session: Session, world: int, written: Path) -> None:
+    """What the first process has written."""
+    for line in written.read_text(encoding="utf-8").splitlines() if written.exists() else ():
+        size, name, seconds = json.loads(line)
+        if isinstance(seconds, str):
+            session.leave_out(f"{name}, {world} processes, {size:,} bytes", seconds)
+            continue
+        row = session.row({"processes": world, "bytes": size, "device": session.device}, name)
+        row.add("call_s", seconds)
+        row.values["bus_rate"] = BUS[name](world) * size / row.values["call_s"]
 
 
 def pictures(result: Result) -> plots.Pictures:

@@ -182,7 +182,7 @@ def _rope(b: Batch) -> Operation:
     if b.compiles:
         found["compiled, cos and sin given"] = lambda: (torch_compiled(by_hand), (heads,))
     other: dict[str, Build] = {
-        "scree, neighbours as pairs": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,))
+        "scree, neighbors as pairs": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,))
     }
     return Operation("rope", found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth, yardsticks=other)
 

@@ -150,6 +150,7 @@ def pictures(result: Result) -> plots.Pictures:
             axes.hist(row.samples["mean_saved"], bins=20, alpha=0.8, label=label(row).replace("\n", ", ") or row.who)
         axes.set(title="Saved against a padded batch, in each batch", ylabel="batches")
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
+        axes.yaxis.set_major_locator(plots.ticks(5, whole=True))
         axes.legend()
 
     def peaks(figure: Any) -> None:

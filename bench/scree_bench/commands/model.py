@@ -99,7 +99,7 @@ def command(
     lengths: Lengths = None,
     precisions: Annotated[str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")] = "fp32,tf32,bf16",
     compiled: Annotated[bool, typer.Option("--compiled", help="Compiled forms too.")] = False,
-    steps: Annotated[int, typer.Option(help="Steps that are measured, beside five to warm up.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured, beside five to warm up.")] = 10,
     device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Training steps of GPT-2, ragged and padded: forward, backward and optimizer, time, memory and where they go.
@@ -149,19 +149,22 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
             except Exception as error:  # out of memory, most of all: a result, and the others still run
                 session.row(case, who).add("step_s", Failure.of(error))
     times: dict[str, dict[str, list[float]]] = {who: {phase: [] for phase in PHASES} for who in running}
-    for number in range(max(WARM_UPS) + steps):
-        for who in list(running):
-            try:
-                for phase in PHASES:
-                    times[who][phase].append(running[who].run(phase))
-                if number == 0:
-                    session.row(case, who).values["first_loss_value"] = float(running[who].loss.detach())
-            except Exception as error:  # out of memory, most of all: a result, and the others still run
-                session.row(case, who).add("step_s", Failure.of(error))
-                del running[who]
+    try:
+        for number in range(max(WARM_UPS) + steps):
+            for who in list(running):
+                try:
+                    for phase in PHASES:
+                        times[who][phase].append(running[who].run(phase))
+                    if number == 0:
+                        session.row(case, who).values["first_loss_value"] = float(running[who].loss.detach())
+                except Exception as error:  # out of memory, most of all: a result, and the others still run
+                    session.row(case, who).add("step_s", Failure.of(error))
+                    del running[who]
+    finally:  # after an interrupt too
+        for who in running:
+            _summarize(session.row(case, who), times[who])
     for who, step in running.items():
         row = session.row(case, who)
-        _summarize(row, times[who])
         row.values["real_tokens"] = case["tokens"] / row.values["step_s"]
         if peak := session.limits().get(f"matmul_{LIMITS.get(case['precision'])}_flops"):
             row.values["of_limit_share"] = step_flops(size, rows) / row.values["step_s"] / peak
@@ -179,11 +182,14 @@ def step_flops(size: gpt.Size, rows: list[np.ndarray]) -> float:
 
 
 def _summarize(row: Row, times: dict[str, list[float]]) -> None:
-    every = [sum(parts) for parts in zip(*times.values(), strict=True)]
+    """Times of whole steps, where there are any beside those that warm up."""
+    every = [sum(parts) for parts in zip(*times.values(), strict=False)]
     last = max(WARM_UPS)
+    if len(every) <= last:
+        return
     row.add("step_s", every[last:])
     for phase in PHASES:
-        row.add(f"{phase}_s", times[phase][last:])
+        row.add(f"{phase}_s", times[phase][last : len(every)])
     for count in WARM_UPS:
         row.values[f"mean_after_{count}_s"] = statistics.fmean(every[count:])
     deviation = statistics.stdev(every[last:]) if len(every) > last + 1 else 0.0

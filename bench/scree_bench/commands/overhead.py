@@ -51,6 +51,67 @@ def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
     }
 
 
+def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
+    """What a layer of a model calls, forward alone and with its gradients: ours, and PyTorch's own on the values.
+
+    Beside the gradients stands "empty", an autograd function in Python that only allocates: what no such function can go below.
+    PyTorch's own attention, on CUDA, is the bare operator of FlashAttention-2, whose gradients are called for without autograd.
+    """
+    import torch
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.save_for_backward(*inputs)
+            return torch.empty_like(inputs[0])
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+    rng, half = np.random.default_rng(0), "float16" if lib.device == "cuda" else "float32"
+    values = [lib.make(rng.standard_normal((sum(LENGTHS), 2, 16)), half) for _ in range(3)]
+    plain: list[Any] = [*values, lib.make(np.ones(16), half)]
+    leaves = [x.clone().requires_grad_() for x in plain]
+    (q, *others), grad = (scree.from_lengths(x, LENGTHS) for x in (leaves[0], plain[0])), torch.ones_like(plain[0])
+    bare_q, own, xp = others[0], torch.nn.functional, scree.namespace(q).ragged
+    offsets, longest, aten = q.offsets.to(torch.int32), max(LENGTHS), torch.ops.aten
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return xp.attention(q, q.with_values(k), q.with_values(v), causal=True).values
+
+    def flash() -> Any:
+        return aten._flash_attention_forward(*plain[:3], offsets, offsets, longest, longest, 0.0, True, False)
+
+    def flash_both() -> Any:
+        out, lse, seed, counter, _ = flash()
+        return aten._flash_attention_backward(
+            grad, *plain[:3], out, lse, offsets, offsets, longest, longest, 0.0, True, seed, counter
+        )
+
+    def both(f: Thunk, *inputs: Any) -> Thunk:
+        return lambda: torch.autograd.grad(f(), inputs, grad)
+
+    def gradients(ours: Thunk, bare: Thunk | None, *inputs: Any) -> dict[str, Thunk]:
+        found = {"scree": both(ours, *inputs), "empty": both(lambda: Empty.apply(*inputs), *inputs)}
+        return found if bare is None else found | {"bare": bare}
+
+    x, y, z, weight = leaves
+    flashes = (flash, flash_both) if lib.device == "cuda" else (None, None)
+    forwards: dict[str, dict[str, Thunk | None]] = {
+        "attention": {"scree": lambda: attention(bare_q, *plain[1:3]), "bare": flashes[0]},
+        "rms_norm": {"scree": lambda: xp.rms_norm(bare_q, plain[3]), "bare": lambda: own.rms_norm(plain[0], (16,), plain[3])},
+        "softmax": {"scree": lambda: xp.softmax(bare_q), "bare": lambda: own.softmax(plain[0], 0)},
+    }
+    return {f"{name} in a layer": {who: f for who, f in each.items() if f} for name, each in forwards.items()} | {
+        "attention with gradients": gradients(lambda: attention(q, y, z), flashes[1], x, y, z),
+        "rms_norm with gradients": gradients(
+            lambda: xp.rms_norm(q, weight).values, both(lambda: own.rms_norm(x, (16,), weight), x, weight), x, weight
+        ),
+        "softmax with gradients": gradients(lambda: xp.softmax(q).values, both(lambda: own.softmax(x, 0), x), x),
+    }
+
+
 def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
     """Every elementwise function of the standard and every reduction, on NumPy: kind, name, our call and the bare one."""
     x = scree.from_lengths(np.linspace(0.1, 0.9, sum(LENGTHS)), LENGTHS)
@@ -80,7 +141,8 @@ def command(
     """Microseconds a call, against the bare library; and how long imports take.
 
     Thirteen tokens in three rows, so what is measured is what the host does. On libraries that run behind on the CPU each call
-    waits; on CUDA none does.
+    waits; on CUDA none does. What PyTorch's models call in each layer stands beside PyTorch's own, with its gradients too, and
+    beside an autograd function that computes nothing.
     """
     with Session("overhead", locals(), where(device)) as session:
         for lib in wanted(session, backend):
@@ -92,6 +154,10 @@ def command(
                 rows = session.time(case, "call_s", contenders, wait=_itself if lib.device == "cuda" else lib.wait, device="cpu")
                 if bare is not None and all("call_s" in row.values for row in rows.values()):
                     rows["scree"].values["over_s"] = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
+            if lib.name == "torch":
+                for what, contenders in session.track(beside_torch(lib).items(), "beside PyTorch's own"):
+                    case = {"backend": lib.name, "call": what}
+                    session.time(case, "call_s", {who: partial(_itself, f) for who, f in contenders.items()}, device="cpu")
             if lib.name == "numpy":
                 every = list(functions())
                 for kind, name, ours, bare in session.track(every[::12] if quick else every, "every function"):

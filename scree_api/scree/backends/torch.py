@@ -151,7 +151,12 @@ def _not_torch(call: SplitCall) -> str | None:
     return None if isinstance(call.values, torch.Tensor) else "split takes torch tensors only"
 
 
-@register_kernel("split", provider="torch", rejects=_not_torch)
+def _split_again(call: SplitCall) -> Callable[..., tuple[torch.Tensor, ...]]:
+    sizes, place = list(call.sizes), call.place
+    return lambda x: torch.split(x.values, sizes, place)
+
+
+@register_kernel("split", provider="torch", rejects=_not_torch, again=_split_again)
 def split(call: SplitCall) -> tuple[torch.Tensor, ...]:
     """`torch.split`, whose backward pass is one copy."""
     return torch.split(call.values, list(call.sizes), call.place)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..array import Array
 from ..checks import integers
-from ..create import from_padded, to_padded
+from ..padded import from_padded, to_padded
 from .dlpack import widest_integer
 
 

@@ -27,7 +27,7 @@ KNOWN = (
 )  # fmt: skip
 #: Functions at the top of a mask whose parts need no look inside, which a compiler does not allow.
 OUTERMOST = ("and_mask", "causal_mask_function", "bidirectional_mask_function")
-REFUSED = ("s_aux", "position_bias", "cache", "output_attentions")
+REFUSED = ("position_bias", "cache", "output_attentions")
 GAPS = "attention_mask: expected padding before or behind the tokens, a window sees no gaps"
 ACROSS = ("is_encoder_decoder", "add_cross_attention")  # settings of models that attend to tokens of another batch
 
@@ -44,7 +44,7 @@ def register(name: str = "scree") -> None:
     -----
     Flattened batches (`DataCollatorWithFlattening`, `to_hf_flattened`) and padded ones give the same as ``sdpa`` and ``eager``
     at every real token, in the forward pass, in its gradients and in `generate` with a cache. At padding attention gives 0.
-    What transformers passes on beside, and scree does not have, raises: attention dropout, attention sinks, position biases,
+    What transformers passes on beside, and scree does not have, raises: attention dropout, position biases,
     attention weights, and masks other than causal, windowed, padded or packed. Encoders such as BERT learn of the sequences of
     a flattened batch from ``cu_seq_lens_q`` alone, decoders from ``position_ids`` too.
 
@@ -149,7 +149,7 @@ def forward(
     if window and not causal:
         window = window - 1, window - 1
 
-    options = {"causal": causal, "window": window, "scale": scaling, "softcap": softcap or None}
+    options = {"causal": causal, "window": window, "scale": scaling, "softcap": softcap or None, "sinks": more.get("s_aux")}
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if cu_seq_lens_q is not None:

@@ -42,7 +42,7 @@ def encode(w: Weights, tokens: scree.Array) -> Any:
     """
     xp = scree.namespace(tokens)
     x = layers(xp, w, embed(xp, w, tokens), attention)
-    return normalise(xp, xp.mean(x, axis=1))
+    return normalize(xp, xp.mean(x, axis=1))
 
 
 def embed(xp: Any, w: Weights, tokens: scree.Array) -> scree.Array:
@@ -63,7 +63,7 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
 
 
 def layer(xp: Any, w: Weights, name: str, x: Any, attend: Attention) -> Any:
-    """Attention, then a feed-forward network on each token; each is added to its input, and the sum normalised."""
+    """Attention, then a feed-forward network on each token; each is added to its input, and the sum normalized."""
     q, k, v = (linear(w, f"{name}.attention.self.{part}", x) for part in ("query", "key", "value"))
     context = linear(w, f"{name}.attention.output.dense", attend(xp, q, k, v))
     x = norm(xp, w, f"{name}.attention.output.LayerNorm", x + context)
@@ -85,7 +85,7 @@ def linear(w: Weights, name: str, x: Any) -> Any:
 
 
 def norm(xp: Any, w: Weights, name: str, x: Any) -> Any:
-    """Layer normalisation of each token."""
+    """Layer normalization of each token."""
     return xp.ragged.layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], eps=EPS)
 
 
@@ -101,6 +101,6 @@ def gelu(xp: Any, x: Any) -> Any:
     return xp.maximum(x, 0) - size * t * series * xp.exp(x * x * -0.5) / 2
 
 
-def normalise(xp: Any, x: Any) -> Any:
+def normalize(xp: Any, x: Any) -> Any:
     """Each row, divided by its length."""
     return x / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import scree
 
-from .model import HEAD_DIM, Weights, layers, norm, normalise
+from .model import HEAD_DIM, Weights, layers, norm, normalize
 
 
 def encode(w: Weights, tokens: Any, mask: Any) -> Any:
@@ -42,7 +42,7 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
 
     x = layers(xp, w, embed(xp, w, tokens), attention)
     x, real = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
-    return normalise(xp, xp.sum(x * real, axis=1) / xp.sum(real, axis=1))
+    return normalize(xp, xp.sum(x * real, axis=1) / xp.sum(real, axis=1))
 
 
 def embed(xp: Any, w: Weights, tokens: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axes_of, by_token, like, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
+from ..fit import Function, axis_of, by_token, like, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
 from ..index import any_outside, entries, select, trimmed
 from ..segments import identity, segment_arg, spread
 
@@ -24,9 +24,7 @@ def take(f: Function, name: str, lib: Backend) -> Function:
         if isinstance(indices, Array):
             raise TypeError("indices: expected a dense array for a ragged x; scree.gather takes tokens by ragged indices")
         checks.integers("indices", indices, x.values)
-        if axis is None:
-            raise ValueError(f"axis: expected the axis of take for shape {x.shape}, got None")
-        (axis,) = axes_of(name, axis, x.ndim)
+        axis = axis_of(name, axis, x.ndim, batch=True)
         if axis == 0:
             return x[indices]
         if axis == x.ragged_dim + 1:
@@ -52,12 +50,10 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
     """Entries of each row by a ragged array of positions in the row, or of an element axis by an array like the values."""
 
     def ragged(x: Array, indices: Any, /, *, axis: int = -1) -> Array:
-        (axis,) = axes_of(name, axis, x.ndim)
+        axis = axis_of(name, axis, x.ndim)
         if not isinstance(indices, Array):
             raise TypeError("indices: expected a ragged array, got a dense one; rows of different lengths have no common index")
         indices = indices.with_values(checks.integers("indices", indices.values, x.values))
-        if axis == 0:
-            raise ValueError("axis: take_along_axis runs over rows or elements, not over the batch; got axis 0")
         if axis != x.ragged_dim + 1:
             return shared_layout(name, (x, indices)).with_values(f(x.values, indices.values, axis=axis - 1))
         return _by_position(lib, f, x, indices)
@@ -95,9 +91,7 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
     def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
         if axis is None:
             return whole(x, keepdims)
-        (axis,) = axes_of(name, axis, x.ndim)
-        if axis == 0:
-            raise ValueError(f"axis: {name} over the batch alone would compare unrelated positions of rows; got axis 0")
+        axis = axis_of(name, axis, x.ndim)
         if axis != x.ragged_dim + 1:
             dim = x.ragged_dim - (axis - 1 < x.ragged_dim and not keepdims)
             return x.with_values(f(x.values, axis=axis - 1, keepdims=keepdims), ragged_dim=dim)
@@ -165,9 +159,7 @@ def _within_rows(f: Function, name: str, rows: Function) -> Function:
     """A sort whose values along the ragged axis are ``rows(x, descending)``."""
 
     def ragged(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
-        (axis,) = axes_of(name, axis, x.ndim)
-        if axis == 0:
-            raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
+        axis = axis_of(name, axis, x.ndim)
         if axis != x.ragged_dim + 1 or 0 in (x.batch_size, x.total_length):
             return x.with_values(f(x.values, axis=axis - 1, descending=descending, stable=stable))
         return x.with_values(rows(x, descending))

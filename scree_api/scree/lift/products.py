@@ -8,7 +8,18 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend, is_array
-from ..fit import Function, accumulator, against, axes_of, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
+from ..fit import (
+    Function,
+    accumulator,
+    against,
+    axes_of,
+    axis_of,
+    moved,
+    shared_layout,
+    unless_either_ragged,
+    unless_ragged,
+    values_of,
+)
 from ..registry import declare, run
 from ..segments import root, segment_reduce, tiled
 
@@ -77,9 +88,7 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
     def ragged(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         arrays = [x for x in (x1, x2) if isinstance(x, Array)]
         first = shared_layout(name, arrays)
-        (at,) = axes_of(name, axis, first.ndim)
-        if at == 0:
-            raise ValueError("axis: vecdot runs over rows or elements, not over the batch; got axis 0")
+        at = axis_of(name, axis, first.ndim)
         a, b = (x.values if isinstance(x, Array) else against(name, x, first) for x in (x1, x2))
         if at != first.ragged_dim + 1:
             dim = first.ragged_dim - (at <= first.ragged_dim)

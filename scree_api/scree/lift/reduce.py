@@ -9,7 +9,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..fit import Function, accumulator, against, axes_of, by_token, moved, real_of, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, axis_of, by_token, moved, real_of, unless_ragged
 from ..layout import Layout
 from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
 
@@ -130,8 +130,8 @@ def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, d
 def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
     values = xp.astype(x.values, wide, copy=False)
     x = x.with_values(values)
-    centre = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
-    total = _reduce_rows(xp, "sum", x.with_values(xp.square(values - centre)), axes, keepdims, wide)
+    center = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
+    total = _reduce_rows(xp, "sum", x.with_values(xp.square(values - center)), axes, keepdims, wide)
     return divide(xp, total, _counts(xp, x, axes, total, keepdims) - correction)
 
 
@@ -157,11 +157,7 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
     xp, op = lib.xp, name.removeprefix("cumulative_")
 
     def ragged(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
-        if axis is None:
-            raise ValueError(f"axis: expected the axis of {name} for a ragged array, got None")
-        (axis,) = axes_of(name, axis, x.ndim)
-        if axis == 0:
-            raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
+        axis = axis_of(name, axis, x.ndim)
         out = f(xp.ones((1,), dtype=x.dtype), axis=0, dtype=dtype).dtype
         if axis != x.ragged_dim + 1:
             wide = accumulator(xp, out)

@@ -12,7 +12,7 @@ from .. import checks
 from ..array import Array
 from ..backends import Backend
 from ..create import unpack
-from ..fit import Function, against, axes_of, equal_rows, shared_layout, stretches, unless_ragged, unless_ragged_among
+from ..fit import Function, against, axes_of, axis_of, equal_rows, shared_layout, stretches, unless_ragged, unless_ragged_among
 from ..index import select, take_rows
 from ..layout import Layout
 from ..registry import declare, run
@@ -25,9 +25,7 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
         if not all(isinstance(x, Array) for x in arrays):
             raise TypeError("arrays: expected ragged arrays only, got dense ones among them; make them ragged first")
         first = arrays[0]
-        if axis is None:
-            raise ValueError("axis: expected an axis for ragged arrays, got None")
-        (axis,) = axes_of(name, axis, first.ndim)
+        axis = axis_of(name, axis, first.ndim, batch=True)
         if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
             raise ValueError(f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}")
         dim = first.ragged_dim
@@ -109,9 +107,7 @@ def stack(f: Function, name: str, lib: Backend) -> Function:
         if not all(isinstance(x, Array) for x in arrays):
             raise TypeError("arrays: expected ragged arrays only, got dense ones among them")
         first = arrays[0]
-        if axis is None:
-            raise ValueError("axis: expected an axis for ragged arrays, got None")
-        (axis,) = axes_of(name, axis, first.ndim + 1)
+        axis = axis_of(name, axis, first.ndim + 1, batch=True)
         if axis == 0:
             raise ValueError("axis: the batch is axis 0 of a ragged array; use concat, or stack along another axis")
         shared_layout(name, arrays)
@@ -249,7 +245,7 @@ def unstack(f: Function, name: str, lib: Backend) -> Function:
     """The rows as dense arrays (axis 0), or the entries of an element axis as ragged ones."""
 
     def ragged(x: Array, /, *, axis: int = 0) -> tuple[Any, ...]:
-        (axis,) = axes_of(name, axis, x.ndim)
+        axis = axis_of(name, axis, x.ndim, batch=True)
         if axis == 0:
             return tuple(unpack(x))
         if axis == x.ragged_dim + 1:
@@ -278,14 +274,12 @@ def roll(f: Function, name: str, lib: Backend) -> Function:
     """Tokens rolled within their row, rows in the batch, or entries of element axes."""
 
     def ragged(x: Array, /, shift: Any, *, axis: Any = None) -> Array:
-        if axis is None:
-            raise ValueError(f"axis: expected the axis of roll for shape {x.shape}, got None")
         axes, shifts = ((a if isinstance(a, tuple) else (a,)) for a in (axis, shift))
         shifts = shifts * len(axes) if len(shifts) == 1 else shifts
         if len(shifts) != len(axes):
             raise ValueError(f"shift: expected one for each axis of {axis}, got {shift}")
         for by, a in zip(shifts, axes, strict=True):
-            by, (a,) = checks.integer("shift", by), axes_of(name, a, x.ndim)
+            by, a = checks.integer("shift", by), axis_of(name, a, x.ndim, batch=True)
             if a == 0:
                 x = take_rows(x, np.roll(np.arange(x.batch_size), by))
             elif a != x.ragged_dim + 1:
@@ -304,9 +298,7 @@ def repeat(f: Function, name: str, lib: Backend) -> Function:
     """Every token (the ragged axis), row (axis 0) or element repeated; the counts of tokens may be a ragged array."""
 
     def ragged(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
-        if axis is None:
-            raise ValueError(f"axis: expected the axis of repeat for shape {x.shape}, got None")
-        (axis,) = axes_of(name, axis, x.ndim)
+        axis = axis_of(name, axis, x.ndim, batch=True)
         if isinstance(repeats, bool | float | int | np.integer):
             repeats = checks.integer("repeats", repeats, 0)
             if axis == x.ragged_dim + 1:
@@ -360,13 +352,11 @@ def tile(f: Function, name: str, lib: Backend) -> Function:
 
 
 def diff(f: Function, name: str, lib: Backend) -> Function:
-    """Differences of neighbours, within rows along the ragged axis; a row of n tokens gives max(n - 1, 0)."""
+    """Differences of neighbors, within rows along the ragged axis; a row of n tokens gives max(n - 1, 0)."""
     joined = concat(lib.xp.concat, "concat", lib)
 
     def ragged(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Any = None, append: Any = None) -> Array:
-        (axis,) = axes_of(name, axis, x.ndim)
-        if axis == 0:
-            raise ValueError("axis: diff runs over rows or elements, not over the batch; got axis 0")
+        axis = axis_of(name, axis, x.ndim)
         n, parts = checks.integer("n", n, 0), [part for part in (prepend, x, append) if part is not None]
         x = joined(parts, axis=axis) if len(parts) > 1 else x
         if axis != x.ragged_dim + 1:

@@ -1,15 +1,7 @@
 """`xp.ragged`: what the standard lacks for ragged arrays. One object serves every namespace."""
 
-from ..create import (
-    from_cu_seqlens,
-    from_lengths,
-    from_offsets,
-    from_padded,
-    from_segment_ids,
-    pack,
-    to_padded,
-    unpack,
-)
+from ..create import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
+from ..padded import from_padded, to_padded
 from .attention import attention
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dropout import dropout

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import again
 from ..array import Array
-from ..checks import dense, integer, number
+from ..checks import dense, floating, integer, number
 from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare, run
 from ..segments import tiled
@@ -102,8 +102,7 @@ class AttentionCall:
                 raise TypeError(f"{name}: expected dtype {dtype} as q, got {values.dtype}; convert it with xp.astype")
             if backend.apart(values, q.values):
                 raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device")
-        if not rows.xp.isdtype(dtype, "real floating"):
-            raise TypeError(f"q: expected a real floating-point dtype, got {dtype}")
+        floating("q", q.values)
         if k.batch_size != q.batch_size:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
         if v.layout is not k.layout:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend, is_array
-from ..checks import dense, integer, integers
+from ..checks import dense, floating, integer, integers
 from ..fit import accumulator, equal_rows, like, ragged, values_of
 from ..registry import declare, run
 from ..segments import divide, segment_reduce
@@ -106,11 +106,10 @@ class LinearCrossEntropyCall(Losses):
 def _check_tokens(name: str, call: Losses) -> None:
     """Raise unless the tokens are floating point, (n, None, size) or (total, size)."""
     x, values = call.x, call.values
-    lib = backend(values, name)
+    backend(values, name)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
         raise ValueError(f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}")
-    if not lib.xp.isdtype(values.dtype, "real floating"):
-        raise TypeError(f"{name}: expected a real floating-point dtype, got {values.dtype}; convert it with xp.astype")
+    floating(name, values)
 
 
 def _check_targets(call: Losses, classes: int) -> None:

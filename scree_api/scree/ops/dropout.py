@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..backends import backend
-from ..checks import number
+from ..checks import floating, number
 from ..fit import like, values_of
 
 
@@ -38,8 +38,7 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     lib = backend(values, "x")
     if not 0 <= number("rate", rate) < 1:
         raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
-    if not lib.xp.isdtype(values.dtype, "real floating"):
-        raise TypeError(f"x: expected a real floating-point dtype, got {values.dtype}")
+    floating("x", values)
     if lib.uniform is None:
         raise TypeError(f"x: expected an array of a library with random numbers, got one of {lib.name}")
     kept = lib.uniform(key, tuple(values.shape), values) >= rate

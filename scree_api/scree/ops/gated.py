@@ -8,6 +8,7 @@ from typing import Any
 from .. import again
 from ..array import Array
 from ..backends import backend
+from ..checks import floating
 from ..fit import accumulator, like, values_of
 from ..registry import declare
 
@@ -20,13 +21,12 @@ class SwigluCall:
 
     def __post_init__(self) -> None:
         x, values = self.x, self.values
-        lib = backend(values, "x")
+        backend(values, "x")
         if values.ndim == 0 or (isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1):
             raise ValueError(f"x: expected a last axis of gates and values, got shape {tuple(x.shape)}")
         if values.shape[-1] % 2:
             raise ValueError(f"x: expected a last axis of an even size, as many gates as values, got shape {tuple(x.shape)}")
-        if not lib.xp.isdtype(values.dtype, "real floating"):
-            raise TypeError(f"x: expected a real floating-point dtype, got {values.dtype}; convert it with xp.astype")
+        floating("x", values)
 
     @property
     def values(self) -> Any:

@@ -8,16 +8,16 @@ from typing import Any
 from .. import again
 from ..array import Array
 from ..backends import backend
-from ..checks import dense, number
+from ..checks import dense, floating, number
 from ..fit import accumulator, like, ragged, shared_layout, values_of
 from ..registry import declare
 
 
 @dataclass(frozen=True, slots=True)
 class NormCall:
-    """Normalise `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None.
+    """Normalize `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None.
 
-    With a `residual` like `x` the sum of both is normalised, and given beside the result.
+    With a `residual` like `x` the sum of both is normalized, and given beside the result.
     """
 
     x: Any
@@ -28,13 +28,12 @@ class NormCall:
 
     def __post_init__(self) -> None:
         x, values = self.x, self.values
-        lib = backend(values, "x")
+        backend(values, "x")
         if values.ndim == 0:
             raise ValueError("x: expected at least one axis, got a 0-d array")
         if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:
             raise ValueError(f"x: expected element axes behind the ragged one, got {x.shape}; a norm runs over the last axis")
-        if not lib.xp.isdtype(x.dtype, "real floating"):
-            raise TypeError(f"x: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
+        floating("x", values)
         width = (int(values.shape[-1]),)
         for name, found in (("weight", self.weight), ("bias", self.bias)):
             if found is None:
@@ -66,7 +65,7 @@ class NormCall:
         return values_of(self.residual)
 
     def result(self, y: Any, total: Any) -> Any:
-        """`y` like `x`, and with a residual also `total`, the sum that was normalised."""
+        """`y` like `x`, and with a residual also `total`, the sum that was normalized."""
         normed = like(self.x, y)
         return normed if self.residual is None else (normed, like(self.x, total))
 
@@ -74,7 +73,7 @@ class NormCall:
 def layer_norm(
     x: Any, weight: Any = None, bias: Any = None, *, residual: Any = None, eps: float = 1e-5, kernel: str | None = None
 ) -> Any:
-    """Layer normalisation over the last axis (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """Layer normalization over the last axis (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
     Parameters
     ----------
@@ -104,7 +103,7 @@ def layer_norm(
 
 
 def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1e-6, kernel: str | None = None) -> Any:
-    """Root mean square normalisation over the last axis (Zhang and Sennrich, 2019): ``x / sqrt(mean(x**2) + eps) * weight``.
+    """Root mean square normalization over the last axis (Zhang and Sennrich, 2019): ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Parameters
     ----------
@@ -129,13 +128,13 @@ def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1
     return again.run("rms_norm", {"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel)
 
 
-def _normalise(call: NormCall, centre: bool) -> Any:
+def _normalize(call: NormCall, center: bool) -> Any:
     values, xp = call.values, backend(call.values).xp
     if call.residual is not None:
         values = values + call.added
     wide = accumulator(xp, values.dtype)
     y = xp.astype(values, wide, copy=False)
-    if centre:
+    if center:
         y = y - xp.mean(y, axis=-1, keepdims=True)
     y = y / xp.sqrt(xp.mean(y * y, axis=-1, keepdims=True) + call.eps)
     if call.weight is not None:
@@ -147,9 +146,9 @@ def _normalise(call: NormCall, centre: bool) -> Any:
 
 @declare("layer_norm", NormCall)
 def _layer_norm(call: NormCall) -> Any:
-    return _normalise(call, centre=True)
+    return _normalize(call, center=True)
 
 
 @declare("rms_norm", NormCall)
 def _rms_norm(call: NormCall) -> Any:
-    return _normalise(call, centre=False)
+    return _normalize(call, center=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import again
 from ..array import Array
-from ..checks import integers, number
+from ..checks import floating, integers, number
 from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare
 
@@ -30,8 +30,7 @@ class RopeCall:
         x = ragged("x", self.x)
         if x.ragged_dim != 0 or x.ndim < 3:
             raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
-        if not x.layout.xp.isdtype(x.dtype, "real floating"):
-            raise TypeError(f"x: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
+        floating("x", x.values)
         if x.values.shape[-1] % 2 or x.values.shape[-1] == 0:
             raise ValueError(f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}")
         if self.k is not None:
@@ -64,7 +63,7 @@ def rope(
     theta
         Base of the wavelengths: pair i turns by ``position * theta ** (-2 i / head_dim)``.
     interleaved
-        Pair neighbours (2i, 2i + 1), as in the paper, instead of (i, i + head_dim / 2).
+        Pair neighbors (2i, 2i + 1), as in the paper, instead of (i, i + head_dim / 2).
     start
         (n,) position of each row's first token, for rows that continue; 0 by default.
     kernel

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import again
 from ..array import Array
+from ..checks import floating
 from ..fit import accumulator, against, moved, ragged
 from ..registry import declare
 from ..segments import segment_reduce
@@ -19,8 +20,7 @@ class SoftmaxCall:
     x: Array
 
     def __post_init__(self) -> None:
-        if not ragged("x", self.x).layout.xp.isdtype(self.x.dtype, "real floating"):
-            raise TypeError(f"x: expected a real floating-point dtype, got {self.x.dtype}; convert it with xp.astype")
+        floating("x", ragged("x", self.x).values)
 
 
 def softmax(x: Array, /, *, kernel: str | None = None) -> Array:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import again
 from ..array import Array
 from ..backends import backend
 from ..checks import integer
 from ..fit import like, values_of
-from ..registry import declare, run
+from ..registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,6 @@ class SplitCall:
     def place(self) -> int:
         """The axis of the values."""
         return self.axis % len(self.x.shape) - isinstance(self.x, Array)
-
-    def result(self, parts: Sequence[Any]) -> tuple[Any, ...]:
-        """The parts of the values like `x`."""
-        return tuple(like(self.x, part) for part in parts)
 
 
 def split(x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = None) -> tuple[Any, ...]:
@@ -86,8 +83,8 @@ def split(x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = 
            [4]]), array([[1, 2, 3],
            [5, 6, 7]]))
     """
-    call = SplitCall(x, sizes, axis)
-    return call.result(run("split", call, kernel))
+    sizes = tuple(sizes) if isinstance(sizes, list) else sizes
+    return tuple(like(x, part) for part in again.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel))
 
 
 @declare("split", SplitCall)

@@ -25,12 +25,15 @@ MODELS: dict[str, Any] = {
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **GROUPED, head_dim=16, sliding_window=4, num_local_experts=4, num_experts_per_tok=2
+    ),
     "bert": lambda: transformers.BertConfig(**SIZE),
     "modernbert": lambda: transformers.ModernBertConfig(
         **SIZE, global_attn_every_n_layers=2, local_attention=4, cls_token_id=1, sep_token_id=2
     ),
 }  # fmt: skip
-DECODERS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
+DECODERS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss"]
 LENGTHS = [7, 1, 12, 5]
 
 bridge.register()
@@ -59,7 +62,7 @@ def batches(name: str, side: str = "right", device: str = "cpu") -> tuple[dict[s
 
 
 def peers(name: str) -> list[str]:
-    return ["eager"] if name == "gemma2" else ["eager", "sdpa"]  # sdpa has no softcap
+    return ["eager"] if name in ("gemma2", "gpt_oss") else ["eager", "sdpa"]  # sdpa has no softcap and no sinks
 
 
 def gradients(of: Any) -> list[torch.Tensor]:
@@ -197,7 +200,7 @@ def test_what_it_cannot_do_raises() -> None:
     gaps[2, 4] = 0
     with pytest.raises(ValueError, match="attention_mask: expected padding before or behind"):
         model("gemma2", "scree")(ids, attention_mask=gaps)
-    for name in ("dropout", "s_aux", "position_bias", "cache"):
+    for name in ("dropout", "position_bias", "cache"):
         with pytest.raises(ValueError, match=f"^{name}: scree's attention does not support it"):
             bridge.forward(llama, *(torch.ones(1, 1, 2, 8) for _ in range(3)), None, **{name: 0.5})
     from transformers.masking_utils import causal_mask_function, chunked_overlay, or_masks
