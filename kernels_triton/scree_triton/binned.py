@@ -22,13 +22,14 @@ _LEAST_ROOM = 16
 _STRETCHES = 32
 _MANY = 128  # places can have more tokens than one program adds up
 _HELPERS = 4  # programs a multiprocessor that look for tokens
-_ELEMENTS = 2048  # in a tile
-_WIDEST = 1024  # of a token
+_TILE = 2048  # elements of narrow tokens at once
+_WIDE_TOKEN = 128  # elements, from which on a tile has so many bytes, which two warps read:
+_WIDE_BYTES = 2048
 _MOST_PLACES = 128  # of a program
 _TOKENS = 128  # that a program puts into bins
 _SEEN = 1024  # numbers of places that are looked at at once
 _AT_ONCE = 4
-_REGISTERS = 48  # of a thread, for wide tokens: those that look for tokens must not take the room of those that add
+_REGISTERS = 64  # of a thread, for wide tokens: those that look for tokens must not take the room of those that add
 _NONE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -141,12 +142,15 @@ def add_kernel(X, INDEX, COUNTS, BINS, PARTS, OUT, count, size, most, helpers, l
 def _launches(device: torch.device, x: torch.dtype, index: torch.dtype, acc: tl.dtype, room: int,
               width: int) -> tuple[Launch, Launch, int, int]:
     """What fills the bins and what adds, the programs of a token, and the places of a program."""
-    block = min(triton.next_power_of_2(width), _WIDEST)
-    wide = block >= _WIDEST // 2
-    places = 1 if wide else min(_ELEMENTS // block, _MOST_PLACES)
+    if width >= _WIDE_TOKEN:
+        tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_REGISTERS)
+    else:
+        tile, warps, options = _TILE, 4, {}
+    block = min(triton.next_power_of_2(width), tile)
+    places = min(tile // block, _MOST_PLACES)
     fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS), dict(num_warps=4))
     add = Launch(add_kernel, dict(ROOM=room, STRETCHES=_STRETCHES, C=width, BC=block, PLACES=places, AT_ONCE=_AT_ONCE,
-                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=4, **(dict(maxnreg=_REGISTERS) if wide else {})))
+                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=warps, **options))
     return fill, add, -(-width // block), places
 
 

@@ -55,7 +55,10 @@ LEAST = 2  # elements of a token that is wide
 _WARPS = 4  # of a program
 _BYTES = 16  # that a thread reads of a token
 _STEPS = 8  # tokens that a lane reads at once
+_STEPS_OF_SEARCHES = 4  # which read ahead
 _COLUMNS = 128  # of a program
+_COLUMNS_OF_SUMS = 64  # and of other reductions, where rows have _LONG tokens and more on average
+_LONG = 64
 _PROGRAMS = 4  # a multiprocessor
 _SHORTEST = 32  # steps of a share, at least
 _LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
@@ -66,6 +69,7 @@ _COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}  # of each stream
 _SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
 _WIDE = tl.constexpr(512)
+_NOWHERE = tl.constexpr(0x7FFFFFFF)  # no place in a row
 READY = tl.constexpr(1 << 30)  # is added to the number of parts when they have been put together
 
 
@@ -113,14 +117,12 @@ def _upto(u, AXIS: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
     """What each token reduces to alone; those that are not there were read as what no tokens reduce to, or as 0."""
     if OP == ANY:
         x = (x != 0).to(KEPT)
     elif OP == ALL:
         x = ((x != 0) | ~valid).to(KEPT)
-    elif (OP == ARGMAX) | (OP == ARGMIN):
-        x = tl.where(valid, _key(x.to(ACC), place, OP), IDENTITY)
     elif OP == DOT:
         x = x.to(ACC) * y.to(ACC)
     elif OP == SUM_Y:
@@ -130,6 +132,21 @@ def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, ACC:
     else:
         x = x.to(ACC)
     return x
+
+
+@triton.jit
+def _further(best, place, x, places, valid, OP: tl.constexpr):
+    """The first extremum of each lane so far and its place, 32 bits each, with those of more tokens (U, G, BC) behind it."""
+    LAST: tl.constexpr = MAX if OP == ARGMAX else MIN
+    worst = -float("inf") if x.dtype.is_floating() else -(1 << 31)
+    if OP == ARGMIN:
+        worst = float("inf") if x.dtype.is_floating() else (1 << 31) - 1
+    x = tl.where(valid, x, worst)
+    m = _fold(x, 0, LAST)  # NaN, if there is one
+    found = tl.min(tl.where(valid & ((x == m) | (x != x)), places, _NOWHERE), 0, keep_dims=True)
+    better = (m > best) if OP == ARGMAX else (m < best)
+    better = (found != _NOWHERE) & (better | (place == _NOWHERE) | ((m != m) & (best == best)))
+    return tl.where(better, m, best), tl.where(better, found, place)
 
 
 @triton.jit
@@ -166,23 +183,38 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
     """What the tokens of each lane reduce to. Their rows begin at token `zero`."""
     u, v = _nothing(G, BC, IDENTITY, KEPT)
     OTHER: tl.constexpr = IDENTITY if (OP == LSE) | (OP == MAX) | (OP == MIN) | (OP == PROD) else 0
+    SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
+    if SEARCH:  # what comes next is read before this is looked through
+        best = tl.zeros([1, G, BC], ACC)
+        place = tl.full([1, G, BC], _NOWHERE, tl.int32)
+        step = tl.arange(0, U)[:, None, None]
+        ahead = tl.load(X + _elements(first + step * hop, columns, C, BC), mask=(step < counts) & inside, other=0)
     for w in range(0, steps, U):
         step = w + tl.arange(0, U)[:, None, None]
         valid = step < counts
         tokens = first + step * hop
-        at = _elements(tokens, columns, C, BC)
-        x = tl.load(X + at, mask=valid & inside, other=OTHER)
+        if SEARCH:
+            x = ahead
+            at = _elements(first + (step + U) * hop, columns, C, BC)
+            ahead = tl.load(X + at, mask=(step + U < counts) & inside, other=0)
+        else:
+            at = _elements(tokens, columns, C, BC)
+            x = tl.load(X + at, mask=valid & inside, other=OTHER)
         y = x
         if READS == 2:
             y = tl.load(Y + at, mask=valid & inside, other=0)
-        x = _alone(x, y, a, valid, tokens - zero, OP, IDENTITY, ACC, KEPT)
-        if OP == LSE:
+        x = _alone(x, y, a, valid, OP, ACC, KEPT)
+        if SEARCH:
+            best, place = _further(best, place, x, tokens - zero, valid, OP)
+        elif OP == LSE:
             m = tl.maximum(u, tl.max(x, 0, keep_dims=True))
             low = _finite(m)
             v = v * _exp(u - low) + tl.sum(_exp(x - low), 0, keep_dims=True)
             u = m
         else:
             u, v = _join(u, v, _fold(x, 0, OP), v, OP)
+    if SEARCH:
+        u = tl.where(place == _NOWHERE, IDENTITY, _key(best, place, OP))
     return u, v
 
 
@@ -498,7 +530,9 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
           identity: float, shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
     """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes."""
     total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
-    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    search = op in (ARGMAX.value, ARGMIN.value)
+    narrower = not map and not search and total >= _LONG * n
+    columns = min(triton.next_power_of_2(width), _COLUMNS_OF_SUMS if narrower else _COLUMNS)
     blocks = -(-width // columns)
     lanes = 32 * _WARPS * min(_BYTES // size, columns) // columns
     reads = 2 if dtypes[1] else int(map != shares.COPY.value)
@@ -513,15 +547,16 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
         stride *= _WIDE.value
     numbers = lanes if map in _SCANS else 2
     parts = ((count, 2, numbers, width), (2 * numbers * width, numbers * width, width, 1)) if cut and op else None
-    launch = _launch(device, dtypes, op, map, cut, width, columns, lanes, reads, acc, held, identity)
+    steps = _STEPS_OF_SEARCHES if search else _STEPS
+    launch = _launch(device, dtypes, op, map, cut, width, columns, lanes, steps, reads, acc, held, identity)
     return _Plan(launch, programs, (n, total, share, count, stride), parts, count * blocks)
 
 
 @cache
 def _launch(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, cut: bool, width: int, columns: int, lanes: int,
-            reads: int, acc: torch.dtype, held: torch.dtype, identity: float) -> Launch:
+            steps: int, reads: int, acc: torch.dtype, held: torch.dtype, identity: float) -> Launch:
     _, _, a, b, *_ = dtypes
-    constants = dict(OP=op, MAP=map, CUT=cut, IDENTITY=identity, C=width, BC=columns, G=lanes, U=_STEPS,
+    constants = dict(OP=op, MAP=map, CUT=cut, IDENTITY=identity, C=width, BC=columns, G=lanes, U=steps,
                      F=max(_PARTS // columns, 2), READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_TYPES[acc],
                      KEPT=_TYPES[held])
     return Launch(columns_kernel, constants, dict(num_warps=_WARPS))

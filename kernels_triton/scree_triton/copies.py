@@ -24,7 +24,7 @@ from .launch import Launch, contiguous, empty
 _UNITS = 1024  # that a program moves
 _SLOTS = 512  # the same where it pads
 # Tokens of one unit of so many bytes that a program writes to neighboring places, those side by side in a thread, and the warps.
-_STREAMS = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (1024, 4, 4), 8: (1024, 2, 4)}
+_STREAMS = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _LEAST_LENGTH = 8  # of a padded row, so that those side by side are of two rows at most
 _WARPS = 4
 _MOST_PLANS = 1024

@@ -146,18 +146,17 @@ def _first_tile(first, length, other, left, tiles, BLOCK_N: gl.constexpr, WINDOW
 
 
 @gluon.jit
-def _tanh(x):
-    """The hardware's own, whose error of 2^-11 is that of a score in half precision."""
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], gl.float32, True, 1)
+def _capped(x, scale, softcap, SOFTCAP: gl.constexpr, EXACT: gl.constexpr = False):
+    """Scores, or with a softcap their tanh, and the factor that makes them what exp2 takes.
 
-
-@gluon.jit
-def _capped(x, scale, softcap, SOFTCAP: gl.constexpr):
-    """Scores, or with a softcap their tanh, and the factor that makes them what exp2 takes."""
-    if SOFTCAP:
-        return _tanh(x * scale), softcap
-    else:
+    The hardware's own tanh, which is not EXACT, has an error of 2^-11, that of a score in half precision.
+    """
+    if not SOFTCAP:
         return x, scale
+    elif EXACT:
+        return 1.0 - 2.0 / (gl.exp2(x * (scale * (2.0 * LOG2E))) + 1.0), softcap
+    else:
+        return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x * scale], gl.float32, True, 1), softcap
 
 
 @gluon.jit
@@ -168,6 +167,15 @@ def _biased(x, factor, slope, own, others, ALIBI: gl.constexpr):
         return x * factor - slope * distance, 1.0
     else:
         return x, factor
+
+
+@gluon.jit
+def _derivative(scale, softcap, SOFTCAP: gl.constexpr):
+    """Of what exp2 takes, by the product of query and key, times ln(2); without that of the tanh."""
+    if SOFTCAP:
+        return scale * softcap * LN2
+    else:
+        return scale * LN2
 
 
 @gluon.jit

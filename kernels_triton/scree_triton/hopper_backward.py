@@ -5,13 +5,13 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from .hopper import (
     _COUNTS,
-    LN2,
     LOG2E,
     _barriers,
     _biased,
     _capped,
     _claim,
     _column,
+    _derivative,
     _entry,
     _first_tile,
     _inside,
@@ -82,15 +82,6 @@ def _scores(a, b_s, full, c, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     mbarrier.wait(full.index(stage), (c // STAGES) & 1)
     return warpgroup_mma(a, _rows(b_s.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _derivative(scale, softcap, SOFTCAP: gl.constexpr):
-    """Of what exp2 takes, by the product of query and key, times ln(2); without that of the tanh."""
-    if SOFTCAP:
-        return scale * softcap * LN2
-    else:
-        return scale * LN2
 
 
 @gluon.jit

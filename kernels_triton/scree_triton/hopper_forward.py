@@ -1,8 +1,9 @@
 """The forward of attention on Hopper, float16 and bfloat16, head_dim up to 128.
 
-Each consumer issues the next Q K^T before the softmax of the current tile, and the two take turns at the tensor cores, so that
-the softmax of one runs under the matrix products of the other. Narrow heads have one consumer a program instead, and three
-programs a multiprocessor, which hide each other's waits.
+Each consumer issues the next Q K^T before the softmax of the current tile, and they take turns at the tensor cores, so that
+the softmax of one runs under the matrix products of the others. Three of them share what is read, as what the L2 cache can
+give bounds fewer. Short rows of narrow heads have one consumer a program instead, and three programs a multiprocessor, which
+hide each other's waits.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,18 +33,23 @@ from .hopper import (
 
 
 @gluon.jit
-def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                      COUNTER, q_head, k_head, v_head, heads, group_size, group, left, right, BLOCK_M: gl.constexpr,
-                      BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                      CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, Q_PLANES: gl.constexpr,
-                      PLANES: gl.constexpr):
+def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head, v_head,
+                      heads, group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                      BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                      CAUSAL: gl.constexpr, WINDOW: gl.constexpr, Q_PLANES: gl.constexpr, PLANES: gl.constexpr):
+    """Keys of a tile come with the values of the one before, as both are multiplied in one step; the last values come alone."""
     Q_BYTES: gl.constexpr = q_s.dtype.primitive_bitwidth // 8 * Q_PLANES
+    BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2 * PLANES
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
     t = gl.program_id(0)
     i = 0
     c = 0
+    v_start = 0
+    v_length = 0
+    v_row = 0
+    v_column = 0
     while t >= 0:
         tile, head = _tile(TILES, t, count, total_tiles, group)
         start = gl.load(tile)
@@ -60,44 +66,49 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full,
                 _load_planes(qd, start, length, first + w * (BLOCK_M // CONSUMERS), _column(head, q_head, q_s),
                              q_full.index(qs), q_s, qs * CONSUMERS + w, Q_PLANES)
             k_column = _column(head // group_size, k_head, k_s)
-            v_column = _column(head // group_size, v_head, v_s)
             tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
                 stage = c % STAGES
-                phase = ((c // STAGES) & 1) ^ 1
-                mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2 * PLANES)
-                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PLANES)
-                mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2 * PLANES)
-                _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
+                mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
+                if c > 0:
+                    mbarrier.expect(full.index(stage), 2 * BYTES)
+                    _load_planes(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PLANES)
+                else:
+                    mbarrier.expect(full.index(stage), BYTES)
+                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, full.index(stage), k_s, stage, PLANES)
+                v_start = other_start + 0
+                v_length = other + 0
+                v_row = j * BLOCK_N
+                v_column = _column(head // group_size, v_head, v_s)
                 c += 1
             t = _claim(COUNTER, total_tiles)
         else:
+            if c > 0:
+                stage = c % STAGES
+                mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), BYTES)
+                _load_planes(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PLANES)
             mbarrier.arrive(q_full.index(qs), count=1)
             t = -1
         i += 1
 
 
+@gluon.constexpr_function
+def _turn(kind, w, consumers):
+    return f"bar.{kind} {10 + w % consumers}, 256; mov.b32 $0, $1;"
+
+
 @gluon.jit
 def _take_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
     """Wait for this warpgroup's turn at the tensor cores. Named barriers are not in Gluon, so by inline assembly."""
-    if CONSUMERS == 1:
-        pass
-    elif w == 0:
-        gl.inline_asm_elementwise("bar.sync 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
-    else:
-        gl.inline_asm_elementwise("bar.sync 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+    if CONSUMERS > 1:
+        gl.inline_asm_elementwise(_turn("sync", w, CONSUMERS), "=r,r", [c], gl.int32, False, 1)
 
 
 @gluon.jit
 def _pass_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
-    if CONSUMERS == 1:
-        pass
-    elif w == 0:
-        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
-    else:
-        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.b32 $0, $1;", "=r,r", [c], gl.int32, False, 1)
+    if CONSUMERS > 1:
+        gl.inline_asm_elementwise(_turn("arrive", w + 1, CONSUMERS), "=r,r", [c], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -116,27 +127,22 @@ def _attended(x, limit, own, left, offs_n, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, own, left,
+def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own, left,
                   offs_n, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
                   STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr,
                   CONSUMERS: gl.constexpr):
-    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values, which are there.
-
-    The values of tile c are waited for behind its softmax: ptxas would move the wait for the products before it.
-    """
+    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
     ROWS: gl.constexpr = q.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     stage = c % STAGES
-    before = c - 1
-    mbarrier.wait(k_full.index(stage), (c // STAGES) & 1)
+    mbarrier.wait(full.index(stage), (c // STAGES) & 1)
     _take_turn(w, c, CONSUMERS)
     x = warpgroup_mma(q, _rows(k_s.index(stage)).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S),
                       use_acc=False, is_async=True)
     p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
+    acc = warpgroup_mma(p, _rows(v_s.index(stage)), acc, is_async=True)
     _pass_turn(w, c, CONSUMERS)
     x = warpgroup_mma_wait(1, deps=(x, ))
-    mbarrier.arrive(k_empty.index(stage), count=1)
     x, factor = _capped(x, scale, softcap, SOFTCAP)
     x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
     if masked:
@@ -145,15 +151,14 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, v_empty
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * factor - m_new[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
-    mbarrier.wait(v_full.index(stage), (c // STAGES) & 1)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    mbarrier.arrive(v_empty.index(before % STAGES), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
     return acc, y, m_new, l
 
 
 @gluon.jit
-def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
+def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES,
                       OUT, LSE, out_stride, total, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
                       DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SAME: gl.constexpr,
                       CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
@@ -165,7 +170,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
-    if w == 1:  # the other one begins
+    if w == CONSUMERS - 1:  # the first one begins
         _pass_turn(w, c, CONSUMERS)
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
@@ -177,60 +182,70 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, k_
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
         own = query + shift
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+        low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
+        # Tiles behind this warpgroup's last key are passed over, and all but one where it has no queries.
+        most = low + 1
+        if row < length:
+            most = gl.maximum(_key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), most)
+        for _ in range(tiles - most):
+            mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+            mbarrier.arrive(empty.index(c % STAGES), count=1)
+            _take_turn(w, c, CONSUMERS)
+            _pass_turn(w, c, CONSUMERS)
+            c += 1
+        tiles = most
         # The last key of each query, and the tiles that all queries of this warpgroup attend in full: with rows of one
-        # length (and BLOCK_M = BLOCK_N) all but the last.
+        # length (and ROWS that divide BLOCK_N) all but the last.
         if SAME:
             limit = query
-            full = tiles - 1
+            whole = tiles - 1
         else:
-            limit, full = _key_bounds(row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW)
-        mbarrier.wait(k_full.index(c % STAGES), (c // STAGES) & 1)
+            limit, whole = _key_bounds(row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW)
+        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c, CONSUMERS)
         x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
                           gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S), use_acc=False, is_async=True)
         _pass_turn(w, c, CONSUMERS)
         x = warpgroup_mma_wait(0, deps=(x, ))
-        mbarrier.arrive(k_empty.index(c % STAGES), count=1)
+        mbarrier.arrive(empty.index(c % STAGES), count=1)
         x, factor = _capped(x, scale, softcap, SOFTCAP)
         x, factor = _biased(x, factor, slope, own - (tiles - 1) * BLOCK_N, offs_n, ALIBI)
         x = _attended(x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW)
         m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
         y = gl.exp2(x * factor - m[:, None])
         l = _partial_sums(y)
-        mbarrier.wait(v_full.index(c % STAGES), (c // STAGES) & 1)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT_O)
         c += 1
         if WINDOW:
             # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
             inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-            for j in range(tiles - 2, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
-                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+            for j in range(tiles - 2, low - 1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c,
                                              limit - j * BLOCK_N, own - j * BLOCK_N, left, offs_n, scale, softcap, slope,
-                                             (j >= full) | (j < inner), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O,
+                                             (j >= whole) | (j < inner), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O,
                                              CONSUMERS)
                 c += 1
         else:
             if CAUSAL and not SAME:
-                for j in range(tiles - 2, full - 1, -1):
-                    acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c,
+                for j in range(tiles - 2, whole - 1, -1):
+                    acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c,
                                                  limit - j * BLOCK_N, own, left, offs_n, scale, softcap, slope, True, WINDOW,
                                                  SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
                     c += 1
-            for _ in range(full - 1, -1, -1):
-                acc, y, m, l = _forward_step(w, q, k_s, v_s, k_full, k_empty, v_full, v_empty, acc, y, m, l, c, limit, own,
+            for _ in range(whole - 1, -1, -1):
+                acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own,
                                              left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, STAGES,
                                              LAYOUT_S, LAYOUT_O, CONSUMERS)
                 c += 1
         mbarrier.arrive(q_empty.index(i % 2), count=1)
-        before = c - 1
         p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-        acc = warpgroup_mma(p, _rows(v_s.index(before % STAGES)), acc, is_async=True)
+        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+        acc = warpgroup_mma(p, _rows(v_s.index(c % STAGES)), acc, is_async=True)
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
         nothing = gl.minimum(limit, other - 1) < 0
         lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
         factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(before % STAGES), count=1)
         # What lies behind the rows may be NaN, so a factor of 0 would not do.
         acc = gl.where(factor[:, None] == 0.0, 0.0, acc * factor[:, None])
         _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, DIM, LAYOUT_STORE)
@@ -247,8 +262,8 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head,
                    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
     """OUT (total, heads, DIM) and LSE (heads, total), natural.
 
-    CONSUMERS: 2, or 1 that shares a multiprocessor with other programs. SAME: queries and keys of causal rows have the same
-    offsets. The other constants are those that `hopper` tells of.
+    CONSUMERS: 1, where programs share a multiprocessor, to 3, of 64 queries each. SAME: queries and keys of causal rows have
+    the same offsets. The other constants are those that `hopper` tells of.
     """
     q_s = _ring(qd, 2 * CONSUMERS)
     k_s = _ring(kd, STAGES)
@@ -256,28 +271,41 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head,
     queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = _barriers(2, 1)
     q_empty = _barriers(2, CONSUMERS)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, CONSUMERS)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, CONSUMERS)
+    full = _barriers(STAGES, 1)
+    empty = _barriers(STAGES, CONSUMERS)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT, LSE,
-                                 out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM,
-                                 BLOCK_D, STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
-            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, 0 if CAUSAL else right,
-                                 BLOCK_M, BLOCK_N, BLOCK_D, STAGES, 2, 1, CAUSAL, WINDOW, 1, 1)),
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
+                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
+                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D,
+                                 STAGES, 2, 1, CAUSAL, WINDOW, 1, 1)),
         ], [1], [24])
-    else:
+    elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT, LSE,
-                                 out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM,
-                                 BLOCK_D, STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
-            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT, LSE,
-                                 out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM,
-                                 BLOCK_D, STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
-            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                                 COUNTER, q_head, k_head, v_head, heads, group_size, group, left, 0 if CAUSAL else right,
-                                 BLOCK_M, BLOCK_N, BLOCK_D, STAGES, 2, 2, CAUSAL, WINDOW, 1, 1)),
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
+                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
+                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
+                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D,
+                                 STAGES, 2, 2, CAUSAL, WINDOW, 1, 1)),
         ], [4, 1], [240, 24])
+    elif CONSUMERS == 3:
+        gl.warp_specialize([
+            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
+                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
+                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+            (_forward_consumer, (2, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
+                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
+                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D,
+                                 STAGES, 2, 3, CAUSAL, WINDOW, 1, 1)),
+        ], [4, 4, 1], [160, 160, 24])

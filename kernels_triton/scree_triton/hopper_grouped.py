@@ -6,8 +6,7 @@ TMA writes what it found, the next tile is read already. A consumer whose rows a
 the last columns both multiply half as many where these are enough.
 
 Tiles of the product come row of the batch by row, so that those which share a matrix or tokens run side by side and find them in
-the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two. Those of the
-gradient of the matrices, whose work is as long as the row, come in the order of long rows, middling ones and short ones.
+the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two.
 """
 from functools import cache
 
@@ -32,7 +31,6 @@ HALF = gl.constexpr(128)
 DEEP = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 GROUP = gl.constexpr(16)
-_NUMBERS = ("n", "total", "k", "m")
 
 
 @gluon.jit
@@ -118,31 +116,19 @@ def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
 
 
 @gluon.jit
-def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, k, m):
+def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, k, m):
     columns = gl.cdiv(m, WIDE)
     count = gl.cdiv(k, HIGH) * columns  # tiles of a matrix
-    mean = total // n
     t = gl.program_id(0)
     i = 0
     c = 0
-    # Rows are gone through three times: for the long, the middling and the short ones.
-    visit = 0
-    row = -1
-    before = 0 - count
     while t >= 0:
         there = t < n * count
-        while there & (t >= before + count):
-            row += 1
-            if row == n:
-                row = 0
-                visit += 1
-            length = (gl.load(OFFSETS + row + 1) - gl.load(OFFSETS + row)).to(gl.int32)
-            if gl.where(length > 2 * mean, 0, gl.where(length > mean // 2, 1, 2)) == visit:
-                before += count
-        start = gl.load(OFFSETS + gl.maximum(row, 0)).to(gl.int32)
-        end = gl.load(OFFSETS + gl.maximum(row, 0) + 1).to(gl.int32)
-        column = (t - before) % columns * WIDE
-        depth = (t - before) // columns * HIGH
+        row = gl.minimum(t // count, n - 1)
+        start = gl.load(OFFSETS + row).to(gl.int32)
+        end = gl.load(OFFSETS + row + 1).to(gl.int32)
+        column = t % columns * WIDE
+        depth = t % count // columns * HIGH
         steps = gl.where(there, gl.cdiv(end - start, DEEP), 0)
         _tell(queue, told, read, i, there.to(gl.int32), steps, (column + HALF >= m).to(gl.int32), gl.where(there, k - depth, 0),
               row, depth, column)
@@ -240,7 +226,7 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
     tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=_NUMBERS)
+@gluon.jit(do_not_specialize=("n", "total", "k", "m"))
 def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.constexpr):
     """OUT (total, m) = X (total, k) times, for each token, the matrix (k, m) of its row; W is (n, k, m), TURNED (n, m, k)."""
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 64, DEEP], xd.layout)
@@ -265,8 +251,8 @@ def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.co
     ], [4, 1], [240, 24])
 
 
-@gluon.jit(do_not_specialize=_NUMBERS)
-def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, total, k, m):
+@gluon.jit(do_not_specialize=("n", "k", "m"))
+def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
     """DW (n, k, m): of each row, X (tokens, k) turned over times DY (tokens, m)."""
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 1, 1, DEEP, 64], xd.layout)
     b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, 1, DEEP, WIDE], dyd.layout)
@@ -279,7 +265,7 @@ def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, total, k, m):
     gl.warp_specialize([
         (_consumer, (0, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
         (_consumer, (1, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
-        (_weight_producer, (xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, total, k, m)),
+        (_weight_producer, (xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, k, m)),
     ], [4, 1], [240, 24])
 
 
@@ -304,8 +290,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, turned: bool, offsets: torch.
 
 def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, dw: torch.Tensor) -> None:
     """To dw (n, k, m), of each row, x (tokens, k) turned over times dy (tokens, m)."""
-    (total, k), m = x.shape, dy.shape[1]
+    n, k, m = dw.shape
     shapes = (boxed(*ragged_shape(1, k, x.stride(0), k), 64), boxed(*ragged_shape(1, m, dy.stride(0), m), WIDE.value),
               boxed(tuple(dw.shape), dw.stride(), HALF.value))
     start(_launch(x.device, x.dtype, offsets.dtype, None), multiprocessors(x.device), (offsets, counter(x.device)), (),
-          (dw.shape[0], total, k, m), (x, dy, dw), shapes)
+          (n, k, m), (x, dy, dw), shapes)

@@ -31,11 +31,11 @@ LINEAR = {
     "pad": _Linear(
         pad, lambda f, dy, shape, offsets, dim, length, left, *_: f.unpad(dy, offsets, dim, shape[dim], left),
         lambda x, offsets, dim, length, left, fill, marks: (
-            x.new_empty((offsets.shape[0] - 1, *resized(x, dim, length))),
+            x.new_empty((offsets.shape[0] - 1, *resized(x.shape, dim, length))),
             x.new_empty((offsets.shape[0] - 1, length) if marks else (0,), dtype=torch.bool))),
     "unpad": _Linear(
         unpad, lambda f, dy, shape, offsets, dim, total, left: f.pad(dy, offsets, dim, shape[dim + 1], left, 0, False)[0],
-        lambda x, offsets, dim, total, left: x.new_empty(resized(x, dim + 1, total)[1:])),
+        lambda x, offsets, dim, total, left: x.new_empty(resized(x.shape, dim + 1, total)[1:])),
     "take": _Linear(
         take, lambda f, dy, shape, index, check, distinct: (
             f.take(dy, check, index, False) if check is not None else
@@ -47,7 +47,7 @@ LINEAR = {
     "select": _Linear(
         select, lambda f, dy, shape, offsets, starts, dim, total, step, distinct, *_: f.unselect(
             dy, shape, offsets, starts, dim, step, distinct),
-        lambda x, offsets, starts, dim, total, *_: x.new_empty(resized(x, dim, total))),
+        lambda x, offsets, starts, dim, total, *_: x.new_empty(resized(x.shape, dim, total))),
     "unselect": _Linear(
         unselect, lambda f, dy, shape, _, offsets, starts, dim, step, distinct: f.select(
             dy, offsets, starts, dim, shape[dim], step, distinct),
@@ -137,12 +137,12 @@ _unjoin_op = torch.library.custom_op("scree_triton::unjoin", unjoin, mutates_arg
 
 @_join_op.register_fake
 def _(xs, offsets, dim):
-    return xs[0].new_empty(resized(xs[0], dim, sum(x.shape[dim] for x in xs)))
+    return xs[0].new_empty(resized(xs[0].shape, dim, sum(x.shape[dim] for x in xs)))
 
 
 @_unjoin_op.register_fake
 def _(dy, offsets, totals, dim):
-    return [dy.new_empty(resized(dy, dim, total)) for total in totals]
+    return [dy.new_empty(resized(dy.shape, dim, total)) for total in totals]
 
 
 def _keep_joined(ctx, inputs, output):

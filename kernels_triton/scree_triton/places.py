@@ -1,13 +1,14 @@
 """Which token goes where: the slots that a mask marks, and the last token that goes to each of numbered places."""
-from functools import cache
+import math
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .host import start
-from .launch import Launch
+from .host import on_its_device, start
+from .launch import Launch, contiguous, empty
 
 _BLOCK = 512  # slots at a time, a multiple of 8
 _BEFORE = 8192  # of those before them
@@ -81,26 +82,46 @@ def _counter(count: int) -> torch.dtype:
     return torch.int32 if count < 1 << 31 else torch.int64
 
 
+class _Mark:
+    """What follows from shapes and dtypes where the marks of a mask are counted, so that a call only allocates and launches."""
+
+    def __init__(self, device: torch.device, marks: torch.dtype, shape: tuple[int, int], total: int, dtype: torch.dtype,
+                 words: bool):
+        (n, length), slots = shape, math.prod(shape)
+        self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
+        self.offsets, self.found = (*contiguous((n + 1,)), dtype), (*contiguous((total,)), _counter(max(slots, total)))
+        self.slots, self.chunks, chunk = slots, 0, _BLOCK
+        if slots > _FEW:
+            chunk *= -(-slots // (_BLOCK * _MOST_CHUNKS))
+            self.chunks = -(-slots // chunk)
+            self.counts = *contiguous((self.chunks,)), torch.int64
+            self.count = _launch(count_kernel, device, (marks,), 4, BLOCK=_BLOCK)
+        self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), _WARPS,
+                            COUNTED=slots > _FEW, WORDS=words, BLOCK=_BLOCK, BEFORE=_BEFORE)
+        self.programs, self.numbers = slots // chunk + 1, (slots, length, total, chunk)
+
+    @on_its_device
+    def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The offsets and the slots of a contiguous mask."""
+        offsets, found = self.new(*self.offsets), self.new(*self.found)
+        if self.slots == 0:
+            return offsets.zero_(), found.zero_()
+        counts = offsets
+        if self.chunks:
+            counts = self.new(*self.counts)
+            self.count(self.chunks, (mask, counts), (), (self.slots, self.numbers[3]))
+        self.mark(self.programs, (mask, counts, offsets, found), (), self.numbers)
+        return offsets, found
+
+
+_marking = lru_cache(1024)(_Mark)
+
+
 def mark(mask: torch.Tensor, total: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none."""
-    n, length = mask.shape
-    slots, device = n * length, mask.device
-    found = torch.empty((total,), dtype=_counter(max(slots, total)), device=device)
-    if slots == 0:
-        return torch.zeros((n + 1,), dtype=dtype, device=device), found.zero_()
-    offsets = torch.empty((n + 1,), dtype=dtype, device=device)
     mask = mask.contiguous()
-    chunk, counts = _BLOCK, offsets
-    if slots > _FEW:
-        chunk *= -(-slots // (_BLOCK * _MOST_CHUNKS))
-        counts = torch.empty((-(-slots // chunk),), dtype=torch.int64, device=device)
-        launch = _launch(count_kernel, device, (mask.dtype,), 4, BLOCK=_BLOCK)
-        start(launch, counts.shape[0], (mask, counts), (), (slots, chunk))
     words = mask.dtype == torch.bool and mask.data_ptr() % 16 == 0
-    launch = _launch(mark_kernel, device, (mask.dtype, dtype, found.dtype), _WARPS,
-                     COUNTED=slots > _FEW, WORDS=words, BLOCK=_BLOCK, BEFORE=_BEFORE)
-    start(launch, slots // chunk + 1, (mask, counts, offsets, found), (), (slots, length, total, chunk))
-    return offsets, found
+    return _marking(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)  # type: ignore[no-any-return]
 
 
 def last(index: torch.Tensor, size: int) -> torch.Tensor:

@@ -12,12 +12,10 @@ import triton
 from . import portable
 from .launch import Launch, current_device, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, Tile, Tiles, portable_tiles
+from .tuned import GLUON, LONG, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
-# Of a thread at first, by programs that share a multiprocessor: 12 warps of one program, or 8 of each.
-_REGISTERS = {1: 168, 2: 128, 3: 80}
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"  # measure the tiles of portable kernels at the first call of a kind
 GLUON_KNOWN = triton.__version__.startswith("3.6.")  # Gluon changes between versions, and so does what it compiles to
 
@@ -113,14 +111,19 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper and half:
         return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same)
-    if hopper and not (window or softcap or alibi or tf32):
-        return SplitPlan(device, shapes, causal)
+    if hopper and not tf32:
+        return SplitPlan(device, shapes, causal, window, softcap, alibi)
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
 
 
 def _filled(dim: int) -> int:
     """The width of tiles for heads that the copy engine fills up with zeros."""
     return triton.next_power_of_2(dim)
+
+
+def _registers(programs: int, consumers: int) -> int:
+    """Of a thread at first, where programs of some consumers and a producer, 4 warps each, share a multiprocessor."""
+    return 512 // (programs * (consumers + 1)) // 8 * 8
 
 
 def _reachable(stride: int, head: int, heads: int) -> bool:
@@ -254,6 +257,12 @@ class PortablePlan(Plan):
                 (total, plane, *self.k_counts, *spec))
 
 
+def _numbers(spec: Spec) -> tuple[int, int, float, float]:
+    """The window, and what scores are multiplied by before and after the softcap, log2(e) in the last factor of all."""
+    left, right, scale, softcap = spec
+    return (left, right, scale / softcap, softcap * LOG2E) if softcap else (left, right, scale * LOG2E, 0.0)
+
+
 class HopperPlan(Plan):
     """Gluon on Hopper: one persistent program a multiprocessor."""
 
@@ -266,18 +275,19 @@ class HopperPlan(Plan):
         # What is not plain comes with a window, which may be endless.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter, self.softcap, self.block_d, self.tiles = hopper.counter, softcap, dim, GLUON[dtype.itemsize, dim]
+        self.counter, self.block_d, self.tiles = hopper.counter, dim, GLUON[dtype.itemsize, dim]
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.described = tuple(ragged(*x, dim) for x in shapes)
         self.columns = self.q.head, self.k.head, self.v.head
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        options = dict(num_warps=4, maxnreg=_REGISTERS[1])
-        m, n, stages, shared = self.tiles.forward
-        self.forward_programs = shared * self.programs
-        consumers = 2 if shared == 1 else 1
-        self.forward_launch = Launch(hopper_forward.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, CONSUMERS=consumers, SAME=same and causal,
-            **features), dict(num_warps=4, maxnreg=_REGISTERS[shared]), (m // consumers, n, n))
+        options = dict(num_warps=4, maxnreg=_registers(1, 2))
+        # The forward for rows that are short on average, and for long ones.
+        self.forwards = []
+        for m, n, stages, shared in (self.tiles.forward, self.tiles.long or self.tiles.forward):
+            consumers = m // 64
+            self.forwards.append((m, shared * self.programs, Launch(hopper_forward.forward_kernel, dict(
+                BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, CONSUMERS=consumers, SAME=same and causal,
+                **features), dict(num_warps=4, maxnreg=_registers(shared, consumers)), (64, n, n))))
         m, n, stages, own = self.tiles.dq
         # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone. Held
         # where there is one loop, it puts what is in registers to another use while that is still needed.
@@ -290,22 +300,17 @@ class HopperPlan(Plan):
             BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, K_STAGES=own, **features, HELD=held), options,
             (m, n // 2, n // 2, m))
 
-    def _numbers(self, spec: Spec) -> tuple[int, int, float, float]:
-        """The window, and what scores are multiplied by before and after the softcap, log2(e) in the last factor of all."""
-        left, right, scale, softcap = spec
-        return (left, right, scale / softcap, softcap * LOG2E) if self.softcap else (left, right, scale * LOG2E, 0.0)
-
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
         return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
 
     def _forward(self, q, k, v, slopes, out, lse, rows, spec):
-        total, block = q.shape[0], self.tiles.forward[0]
+        total, n = q.shape[0], rows.q.shape[0] - 1
+        block, programs, launch = self.forwards[total >= LONG * n]
         tiles = rows.query_tiles(total, block, spec)
-        self.forward_launch(min(self.forward_programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
-                            (q if slopes is None else slopes, out, lse, tiles, self.counter(self.device)),
-                            (*self.columns, self.out_stride), (total, *self.q_counts, *self._numbers(spec)), (q, k, v),
-                            self.described)
+        launch(min(programs, tile_bound(total, n, block) * self.heads),
+               (q if slopes is None else slopes, out, lse, tiles, self.counter(self.device)),
+               (*self.columns, self.out_stride), (total, *self.q_counts, *_numbers(spec)), (q, k, v), self.described)
 
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
@@ -313,7 +318,7 @@ class HopperPlan(Plan):
         stride, head, _ = dout.stride()
         descriptors = (q, k, v, dout), (*self.described, ragged(self.heads, self.v.dim, stride, head, self.block_d))
         columns = (*self.columns, head)
-        plane, numbers, slopes = self.heads * total, self._numbers(spec), q if slopes is None else slopes
+        plane, numbers, slopes = self.heads * total, _numbers(spec), q if slopes is None else slopes
         dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
         block = self.tiles.dq[0]
         tiles = rows.query_tiles(total, block, spec)
@@ -333,7 +338,7 @@ class SplitPlan(Plan):
 
     BLOCK = 32  # numbers of heads that a program of the kernels that split takes
 
-    def __init__(self, device: torch.device, shapes: tuple[_Shape, ...], causal: bool):
+    def __init__(self, device: torch.device, shapes: tuple[_Shape, ...], causal: bool, window: bool, softcap: bool, alibi: bool):
         from . import hopper, hopper_float32
 
         super().__init__(device, torch.float32, shapes)
@@ -344,20 +349,22 @@ class SplitPlan(Plan):
         described = [ragged(planes * x.heads, dim, planes * x.heads * dim, dim) for x in shapes]
         self.described = *described, described[0]
         self.described_q = ragged(*self.q)
+        window = window or softcap or alibi
+        features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         split, options = dict(DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
         self.split_launch = Launch(hopper_float32.split_kernel, split, options)
         self.split_dout_launches = [Launch(hopper_float32.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
                                     for x in (False, True)]
-        options = dict(num_warps=4, maxnreg=_REGISTERS[1])
+        options = dict(num_warps=4, maxnreg=_registers(1, 2))
         m, n, stages, _ = self.tiles.forward
         self.forward_launch = Launch(hopper_float32.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m // 2, n, n))
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m // 2, n, n))
         m, n, stages, _ = self.tiles.dq
         self.dq_launch = Launch(hopper_float32.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m // 2, n, n, m // 2))
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m // 2, n, n, m // 2))
         m, n, stages, _ = self.tiles.dkdv
         self.dkdv_launch = Launch(hopper_float32.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, CAUSAL=causal), options, (m, n // 2, n // 2, m))
+            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m, n // 2, n // 2, m))
 
     def _takes(self, dout: torch.Tensor) -> bool:
         return dout.stride(2) == 1
@@ -376,14 +383,15 @@ class SplitPlan(Plan):
         total, block = q.shape[0], self.tiles.forward[0]
         tiles = rows.query_tiles(total, block, spec)
         self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
-                            (out, lse, tiles, self.counter(self.device)), (self.q.head, self.out_stride),
-                            (total, *self.q_counts, spec.scale * LOG2E), (q, self._split(k), self._split(v)),
+                            (q if slopes is None else slopes, out, lse, tiles, self.counter(self.device)),
+                            (self.q.head, self.out_stride), (total, *self.q_counts, *_numbers(spec)),
+                            (q, self._split(k), self._split(v)),
                             (self.described_q, *self.described[1:3]))
 
     def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
         dq, dk, dv = grads
         total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
-        plane, scale = self.heads * total, spec.scale * LOG2E
+        plane, numbers, slopes = self.heads * total, _numbers(spec), q if slopes is None else slopes
         dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
         split_dout = self._empty_planes(dout)
         self.split_dout_launches[dlse is not None](
@@ -393,10 +401,10 @@ class SplitPlan(Plan):
         block = self.tiles.dq[0]
         tiles = rows.query_tiles(total, block, spec)
         self.dq_launch(min(self.programs, tile_bound(total, n, block) * self.heads),
-                       (stats, dq, tiles, self.counter(self.device)), (self.out_stride,),
-                       (total, plane, *self.q_counts, scale), *descriptors)
+                       (slopes, stats, dq, tiles, self.counter(self.device)), (self.out_stride,),
+                       (total, plane, *self.q_counts, *numbers), *descriptors)
         block = self.tiles.dkdv[1]
         tiles = rows.key_tiles(total_k, block, spec)
         self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
-                         (stats, dk, dv, tiles, self.counter(self.device)), (self.k_heads * self.q.dim,),
-                         (total, plane, *self.k_counts, scale), *descriptors)
+                         (slopes, stats, dk, dv, tiles, self.counter(self.device)), (self.k_heads * self.q.dim,),
+                         (total, plane, *self.k_counts, *numbers), *descriptors)

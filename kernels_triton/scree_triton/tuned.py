@@ -23,18 +23,21 @@ class GluonTiles(NamedTuple):
     """Queries, keys and stages of the three Gluon kernels.
 
     Further, of the forward the programs that share a multiprocessor, and of the backward the stages of the side it owns.
+    `long` is the forward for rows of at least `LONG` tokens on average, where it is another.
     """
 
     forward: tuple[int, int, int, int]
     dq: tuple[int, int, int, int]
     dkdv: tuple[int, int, int, int]
+    long: tuple[int, int, int, int] | None = None
 
 
-# By bytes of an element and the width of tiles, measured on an H100.
+LONG = 1000
+# By bytes of an element and head_dim, measured on an H100.
 GLUON = {
     (2, 32): GluonTiles((64, 64, 3, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
-    (2, 64): GluonTiles((64, 64, 3, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
-    (2, 128): GluonTiles((128, 128, 2, 1), (128, 64, 3, 1), (64, 128, 3, 1)),
+    (2, 64): GluonTiles((64, 64, 3, 3), (128, 64, 4, 2), (64, 128, 4, 2), long=(192, 64, 6, 1)),
+    (2, 128): GluonTiles((192, 64, 3, 1), (128, 64, 3, 1), (64, 128, 3, 1)),
     (4, 32): GluonTiles((128, 64, 3, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
     (4, 64): GluonTiles((128, 64, 3, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
 }

@@ -15,6 +15,7 @@ f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
 LONG = (900, 1, 1, 640, 2, 1000)
+FEW = (2100, 1, 999)  # long enough on average for the forward of long rows
 MASKS = [dict(), dict(causal=True), dict(causal=True, window=(70, None)), dict(window=(33, 20)),
          dict(window=(None, 5)), dict(causal=True, softcap=15.0), dict(causal=True, window=(100, None), softcap=30.0)]
 CASES = [
@@ -47,6 +48,9 @@ CASES = [
     *(Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=right is None, window=(left, right))
       for dim in (64, 128) for k_lengths in (None, LONG[::-1])
       for left, right in ((0, None), (127, None), (128, None), (300, None), (0, 0), (200, 130), (None, 64))),
+    *(Case(dtype, dim, dim, 4, 2, FEW, k_lengths, alibi=alibi, **mask)
+      for (dtype, dim), k_lengths, (alibi, mask) in itertools.product(
+          ((f16, 64), (bf16, 48)), (None, FEW[::-1]), ((False, MASKS[0]), (False, MASKS[1]), (False, MASKS[3]), (True, MASKS[6])))),
     *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
     *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
 ]

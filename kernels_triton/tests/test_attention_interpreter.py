@@ -85,8 +85,8 @@ CAUSAL = dict(left=False, right=True, causal=True, softcap=False, alibi=False, a
     (torch.float16, (64, 64), dict(aligned=False), "PortablePlan"),
     *((f32, (dim, dim), {}, "SplitPlan") for dim in (32, 64)),
     *((f32, (dim, dim), {}, "PortablePlan") for dim in (16, 48, 128)),
-    *((f32, (64, 64), change, "PortablePlan") for change in (
-        dict(left=True), dict(softcap=True), dict(alibi=True), dict(tf32=True))),
+    *((f32, (64, 64), change, "SplitPlan") for change in (dict(left=True), dict(causal=False), dict(softcap=True, alibi=True))),
+    (f32, (64, 64), dict(tf32=True), "PortablePlan"),
 ], ids=str)
 def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
     """As the table in the documentation says."""

@@ -13,6 +13,7 @@ CASES = [
     *(Case(name, f32, (3,), LENGTHS) for name in NAMES),
     *(Case(name, f16, (130,), LENGTHS, wide=True) for name in ("softmax", "sum", "cumulative_sum")),  # two blocks of columns
     *(Case(name, f32, (24,), (70,)) for name in ("logsumexp", "cumulative_sum")),  # parts of one row alone
+    Case("max", f16, (130,), (130, 3)),  # narrower blocks of columns
     *(Case(name, f32, (2, 16), (3,) * 20, bounded=True) for name in ("log_softmax", "mean", "cumulative_sum")),  # nothing is cut
 ]
 

@@ -127,10 +127,11 @@ def test_sizes_may_be_read_inside_of_a_gradient_but_not_under_vmap() -> None:
 
 COLD = """
 import torch, scree
+weight = torch.nn.Parameter(torch.ones(2))
 def f(v, offsets):
     x = scree.from_cu_seqlens(v, offsets, max_length=3)
     xp = scree.namespace(x)
-    return xp.sum(2 * x + v[0, :], axis=1)
+    return xp.sum(scree.rms_norm(2 * x, weight) * weight + v[0, :], axis=1)
 args = torch.ones(5, 2), torch.tensor([0, 2, 5], dtype=torch.int32)
 assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(*args), f(*args))
 """

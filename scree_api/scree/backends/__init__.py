@@ -125,6 +125,13 @@ def _is_standard(x: Any) -> bool:
     return is_array_api_obj(x) and hasattr(x, "__dlpack_device__")  # a ragged array has no DLPack, CuPy's no namespace
 
 
+def constant(f: F) -> F:
+    """Mark a function of constants, so that `torch.compile` calls it instead of tracing it."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+    return f
+
+
+@constant
 def _library(cls: type) -> str | None:
     """The listed library that `cls` or one of its bases comes from, if instances of it can be arrays."""
     if not hasattr(cls, "shape"):
@@ -136,12 +143,6 @@ def _library(cls: type) -> str | None:
 def named(library: str) -> Backend:
     """The backend of a library by its name; imports the library."""
     return _load(library) if library in LIBRARIES.values() else backend(import_module(library).empty(0))
-
-
-def constant(f: F) -> F:
-    """Mark a function of constants, so that `torch.compile` calls it instead of tracing it."""
-    f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
-    return f
 
 
 def _load(library: str) -> Backend:
