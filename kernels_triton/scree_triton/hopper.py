@@ -1,6 +1,6 @@
 """Attention on Hopper in Gluon: what the forward and the backward have in common.
 
-A program is one producer warp and two consumer warpgroups of 64 rows each (Shah et al., FlashAttention-3, 2024,
+A program is one producer warp and up to three consumer warpgroups of 64 rows each (Shah et al., FlashAttention-3, 2024,
 arXiv:2407.08608). The producer takes tiles from a counter, longest first, and fills rings of shared memory by TMA; the
 consumers multiply on the tensor cores.
 

@@ -26,7 +26,8 @@ MODELS: dict[str, Any] = {
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **GROUPED, head_dim=16, sliding_window=4, num_local_experts=4, num_experts_per_tok=2
+        **GROUPED, head_dim=16, sliding_window=4, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="eager",  # the default one has no float64 on CUDA
     ),
     "bert": lambda: transformers.BertConfig(**SIZE),
     "modernbert": lambda: transformers.ModernBertConfig(
