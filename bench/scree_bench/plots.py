@@ -27,6 +27,8 @@ THEMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 3)), "-")  # lines may cover each other
 SIZE = (8.0, 4.2)  # inches at 100 dots each: the width of a README
+LETTER = 8  # dots of a letter in a picture, at most
+LINE = 28  # letters of a label in a line
 
 
 def draw(result: Result, out: Path, form: str = "svg") -> list[Path]:
@@ -107,16 +109,18 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
     palette = _colors()
     crowded = len(names) > len(palette)  # then names stand beside the bars, and color only tells ours from theirs
     colors = {who: palette[not who.startswith("scree")] if crowded else palette[i] for i, who in enumerate(names)}
-    place, ticks, longest = 0.0, [], 0.0
+    room = 100 * SIZE[0] - LETTER * max((len(line) for label in groups for line in label.split("\n")), default=0)
+    place, ticks, width = 0.0, [], 0.0
     for label, group in groups.items():
         ticks.append((place + (len(group) - 1) / 2, label))
         scale = max(group.values(), default=1.0) if apart else 1.0
         for who, x in group.items():
+            beside = f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}"
             axes.barh(place, x / scale, color=colors[who], height=0.8)
-            axes.text(x / scale, place, f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}", va="center", fontsize=9)
-            longest, place = max(longest, x / scale), place + 1
+            axes.text(x / scale, place, beside, va="center", fontsize=9)
+            width, place = max(width, x / scale / max(0.2, 1 - LETTER * len(beside) / room)), place + 1
         place += 0.8
-    axes.set(xlim=(0, longest * (1.5 if crowded else 1.2) or 1), xticks=[])
+    axes.set(xlim=(0, width or 1), xticks=[])
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
@@ -138,7 +142,13 @@ def labels(rows: Sequence[Row], *without: str) -> Callable[[Row], str]:
 
     def label(row: Row) -> str:
         words = [x if isinstance(x := row.case[k], str) else f"{k} {text(x)}" for k in apart if k in row.case]
-        return "\n".join(", ".join(words[i : i + 2]) for i in range(0, len(words), 2))
+        lines: list[str] = []
+        for word in words:
+            if lines and len(lines[-1]) + len(word) <= LINE:
+                lines[-1] += f", {word}"
+            else:
+                lines.append(word)
+        return "\n".join(lines)
 
     return label
 

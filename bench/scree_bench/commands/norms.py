@@ -149,4 +149,5 @@ def pictures(result: Result) -> plots.Pictures:
         groups = plots.grouped(result.rows, value, plots.labels(result.rows))
         plots.bars(figure.add_subplot(), groups, value, f"Norms, {phase}: bytes a second, more is better")
 
-    return {f"norms-{phase}": partial(paint, phase=phase) for phase in ("forward", "backward")}
+    there = [phase for phase in ("forward", "backward") if any(f"{phase}_rate" in row.values for row in result.rows)]
+    return {f"norms-{phase}": partial(paint, phase=phase) for phase in there}
