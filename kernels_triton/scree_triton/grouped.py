@@ -222,9 +222,10 @@ def _hopper(device: torch.device) -> Any:
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, and no element twice."""
+    """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, no element twice, no row that is too long."""
     steps = x.stride()[:-1]
-    return x.element_size() == 2 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 and step >= x.shape[-1] for step in steps)
+    return (x.element_size() == 2 and x.data_ptr() % 16 == 0 and x.shape[0] <= _FAR.value
+            and all(step % 8 == 0 and step >= x.shape[-1] for step in steps))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
