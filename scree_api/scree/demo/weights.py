@@ -94,9 +94,11 @@ def _download(scratch: Path, progress: Progress) -> Path:
 
 def _largest_wheel(scratch: Path) -> int:
     largest = 0
-    for path in scratch.rglob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):  # pip moved it
-            largest = max(largest, path.stat().st_size)
+    for folder, _, names in os.walk(scratch):  # unlike `rglob`, passes over folders that pip removes meanwhile
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(FileNotFoundError):  # pip moved it
+                    largest = max(largest, os.path.getsize(os.path.join(folder, name)))
     return largest
 
 
