@@ -48,6 +48,17 @@ collect_ignore_glob = [
 ]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell pytest of the marker of a test in a module that runs without the library."""
+    config.addinivalue_line("markers", "needs(*libraries): skipped where one of them is missing")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs what is not there."""
+    for missing in (name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None):
+        pytest.skip(f"needs {missing}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     """Where a library is missing its tests are skipped, but not in CI, which has all of them: there a skip is a failure."""

@@ -28,6 +28,12 @@ NEEDS_TORCH = ("norms", "kernels", "block", "model", "collectives")
 EAGER = ",".join(name for name in ("numpy", "torch") if find_spec(name))
 LAZY = [name for name, module in (("jax", "jax"), ("mlx", "mlx")) if find_spec(module)]
 
+
+def needs(command):
+    """The marks of a test of a subcommand."""
+    return [pytest.mark.needs("torch")] if command in NEEDS_TORCH else []
+
+
 #: What PyTorch itself cannot do: the only rows that may fail.
 KNOWN_FAILURES = {("sum of rows", "torch.nested"), ("sum and max", "torch.nested")}
 
@@ -155,10 +161,8 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("command", MEASURING)
+@pytest.mark.parametrize("command", [pytest.param(name, marks=needs(name)) for name in MEASURING])
 def test_quick_run(command, tmp_path):
-    if command in NEEDS_TORCH and not TORCH:
-        pytest.skip("needs PyTorch")
     found = quick(tmp_path, command)
     assert found.complete and found.rows and found.command == command and found.config["quick"]
     for row in found.rows:
@@ -193,14 +197,14 @@ def test_attention_on_all_combinations(tmp_path):
     assert {row.case["tokens"] for row in found.rows if row.case["work"] == "median 12, sigma 0"} == {36}
 
 
-@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+@pytest.mark.needs("torch")
 def test_model_of_our_own_lengths(tmp_path):
     (tmp_path / "lengths.txt").write_text("3 5 2")
     found = quick(tmp_path, "model", "--lengths", str(tmp_path / "lengths.txt"), "--precisions", "fp32")
     assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in found.rows} == {(3, 10, 5)}
 
 
-@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+@pytest.mark.needs("torch")
 def test_collectives_take_no_more_memory_than_there_is(tmp_path):
     found = quick(tmp_path, "collectives", "--sizes", "1e6")
     ((entry,), rows) = found.left_out, found.rows
@@ -226,7 +230,7 @@ def test_attention_on_libraries_that_compile(tmp_path):
         assert max(row.values["forward_error"], row.values["gradient_error"]) < 16 * 2**-23
 
 
-@pytest.mark.skipif(not TORCH, reason="needs PyTorch")
+@pytest.mark.needs("torch")
 def test_best_tile_is_the_fastest(tmp_path):
     rows = quick(tmp_path, "attention", "--tiles").rows
     best = [row for row in rows if "best of" in row.case]
@@ -237,7 +241,7 @@ def test_best_tile_is_the_fastest(tmp_path):
         assert row.values[name] == min(r.values[name] for r in rows if r.case == case)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.needs("triton")
 def test_tiles_of_the_triton_kernels_can_be_set():
     from scree_bench.commands.attention import TILERS
     from scree_triton import plans, tuned
@@ -385,17 +389,15 @@ def test_report_without_results(tmp_path):
     assert all(f"`scree-bench {name}`" in text for name in MEASURING)
 
 
-@pytest.mark.parametrize(
-    "arguments",
+@pytest.mark.parametrize("arguments", [
+    pytest.param(arguments, marks=needs(arguments[0])) for arguments in
     [("memory", "--backend", "numpi"), ("attention", "--work", "sed"), ("algorithms", "--lengths", "1,b"),
      ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge"),
      ("kernels", "--only", "nothing"), ("block", "--dtype", "float8"), ("attention", "--causal", "maybe"),
      ("model", "--precisions", "fp8"), ("attention", "--heads", "0,2"),
-     ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0")],
-)  # fmt: skip
+     ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0")]
+])  # fmt: skip
 def test_bad_options_are_named(arguments):
-    if arguments[0] in NEEDS_TORCH and not TORCH:
-        pytest.skip("needs PyTorch")
     assert arguments[2] in invoke(*arguments, status=2)
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import signal
 import time
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -290,7 +289,7 @@ def test_the_reference_is_the_derivative_of_itself(causal):
             assert (moved[0] - moved[1]) / (2 * step) == pytest.approx(gradient[at], rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+@pytest.mark.needs("torch")
 def test_the_reference_is_the_same_on_every_library():
     work = Work((3, 0, 5), 4, 2, 3, "float32")
     for a, b in zip(reference(load("numpy"), work), reference(load("torch"), work), strict=True):
@@ -371,7 +370,7 @@ def test_kernels_are_told_by_their_names(name, kind):
 
 
 # ---------------------------------------------------------------------------------------------------- block
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+@pytest.mark.needs("torch")
 def test_the_block_is_compiled_in_one_piece():
     import torch
 
@@ -383,7 +382,7 @@ def test_the_block_is_compiled_in_one_piece():
     torch.testing.assert_close(compiled(x, *case.weights), function(x, *case.weights))
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+@pytest.mark.needs("torch")
 def test_limits_of_a_block_are_those_of_its_operations():
     from scree_bench.commands import block
 

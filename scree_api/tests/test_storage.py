@@ -11,6 +11,7 @@ import pytest
 import scree
 
 LENGTHS = [3, 0, 2, 1]
+LIBRARIES = ("torch", "jax", "mlx", "array_api_strict")
 FORMATS = ("safetensors", "npz")
 BATCHES = {"rows": LENGTHS, "no rows": [], "empty rows": [0, 0], "one row": [4]}
 
@@ -53,9 +54,8 @@ def test_offsets_strides_and_names_are_kept(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("library", ["torch", "jax", "mlx", "array_api_strict"])
+@pytest.mark.parametrize("library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES])
 def test_every_library(kind: str, library: str, tmp_path: Path) -> None:
-    pytest.importorskip({"mlx": "mlx.core"}.get(library, library))
     arr = make()
     scree.save(tmp_path / f"x.{kind}", {"a": arr.to_backend(library), "b": arr.to_backend(library)})
     found = scree.load(tmp_path / f"x.{kind}", library)
@@ -63,9 +63,9 @@ def test_every_library(kind: str, library: str, tmp_path: Path) -> None:
     assert_same(found["a"].to_numpy(), arr)
 
 
+@pytest.mark.needs("torch", "ml_dtypes")
 def test_bfloat16(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("ml_dtypes")
+    import torch
     arr = scree.from_lengths(torch.arange(6).to(torch.bfloat16), LENGTHS)
     scree.save(tmp_path / "x.safetensors", arr)
     assert torch.equal(scree.load(tmp_path / "x.safetensors", "torch").values, arr.values)
@@ -74,8 +74,9 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert not (tmp_path / "x.npz").exists()
 
 
+@pytest.mark.needs("safetensors")
 def test_other_programs_read_it(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
+    import safetensors.numpy as safetensors
     arr = make()
     scree.save(tmp_path / "x.safetensors", {"x": arr})
     found = safetensors.load_file(tmp_path / "x.safetensors")
@@ -166,8 +167,9 @@ def test_a_header_that_lies(damage: str, tmp_path: Path) -> None:
         scree.load(path)
 
 
+@pytest.mark.needs("safetensors")
 def test_offsets_that_fall_are_no_array(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
+    import safetensors.numpy as safetensors
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
     about = header(path)[0]["__metadata__"]

@@ -70,9 +70,10 @@ def test_an_array_speaks_the_c_interface() -> None:
     assert_same(from_arrow(arr), arr)
 
 
+@pytest.mark.needs("polars")
 @pytest.mark.parametrize("indices", ["int32", "int64"])
 def test_polars(indices: str) -> None:
-    polars = pytest.importorskip("polars")
+    import polars
     arr = scree.Array(filled((6,), "int64"), np.asarray([0, 3, 3, 6], dtype=indices))
     series = polars.Series("ids", arr)
     assert series.to_list() == [row.tolist() for row in arr]
@@ -82,8 +83,9 @@ def test_polars(indices: str) -> None:
     assert_same(from_arrow(polars.DataFrame({"ids": series})["ids"][1:]), arr[1:])
 
 
+@pytest.mark.needs("polars")
 def test_arrays_within_lists_of_polars() -> None:
-    polars = pytest.importorskip("polars")
+    import polars
     series = polars.Series("x", rows())
     assert series.dtype == polars.List(polars.Array(polars.Float32, 2))
     assert_same(from_arrow(series), rows())
@@ -91,8 +93,9 @@ def test_arrays_within_lists_of_polars() -> None:
         from_arrow(polars.Series("x", [[1, 2], None]))
 
 
+@pytest.mark.needs("datasets")
 def test_datasets() -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
     data = datasets.Dataset(pa.table({"ids": pa.array(rows("int64").with_values(filled((6,), "int64")))}))
     arr = from_arrow(data["ids"])
     assert arr.lengths.tolist() == [3, 0, 2, 1]
@@ -100,8 +103,9 @@ def test_datasets() -> None:
     assert from_arrow(data.select([2, 0])["ids"]).lengths.tolist() == [2, 3]
 
 
+@pytest.mark.needs("pandas")
 def test_pandas() -> None:
-    pandas = pytest.importorskip("pandas")
+    import pandas
     series = pandas.Series(pa.array(rows()), dtype=pandas.ArrowDtype(to_arrow(rows()).type))
     assert_same(scree.bridges.from_pandas(series), rows())
 

@@ -73,9 +73,9 @@ def test_memory_is_shared(source: str, target: str) -> None:
     assert (address(there.values) == address(arr.values)) == (not copies)
 
 
+@pytest.mark.needs("ml_dtypes")
 @pytest.mark.parametrize("source, target", [pair for pair in PAIRS if "array_api_strict" not in pair])
 def test_bfloat16_keeps_its_bits(source: str, target: str) -> None:
-    pytest.importorskip("ml_dtypes")
     bits = np.asarray([0x0000, 0x3F80, 0xC000, 0x7F80, 0x0001, 0x7FC0], dtype=np.uint16)
     start = scree.from_lengths(bits.view("bfloat16"), [2, 4]).to_backend(source)
     assert str(start.dtype).endswith("bfloat16")
@@ -93,16 +93,18 @@ def test_a_namespace_names_its_library_too() -> None:
         to_backend(arr, 3)
 
 
+@pytest.mark.needs("torch")
 def test_a_gradient_does_not_get_lost_in_silence() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     arr = scree.from_lengths(torch.ones(3, requires_grad=True), [1, 2])
     with pytest.raises(TypeError, match=r"with_values\(arr.values.detach"):
         arr.to_numpy()
     assert arr.to_backend(torch) is arr
 
 
+@pytest.mark.needs("mlx")
 def test_offsets_that_were_never_checked_are_checked_where_reading_is_free() -> None:
-    mx = pytest.importorskip("mlx.core")
+    import mlx.core as mx
     arr = scree.Array(mx.zeros(3), mx.array([0, 2, 1], dtype=mx.int32))
     with pytest.raises(ValueError, match="offsets"):
         arr.to_numpy()

@@ -52,8 +52,9 @@ def test_the_mask_that_comes_out_is_int64_where_there_is_one(library: str) -> No
     assert_same(from_hf_padded(padded, mask).to_numpy(), arr.to_numpy())
 
 
+@pytest.mark.needs("torch")
 def test_gradients_pass_both_ways() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     values = torch.rand(10, 2).requires_grad_()
     padded, mask = to_hf_padded(scree.from_lengths(values, LENGTHS), side="left")
     weight = torch.rand(10, 2)
@@ -65,13 +66,14 @@ def test_gradients_pass_both_ways() -> None:
     assert torch.equal(values.grad, weight)
 
 
+@pytest.mark.needs("jax", "mlx")
 @pytest.mark.parametrize("library", ["jax", "mlx"])
 def test_gradients_of_functions_pass_both_ways(library: str) -> None:
     if library == "jax":
-        jax = pytest.importorskip("jax")
+        import jax
         xp, grad = jax.numpy, jax.grad
     else:
-        xp = pytest.importorskip("mlx.core")
+        import mlx.core as xp
         grad = xp.grad
     weight = xp.reshape(xp.arange(20.0), (10, 2))
     mask = xp.arange(5)[None, :] < xp.asarray(LENGTHS)[:, None]
@@ -84,11 +86,13 @@ def test_gradients_of_functions_pass_both_ways(library: str) -> None:
     np.testing.assert_array_equal(np.asarray(grad(loss)(weight)), np.asarray(weight))
 
 
+@pytest.mark.needs("torch", "tokenizers", "transformers")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("tensors", ["np", "pt"])
 def test_a_batch_of_a_tokenizer(side: str, tensors: str) -> None:
-    pytest.importorskip("torch")
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    import tokenizers
+    import transformers
+
     words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]")
     core = tokenizers.Tokenizer(words)
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -103,10 +107,10 @@ def test_a_batch_of_a_tokenizer(side: str, tensors: str) -> None:
     assert mask.tolist() == batch["attention_mask"].tolist()
 
 
+@pytest.mark.needs("torch", "transformers")
 @pytest.mark.parametrize("tensors", ["np", "pt"])
 def test_flattened_is_what_the_collator_makes(tensors: str) -> None:
-    pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import transformers
     texts = [[5, 6, 7], [8], [9, 10]]
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors=tensors)
     theirs = collator([{"input_ids": text} for text in texts])

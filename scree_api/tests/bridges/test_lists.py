@@ -23,10 +23,11 @@ def test_lists_there_and_back(arr: scree.Array) -> None:
         assert_same(from_lists(list(first)), scree.Array(first.values, first.offsets))  # rows that are arrays
 
 
+@pytest.mark.needs("pandas")
 @few
 @given(arr=arrays(indices=("int32",)))
 def test_columns_of_objects_there_and_back(arr: scree.Array) -> None:
-    pandas = pytest.importorskip("pandas")
+    import pandas
     series, first = to_pandas(arr, name="x"), on_host(arr)
     assert isinstance(series, pandas.Series)
     assert series.name == "x"
