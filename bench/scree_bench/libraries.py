@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,16 @@ def torch_compiled(function: Function) -> Function:
     dynamo.recompile_limit = FORMS
     found: Function = torch.compile(function, dynamic=False)
     return found
+
+
+def nesting(lib: Library, lengths: np.ndarray | Sequence[int]) -> Function:
+    """What makes PyTorch's nested tensor of the tokens of such rows, with the bounds that spare it a look at the device."""
+    import torch
+
+    offsets = lib.make(np.concatenate([[0], np.cumsum(lengths)]), "int64")
+    return partial(
+        torch.nested.nested_tensor_from_jagged, offsets=offsets, min_seqlen=int(min(lengths)), max_seqlen=int(max(lengths))
+    )
 
 
 def allocations(thunk: Callable[[], Any]) -> tuple[list[tuple[float, int]], Any]:

@@ -11,6 +11,9 @@ from .measure import Thunk
 from .session import Build, Session
 from .work import worst
 
+#: Builds what is timed: ``(function, args)``.
+Contender = Callable[[], tuple[Function, tuple[Any, ...]]]
+
 PHASES = {"forward": 0, "backward": 1, "both": 2}
 COPY = "plain copy"
 
@@ -39,11 +42,11 @@ class Operation(NamedTuple):
     """
 
     name: str
-    contenders: Mapping[str, Callable[[], tuple[Function, tuple[Any, ...]]]]
+    contenders: Mapping[str, Contender]
     moved: tuple[float, float, float] = (0, 0, 0)
     truth: Callable[[], Any] | None = None
     flops: tuple[float, float, float] = (0, 0, 0)
-    yardsticks: Mapping[str, Callable[[], tuple[Function, tuple[Any, ...]]]] = {}
+    yardsticks: Mapping[str, Contender] = {}
     differentiable: bool = True
     peak: bool = False
 
@@ -81,7 +84,7 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
                 session.value(case, who, "relative_error", partial(_error, lib, build, right))
 
 
-def step(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], phase: str) -> Step:
+def step(lib: Library, build: Contender, phase: str) -> Step:
     """A phase of a contender, ready to be called; the gradient sent back is all ones times a hundredth."""
     function, args = build()
     cotangent = None
@@ -91,7 +94,7 @@ def step(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], ph
     return lib.steps(function, args, cotangent)[phase]()
 
 
-def _peak(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]]) -> int:
+def _peak(lib: Library, build: Contender) -> int:
     return lib.peak(step(lib, build, "both"))
 
 
@@ -103,7 +106,7 @@ def _copy(lib: Library, moved: float) -> Thunk:
     return lambda: into.copy_(source)
 
 
-def _error(lib: Library, build: Callable[[], tuple[Function, tuple[Any, ...]]], right: Any) -> float:
+def _error(lib: Library, build: Contender, right: Any) -> float:
     found = lib.wait(step(lib, build, "forward")())
     if isinstance(right, tuple):
         return worst(lib, found, right)

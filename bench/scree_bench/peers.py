@@ -16,8 +16,9 @@ import numpy as np
 
 import scree
 
-from .libraries import Function, Library, torch_compiled
-from .measure import require
+from .formulas import softmax
+from .libraries import Function, Library, nesting, torch_compiled
+from .measure import available, require
 from .work import Work, inputs
 
 if TYPE_CHECKING:
@@ -121,9 +122,7 @@ def _naive(lib: Library, work: Work) -> Prepared:
         if groups > 1:
             k, v = xp.repeat(k, groups, axis=1), xp.repeat(v, groups, axis=1)
         scores = xp.matmul(q, xp.matrix_transpose(k)) * (1 / math.sqrt(work.dim))
-        scores = xp.where(mask, scores, -math.inf)
-        weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-        return xp.matmul(weights / xp.sum(weights, axis=-1, keepdims=True), v)
+        return xp.matmul(softmax(xp, xp.where(mask, scores, -math.inf)), v)
 
     return Prepared(attend, args, cotangent, packed)
 
@@ -136,8 +135,7 @@ def _einsum(lib: Library, work: Work) -> Prepared:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         scores = np.where(mask, np.einsum("nhid,nhjd->nhij", q, k) / math.sqrt(work.dim), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.einsum("nhij,nhjd->nhid", weights / weights.sum(-1, keepdims=True), v)
+        return np.einsum("nhij,nhjd->nhid", softmax(np, scores), v)
 
     return Prepared(attend, args, cotangent, packed)
 
@@ -157,9 +155,7 @@ def _rows(lib: Library, work: Work) -> Prepared:
             scores = xp.matmul(x, xp.matrix_transpose(y)) * (1 / math.sqrt(work.dim))
             if hidden is not None:
                 scores = xp.where(hidden[: b - a, : b - a], -math.inf, scores)
-            weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-            out = xp.matmul(weights / xp.sum(weights, axis=-1, keepdims=True), z)
-            outs.append(xp.permute_dims(out, (1, 0, 2)))
+            outs.append(xp.permute_dims(xp.matmul(softmax(xp, scores), z), (1, 0, 2)))
         return xp.concat(outs, axis=0)
 
     return Prepared(attend, args, cotangent, lambda x: x)
@@ -214,12 +210,11 @@ def _torch_nested(lib: Library, work: Work) -> Prepared:
     import torch
 
     args, cotangent = inputs(lib, work)
-    offsets = lib.make(work.offsets, "int64")
+    nested = nesting(lib, work.lengths)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        shape = {"min_seqlen": min(work.lengths), "max_seqlen": work.longest}
-        nested = (torch.nested.nested_tensor_from_jagged(x, offsets, **shape).transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*nested, is_causal=work.causal).transpose(1, 2).values()
+        rows = (nested(x).transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=work.causal).transpose(1, 2).values()
 
     return Prepared(attend, args, cotangent, lambda x: x)
 
@@ -235,7 +230,8 @@ def _torch_flex(lib: Library, work: Work) -> Prepared:
         same = row[i] == row[j]
         return same & (i >= j) if work.causal else same
 
-    mask = create_block_mask(seen, None, None, work.total, work.total, device=args[0].device)
+    large = 4 * 8.0 * work.total**2 > available(lib.device)  # an int64 for each pair, a few at once, unless it is compiled
+    mask = create_block_mask(seen, None, None, work.total, work.total, device=args[0].device, _compile=large)
     if lib.device == "cpu":
         torch.compiler.reset()  # it has no backward there, and after one that failed it would not be compiled again
     run = torch_compiled(flex_attention)

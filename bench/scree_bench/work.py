@@ -13,6 +13,7 @@ import numpy as np
 
 import scree
 
+from .formulas import softmax
 from .libraries import Library, load
 
 CHUNK = 2048  # queries of which the reference holds the scores
@@ -125,8 +126,7 @@ def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ..
             scores = q[row, h] @ k[keys, g].T * scale
             if work.causal:
                 scores = xp.where(at[row, None] >= at[None, keys], scores, -math.inf)
-            weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-            weights = weights / xp.sum(weights, axis=-1, keepdims=True)
+            weights = softmax(xp, scores)
             out[row, h] = weights @ v[keys, g]
             if gradients:
                 mean = xp.sum(dout[row, h] * out[row, h], axis=-1, keepdims=True)

@@ -64,7 +64,8 @@ def run(backend: str, device: str | None = None, kernel: str | None = None, only
 
 def markdown(title: str, lines: dict[str, Line]) -> str:
     """The table, and under it the first failure or refusal of each operation."""
-    rows = [f"| {name} | {line.passed} | {line.failed} | {line.rejected} |" for name, line in lines.items()]
+    cells = ([name, *(str(getattr(line, outcome)) for outcome in OUTCOMES)] for name, line in lines.items())
+    rows = [f"| {' | '.join(row)} |" for row in cells]
     notes = [f"- {line.notes[0]}" for line in lines.values() if line.notes]
     head = ["| operation | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * len(OUTCOMES)]
     return "\n".join([f"# {title}", "", *head, *rows, *(["", *notes] if notes else []), ""])

@@ -47,7 +47,8 @@ def axes_of_size_one(bench: Bench, layout: Layout, dtype: str) -> None:
                               note=f"ragged_dim={dim}, axis={axis}: ")
             assert new.offsets is x.x.offsets, "expand_dims lost the layout"
             bench.close(xp.squeeze(new, axis=axis), list(x.exact), dtype=dtype, note=f"squeeze, axis={axis}: ")
-        wide = xp.expand_dims(xp.expand_dims(x.x, axis=1), axis=-1)
+        wide = bench.check(lambda a: xp.expand_dims(a, axis=(-1, 1)), by_row(lambda row: np.expand_dims(row, (0, -1))), x,
+                           note=f"ragged_dim={dim}, two axes: ")
         bench.close(xp.squeeze(wide, axis=(-1, 1)), list(x.exact), dtype=dtype, note="squeeze of two axes: ")
 
 

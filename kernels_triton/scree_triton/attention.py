@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .host import Function, differentiated, once_differentiable
 from .launch import INTERPRETED
-from .plans import Rows, Spec, plan
+from .plans import Rows, Spec, aligned, capturing, plan, tf32
 from .tiles import UNBOUNDED
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -80,20 +80,28 @@ def run(call: Any) -> Any:
 
 def run_again(call: Any) -> Callable[..., Any]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
-    spec, return_lse = _spec(call), call.return_lse
+    spec, alibi, return_lse = _spec(call), call.alibi_slopes is not None, call.return_lse
     wanted = any(x.values.requires_grad for x in (call.q, call.k, call.v))
-    plans: dict[Any, Any] = {}
+    found: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
+
+    def ways(q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        rows = Rows(q.offsets, k.offsets, q.layout.beside(k.layout))
+        way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
+        made = way.forward_on(rows, *tokens, spec), way.backward_on(rows, *tokens, spec) if wanted else None
+        if not capturing(arrays[0]):
+            found[key] = made
+        return made
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        layout, slopes, arrays = q.layout, _float(alibi_slopes), (q.values, k.values, v.values)
-        rows = Rows(q.offsets, k.offsets, layout.beside(k.layout))
-        way = plan(*arrays, rows, spec, slopes is not None, plans)
+        arrays, slopes = (q.values, k.values, v.values), alibi_slopes if alibi_slopes is None else _float(alibi_slopes)
+        key = aligned(*arrays), tf32(arrays[0].dtype)
+        forward, backward = found.get(key) or ways(q, k, arrays, key)
         if not (wanted and torch.is_grad_enabled()):
-            out, lse = way.forward(*arrays, slopes, rows, spec)
+            out, lse = forward(*arrays, slopes)
         elif return_lse:
-            out, lse = _Attention.apply(*arrays, (way, slopes, rows, spec, True))
+            out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
         else:
-            return q.with_values(_Attention.apply(*arrays, (way, slopes, rows, spec, False)))
+            return q.with_values(_Attention.apply(*arrays, (forward, backward, slopes, False)))
         return (q.with_values(out), q.with_values(lse.t())) if return_lse else q.with_values(out)
 
     return attend
@@ -142,11 +150,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
     rows = Rows(cu_q, cu_k, memo)
-    way = plan(q, k, v, rows, spec, alibi_slopes is not None)
+    way, on = plan(q, k, v, rows, spec, alibi_slopes is not None), (rows, q.shape[0], k.shape[0], spec)
+    forward = way.forward_on(*on)
     if differentiated(q, k, v):
-        out, lse = _Attention.apply(q, k, v, (way, alibi_slopes, rows, spec, True))
+        out, lse = _Attention.apply(q, k, v, (forward, way.backward_on(*on), alibi_slopes, True))
     else:
-        out, lse = way.forward(q, k, v, alibi_slopes, rows, spec)
+        out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
 
 
@@ -157,12 +166,12 @@ def spec_of(causal: bool, left: int | None, right: int | None, scale: float, sof
 
 
 class _Attention(Function):
-    """`constants`, one argument because each costs: the plan, the slopes, rows, what is computed, and whether the lse is given."""
+    """`constants`, one argument because each costs: what runs forward and backward, the slopes, and whether the lse is given."""
 
     @staticmethod
     def forward(ctx, q, k, v, constants):
-        way, slopes, rows, spec, return_lse = ctx.constants = constants
-        out, lse = way.forward(q, k, v, slopes, rows, spec)
+        run, ctx.run_back, ctx.slopes, return_lse = constants
+        out, lse = run(q, k, v, ctx.slopes)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
@@ -171,8 +180,7 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx, dout, dlse=None):
         q, k, v, out, lse = ctx.saved_tensors
-        way, slopes, rows, spec, _ = ctx.constants
-        return *way.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec), None
+        return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
 
 
 def _traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,

@@ -6,12 +6,15 @@ and only at the end do lanes meet; their gradient is a second pass, which finds 
 at once. Either may write where it reads, and `linear_cross_entropy` makes both in one visit. A token that does not count is not
 read at all. `losses` has what the losses are reduced to.
 """
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from scree.ops.cross_entropy import given
 
 from .host import Function, multiprocessors, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch
@@ -324,12 +327,6 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
           (n, first, count, targets.classes.shape[0], targets.ignored, 0 if dlosses is None else dlosses.stride(0)))
 
 
-def _mean(total: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """The mean that belongs to a sum, by functions that a compiler sees through."""
-    count = targets.known().sum()
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
-
-
 def rowwise(x: torch.Tensor) -> torch.Tensor:
     """x, (total, size), with the elements of a token side by side."""
     return x if (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1] else x.contiguous()
@@ -408,35 +405,6 @@ _op.register_autograd(lambda ctx, dlosses, _: (_backward_op(dlosses, *ctx.saved_
                       setup_context=_save)
 
 
-@torch.library.custom_op("scree_triton::row_means", mutates_args=())
-def _rows_op(losses: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor, ignored: int) -> torch.Tensor:
-    return row_means(losses, Targets(classes, offsets, ignored))
-
-
-@_rows_op.register_fake
-def _(losses, classes, offsets, ignored):
-    return losses.new_empty((offsets.shape[0] - 1,))
-
-
-@torch.library.custom_op("scree_triton::row_means_backward", mutates_args=())
-def _rows_backward_op(dmeans: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor, ignored: int) -> torch.Tensor:
-    return of_each(dmeans, Targets(classes, offsets, ignored), "row_mean")
-
-
-@_rows_backward_op.register_fake
-def _(dmeans, classes, offsets, ignored):
-    return dmeans.new_empty(classes.shape, dtype=torch.float32)
-
-
-def _save_rows(ctx, inputs, output):
-    _, classes, offsets, ctx.ignored = inputs
-    ctx.save_for_backward(classes, offsets)
-
-
-_rows_op.register_autograd(lambda ctx, dmeans: (_rows_backward_op(dmeans, *ctx.saved_tensors, ctx.ignored), None, None, None),
-                           setup_context=_save_rows)
-
-
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
     if abs(call.ignore_index) >= 1 << 31:
@@ -448,10 +416,22 @@ def run(call: Any) -> torch.Tensor:
     """Run a `CrossEntropyCall`."""
     x, targets = call.values, targets_of(call)
     if torch.compiler.is_compiling():
-        losses = _op(x, *targets)[0]
-        if call.reduction == "row_mean":
-            return _rows_op(losses, *targets)
-        return losses if call.reduction == "none" else losses.sum() if call.reduction == "sum" else _mean(losses.sum(), targets)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _CrossEntropy.apply(x, targets, call.reduction)
-    return forward(x, targets, call.reduction, save=False)[0]
+        return given(call, _op(x, *targets)[0])
+    return _reduced(x, targets, call.reduction, x.requires_grad)
+
+
+def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) -> torch.Tensor:
+    if wanted and torch.is_grad_enabled():
+        return _CrossEntropy.apply(x, targets, reduction)
+    return forward(x, targets, reduction, save=False)[0]
+
+
+def run_again(call: Any) -> Callable[..., torch.Tensor]:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    ignored, reduction, kind, wanted = call.ignore_index, call.reduction, call.labels.dtype, call.values.requires_grad
+
+    def losses(x: Any, targets: Any) -> torch.Tensor:
+        classes = targets.values.to(kind).contiguous()
+        return _reduced(x.values, Targets(classes, x.offsets.contiguous(), ignored), reduction, wanted)
+
+    return losses

@@ -11,6 +11,7 @@ The third reads through pointers, and takes what the others do not. Its slots ho
 ``b`` is slot ``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see
 `portable`.
 """
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .host import Function, differentiated, multiprocessors, once_differentiable, refuses, start
+from .host import Function, multiprocessors, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch, ragged_shape, tiled
 from .plans import GLUON_KNOWN
 from .tuned import ROOMY
@@ -331,11 +332,18 @@ def rejects(call: Any) -> str | None:
 
 def run(call: Any) -> Any:
     """Run a `GroupedCall`."""
-    x, weight, offsets = call.x.values, call.weight, call.x.offsets.contiguous()
+    x, weight = call.x, call.weight
     if torch.compiler.is_compiling():
-        out = _op(x, weight, offsets)
-    elif differentiated(x, weight):
-        out = _Product.apply(x, weight, offsets)
-    else:
-        out = product(x, weight, offsets)
-    return call.x.with_values(out)
+        return x.with_values(_op(x.values, weight, x.offsets.contiguous()))
+    return run_again(call)(x, weight)
+
+
+def run_again(call: Any) -> Callable[..., Any]:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    wanted = call.x.values.requires_grad or call.weight.requires_grad
+
+    def multiply(x: Any, weight: torch.Tensor) -> Any:
+        run = _Product.apply if wanted and torch.is_grad_enabled() else product
+        return x.with_values(run(x.values, weight, x.offsets.contiguous()))
+
+    return multiply

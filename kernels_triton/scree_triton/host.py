@@ -21,6 +21,17 @@ def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], str
             launch(programs, pointers, strides, numbers, *described)
 
 
+def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, on the CUDA device of this index, whichever is the current one; None where it runs on no such device."""
+    def there(*args: Any) -> Any:
+        if index == current_device():
+            return run(*args)
+        with torch.cuda.device(index):
+            return run(*args)
+
+    return run if index is None else there
+
+
 def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a plan, run on the device `index` of the plan, whichever is the current one; None if that is no CUDA device."""
     def there(plan: Any, *args: Any) -> Any:

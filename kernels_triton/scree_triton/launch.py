@@ -150,10 +150,6 @@ class Launch:
 
         The kernel reads the tensors `described` through descriptors, each of its shape.
         """
-        if INTERPRETED:
-            typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
-            self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants)
-            return
         addresses = [*map(_address, pointers)]
         aligned = gcd(16, *addresses, *strides) == 16
         if aligned and self.launch is not None:
@@ -169,20 +165,21 @@ class Launch:
                 pass
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
-        if aligned and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN:
+        if aligned and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN and not INTERPRETED:
             self._keep(compiled, pointers[0].get_device())
 
     def _keep(self, compiled: Any, index: int) -> None:
         """Remember a variant, and the launcher that Triton built for it in C."""
         run = compiled.run
-        plain = not (run.launch_cooperative_grid or run.launch_pdl or run.global_scratch_size or run.profile_scratch_size)
-        if not plain or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        scratch = run.global_scratch_size or run.profile_scratch_size
+        if scratch or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             return
         launch = run.launch
         if self.rows:  # what Triton wraps around it encodes the descriptors
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
-        self.fixed = compiled.function, False, False, None, None, compiled.packed_metadata, None, None, None
+        self.fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
+                      None, None, None)
         self.launch = launch
 
     def _encode(self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:

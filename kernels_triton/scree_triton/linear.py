@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .addition import add
-from .copies import join, pad, resized, select, take, unjoin, unpad, unselect
+from .copies import resized
 from .host import Function
+from .joining import join, unjoin
+from .padding import pad, unpad
+from .picking import select, take, unselect
 from .places import last, last_op
 
 

@@ -22,13 +22,6 @@ class Targets(NamedTuple):
     offsets: torch.Tensor | None
     ignored: int
 
-    def known(self) -> torch.Tensor:
-        """(total,) which tokens count."""
-        known = self.classes != self.ignored
-        if self.offsets is not None:
-            known &= torch.arange(known.shape[0], device=known.device) < self.offsets[-1]
-        return known
-
     @property
     def rows(self) -> tuple[torch.Tensor, int]:
         """The offsets as a kernel takes them, and the number of rows."""

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from .addition import ACC
-from .copies import MOST_JOINED
+from .joining import MOST_JOINED
 from .linear import apply, join_rows
 from .places import last, last_op, mark
 

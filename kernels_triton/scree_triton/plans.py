@@ -1,16 +1,18 @@
 """What an attention call allocates and launches: the portable plan and the Hopper plan.
 
 A plan holds what follows from a call's static facts (device, dtype, shapes but for the number of tokens, strides, kind of
-mask). Plans are cached, so that a call only allocates its results and launches.
+mask). Plans are cached. For given rows a plan makes functions that only allocate their results and launch.
 """
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from . import portable
-from .launch import Launch, current_device, empty, ragged
+from .host import on_device
+from .launch import Launch, contiguous, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
 from .tuned import GLUON, LONG, Tile, Tiles, portable_tiles
 
@@ -50,11 +52,15 @@ class Rows(NamedTuple):
 
     def _tiles(self, key: tuple, offsets: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         tiles = tile_map(offsets, other, *key[2:])
-        capturing = offsets.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.memo is not None and not capturing:  # a map that belongs to a graph is not there before it runs
+        if self.memo is not None and not capturing(offsets):
             # The keys' offsets are kept beside the map, so that their id stays theirs.
             self.memo[key] = tiles, None if self.k is self.q else self.k
         return tiles
+
+
+def capturing(x: torch.Tensor) -> bool:
+    """Whether what is computed on the tensor's device becomes part of a graph: then it is not there before the graph runs."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class _Shape(NamedTuple):
@@ -69,36 +75,34 @@ class _Shape(NamedTuple):
 _PLANS: dict[tuple, "Plan"] = {}
 
 
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool,
-         plans: dict[Any, Any] | None = None) -> "Plan":
-    """The plan for a call, from the cache or new; `plans` are those of calls that differ in the contents of arrays alone."""
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
-    tf32 = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    found = None if plans is None else plans.get((aligned, tf32))
-    if found is None:
-        found = _cached(q, k, v, rows, spec, alibi, aligned, tf32)
-        if plans is not None:
-            plans[aligned, tf32] = found
-    return found
-
-
-def _cached(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool, aligned: bool,
-            tf32: bool) -> "Plan":
+def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool) -> "Plan":
+    """The plan for a call, from the cache or new."""
     left, right, _, softcap = spec
     total, heads, dim = q.shape
     total_k, k_heads, dim_v = v.shape
+    some = total > 0 and total_k > 0
     key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
-           right < UNBOUNDED, right == 0, softcap > 0, alibi, aligned and total > 0 and total_k > 0, rows.q is rows.k, tf32)
+           right < UNBOUNDED, right == 0, softcap > 0, alibi, some and aligned(q, k, v), rows.q is rows.k, tf32(q.dtype))
     found = _PLANS.get(key)
     if found is None:
         if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
             _PLANS.clear()
         shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
         found = _plan(q.device, q.dtype, shapes, *key[9:])
-        if AUTOTUNE and isinstance(found, PortablePlan) and total > 0 and total_k > 0:
+        if AUTOTUNE and isinstance(found, PortablePlan) and some:
             found = found.tuned(q, k, v, rows, spec)
         _PLANS[key] = found
     return found
+
+
+def aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the copy engine can read the tensors where they begin."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+
+
+def tf32(dtype: torch.dtype) -> bool:
+    """Whether products may round float32 to tf32."""
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
@@ -155,35 +159,50 @@ class Plan:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
-        if self.index is not None and self.index != current_device():
-            with torch.cuda.device(self.index):
-                return self.forward(q, k, v, slopes, rows, spec)
-        total = q.shape[0]
-        out = self.empty((total, self.heads, self.v.dim), (self.out_stride, self.v.dim, 1), self.dtype)
-        lse = self.empty((self.heads, total), (total, 1), torch.float32)
-        if total > 0:
-            self._forward(q, k, v, slopes, out, lse, rows, spec)
-        return out, lse
+        found: tuple[torch.Tensor, torch.Tensor] = self.forward_on(rows, q.shape[0], k.shape[0], spec)(q, k, v, slopes)
+        return found
+
+    def forward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
+        """What computes `forward` of q, k, v and slopes on these rows, with so many tokens."""
+        new, out_like = self.empty, (*contiguous((total, self.heads, self.v.dim)), self.dtype)
+        lse_like = *contiguous((self.heads, total)), torch.float32
+        launch = self._forward(rows, total, spec) if total > 0 else lambda *_: None
+
+        def run(q, k, v, slopes):
+            out, lse = new(*out_like), new(*lse_like)
+            launch(q, k, v, q if slopes is None else slopes, out, lse)
+            return out, lse
+
+        return on_device(self.index, run)
 
     def backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, out: torch.Tensor,
                  lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
                  spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, contiguous; dlse has the shape of lse."""
-        if self.index is not None and self.index != current_device():
-            with torch.cuda.device(self.index):
-                return self.backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        elif not self._takes(dout):
-            dout = dout.contiguous()
-        total, total_k = q.shape[0], k.shape[0]
-        heads, k_heads, dim, dim_v = self.heads, self.k_heads, self.q.dim, self.v.dim
-        grads = (self.empty((total, heads, dim), (heads * dim, dim, 1), self.dtype),
-                 self.empty((total_k, k_heads, dim), (k_heads * dim, dim, 1), self.dtype),
-                 self.empty((total_k, k_heads, dim_v), (k_heads * dim_v, dim_v, 1), self.dtype))
-        stats = self.empty((2, heads, total), (heads * total, total, 1), torch.float32)
-        self._backward(q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec)
-        return grads
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.backward_on(rows, q.shape[0], k.shape[0], spec)(
+            q, k, v, slopes, out, lse, dout, dlse)
+        return found
+
+    def backward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
+        """What computes `backward` of its other arguments on these rows, with so many tokens."""
+        new, takes, prepare = self.empty, self._takes, self._backward(rows, total, total_k, spec)
+        dq_like, dk_like, dv_like = ((*contiguous(shape), self.dtype) for shape in (
+            (total, self.heads, self.q.dim), (total_k, self.k_heads, self.q.dim), (total_k, self.k_heads, self.v.dim)))
+        stats_like = *contiguous((2, self.heads, total)), torch.float32
+        launches: dict[Any, Callable[..., None]] = {}  # by the strides of dout and dlse
+
+        def run(q, k, v, slopes, out, lse, dout, dlse):
+            if dout is None:
+                dout = torch.zeros_like(out)
+            elif not takes(dout):
+                dout = dout.contiguous()
+            strides = dout.stride(), None if dlse is None else dlse.stride()
+            launch = launches.get(strides) or launches.setdefault(strides, prepare(*strides))
+            dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
+            launch(q, k, v, q if slopes is None else slopes, out, lse, dout, lse if dlse is None else dlse, stats, dq, dk, dv)
+            return dq, dk, dv
+
+        return on_device(self.index, run)
 
 
 class PortablePlan(Plan):
@@ -226,35 +245,36 @@ class PortablePlan(Plan):
     def _takes(self, dout: torch.Tensor) -> bool:
         return dout.stride(2) == 1
 
-    def _forward(self, q, k, v, slopes, out, lse, rows, spec):
-        total, block = q.shape[0], self.tiles.forward.m
+    def _forward(self, rows, total, spec):
+        block = self.tiles.forward.m
         tiles = rows.query_tiles(total, block, spec)
-        self.forward_launch(tile_bound(total, rows.q.shape[0] - 1, block) * self.heads,
-                            (q, k, v, q if slopes is None else slopes, out, lse, tiles),
-                            (*self.strides, self.out_stride), (total, *self.q_counts, *spec))
+        programs = tile_bound(total, rows.q.shape[0] - 1, block) * self.heads
+        launch, strides, numbers = self.forward_launch, (*self.strides, self.out_stride), (total, *self.q_counts, *spec)
+        return lambda q, k, v, slopes, out, lse: launch(programs, (q, k, v, slopes, out, lse, tiles), strides, numbers)
 
-    def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
-        dq, dk, dv = grads
-        total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
-        plane = self.heads * total
-        dout_strides = dout.stride()[:2]
-        dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
-        slopes = q if slopes is None else slopes
-        if total > 0:
-            block = self.tiles.dq.m
-            tiles = rows.query_tiles(total, block, spec)
-            self.dq_launches[dlse is not None](
-                tile_bound(total, n, block) * self.heads,
-                (q, k, v, slopes, out, lse, dout, lse if dlse is None else dlse, stats, dq, tiles),
-                (*self.strides, self.out_stride, *dout_strides, self.heads * self.q.dim),
-                (*dlse_strides, total, plane, *self.q_counts, *spec))
-        if total_k > 0:
-            block = self.tiles.dkdv.n
-            tiles = rows.key_tiles(total_k, block, spec)
-            self.dkdv_launch(
-                tile_bound(total_k, n, block) * self.k_heads, (q, k, v, slopes, dout, stats, dk, dv, tiles),
-                (*self.strides, *dout_strides, self.k_heads * self.q.dim, self.k_heads * self.v.dim),
-                (total, plane, *self.k_counts, *spec))
+    def _backward(self, rows, total, total_k, spec):
+        n, plane, block_q, block_k = rows.q.shape[0] - 1, self.heads * total, self.tiles.dq.m, self.tiles.dkdv.n
+        query_tiles = rows.query_tiles(total, block_q, spec) if total > 0 else None
+        key_tiles = rows.key_tiles(total_k, block_k, spec) if total_k > 0 else None
+        dq_programs, dkdv_programs = tile_bound(total, n, block_q) * self.heads, tile_bound(total_k, n, block_k) * self.k_heads
+        dkdv_launch, dkdv_numbers = self.dkdv_launch, (total, plane, *self.k_counts, *spec)
+
+        def prepare(dout_strides, dlse_strides):
+            dlse_head, dlse_stride = dlse_strides or (0, 0)
+            dq_launch = self.dq_launches[dlse_strides is not None]
+            dq_strides = *self.strides, self.out_stride, *dout_strides[:2], self.heads * self.q.dim
+            dq_numbers = dlse_stride, dlse_head, total, plane, *self.q_counts, *spec
+            dkdv_strides = *self.strides, *dout_strides[:2], self.k_heads * self.q.dim, self.k_heads * self.v.dim
+
+            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                if query_tiles is not None:
+                    dq_launch(dq_programs, (q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles), dq_strides, dq_numbers)
+                if key_tiles is not None:
+                    dkdv_launch(dkdv_programs, (q, k, v, slopes, dout, stats, dk, dv, key_tiles), dkdv_strides, dkdv_numbers)
+
+            return launch
+
+        return prepare
 
 
 def _numbers(spec: Spec) -> tuple[int, int, float, float]:
@@ -304,33 +324,40 @@ class HopperPlan(Plan):
         stride, head, last = dout.stride()
         return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
 
-    def _forward(self, q, k, v, slopes, out, lse, rows, spec):
-        total, n = q.shape[0], rows.q.shape[0] - 1
-        block, programs, launch = self.forwards[total >= LONG * n]
-        tiles = rows.query_tiles(total, block, spec)
-        launch(min(programs, tile_bound(total, n, block) * self.heads),
-               (q if slopes is None else slopes, out, lse, tiles, self.counter(self.device)),
-               (*self.columns, self.out_stride), (total, *self.q_counts, *_numbers(spec)), (q, k, v), self.described)
+    def _forward(self, rows, total, spec):
+        n, described, counter, device = rows.q.shape[0] - 1, self.described, self.counter, self.device
+        block, most, launch = self.forwards[total >= LONG * n]
+        tiles, programs = rows.query_tiles(total, block, spec), min(most, tile_bound(total, n, block) * self.heads)
+        strides, numbers = (*self.columns, self.out_stride), (total, *self.q_counts, *_numbers(spec))
+        return lambda q, k, v, slopes, out, lse: launch(
+            programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, k, v), described)
 
-    def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
-        dq, dk, dv = grads
-        total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
-        stride, head, _ = dout.stride()
-        descriptors = (q, k, v, dout), (*self.described, ragged(self.heads, self.v.dim, stride, head, self.block_d))
-        columns = (*self.columns, head)
-        plane, numbers, slopes = self.heads * total, _numbers(spec), q if slopes is None else slopes
-        dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
-        block = self.tiles.dq[0]
-        tiles = rows.query_tiles(total, block, spec)
-        self.dq_launches[dlse is not None](
-            min(self.programs, tile_bound(total, n, block) * self.heads),
-            (slopes, out, lse, lse if dlse is None else dlse, stats, dq, tiles, self.counter(self.device)),
-            (*columns, self.out_stride, self.out_stride), (*dlse_strides, total, plane, *self.q_counts, *numbers), *descriptors)
-        block = self.tiles.dkdv[1]
-        tiles = rows.key_tiles(total_k, block, spec)
-        self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
-                         (slopes, stats, dk, dv, tiles, self.counter(self.device)), (*columns, self.k_heads * self.q.dim),
-                         (total, plane, *self.k_counts, *numbers), *descriptors)
+    def _backward(self, rows, total, total_k, spec):
+        n, plane, numbers = rows.q.shape[0] - 1, self.heads * total, _numbers(spec)
+        block_q, block_k, counter, device = self.tiles.dq[0], self.tiles.dkdv[1], self.counter, self.device
+        query_tiles, key_tiles = rows.query_tiles(total, block_q, spec), rows.key_tiles(total_k, block_k, spec)
+        dq_programs = min(self.programs, tile_bound(total, n, block_q) * self.heads)
+        dkdv_programs = min(self.programs, tile_bound(total_k, n, block_k) * self.k_heads)
+        dkdv_launch, dkdv_numbers = self.dkdv_launch, (total, plane, *self.k_counts, *numbers)
+
+        def prepare(dout_strides, dlse_strides):
+            stride, head, _ = dout_strides
+            shapes = *self.described, ragged(self.heads, self.v.dim, stride, head, self.block_d)
+            columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
+            dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride, self.out_stride)
+            dq_numbers = dlse_stride, dlse_head, total, plane, *self.q_counts, *numbers
+            dkdv_strides = *columns, self.k_heads * self.q.dim
+
+            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                described = q, k, v, dout
+                dq_launch(dq_programs, (slopes, out, lse, dlse, stats, dq, query_tiles, counter(device)), dq_strides, dq_numbers,
+                          described, shapes)
+                dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, counter(device)), dkdv_strides, dkdv_numbers,
+                            described, shapes)
+
+            return launch
+
+        return prepare
 
 
 class SplitPlan(Plan):
@@ -379,32 +406,36 @@ class SplitPlan(Plan):
         self.split_launch(triton.cdiv(total * heads, self.BLOCK), (x, planes), x.stride()[:2], (total, heads))
         return planes
 
-    def _forward(self, q, k, v, slopes, out, lse, rows, spec):
-        total, block = q.shape[0], self.tiles.forward[0]
-        tiles = rows.query_tiles(total, block, spec)
-        self.forward_launch(min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads),
-                            (q if slopes is None else slopes, out, lse, tiles, self.counter(self.device)),
-                            (self.q.head, self.out_stride), (total, *self.q_counts, *_numbers(spec)),
-                            (q, self._split(k), self._split(v)),
-                            (self.described_q, *self.described[1:3]))
+    def _forward(self, rows, total, spec):
+        block, counter, device, split = self.tiles.forward[0], self.counter, self.device, self._split
+        launch, shapes, tiles = self.forward_launch, (self.described_q, *self.described[1:3]), rows.query_tiles(total, block, spec)
+        programs = min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads)
+        strides, numbers = (self.q.head, self.out_stride), (total, *self.q_counts, *_numbers(spec))
+        return lambda q, k, v, slopes, out, lse: launch(
+            programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, split(k), split(v)), shapes)
 
-    def _backward(self, q, k, v, slopes, out, lse, dout, dlse, stats, grads, rows, spec):
-        dq, dk, dv = grads
-        total, total_k, n = q.shape[0], k.shape[0], rows.q.shape[0] - 1
-        plane, numbers, slopes = self.heads * total, _numbers(spec), q if slopes is None else slopes
-        dlse_strides = (0, 0) if dlse is None else dlse.stride()[::-1]
-        split_dout = self._empty_planes(dout)
-        self.split_dout_launches[dlse is not None](
-            triton.cdiv(plane, self.BLOCK), (out, dout, lse, lse if dlse is None else dlse, stats, split_dout),
-            dout.stride()[:2], (*dlse_strides, total, plane, self.heads))
-        descriptors = (self._split(q), self._split(k), self._split(v), split_dout), self.described
-        block = self.tiles.dq[0]
-        tiles = rows.query_tiles(total, block, spec)
-        self.dq_launch(min(self.programs, tile_bound(total, n, block) * self.heads),
-                       (slopes, stats, dq, tiles, self.counter(self.device)), (self.out_stride,),
-                       (total, plane, *self.q_counts, *numbers), *descriptors)
-        block = self.tiles.dkdv[1]
-        tiles = rows.key_tiles(total_k, block, spec)
-        self.dkdv_launch(min(self.programs, tile_bound(total_k, n, block) * self.k_heads),
-                         (slopes, stats, dk, dv, tiles, self.counter(self.device)), (self.k_heads * self.q.dim,),
-                         (total, plane, *self.k_counts, *numbers), *descriptors)
+    def _backward(self, rows, total, total_k, spec):
+        n, plane, numbers = rows.q.shape[0] - 1, self.heads * total, _numbers(spec)
+        block_q, block_k, counter, device, split = self.tiles.dq[0], self.tiles.dkdv[1], self.counter, self.device, self._split
+        query_tiles, key_tiles = rows.query_tiles(total, block_q, spec), rows.key_tiles(total_k, block_k, spec)
+        dq_programs = min(self.programs, tile_bound(total, n, block_q) * self.heads)
+        dkdv_programs = min(self.programs, tile_bound(total_k, n, block_k) * self.k_heads)
+        dq_numbers, dkdv_numbers = (total, plane, *self.q_counts, *numbers), (total, plane, *self.k_counts, *numbers)
+
+        def prepare(dout_strides, dlse_strides):
+            dlse_head, dlse_stride = dlse_strides or (0, 0)
+            split_dout_launch, split_programs = self.split_dout_launches[dlse_strides is not None], triton.cdiv(plane, self.BLOCK)
+            split_numbers = dlse_stride, dlse_head, total, plane, self.heads
+
+            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                split_dout = self._empty_planes(dout)
+                split_dout_launch(split_programs, (out, dout, lse, dlse, stats, split_dout), dout_strides[:2], split_numbers)
+                described = split(q), split(k), split(v), split_dout
+                self.dq_launch(dq_programs, (slopes, stats, dq, query_tiles, counter(device)), (self.out_stride,), dq_numbers,
+                               described, self.described)
+                self.dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, counter(device)),
+                                 (self.k_heads * self.q.dim,), dkdv_numbers, described, self.described)
+
+            return launch
+
+        return prepare

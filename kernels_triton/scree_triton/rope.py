@@ -16,8 +16,32 @@ from .host import Function, on_its_device, once_differentiable, refuses
 from .launch import Launch, contiguous, empty
 from .offsets import row_of
 
-_ELEMENTS = 8192  # elements that a program turns at a time
+_ELEMENTS = 1024  # that a program turns at a time
 _TOKENS = 4  # of a program
+
+
+@triton.jit
+def _angles(position, pair, BASE: tl.constexpr, HALF: tl.constexpr):
+    """Cosine and sine (tokens, HALF) of ``position * BASE**pair``.
+
+    An angle is an integer, of which a turn has 2**64: whole turns are what overflows. So what is left of an angle of thousands
+    of turns is as exact as float32 is, and costs little. The polynomials are those of the Cephes library.
+    """
+    rate = tl.full([HALF], 0.15915494309189535, tl.float64)  # turns a position
+    for bit in tl.static_range(9):
+        if 1 << bit < HALF:
+            rate *= tl.where((pair >> bit) & 1 > 0, tl.full([HALF], BASE ** (1 << bit), tl.float64), 1.0)
+    if BASE > 1:
+        rate -= tl.floor(rate + 0.5)
+    turn = ((position.to(tl.int64)[:, None] * (rate * 18446744073709551616.0).to(tl.int64)[None, :]) >> 32).to(tl.int32)
+    quarter = (turn + (1 << 29)) >> 30  # the nearest one
+    x = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9
+    y = x * x
+    sin = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
+    cos = 1 + y * (-0.5 + y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5)))
+    odd = quarter & 1 > 0
+    sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
+    return tl.where((quarter + 1) & 2 > 0, -cos, cos), tl.where(quarter & 2 > 0, -sin, sin)
 
 
 @triton.jit
@@ -32,70 +56,69 @@ def _turn(X, OUT, tokens, total, x_stride, x_head, heads, pair, cos, sin, DIM: t
         if INTERLEAVED:
             both = tl.arange(0, 2 * HALF)[None, None, :]
             inside = mask[:, :, None] & (both < DIM)
-            a, b = tl.split(tl.reshape(tl.load(x + both, mask=inside, other=0.0).to(tl.float32), [TOKENS, HEADS, HALF, 2]))
+            ab = tl.load(x + both, mask=inside, other=0.0, eviction_policy="evict_first")
+            a, b = tl.split(tl.reshape(ab.to(tl.float32), [TOKENS, HEADS, HALF, 2]))
             y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [TOKENS, HEADS, 2 * HALF])
             tl.store(out + both, y.to(OUT.dtype.element_ty), mask=inside)
         else:
             each = pair[None, None, :]
             inside = mask[:, :, None] & (each < DIM // 2)
-            a = tl.load(x + each, mask=inside, other=0.0).to(tl.float32)
-            b = tl.load(x + DIM // 2 + each, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(x + each, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            b = tl.load(x + DIM // 2 + each, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             tl.store(out + each, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=inside)
             tl.store(out + DIM // 2 + each, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=("n", "total", "bisections", "q_heads", "k_heads", "sign"))
 def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, k_head, n, total, bisections, q_heads, k_heads,
-                sign, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, RATE: tl.constexpr,
+                sign, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BASE: tl.constexpr,
                 INTERLEAVED: tl.constexpr, HAS_START: tl.constexpr):
-    """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * exp(-RATE * i)``; K the same."""
+    """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; K the same."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row = row_of(OFFSETS, tokens, n - 1, bisections)  # the last one for tokens behind it
     position = tokens - tl.load(OFFSETS + row)
     if HAS_START:
         position += tl.load(START + row)
     pair = tl.arange(0, HALF)
-    # The rates in float64: an angle is thousands of turns, and its error that of the rate.
-    angle = (position * sign).to(tl.float32)[:, None] * tl.exp(pair.to(tl.float64) * -RATE).to(tl.float32)[None, :]
-    cos = tl.cos(angle)[:, None, :]
-    sin = tl.sin(angle)[:, None, :]
+    cos, sin = _angles(position, pair, BASE, HALF)
+    cos, sin = cos[:, None, :], (sin * sign)[:, None, :]
     _turn(Q, Q_OUT, tokens, total, q_stride, q_head, q_heads, pair, cos, sin, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
     _turn(K, K_OUT, tokens, total, k_stride, k_head, k_heads, pair, cos, sin, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
 
 
 @cache
 def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None, heads: int, dim: int,
-            rate: float, interleaved: bool) -> Launch:
+            base: float, interleaved: bool) -> Launch:
     half = triton.next_power_of_2(dim // 2)
     at_once = min(triton.next_power_of_2(heads), max(1, _ELEMENTS // (2 * half * _TOKENS)))
-    return Launch(rope_kernel, dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=_TOKENS, RATE=rate, INTERLEAVED=interleaved,
+    return Launch(rope_kernel, dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=_TOKENS, BASE=base, INTERLEAVED=interleaved,
                                     HAS_START=start_dtype is not None), dict(num_warps=4))
 
 
 class Turn(NamedTuple):
-    """How to turn: the rows, the position of the first token of each or None, the rate of the angles, and which are pairs."""
+    """How to turn: the rows, the position of the first token of each or None, the base of the rates, and which are pairs."""
 
     offsets: torch.Tensor
     start: torch.Tensor | None
-    rate: float
+    base: float
     interleaved: bool
 
     def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_Plan":
         """The plan for q and k, (total, ..., dim)."""
         return _plan(q.device, q.dtype, q.shape, None if k is None else k.shape, self.offsets.dtype,
-                     None if self.start is None else self.start.dtype, self.offsets.shape[0] - 1, self.rate, self.interleaved)
+                     None if self.start is None else self.start.dtype, self.offsets.shape[0] - 1, self.base, self.interleaved)
 
 
 class _Plan:
     """What follows from what the host knows of the arrays, so that a call only allocates and launches."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, q: tuple[int, ...], k: tuple[int, ...] | None,
-                 offsets: torch.dtype, start: torch.dtype | None, n: int, rate: float, interleaved: bool):
+                 offsets: torch.dtype, start: torch.dtype | None, n: int, base: float, interleaved: bool):
         total, *_, dim = q
         heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
         self.index = device.index if device.type == "cuda" else None
         self.outs = tuple(None if shape is None else (*contiguous(shape), dtype) for shape in (q, k))
-        self.launch = _launch(device, dtype, offsets, start, max(heads), dim, rate, interleaved)
+        self.launch = _launch(device, dtype, offsets, start, max(heads), dim, base, interleaved)
         self.programs = -(-total // _TOKENS) if any(heads) else 0
         self.numbers = n, total, n.bit_length(), *heads
         self.new = empty(device.type)
@@ -150,13 +173,13 @@ class _Rope(Function):
 
 
 @torch.library.custom_op("scree_triton::rope", mutates_args=())
-def _op(q: torch.Tensor, k: torch.Tensor | None, offsets: torch.Tensor, start: torch.Tensor | None, rate: float,
+def _op(q: torch.Tensor, k: torch.Tensor | None, offsets: torch.Tensor, start: torch.Tensor | None, base: float,
         interleaved: bool, sign: int) -> list[torch.Tensor]:
-    return [x for x in turn(q, k, Turn(offsets, start, rate, interleaved), sign) if x is not None]
+    return [x for x in turn(q, k, Turn(offsets, start, base, interleaved), sign) if x is not None]
 
 
 @_op.register_fake
-def _(q, k, offsets, start, rate, interleaved, sign):
+def _(q, k, offsets, start, base, interleaved, sign):
     return [x.new_empty(x.shape) for x in (q, k) if x is not None]
 
 
@@ -192,12 +215,12 @@ def run(call: Any) -> Any:
 
 def run_again(call: Any) -> Callable[..., Any]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
-    _, _, rate, interleaved = how = _how(call)
+    _, _, base, interleaved = how = _how(call)
     q, k = call.x.values, None if call.k is None else call.k.values
     plan, wanted = how.plan(q, k), q.requires_grad or (k is not None and k.requires_grad)
 
     def rotate(x: Any, k: Any, start: torch.Tensor | None) -> Any:
-        how = Turn(x.offsets.contiguous(), None if start is None else start.contiguous(), rate, interleaved)
+        how = Turn(x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved)
         arrays = x.values, None if k is None else k.values, how
         found = _Rope.apply(*arrays, plan) if wanted and torch.is_grad_enabled() else plan.turn(*arrays, 1)
         if k is not None:
@@ -209,4 +232,4 @@ def run_again(call: Any) -> Callable[..., Any]:
 
 def _how(call: Any) -> Turn:
     return Turn(call.x.offsets.contiguous(), None if call.start is None else call.start.contiguous(),
-                math.log(call.theta) * 2 / call.x.values.shape[-1], call.interleaved)
+                call.theta ** (-2 / call.x.values.shape[-1]), call.interleaved)

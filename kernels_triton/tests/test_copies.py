@@ -5,7 +5,7 @@ import torch
 
 import scree
 from scree.create import OffsetsCall
-from scree_triton import addition, binned, copies, places
+from scree_triton import addition, binned, copies, joining, padding, picking, places
 from scree_triton.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -66,7 +66,7 @@ def test_every_dtype(dtype, dim):
 def test_many_rows(token, long, monkeypatch):
     """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""
     monkeypatch.setattr(copies, "_long", lambda *tokens: long)
-    for plan in (copies._pad_plan, copies._unpad_plan, copies._select_plan, copies._join_plan):
+    for plan in (padding._pad_plan, padding._unpad_plan, picking._select_plan, joining._join_plan):
         plan.cache_clear()
     lengths = torch.randint(-3, 5, (700,), generator=torch.Generator().manual_seed(0)).clamp(min=0)
     x = scree.from_lengths(numbers(int(lengths.sum()), *token), lengths)
@@ -203,7 +203,7 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
 def test_numbers_beyond():
     """What is no token is 0, and nothing is read or written there."""
     index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
-    assert copies.take(numbers(3, 2), index, None, False)[[0, 2, 3]].abs().max() == 0
+    assert picking.take(numbers(3, 2), index, None, False)[[0, 2, 3]].abs().max() == 0
     assert addition.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
     assert places.last(index, 3).tolist() == [-1, -1, 1]
 

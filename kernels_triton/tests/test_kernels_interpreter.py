@@ -46,6 +46,22 @@ def test_calls_alike(name):
     assert torch.equal(y, expected[0]) and not y.requires_grad
 
 
+@pytest.mark.parametrize("theta", [0.3, 10000.0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_of_far_positions(theta, interleaved):
+    """An angle of thousands of turns is as exact as the first ones."""
+    values, start = torch.randn(40, 2, 32, device=DEVICE), torch.tensor([5, 0, 1 << 20], device=DEVICE)
+    x = scree.from_lengths(values, [20, 0, 20])
+    found = scree.rope(x, theta=theta, interleaved=interleaved, start=start, kernel="triton").values
+    position = torch.cat([torch.arange(20) + 5, torch.arange(20) + (1 << 20)]).double()
+    angle = position[:, None, None] * theta ** (-torch.arange(0, 32, 2).double() / 32)
+    wide = values.double().cpu()
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    parts = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    right = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    assert (found.cpu() - right).abs().max() <= 2 * torch.finfo(f32).eps * wide.abs().max()
+
+
 @pytest.mark.parametrize("case", LONG, ids=lambda c: c.id)
 def test_rows_longer_than_a_share(case, monkeypatch):
     cut_small(monkeypatch)

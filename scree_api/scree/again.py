@@ -34,9 +34,7 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     memo: dict[Any, Any] = {}
     if rows is not None and kernels[0].again and rows.backend.traits is not None and not rows.backend.compiling():
         try:
-            given = options.values()
-            types = [(*map(type, x),) if type(x) is tuple else type(x) for x in given]  # 1 == 1.0 == True
-            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *given, *types])
+            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *options.values()])
             memo = rows.memo if other is rows else rows.beside(other)
             seen = memo.get(key)
         except (AttributeError, RuntimeError, TypeError):  # of an argument that is none, which the check will name
@@ -54,6 +52,9 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
 def _key(rows: Layout, traits: Callable[[Any], tuple[Any, ...]], arrays: dict[str, Any], facts: list[Any]) -> tuple[Layout, Any]:
     """The layout of the arrays that are not on `rows`, and all else that a call is told by: None where there are more of them."""
     other = rows
+    types = [*map(type, facts)]  # 1 == 1.0 == True
+    if tuple in types:
+        types += [(*map(type, x),) for x in facts if type(x) is tuple]
     for x in arrays.values():
         if type(x) is Array:
             own = x.layout
@@ -61,10 +62,7 @@ def _key(rows: Layout, traits: Callable[[Any], tuple[Any, ...]], arrays: dict[st
                 if other is not rows:
                     return rows, None
                 other = own
-            facts += own is rows, x.ragged_dim
-            facts += traits(x.values)
-        elif x is None or x is rows:
-            facts.append(None)
+            facts += own is rows, x.ragged_dim, traits(x.values)
         else:
-            facts += traits(x)
-    return other, tuple(facts)
+            facts.append(None if x is None or x is rows else traits(x))
+    return other, (*facts, *types)

@@ -100,7 +100,7 @@ class TokenBudgetSampler:
         Which of how many processes this is. All make the same number of batches, of nearly equal tokens, and every row comes
         once in an epoch, in one of them; rows come again only where there are fewer rows than ranks.
     drop_last
-        Leave out the rows of the last batches, where those are not full.
+        Leave out the last batch of all, unless it fills the budget, and those beyond as many for each rank.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class TokenBudgetSampler:
         self.budget = integer("budget", budget, 1)
         self.num_ranks = integer("num_ranks", num_ranks, 1)
         self.rank = integer("rank", rank, 0, num_ranks)
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.seed, self.shuffle, self.drop_last = integer("seed", seed, 0), bool(shuffle), bool(drop_last)
         self.epoch = self.position = 0
         self._plans: tuple[int, list[np.ndarray]] | None = None
         if self.lengths.size and self.lengths.max() > budget:
@@ -151,14 +151,14 @@ class TokenBudgetSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self.epoch, self.position = epoch, 0
+        self.epoch, self.position = integer("epoch", epoch, 0), 0
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch the sampler is, the same on every rank; and what the batches follow from."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._settings()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from where `state_dict` was taken; raises `ValueError` if rows, budget or number of ranks are others."""
+        """Go on from where `state_dict` was taken; raises `ValueError` if rows or settings are others."""
         for name, own in self._settings().items():
             if state.get(name) != own:
                 raise ValueError(f"state: expected one of {name} {own}, got {state.get(name)}; the batches would be others")
@@ -166,7 +166,8 @@ class TokenBudgetSampler:
         self._plans = None
 
     def _settings(self) -> dict[str, int]:
-        return {"rows": self.lengths.size, "budget": self.budget, "num_ranks": self.num_ranks}
+        rows = {"rows": self.lengths.size, "tokens": int(self.lengths.sum()), "budget": self.budget}
+        return {**rows, "num_ranks": self.num_ranks, "shuffle": self.shuffle, "drop_last": self.drop_last}
 
     def _plan(self) -> list[np.ndarray]:
         """The batches of this rank in this epoch."""
@@ -185,9 +186,9 @@ class TokenBudgetSampler:
             last = int(np.searchsorted(ends, before + self.budget, side="right"))
             batches.append(order[first:last])
             first = last
-        if self.drop_last and batches:
-            batches.pop()
         if self.drop_last:
+            if batches and self.lengths[batches[-1]].sum() < self.budget:
+                batches.pop()
             return batches[: len(batches) // self.num_ranks * self.num_ranks]
         while len(batches) % self.num_ranks:  # a batch more, of half the rows of the largest
             i = max(range(len(batches)), key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum()))
@@ -243,8 +244,11 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
         costs = lengths if cost == "tokens" else lengths.astype(np.float64) ** 2
     else:
         costs = np.asarray(cost)
-        if costs.shape != lengths.shape or costs.dtype.kind not in "iuf" or not (costs >= 0).all():
-            raise ValueError(f"cost: expected {lengths.size} numbers >= 0, got {costs.dtype} of shape {costs.shape}")
+        if costs.shape != lengths.shape or costs.dtype.kind not in "iuf":
+            raise ValueError(f"cost: expected {lengths.size} numbers, one a row, got {costs.dtype} of shape {costs.shape}")
+        wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+        if wrong.size:
+            raise ValueError(f"cost: expected finite numbers >= 0, got {costs[wrong[0]]} for row {wrong[0]}")
     part = np.zeros(lengths.size, np.int64)
     for number, rows in enumerate(_differences(costs.tolist(), k)):
         part[rows] = number
@@ -294,7 +298,7 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     arr
         Ragged array; its offsets are read.
     length
-        The most tokens that a row keeps; `max_length` of the result.
+        The most tokens that a row keeps.
     side
         "right" or "left": where tokens are cut off.
 

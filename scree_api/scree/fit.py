@@ -115,6 +115,12 @@ def by_token(x: Array, numbers: Any) -> Any:
     return x.layout.xp.reshape(numbers, tuple(-1 if a == x.ragged_dim else 1 for a in range(x.values.ndim)))
 
 
+def in_rows(x: Array, values: Any, spare: Any = 0) -> Any:
+    """`values`, on the rows of `x`, with `spare` for tokens behind the last row: a gradient of 0 times their NaN would be NaN."""
+    real = x.layout.real
+    return values if real is None else x.layout.xp.where(by_token(x, real), values, spare)
+
+
 def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The axes as sorted numbers >= 0; all of them for None."""
     if axis is None:

@@ -116,6 +116,15 @@ def test_the_last_batches_may_be_left_out() -> None:
     assert [len(x) for x in batches] == [2, 2]
     assert all(len(batch) == 2 for batch in itertools.chain(*batches))
     assert list(TokenBudgetSampler([], 10)) == []
+    full = TokenBudgetSampler([5] * 4, 10, shuffle=False, drop_last=True)
+    assert list(full) == [[0, 1], [2, 3]]  # the last one is full, and stays
+
+
+@pytest.mark.parametrize("other", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}])
+def test_a_state_fits_the_sampler_that_it_is_of(other: dict[str, Any]) -> None:
+    state = TokenBudgetSampler(LENGTHS, 20).state_dict()
+    with pytest.raises(ValueError, match="the batches would be others"):
+        TokenBudgetSampler(**{"lengths": LENGTHS, "budget": 20, **other}).load_state_dict(state)
 
 
 def test_sampler_refuses_what_does_not_fit() -> None:
@@ -125,6 +134,10 @@ def test_sampler_refuses_what_does_not_fit() -> None:
         TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(TokenBudgetSampler(LENGTHS, 20).state_dict())
     with pytest.raises(ValueError, match="rank: expected"):
         TokenBudgetSampler(LENGTHS, 20, rank=2, num_ranks=2)
+    with pytest.raises(ValueError, match="seed: expected at least 0, got -1"):
+        TokenBudgetSampler(LENGTHS, 20, seed=-1)
+    with pytest.raises(ValueError, match="epoch: expected at least 0, got -1"):
+        TokenBudgetSampler(LENGTHS, 20).set_epoch(-1)
     with pytest.raises(ValueError, match="lengths: expected one axis of integers"):
         TokenBudgetSampler([1.5], 20)
 
@@ -153,8 +166,11 @@ def test_parts_of_few_or_free_rows() -> None:
     assert [rows()[part].total_length for part in split_balanced(rows(), 2)] == [12, 9]
     with pytest.raises(ValueError, match="cost: expected 'tokens', 'attention'"):
         split_balanced(rows(), 2, "money")
-    with pytest.raises(ValueError, match="cost: expected 5 numbers >= 0"):
-        split_balanced(rows(), 2, [1, 2, 3, 4, -1])
+    with pytest.raises(ValueError, match="cost: expected 5 numbers, one a row"):
+        split_balanced(rows(), 2, [1, 2, 3, 4])
+    for wrong in (-1, np.inf, np.nan):
+        with pytest.raises(ValueError, match=f"cost: expected finite numbers >= 0, got {float(wrong)} for row 3"):
+            split_balanced(rows(), 2, [1.0, 2, 3, wrong, 4])
     with pytest.raises(ValueError, match="k: expected at least 1"):
         split_balanced(rows(), 0)
 

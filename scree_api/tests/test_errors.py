@@ -221,6 +221,9 @@ CASES: dict[str, Case] = {
        for axis, message in ((2, (f"axis: expected {name} along axes in [-2, 2), got 2",)), (-3, ("[-2, 2), got -3",)),
                              (1.0, ("got 1.0",)), (True, ("got True",)), ((0, 0), ("axis: expected every axis once",)))},
     "sum of the batch": (lambda x: x.xp.sum(x.r(ROWS), axis=0), ValueError, ("axis: sum over the batch alone", "axis=(0, 1)")),
+    **{f"{name} of complex numbers": (lambda x, name=name: getattr(x.xp, name)(x.r(ROWS, dtype="complex64"), axis=1), TypeError,
+                                      (f"x: expected real numbers for {name}, got ", "xp.abs"))
+       for name in ("max", "min", "std", "var")},
     "sort along two": (lambda x: x.xp.sort(x.r(ROWS, 4), axis=(1, 2)), ValueError, ("axis: expected one axis for sort", "(1, 2)")),
     "sort of the batch": (lambda x: x.xp.sort(x.r(ROWS), axis=0), ValueError,
                           ("axis: sort runs over rows or elements", "axis 0")),

@@ -18,9 +18,10 @@ from scree.data import chunk, truncate
 
 LIBRARIES = [name for name in NAMES if name in ("torch", "jax", "mlx")]
 LENGTHS = [2, 0, 3, 0]
+ENDS_FILLED = [2, 0, 0, 3]  # what stands behind the last row may be taken for its tokens
 #: Tokens -> those of the rows, and what stands behind them: numbers, elements, the second axis ragged, classes.
 TOKENS = {
-    "x": (np.asarray([3.0, -1.0, 2.0, 0.5, 2.0], np.float32), np.nan),
+    "x": (np.asarray([3.0, -1.0, 2.0, 0.5, 2.5], np.float32), np.nan),
     "e": (np.arange(20.0, dtype=np.float32).reshape(5, 4), np.nan),
     "t": (np.arange(20.0, dtype=np.float32).reshape(4, 5), np.nan),
     "i": (np.asarray([3, 1, 2, 0, 2], np.int32), 7),
@@ -81,17 +82,30 @@ CASES: dict[str, Case] = {
 COMPILED = ["with initial", "isin", "not isin", "by its order", "scatter", "scatter_add", "group", "cross_entropy, row_mean"]
 
 
-def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
-    """The rows and dense arrays that come out where there are so many spare tokens; the offsets were read before or not."""
-    lib, call = load(name), CASES[case]
-    wanted = call.__code__.co_varnames[1 : call.__code__.co_argcount - len(call.__defaults__ or ())]
-    offsets = np.cumsum([0, *LENGTHS]).astype(np.int32)
+def arguments(case: str, spare: int) -> dict[str, np.ndarray]:
+    """The tokens that a case wants, with so many spare ones behind them."""
 
     def room(x: np.ndarray, fill: float, axis: int) -> np.ndarray:
         shape = [spare if a == axis else n for a, n in enumerate(x.shape)]
         return np.concatenate([x, np.full(shape, fill, x.dtype)], axis)
 
-    tokens = [lib.make(room(*TOKENS[key], int(key == "t"))) for key in wanted]
+    code = CASES[case].__code__
+    wanted = code.co_varnames[1 : code.co_argcount - len(CASES[case].__defaults__ or ())]
+    return {key: room(*TOKENS[key], int(key == "t")) for key in wanted}
+
+
+def every(found: Any) -> list[Any]:
+    """The rows and dense arrays of a result."""
+    return [part for one in (found if isinstance(found, tuple | list) else [found])
+            for part in (scree.unpack(one) if isinstance(one, scree.Array) else [one])]  # fmt: skip
+
+
+def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
+    """The rows and dense arrays that come out where there are so many spare tokens; the offsets were read before or not."""
+    lib, call = load(name), CASES[case]
+    offsets = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    wanted = arguments(case, spare)
+    tokens = [lib.make(x) for x in wanted.values()]
 
     def run(offsets: Any, *tokens: Any) -> Any:
         arrays = [scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)]
@@ -103,9 +117,7 @@ def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
         import jax
 
         run = jax.jit(run)
-    found = run(lib.make(offsets), *tokens)
-    return [np.asarray(part) for one in (found if isinstance(found, tuple | list) else [found])
-            for part in (scree.unpack(one) if isinstance(one, scree.Array) else [one])]  # fmt: skip
+    return [np.asarray(part) for part in every(run(lib.make(offsets), *tokens))]
 
 
 @pytest.mark.parametrize("name, case", [(name, case) for name in LIBRARIES for case in (COMPILED if name == "jax" else CASES)])
@@ -114,6 +126,35 @@ def test_spare_tokens_belong_to_no_row(name: str, case: str) -> None:
     for read in (False, True) if name == "mlx" else (False,):
         for found, want in zip(parts(name, case, 4, read), right, strict=True):
             np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
+
+
+def gradients(case: str, spare: int) -> list[np.ndarray]:
+    """Of a sum of all that comes out, each number with a factor of its own; on PyTorch."""
+    import torch
+
+    tokens = {key: torch.from_numpy(x) for key, x in arguments(case, spare).items()}
+    inputs = [x.requires_grad_() for x in tokens.values() if x.is_floating_point()]
+    offsets = torch.tensor(np.cumsum([0, *ENDS_FILLED]), dtype=torch.int32)
+    arrays = [scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in tokens.items()]
+    found = every(CASES[case](scree.namespace(*arrays), *arrays))
+    grads: list[Any] = [None] * len(inputs)
+    known = [part.flatten() for part in found if part.requires_grad]
+    known = [part[part.isfinite()] for part in known]  # an empty row has NaN, or infinity
+    if known:
+        total = sum((part * torch.arange(1.0, 1 + len(part)).cos()).sum() for part in known)
+        grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
+    return [np.zeros(x.shape, np.float32) if grad is None else grad.numpy() for x, grad in zip(inputs, grads, strict=True)]
+
+
+#: PyTorch has no gradient of distinct values.
+SMOOTH = [case for case in CASES if "torch" in LIBRARIES and not case.startswith(("unique", "inverse"))]
+
+
+@pytest.mark.parametrize("case", SMOOTH)
+def test_spare_tokens_reach_no_gradient(case: str) -> None:
+    for found, want in zip(gradients(case, 4), gradients(case, 0), strict=True):
+        fill = [(0, n - m) for n, m in zip(found.shape, want.shape, strict=True)]  # their own is 0
+        np.testing.assert_allclose(found, np.pad(want, fill), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

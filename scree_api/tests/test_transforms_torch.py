@@ -65,6 +65,16 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Ten
     return torch.tensor(values()).to(dtype), torch.tensor(weights()).to(dtype), torch.tensor(INDEX)
 
 
+def drawn(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and index for so many tokens."""
+    v, _, index = tensors()
+    if sum(lengths) == len(v):
+        return v, index
+    rng = torch.Generator().manual_seed(0)
+    v = torch.randn((sum(lengths), 8), generator=rng)
+    return v, torch.randint(0, len(v), (len(v),), generator=rng, dtype=torch.int32)
+
+
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("norms", "rope")])  # those are in Block
 def test_one_graph_serves_all_lengths(name: str) -> None:
     """No break; no new graph for other offsets, totals or numbers of rows; values and gradients are those of the oracle."""
@@ -77,11 +87,7 @@ def test_one_graph_serves_all_lengths(name: str) -> None:
     step(*tensors()[:2], offsets(LENGTHS), tensors()[2])  # PyTorch has been met before
     function = compiled(step, dynamic=True)
     for lengths in BATCHES[:2] if name in ("windowed", "reductions") else BATCHES:
-        v, w, index = tensors()
-        if sum(lengths) != len(v):
-            rng = torch.Generator().manual_seed(0)
-            v = torch.randn((sum(lengths), 8), generator=rng)
-            index = torch.randint(0, len(v), (len(v),), generator=rng, dtype=torch.int32)
+        (v, index), w = drawn(lengths), tensors()[1]
         v, w = v.requires_grad_(), w.requires_grad_()
         found, energy = function(v, w, offsets(lengths), index)
         of_v, of_w = torch.autograd.grad(energy, (v, w))
@@ -97,11 +103,13 @@ def test_one_graph_serves_all_lengths(name: str) -> None:
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_the_functions_of_the_standard_compile_for_sizes_that_vary(name: str) -> None:
-    """A size that a compiler does not know is compared as it allows, not looked for among others."""
+    """A size that a compiler does not know is compared as it allows, not looked for among others; one graph serves all."""
     function = torch.compile(partial(standard, name), backend="eager", fullgraph=True, dynamic=True)
-    v, _, index = tensors()
-    for found, right in zip(function(v, index, offsets(LENGTHS)), standard(name, v, index, offsets(LENGTHS)), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+    for lengths in (LENGTHS, [5, 9, 2], [7, 0, 1, 20]):
+        inputs = (*drawn(lengths), offsets(lengths))
+        for found, right in zip(function(*inputs), standard(name, *inputs), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("name", STANDARD)

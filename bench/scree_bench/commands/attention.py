@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -28,7 +27,9 @@ from ..work import BACKWARD, Work, reference, worst
 
 SHOWN = ("forward_s", "forward_share", "backward_s", "both_s", "both_share", "forward_host_s", "both_host_s", "forward_error",
          "gradient_error")  # fmt: skip
-SHAPE = re.compile(r"d\d+ h\d+ n\d+")  # the name of one of the 27 works
+#: Name -> head size, heads and mean length of the works that "shapes" stands for.
+SHAPES = {f"d{dim} h{heads} n{length}": (dim, heads, length)
+          for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048))}  # fmt: skip
 CHECKED = 1e11  # operations up to which a CPU computes the float64 reference; some ten seconds
 PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}  # and their operations over those of the forward pass
 #: Library -> what cannot be timed on it, and why.
@@ -59,14 +60,14 @@ WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
 
 
 def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple[str, Work]]:
-    """The works that go by a name; "shapes" is the sweep over 27 shapes."""
+    """The works that go by a name; "shapes" is all of `SHAPES`."""
     cuda = device == "cuda"
-    for name in words(names, "--work", ("shapes", *WORKLOADS)):
-        if name == "shapes":
-            for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048)):
-                rows = _near(length // 16 if quick else length, 16, dim + heads + length)
-                dtype = "bfloat16" if cuda else "float32"
-                yield f"d{dim} h{heads} n{length}", Work(rows, heads, heads, dim, dtype, seed=seed)
+    asked = words(names, "--work", ("shapes", *SHAPES, *WORKLOADS))
+    for name in itertools.chain.from_iterable(SHAPES if name == "shapes" else (name,) for name in asked):
+        if name in SHAPES:
+            dim, heads, length = SHAPES[name]
+            rows = _near(length // 16 if quick else length, 16, dim + heads + length)
+            yield name, Work(rows, heads, heads, dim, "bfloat16" if cuda else "float32", seed=seed)
         else:
             rows, heads, kv_heads, dim, dtype = WORKLOADS[name]
             if not cuda:
@@ -87,7 +88,7 @@ def own_rows(lengths: Path | None, count: int, medians: list[int], sigmas: list[
 
 
 def command(
-    work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27 of them); seed.")] = "",
+    work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27: d32 h4 n256 ...); seed.")] = "",
     lengths: Lengths = None,
     num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of your own workload; 16.")] = None,
     mean_len: Annotated[str, typer.Option(help="Median length of its rows; 512.")] = "",
@@ -235,7 +236,7 @@ def sweep(session: Session, sizes: list[int], dims: list[int], dtypes: list[str]
 # -------------------------------------------------------------------------------------- tables and pictures
 def tables(result: Result) -> list[Table]:
     """The values that say most of named workloads; of the sweep over shapes the ratios, and times of the whole."""
-    swept = [row for row in result.rows if SHAPE.fullmatch(row.case.get("work", ""))]
+    swept = [row for row in result.rows if row.case.get("work") in SHAPES]
     found = results.tables([row for row in result.rows if row not in swept], SHOWN)
     if swept:
         found.append(_ratios(swept))
@@ -267,7 +268,7 @@ def pictures(result: Result) -> plots.Pictures:
     found: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
     for phase, name in (("forward", "forward"), ("backward", "backward"), ("both", "forward and backward")):
         timed = [row for row in rows if f"{phase}_s" in row.values]
-        swept = [row for row in timed if SHAPE.fullmatch(row.case["work"])]
+        swept = [row for row in timed if row.case["work"] in SHAPES]
         named = [row for row in timed if row not in swept]
         if named:
             found[f"attention-{phase}"] = partial(_bars, rows=named, phase=phase, name=name)

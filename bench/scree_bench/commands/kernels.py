@@ -15,16 +15,13 @@ import scree
 
 from .. import plots, results
 from ..lengths import adding_up
-from ..libraries import Function, Library, torch_compiled, wanted, where
+from ..libraries import Function, Library, nesting, torch_compiled, wanted, where
 from ..measure import PATIENCE
-from ..operations import COPY, Operation, measure
+from ..operations import COPY, Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
 from ..peers import NO_TIME, compiler, importable, lacking
 from ..results import Result, Row, Table
 from ..session import SECONDS, Session
-
-Build = Callable[[], tuple[Function, tuple[Any, ...]]]
-
 
 SHOWN = ("forward_s", "forward_of_copy_share", "forward_share", "backward_s", "backward_of_copy_share", "backward_share",
          "forward_host_s", "both_host_s", "both_peak_bytes", "relative_error")  # fmt: skip
@@ -85,12 +82,10 @@ class Batch:
         """Values as rows."""
         return self.like.with_values(values)
 
-    def nested(self, values: Any) -> Any:
-        """Values as PyTorch's nested tensor, with the bounds that spare it a look at the device."""
-        import torch
-
-        shape = {"min_seqlen": int(self.lengths.min()), "max_seqlen": self.longest}
-        return torch.nested.nested_tensor_from_jagged(values, self.like.offsets.long(), **shape)
+    @cached_property
+    def nested(self) -> Function:
+        """What makes PyTorch's nested tensor of values."""
+        return nesting(self.lib, self.lengths)
 
     def padded(self, fill: float = 0.0) -> Any:
         """The values as a padded batch."""
@@ -108,7 +103,7 @@ class Batch:
 def _softmax(b: Batch) -> Operation:
     import torch.nn.functional as F  # noqa: N812
 
-    found: dict[str, Build] = {
+    found: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.softmax(b.rows(x)).values, (b.values,)),
     }
     if b.lib.device == "cuda":  # elsewhere it is what runs anyway
@@ -128,13 +123,13 @@ def _reduction(name: str) -> Callable[[Batch], Operation]:
 
         xp, lengths, bare = b.lib.xp, b.like.lengths.long(), name if name == "sum" else f"a{name}"
         back = b.bytes if name == "sum" else 2 * b.bytes  # a maximum looks at its input again
-        found: dict[str, Build] = {
+        found: dict[str, Contender] = {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
             "segment_reduce": lambda: (
                 lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True), (b.values,)),
             "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (b.values,)),
         }  # fmt: skip
-        whole: dict[str, Build] = {"torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (b.values,))}
+        whole: dict[str, Contender] = {"torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (b.values,))}
         truth = b.by_row(lambda x: getattr(x, bare)(0), "stack")
         return Operation(f"{name} of rows", found, (b.bytes, back, b.bytes + back), truth, yardsticks=whole)
 
@@ -175,13 +170,13 @@ def _rope(b: Batch) -> Operation:
         turn, (low, high) = angle.double()[:, None, :], b.lib.wide(heads).chunk(2, -1)
         return torch.cat([low * turn.cos() - high * turn.sin(), high * turn.cos() + low * turn.sin()], -1)
 
-    found: dict[str, Build] = {
+    found: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.rope(b.rows(x)).values, (heads,)),
         "by hand, cos and sin given": lambda: (by_hand, (heads,)),
     }
     if b.compiles:
         found["compiled, cos and sin given"] = lambda: (torch_compiled(by_hand), (heads,))
-    other: dict[str, Build] = {
+    other: dict[str, Contender] = {
         "scree, neighbors as pairs": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,))
     }
     return Operation("rope", found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth, yardsticks=other)
@@ -196,7 +191,7 @@ def _cross_entropy(b: Batch) -> Operation:
     def own(x: Any) -> Any:
         return F.cross_entropy(x.float(), right)
 
-    found: dict[str, Build] = {
+    found: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.cross_entropy(b.rows(x), b.rows(right)), (b.values,)),
         "torch": lambda: (own, (b.values,)),
     }
@@ -224,7 +219,7 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
             run = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
             return lambda x, w: run(x, w, right)[0], (b.values, weight)
 
-        found: dict[str, Build] = {
+        found: dict[str, Contender] = {
             "scree": lambda: (lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(right)), (b.values, weight)),
             "torch": lambda: (own, (b.values, weight)),
         }
@@ -254,11 +249,11 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
         def loop(x: Any, w: Any) -> Any:
             return torch.cat([part @ w[i] for i, part in enumerate(x.split(lengths))])
 
-        found: dict[str, Build] = {
+        found: dict[str, Contender] = {
             "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
             "loop over rows": lambda: (loop, (b.values, weights)),
         }
-        dense: dict[str, Build] = {"torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))}
+        dense: dict[str, Contender] = {"torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))}
         if b.runs("grouped_mm", lacking(b.lib, b.dtype, ["bfloat16"])):
             found["grouped_mm"] = lambda: (lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends), (b.values, weights))
         done = 2.0 * b.total * b.width * m
@@ -323,7 +318,7 @@ def _to_padded(b: Batch) -> Operation:
         run, real = import_module(TRANSFORMERS)._pad_input, b.mask.flatten().nonzero().flatten()
         return lambda x: run(x, real, *b.mask.shape), (b.values,)
 
-    found: dict[str, Build] = {
+    found: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.to_padded(b.rows(x))[0], (b.values,)),
         "pad_sequence": lambda: (lambda x: pad(x.split(lengths), batch_first=True), (b.values,)),
         "torch.nested": lambda: (lambda x: b.nested(x).to_padded_tensor(0.0), (b.values,)),
@@ -340,7 +335,7 @@ def _from_padded(b: Batch) -> Operation:
         run = import_module(TRANSFORMERS)._unpad_input
         return lambda x: run(x, b.mask)[0], (b.padded(),)
 
-    found: dict[str, Build] = {
+    found: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.from_padded(x, b.mask, total=b.total).values, (b.padded(),)),
         "scree, total unknown": lambda: (lambda x: scree.from_padded(x, b.mask).values, (b.padded(),)),
         "boolean mask": lambda: (lambda x: x[b.mask], (b.padded(),)),

@@ -13,15 +13,15 @@ import typer
 import scree
 
 from .. import plots, results
+from ..formulas import EPS
 from ..libraries import Function, Library, torch_compiled, wanted, where
 from ..measure import PATIENCE
-from ..operations import Operation, measure
+from ..operations import Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, numbers
 from ..peers import NO_TIME, compiler, lacking
 from ..results import Result, Table
 from ..session import SECONDS, Session
 
-EPS = 1e-6
 SHAPES = {"cuda": "12160x4096,12160x1024", "cpu": "2048x4096,2048x1024"}
 SHOWN = ("forward_s", "forward_rate", "forward_of_copy_share", "backward_s", "backward_rate", "backward_of_copy_share",
          "forward_host_s", "both_host_s", "relative_error")  # fmt: skip
@@ -126,7 +126,7 @@ def _operation(session: Session, lib: Library, name: str, tokens: int, width: in
     plain, passes = NORMS[name]
     moved, (forward, backward) = float(x.numel() * x.element_size()), passes
 
-    def contender(run: Function) -> Callable[[], tuple[Function, tuple[Any, ...]]]:
+    def contender(run: Function) -> Contender:
         return lambda: (run, leaves)
 
     runs = functions(session, lib, name, dtype, offsets, tokens)

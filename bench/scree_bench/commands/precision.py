@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 import scree
 
 from .. import plots, results
+from ..formulas import EPS, layer_norm, rms_norm, softmax
 from ..lengths import adding_up
 from ..libraries import Library, wanted, where
 from ..options import Backend, Device, Out, Quick, Seed
@@ -19,7 +21,6 @@ from ..work import distance
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALES = (1.0, 300.0)  # at 300 the square of a number no longer fits float16
-EPS = 1e-6
 
 #: The sum of a thousand times 0.01: data type of the sum, that of the number, and that to which it is converted before adding.
 ACCUMULATIONS = (
@@ -30,25 +31,11 @@ ACCUMULATIONS = (
 )
 
 
-def _softmax(xp: Any, x: Any) -> Any:
-    x = xp.exp(x - xp.max(x, axis=0, keepdims=True))
-    return x / xp.sum(x, axis=0, keepdims=True)
-
-
-def _rms_norm(xp: Any, x: Any) -> Any:
-    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + EPS)
-
-
-def _layer_norm(xp: Any, x: Any) -> Any:
-    x = x - xp.mean(x, axis=-1, keepdims=True)
-    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + EPS)
-
-
 #: Name -> on a ragged array, and on one row in plain functions of a namespace, of which the truth is made too.
 OPERATIONS: dict[str, tuple[Callable[[Any, scree.Array], Any], Callable[[Any, Any], Any]]] = {
-    "softmax": (lambda xp, x: xp.ragged.softmax(x).values, _softmax),
-    "rms_norm": (lambda xp, x: xp.ragged.rms_norm(x, eps=EPS).values, _rms_norm),
-    "layer_norm": (lambda xp, x: xp.ragged.layer_norm(x, eps=EPS).values, _layer_norm),
+    "softmax": (lambda xp, x: xp.ragged.softmax(x).values, partial(softmax, axis=0)),
+    "rms_norm": (lambda xp, x: xp.ragged.rms_norm(x, eps=EPS).values, rms_norm),
+    "layer_norm": (lambda xp, x: xp.ragged.layer_norm(x, eps=EPS).values, layer_norm),
     "sum": (lambda xp, x: xp.sum(x, axis=1), lambda xp, x: xp.sum(x, axis=0)),
     "mean": (lambda xp, x: xp.mean(x, axis=1), lambda xp, x: xp.mean(x, axis=0)),
 }

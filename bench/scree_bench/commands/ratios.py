@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import typer
 import scree
 
 from .. import plots
+from ..formulas import softmax
 from ..lengths import adding_up
 from ..libraries import Library, wanted
 from ..measure import Thunk
@@ -39,59 +41,42 @@ class Hand(NamedTuple):
     from_padded: Callable[[Any, Any], Any]
 
 
-def _numpy() -> Hand:
+def _in_place(xp: Any) -> Hand:
+    """NumPy, and what can be written to as its arrays can."""
+
     def to_padded(values: Any, mask: Any) -> Any:
-        out = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
+        out = xp.zeros((*mask.shape, *values.shape[1:]), dtype=values.dtype)
         out[mask] = values
         return out
 
-    return Hand(np.concatenate, to_padded, lambda padded, mask: padded[mask])
+    return Hand(xp.concatenate, to_padded, lambda padded, mask: padded[mask])
 
 
-def _torch() -> Hand:
-    import torch
+def _by_numpy(make: Callable[[np.ndarray], Any], pack: Callable[[list[Any]], Any] | None = None) -> Hand:
+    """A NumPy detour: the fastest on the CPU, where JAX outside of `jit` compiles for every new shape."""
 
-    def to_padded(values: Any, mask: Any) -> Any:
-        out = torch.zeros((*mask.shape, *values.shape[1:]), dtype=values.dtype)
-        out[mask] = values
-        return out
+    def detour(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: make(function(*map(np.asarray, args)))
 
-    return Hand(torch.cat, to_padded, lambda padded, mask: padded[mask])
+    def concatenate(rows: list[Any]) -> Any:
+        return make(np.concatenate([np.asarray(x) for x in rows]))
 
-
-def _jax() -> Hand:
-    """On the CPU a NumPy detour is the fastest: outside of `jit` every new shape compiles."""
-    import jax.numpy as jnp
-
-    by_numpy = _numpy()
-
-    def pack(rows: list[Any]) -> Any:
-        return jnp.asarray(np.concatenate([np.asarray(x) for x in rows]))
-
-    def to_padded(values: Any, mask: Any) -> Any:
-        return jnp.asarray(by_numpy.to_padded(np.asarray(values), np.asarray(mask)))
-
-    def from_padded(padded: Any, mask: Any) -> Any:
-        return jnp.asarray(np.asarray(padded)[np.asarray(mask)])
-
-    return Hand(pack, to_padded, from_padded)
+    hand = _in_place(np)
+    return Hand(pack or concatenate, detour(hand.to_padded), detour(hand.from_padded))
 
 
 def _mlx() -> Hand:
     import mlx.core as mx
 
-    by_numpy = _numpy()
-
-    def to_padded(values: Any, mask: Any) -> Any:
-        return mx.array(by_numpy.to_padded(np.asarray(values), np.asarray(mask)))
-
-    def from_padded(padded: Any, mask: Any) -> Any:
-        return mx.array(np.asarray(padded)[np.asarray(mask)])
-
-    return Hand(mx.concatenate, to_padded, from_padded)
+    return _by_numpy(mx.array, mx.concatenate)
 
 
-HANDS: dict[str, Callable[[], Hand]] = {"numpy": _numpy, "torch": _torch, "jax": _jax, "mlx": _mlx}
+HANDS: dict[str, Callable[[], Hand]] = {
+    "numpy": lambda: _in_place(np),
+    "torch": lambda: _in_place(import_module("torch")),
+    "jax": lambda: _by_numpy(import_module("jax.numpy").asarray),
+    "mlx": _mlx,
+}
 
 
 # ---------------------------------------------------------------------------------------------------- cases
@@ -148,9 +133,7 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
         return lib.wait(scree.attention(q, k, v, causal=True).values)
 
     def weights(score: np.ndarray) -> np.ndarray:
-        score = np.where(hidden, -np.inf, score / math.sqrt(32))
-        score = np.exp(score - score.max(-1, keepdims=True))
-        return score / score.sum(-1, keepdims=True)
+        return softmax(np, np.where(hidden, -np.inf, score / math.sqrt(32)))
 
     def naive() -> Any:
         a, b, c = dense

@@ -14,7 +14,8 @@ import scree
 
 from .. import lengths as draws
 from .. import plots
-from ..libraries import Library, wanted, where
+from ..formulas import EPS, rms_norm, softmax
+from ..libraries import Library, nesting, wanted, where
 from ..measure import Thunk, require
 from ..options import Backend, Device, Lengths, Out, Quick, Seconds, Seed
 from ..peers import NO_TIME, Peer, contenders
@@ -22,7 +23,6 @@ from ..results import Result
 from ..session import SECONDS, Session
 from ..work import Work
 
-EPS = 1e-6
 LOOP = "loop over rows"
 
 
@@ -53,34 +53,21 @@ class Stream:
 
 
 # ------------------------------------------------------------------------------------- operations on tokens
-def _rms_norm(xp: Any, x: Any, weight: Any) -> Any:
-    return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
-
-
-def _softmax(xp: Any, x: Any, weight: Any, axis: int = 0) -> Any:
-    x = xp.exp(x - xp.max(x, axis=axis, keepdims=True))
-    return x / xp.sum(x, axis=axis, keepdims=True)
-
-
-def _reductions(xp: Any, x: Any, weight: Any, axis: int = 0) -> Any:
-    return xp.sum(x, axis=axis) + xp.max(x, axis=axis)
-
-
 #: Name -> on a ragged array; on one row (tokens first); on a padded batch (rows, longest, ...) with its mask (rows, longest, 1).
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (
         lambda xp, x, weight: xp.ragged.rms_norm(x, weight, eps=EPS).values,
-        _rms_norm,
-        lambda xp, x, mask, weight: _rms_norm(xp, x, weight),
+        lambda xp, x, weight: rms_norm(xp, x) * weight,
+        lambda xp, x, mask, weight: rms_norm(xp, x) * weight,
     ),
     "softmax": (
         lambda xp, x, weight: xp.ragged.softmax(x).values,
-        _softmax,
-        lambda xp, x, mask, weight: _softmax(xp, xp.where(mask, x, -np.inf), weight, axis=1),
+        lambda xp, x, weight: softmax(xp, x, axis=0),
+        lambda xp, x, mask, weight: softmax(xp, xp.where(mask, x, -np.inf), axis=1),
     ),
     "sum and max": (
         lambda xp, x, weight: xp.sum(x, axis=1) + xp.max(x, axis=1),
-        _reductions,
+        lambda xp, x, weight: xp.sum(x, axis=0) + xp.max(x, axis=0),
         lambda xp, x, mask, weight: xp.sum(xp.where(mask, x, 0.0), axis=1) + xp.max(xp.where(mask, x, -np.inf), axis=1),
     ),
 }
@@ -141,18 +128,12 @@ def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[
     found = {"scree": ours, "padded": padding(plain, stream.batches), "padded, sorted": padding(plain, stream.ordered),
              LOOP: by_row}  # fmt: skip
     if lib.name == "torch":
-        import torch
         import torch.nn.functional as F  # noqa: N812
 
         own, nested = TORCH[operation]
 
         def jagged() -> Thunk:
-            parts = []
-            for lengths in stream.batches:
-                offsets = lib.make(np.concatenate([[0], np.cumsum(lengths)]), "int64")
-                shape = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
-                parts.append((torch.nested.nested_tensor_from_jagged(lib.make(values(lengths)), offsets, **shape),))
-            return every(lambda x: nested(F, x, weight), parts)
+            return every(lambda x: nested(F, x, weight), [(nesting(lib, x)(lib.make(values(x))),) for x in stream.batches])
 
         found["padded, torch's own"] = padding(lambda x, mask: own(F, x, mask, weight), stream.batches)
         found["torch.nested"] = jagged

@@ -74,6 +74,9 @@ class Backend:
     checkpoint
         ``checkpoint(f)``: the same function, whose backward pass computes again what `f` had on the way, and so need not keep it;
         `f` itself where the library has no gradients.
+    gather
+        ``gather(x, axis, index)``: `take_along_axis` of arrays whose other axes are alike, where the library's own makes a compiler
+        fix their sizes.
     traits
         ``traits(x)``: all that the host knows of `x` and that a check or a kernel may ask, hashable; None where a call costs more
         than its checks anyway.
@@ -91,6 +94,7 @@ class Backend:
     compiling: Callable[[], bool] = _never
     outside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
+    gather: Callable[[Any, int, Any], Any] | None = None
     traits: Callable[[Any], tuple[Any, ...]] | None = None
 
     def __repr__(self) -> str:
@@ -99,6 +103,11 @@ class Backend:
     def from_host(self, host: np.ndarray, dtype: Any, device: Any) -> Any:
         """An array of the library on a device."""
         return self.place(host, dtype, device) if self.place else self.xp.asarray(host, dtype=dtype, device=device)
+
+    def take_along_axis(self, x: Any, index: Any, axis: int) -> Any:
+        """The entries of `x` at the places of `index` along an axis >= 0."""
+        alike = all(a == axis or m == n for a, (m, n) in enumerate(zip(x.shape, index.shape, strict=True)))
+        return self.gather(x, axis, index) if self.gather and alike else self.xp.take_along_axis(x, index, axis=axis)
 
     def apart(self, x: Any, y: Any) -> bool:
         """Whether two arrays are known to lie on different devices."""

@@ -80,7 +80,8 @@ def _traits(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, place=_place, checkpoint=_checkpoint,
-                  compiling=torch.compiler.is_compiling, outside=_outside, to_device=lambda x, device: x.to(device), traits=_traits)
+                  gather=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)), compiling=torch.compiler.is_compiling,
+                  outside=_outside, to_device=lambda x, device: x.to(device), traits=_traits)
 
 pytree.register_pytree_node(
     Array,

@@ -8,7 +8,7 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axis_of, by_token, like, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
+from ..fit import Function, axis_of, by_token, in_rows, like, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
 from ..index import any_outside, entries, select, trimmed
 from ..segments import identity, segment_arg, spread
 
@@ -55,24 +55,24 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
             raise TypeError("indices: expected a ragged array, got a dense one; rows of different lengths have no common index")
         indices = indices.with_values(checks.integers("indices", indices.values, x.values))
         if axis != x.ragged_dim + 1:
-            return shared_layout(name, (x, indices)).with_values(f(x.values, indices.values, axis=axis - 1))
-        return _by_position(lib, f, x, indices)
+            return shared_layout(name, (x, indices)).with_values(lib.take_along_axis(x.values, indices.values, axis - 1))
+        return _by_position(lib, x, indices)
 
     return unless_ragged(f, ragged)
 
 
-def _by_position(lib: Backend, f: Function, x: Array, indices: Array) -> Array:
+def _by_position(lib: Backend, x: Array, indices: Array) -> Array:
     xp, dim, rows = lib.xp, x.ragged_dim, indices.layout
     if indices.batch_size != x.batch_size or indices.ndim != x.ndim or indices.ragged_dim != dim:
         raise ValueError(f"indices: expected the axes and the batch of {x.shape}, got {indices.shape}")
     if 0 in (x.total_length, indices.total_length):
-        return indices.with_values(f(x.values, indices.values, axis=dim))
+        return indices.with_values(lib.take_along_axis(x.values, indices.values, dim))
 
     start, length = (by_token(indices, xp.take(n, rows.rows, axis=0)) for n in (x.offsets[:-1], x.layout.lengths))
     index = xp.where(indices.values < 0, indices.values + length, indices.values)
     if any_outside(indices, index, length):
         raise IndexError("indices: expected positions within the rows, got one that is outside of its row")
-    return indices.with_values(f(x.values, x.layout.clip(start + index), axis=dim))
+    return indices.with_values(lib.take_along_axis(x.values, x.layout.clip(start + index), dim))
 
 
 def arg(f: Function, name: str, lib: Backend) -> Function:
@@ -82,9 +82,9 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
     def whole(x: Array, keepdims: bool) -> Any:
         if x.ragged_dim:
             raise ValueError(f"x: expected the ragged axis in front for {name} of all, got shape {x.shape}; use xp.moveaxis")
-        values, real = x.values, x.layout.real
-        if real is not None:  # tokens behind the last row are never ahead of those before
-            values = xp.where(spread(xp, real, x.values.ndim), values, identity(xp, op, x.dtype))
+        values = x.values
+        if x.layout.real is not None:  # tokens behind the last row are never ahead of those before
+            values = in_rows(x, values, identity(xp, op, x.dtype))
         first = f(values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.layout.device)) - 1
         return xp.reshape(first, (1,) * x.ndim) if keepdims else first
 
@@ -108,7 +108,7 @@ def _order(lib: Backend, x: Array, descending: bool) -> Any:
     values = moved(xp, x.values, x.ragged_dim, 0)
     by_value = xp.argsort(values, axis=0, descending=descending, stable=True)
     row = xp.reshape(xp.take(x.layout.segment_ids, xp.reshape(by_value, (-1,)), axis=0), by_value.shape)
-    order = xp.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), axis=0)
+    order = lib.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), 0)
     return moved(xp, order, 0, x.ragged_dim)
 
 
@@ -135,7 +135,7 @@ def sort(f: Function, name: str, lib: Backend) -> Function:
 
     def rows(x: Array, descending: bool) -> Any:
         if not x.layout.full:
-            return lib.xp.take_along_axis(x.values, _order(lib, x, descending), axis=x.ragged_dim)
+            return lib.take_along_axis(x.values, _order(lib, x, descending), x.ragged_dim)
         up = x.with_values(_by_buckets(f, lib, x))
         return select(up, up.layout, up.offsets[1:] - 1, -1).values if descending else up.values
 

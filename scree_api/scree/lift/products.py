@@ -14,6 +14,7 @@ from ..fit import (
     against,
     axes_of,
     axis_of,
+    in_rows,
     moved,
     shared_layout,
     unless_either_ragged,
@@ -95,7 +96,7 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
             return first.with_values(f(a, b, axis=at - 1 - first.values.ndim), ragged_dim=dim)
         xp = lib.xp
         a = xp.conj(a) if xp.isdtype(first.dtype, "complex floating") else a
-        product = moved(xp, a * b, first.ragged_dim, 0)
+        product = moved(xp, in_rows(first, a) * in_rows(first, b), first.ragged_dim, 0)
         wide = xp.astype(product, accumulator(xp, product.dtype), copy=False)
         return xp.astype(segment_reduce("sum", wide, first.layout), product.dtype, copy=False)
 
@@ -132,7 +133,8 @@ def vector_norm(f: Function, name: str, lib: Backend) -> Function:
             return x.with_values(out, ragged_dim=x.ragged_dim - gone)
         out = f(xp.ones((1,), dtype=x.dtype)).dtype  # of integers, floating point
         space = x.__array_namespace__()
-        size = xp.abs(x.values) if xp.isdtype(x.dtype, ("real floating", "complex floating")) else xp.astype(x.values, out)
+        real = xp.isdtype(x.dtype, ("real floating", "complex floating"))
+        size = xp.abs(in_rows(x, x.values)) if real else xp.astype(x.values, out)
 
         def over(reduce: str, values: Any) -> Any:
             return getattr(space, reduce)(x.with_values(values), axis=axes, keepdims=keepdims)

@@ -9,12 +9,14 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..fit import Function, accumulator, against, axes_of, axis_of, by_token, moved, real_of, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, axis_of, in_rows, moved, real_of, unless_ragged
 from ..layout import Layout
 from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
 
 #: Reductions that divide: an integer input gives a floating-point result.
 AVERAGES = ("mean", "std", "var")
+#: Those that the standard has for real numbers alone.
+REAL = ("max", "min", "std", "var")
 
 
 def reduction(f: Function, name: str, lib: Backend) -> Function:
@@ -27,6 +29,8 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
         """What the library makes of this dtype, asked once: its promotion is ours."""
         key = (dtype, *options.values())
         if key not in results:
+            if name in REAL and xp.isdtype(dtype, "complex floating"):
+                raise TypeError(f"x: expected real numbers for {name}, got {dtype}; see xp.abs, xp.real and xp.imag")
             if name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
                 results[key] = xp.__array_namespace_info__().default_dtypes()["real floating"]
             else:
@@ -35,8 +39,6 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
         axes, along = axes_of(name, axis, x.ndim), x.ragged_dim + 1
-        if name in ("std", "var") and xp.isdtype(x.dtype, "complex floating"):
-            raise TypeError(f"x: expected real numbers for {name}, got {x.dtype}; use xp.abs(x - mean)")
         if 0 in axes and along not in axes:
             raise ValueError(
                 f"axis: {name} over the batch alone would add up unrelated positions of rows of different lengths; use "
@@ -68,25 +70,21 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
 
 def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, options: Any) -> Any:
     """The reduction of all tokens over axes of the values, by the library's own `f`; tokens behind the last row do not count."""
-    xp, real = x.layout.xp, x.layout.real
+    xp = x.layout.xp
     values = xp.astype(x.values, wide, copy=False)
-    if real is None:
+    if x.layout.real is None:
         return f(values, axis=axes, keepdims=keepdims, **options)
-    real = by_token(x, real)
-
-    def over(f: Function, op: str, values: Any, **options: Any) -> Any:
-        nothing = xp.full((), identity(xp, op, values.dtype), dtype=values.dtype, device=x.layout.device)
-        return f(xp.where(real, values, nothing), axis=axes, **options)
-
     if name not in AVERAGES:
         truth = name in ("any", "all", "count_nonzero")
         values = xp.astype(values, xp.bool) if truth else values
-        return over(f, "any" if name == "count_nonzero" else name, values, keepdims=keepdims, **options)
+        least = identity(xp, "any" if name == "count_nonzero" else name, values.dtype)
+        nothing = xp.full((), least, dtype=values.dtype, device=x.layout.device)
+        return f(in_rows(x, values, nothing), axis=axes, keepdims=keepdims, **options)
     count = xp.astype(x.layout.offsets[-1], real_of(xp, wide)) * math.prod([values.shape[a] for a in axes if a != x.ragged_dim])
-    mean = divide(xp, over(xp.sum, "sum", values, keepdims=keepdims or name != "mean"), count)
+    mean = divide(xp, xp.sum(in_rows(x, values), axis=axes, keepdims=keepdims or name != "mean"), count)
     if name == "mean":
         return mean
-    total = over(xp.sum, "sum", xp.square(values - mean), keepdims=keepdims)
+    total = xp.sum(xp.square(in_rows(x, values - mean)), axis=axes, keepdims=keepdims)
     variance = divide(xp, total, count - options.get("correction", 0.0))
     return variance if name == "var" else root(xp, variance)
 
@@ -131,7 +129,7 @@ def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: An
     values = xp.astype(x.values, wide, copy=False)
     x = x.with_values(values)
     center = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
-    total = _reduce_rows(xp, "sum", x.with_values(xp.square(values - center)), axes, keepdims, wide)
+    total = _reduce_rows(xp, "sum", x.with_values(xp.square(in_rows(x, values - center))), axes, keepdims, wide)
     return divide(xp, total, _counts(xp, x, axes, total, keepdims) - correction)
 
 

@@ -128,11 +128,13 @@ def _inner(name: str, x: Array, axis: Any, ndim: int | None = None) -> tuple[int
 
 
 def expand_dims(f: Function, name: str, lib: Backend) -> Function:
-    """A new element axis of size 1."""
+    """New element axes of size 1."""
 
-    def ragged(x: Array, /, *, axis: int = 0) -> Array:
-        (at,) = _inner(name, x, axis, x.ndim + 1)
-        return x.with_values(f(x.values, axis=at), ragged_dim=x.ragged_dim + (at <= x.ragged_dim))
+    def ragged(x: Array, /, *, axis: int | tuple[int, ...] = 0) -> Array:
+        count = len(axis) if isinstance(axis, tuple) else 1
+        new = _inner(name, x, axis, x.ndim + count)
+        old = [a for a in range(x.values.ndim + count) if a not in new]
+        return x.with_values(f(x.values, axis=new if isinstance(axis, tuple) else new[0]), ragged_dim=old[x.ragged_dim])
 
     return unless_ragged(f, ragged)
 

@@ -8,7 +8,7 @@ from typing import Any
 from .. import again
 from ..array import Array
 from ..checks import floating
-from ..fit import accumulator, against, moved, ragged
+from ..fit import accumulator, against, in_rows, moved, ragged
 from ..registry import declare
 from ..segments import segment_reduce
 
@@ -79,7 +79,7 @@ def _parts(x: Array) -> tuple[Any, Array, Any, Any, Any]:
     top = segment_reduce("max", values, x.layout)
     top = xp.where(xp.isfinite(top), top, xp.zeros_like(top))  # rows that are empty or hold an infinity
     shifted = x.with_values(values, ragged_dim=0)
-    shifted = shifted.with_values(values - _per_token(xp, top, shifted))
+    shifted = shifted.with_values(in_rows(shifted, values - _per_token(xp, top, shifted)))
     weights = xp.exp(shifted.values)
     return xp, shifted, weights, top, segment_reduce("sum", weights, x.layout)
 
