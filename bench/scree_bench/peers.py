@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -170,20 +172,15 @@ def _torch_sdpa(backend: str | None) -> Callable[[Library, Work], Prepared]:
 
         args, cotangent, packed = _dense(lib, work)
         mask = None if work.causal else lib.make(visible(work), "bool")
+        chosen = partial(sdpa_kernel, getattr(SDPBackend, backend)) if backend else nullcontext
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
-            )
+            with chosen():
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+                )
 
-        if backend is None:
-            return Prepared(attend, args, cotangent, packed)
-
-        def chosen(q: Any, k: Any, v: Any) -> Any:
-            with sdpa_kernel(getattr(SDPBackend, backend)):
-                return attend(q, k, v)
-
-        return Prepared(chosen, args, cotangent, packed)
+        return Prepared(attend, args, cotangent, packed)
 
     return prepare
 
@@ -248,27 +245,40 @@ def _bounds(lib: Library, work: Work) -> tuple[Any, int]:
     return lib.make(work.offsets, "int32"), work.longest
 
 
+def _differentiated(forward: Function, backward: Function) -> Function:
+    """Two operators as one function: `forward` gives the result and what ``backward(dout, q, k, v, out, ...)`` takes behind it."""
+    import torch
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            out, *ctx.rest = forward(q, k, v)
+            ctx.save_for_backward(q, k, v, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            return backward(dout, *ctx.saved_tensors, *ctx.rest)
+
+    found: Function = Attend.apply
+    return found
+
+
 def _fa2(lib: Library, work: Work) -> Prepared:
     """FlashAttention-2 as PyTorch carries it, without what PyTorch puts around it."""
     import torch
 
     args, cotangent = inputs(lib, work)
     cu, longest = _bounds(lib, work)
-    forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    aten, rows = torch.ops.aten, (cu, cu, longest, longest, 0.0, work.causal)
 
-    class Attend(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            out, lse, rng, unused, _ = forward(q, k, v, cu, cu, longest, longest, 0.0, work.causal, False)
-            ctx.save_for_backward(q, k, v, out, lse, rng, unused)
-            return out
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return aten._flash_attention_forward(q, k, v, *rows, False)[:4]
 
-        @staticmethod
-        def backward(ctx: Any, dout: Any) -> Any:
-            q, k, v, out, lse, rng, unused = ctx.saved_tensors
-            return backward(dout, q, k, v, out, lse, cu, cu, longest, longest, 0.0, work.causal, rng, unused)
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng: Any, unused: Any) -> Any:
+        return aten._flash_attention_backward(dout, q, k, v, out, lse, *rows, rng, unused)
 
-    return Prepared(Attend.apply, args, cotangent, lambda x: x)
+    return Prepared(_differentiated(forward, backward), args, cotangent, lambda x: x)
 
 
 def _varlen(lib: Library, work: Work) -> Prepared:
@@ -311,25 +321,19 @@ def _efficient(lib: Library, work: Work) -> Prepared:
 
     args, cotangent = inputs(lib, work)
     cu, longest = _bounds(lib, work)
-    forward, backward = torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward
-    mask = int(work.causal)
+    aten, mask = torch.ops.aten, int(work.causal)
 
-    class Attend(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            out, lse, *ctx.rest = forward(q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True)
-            ctx.save_for_backward(q, k, v, out, lse)
-            return out[0]
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        found = aten._efficient_attention_forward(q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True)
+        return found[0][0], *found[1:]
 
-        @staticmethod
-        def backward(ctx: Any, dout: Any) -> Any:
-            q, k, v, out, lse = ctx.saved_tensors
-            seed, offset, most_q, most_k = ctx.rest
-            found = backward(dout[None], q[None], k[None], v[None], None, out, cu, cu, most_q, most_k, lse, 0.0, seed, offset,
-                             mask, False)
-            return tuple(x[0] for x in found[:3])
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seed: Any, offset: Any, most_q: int, most_k: int) -> Any:
+        found = aten._efficient_attention_backward(
+            *(x[None] for x in (dout, q, k, v)), None, out[None], cu, cu, most_q, most_k, lse, 0.0, seed, offset, mask, False
+        )
+        return tuple(x[0] for x in found[:3])
 
-    return Prepared(Attend.apply, args, cotangent, lambda x: x)
+    return Prepared(_differentiated(forward, backward), args, cotangent, lambda x: x)
 
 
 # ---------------------------------------------------------------------------------------------- JAX and MLX

@@ -13,7 +13,9 @@ import typer
 
 from scree_bench import gpt, lengths, measure, plots, results
 from scree_bench.algorithms import ALGORITHMS, BLOCK, WINDOW, Shape
+from scree_bench.commands.attention import SHAPES, workloads
 from scree_bench.commands.model import classify, step_flops
+from scree_bench.formulas import layer_norm, rms_norm, softmax
 from scree_bench.libraries import load
 from scree_bench.measure import FAILED, OUT_OF_MEMORY, Failure, interleaved, spread
 from scree_bench.results import Result, Row
@@ -269,6 +271,22 @@ def test_operations_of_attention():
     assert Work((3, 1), 2, 2, 4, causal=False).flops == 4 * 2 * 4 * (9 + 1)
     assert Work(lengths.SEED, 16, 16, 64).flops == pytest.approx(26.5e9, rel=0.01)
     assert BACKWARD == 5 / 2
+
+
+def test_works_by_their_names():
+    found = dict(workloads("d64 h8 n1024,small", "cuda", seed=0, quick=False))
+    assert list(found) == ["d64 h8 n1024", "small"]
+    assert (found["d64 h8 n1024"].dim, found["d64 h8 n1024"].heads, len(found["d64 h8 n1024"].lengths)) == (64, 8, 16)
+    assert dict(workloads("shapes", "cuda", seed=0, quick=False)).keys() == SHAPES.keys() and len(SHAPES) == 27
+    with pytest.raises(typer.BadParameter, match="--work: expected some of"):
+        list(workloads("d64", "cuda", seed=0, quick=False))
+
+
+def test_formulas():
+    x = np.asarray([[1.0, 3.0], [0.0, -1e300]])
+    assert np.allclose(softmax(np, x), [[1 / (1 + math.exp(2)), 1 / (1 + math.exp(-2))], [1, 0]])
+    assert np.allclose(rms_norm(np, x[:1]), [[1 / math.sqrt(5), 3 / math.sqrt(5)]])
+    assert np.allclose(layer_norm(np, x[:1]), [[-1, 1]])
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -74,7 +74,8 @@ def run(call: Any) -> Any:
     if not torch.compiler.is_compiling():
         return run_again(call)(call.q, call.k, call.v, call.alibi_slopes)
     q, k, v = call.q, call.k, call.v
-    out, lse = _traced(q.values, k.values, v.values, q.offsets, k.offsets, _spec(call), _float(call.alibi_slopes))
+    out, lse = _traced(q.values, k.values, v.values, q.offsets, k.offsets, _spec(call),
+                       None if call.alibi_slopes is None else _float(call.alibi_slopes))
     return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
 
 
@@ -93,7 +94,7 @@ def run_again(call: Any) -> Callable[..., Any]:
         return made
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        arrays, slopes = (q.values, k.values, v.values), alibi_slopes if alibi_slopes is None else _float(alibi_slopes)
+        arrays, slopes = (q.values, k.values, v.values), None if alibi_slopes is None else _float(alibi_slopes)
         key = aligned(*arrays), tf32(arrays[0].dtype)
         forward, backward = found.get(key) or ways(q, k, arrays, key)
         if not (wanted and torch.is_grad_enabled()):
@@ -101,14 +102,14 @@ def run_again(call: Any) -> Callable[..., Any]:
         elif return_lse:
             out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
         else:
-            return q.with_values(_Attention.apply(*arrays, (forward, backward, slopes, False)))
-        return (q.with_values(out), q.with_values(lse.t())) if return_lse else q.with_values(out)
+            return q._of(_Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout)
+        return (q._of(out, q.layout), q._of(lse.t(), q.layout)) if return_lse else q._of(out, q.layout)
 
     return attend
 
 
-def _float(slopes: torch.Tensor | None) -> torch.Tensor | None:
-    return None if slopes is None else slopes.to(torch.float32).contiguous()
+def _float(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.to(torch.float32).contiguous()
 
 
 def _spec(call: Any) -> Spec:

@@ -5,8 +5,10 @@ arXiv:2407.08608). The producer takes tiles from a counter, longest first, and f
 consumers multiply on the tensor cores.
 
 Descriptors are ragged (see `launch.Ragged`): the copy engine itself ends at a row's last token and fills with zeros,
-so no tile ever holds a token of another row. Heads that are not 32, 64 or 128 wide it fills up with zeros, too: DIM is their own
-width, BLOCK_D that of a tile.
+so no tile ever holds a token of another row. A head is read as some PARTS of BLOCK_D numbers, one of 32, 64 or 128 up to
+head_dim 128, three of 64 up to 192, two of 128 up to 256. Where that is more than its own DIM, the copy engine fills it up with
+zeros, too. The heads of v have DIM_V, BLOCK_DV and PARTS_V. Products add up over the parts of what they sum over, and give
+outputs in parts, tuples of tiles.
 
 What a kernel computes is chosen by constants. CAUSAL: a query attends keys up to its own position, both rows aligned at their
 ends. WINDOW: it attends `left` keys before and `right` keys after its own. ALIBI: a head's slope times the distance of query and
@@ -17,7 +19,7 @@ a mask; with it one loop asks each tile, which takes fewer registers. ALIBI and 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .launch import current_stream
 
@@ -48,16 +50,8 @@ def counter(device: torch.device) -> torch.Tensor:
 
 
 @gluon.jit
-def _load_ragged(desc, start, length, row, column, barrier, tile):
-    if len(tile.shape) == 5:  # heads are a dimension of their own, so that narrow ones are filled up with zeros
-        tma.async_copy_global_to_shared(desc, [BILLION, start + length, BILLION - length + row, column, 0], barrier, tile)
-    else:
-        tma.async_copy_global_to_shared(desc, [BILLION, start + length, BILLION - length + row, column], barrier, tile)
-
-
-@gluon.jit
 def _column(head, stride, ring):
-    """Where a head is in the last dimension but that of narrow heads, which have one of their own."""
+    """Where a head is in the last dimension, or, where that is of one head, its number."""
     if len(ring.shape) == 6:
         return head
     else:
@@ -65,11 +59,22 @@ def _column(head, stride, ring):
 
 
 @gluon.jit
-def _load_planes(desc, start, length, row, column, barrier, ring, slot, PLANES: gl.constexpr):
-    """A tile into a slot of a ring: one tile of each plane of the operand, of which most have one."""
-    DIM: gl.constexpr = ring.shape[4]
-    for p in gl.static_range(PLANES):
-        _load_ragged(desc, start, length, row, column + p * DIM, barrier, ring.index(slot * PLANES + p))
+def _load(desc, start, length, row, column, barrier, ring, slot, PARTS: gl.constexpr):
+    """Rows into a slot of a ring, which has a tile for each part of the operand."""
+    WIDTH: gl.constexpr = ring.shape[len(ring.shape) - 1]
+    for p in gl.static_range(PARTS):
+        tile = ring.index(slot * PARTS + p)
+        if len(ring.shape) == 6:  # heads are a dimension of their own, so that the last part is filled up with zeros
+            where = [BILLION, start + length, BILLION - length + row, column, p * WIDTH]
+        else:
+            where = [BILLION, start + length, BILLION - length + row, column + p * WIDTH]
+        tma.async_copy_global_to_shared(desc, where, barrier, tile)
+
+
+@gluon.constexpr_function
+def _bytes(ring, parts):
+    """Of a slot of a ring."""
+    return ring.shape[3] * ring.shape[-1] * ring.dtype.primitive_bitwidth // 8 * parts
 
 
 @gluon.jit
@@ -82,6 +87,61 @@ def _ring(desc, slots: gl.constexpr):
 def _rows(tile):
     """A (1, 1, rows, columns) or (1, 1, rows, 1, columns) tile as a matrix."""
     return tile.reshape([tile.shape[2], tile.shape[len(tile.shape) - 1]])
+
+
+@gluon.jit
+def _parts(ring, slot, PARTS: gl.constexpr):
+    """The tiles in a slot of a ring, as matrices."""
+    parts = ()
+    for p in gl.static_range(PARTS):
+        parts += (_rows(ring.index(slot * PARTS + p)), )
+    return parts
+
+
+@gluon.jit
+def _zeros(rows: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Accumulators of the parts of an output."""
+    COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
+    parts = ()
+    for _ in gl.static_range(PARTS):
+        parts += (gl.zeros([rows, COLUMNS], gl.float32, LAYOUT), )
+    return parts
+
+
+@gluon.jit
+def _times(parts, factor, PARTS: gl.constexpr):
+    """The parts of an output, each times a factor."""
+    products = ()
+    for p in gl.static_range(PARTS):
+        products += (parts[p] * factor, )
+    return products
+
+
+@gluon.jit
+def _start_scores(a, ring, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start a @ b^T, b in a slot of a ring, both in parts of their columns."""
+    ROWS: gl.constexpr = a[0].shape[0]
+    COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
+    x = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    for p in gl.static_range(PARTS):
+        x = warpgroup_mma(a[p], _rows(ring.index(slot * PARTS + p)).permute((1, 0)), x, use_acc=p > 0, is_async=True)
+    return x
+
+
+@gluon.jit
+def _start_sums(a, ring, slot, sums, PARTS: gl.constexpr):
+    """Start sums + a @ b, b in a slot of a ring, in parts of its columns."""
+    parts = ()
+    for p in gl.static_range(PARTS):
+        parts += (warpgroup_mma(a, _rows(ring.index(slot * PARTS + p)), sums[p], is_async=True), )
+    return parts
+
+
+@gluon.jit
+def _wait_sums(pending: gl.constexpr, sums, a, PARTS: gl.constexpr):
+    """Wait for what `_start_sums` started, but `pending` products behind it."""
+    done = warpgroup_mma_wait(pending, deps=sums + (a, ))
+    return done[:PARTS]
 
 
 @gluon.jit
@@ -181,7 +241,7 @@ def _derivative(scale, softcap, SOFTCAP: gl.constexpr):
 @gluon.jit
 def _claim(COUNTER, total_tiles):
     """The next tile. As many additions as tiles are made in all, so whoever makes the last one resets the counter."""
-    t = gl.atomic_add(COUNTER, 1)
+    t = gl.atomic_add(COUNTER, 1, sem="relaxed")
     if t == total_tiles - 1:
         gl.store(COUNTER, 0)
     return t + gl.num_programs(0)

@@ -1,13 +1,14 @@
-"""The backward of attention on Hopper, float16 and bfloat16, head_dim up to 128: one kernel for dq, one for dk and dv."""
+"""The backward of attention on Hopper, float16 and bfloat16, head_dim up to 256: one kernel for dq, one for dk and dv."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma_wait
 
 from .hopper import (
     _COUNTS,
     LOG2E,
     _barriers,
     _biased,
+    _bytes,
     _capped,
     _claim,
     _column,
@@ -17,20 +18,24 @@ from .hopper import (
     _inside,
     _key_bounds,
     _key_tiles,
-    _load_planes,
+    _load,
+    _parts,
     _post,
     _ring,
-    _rows,
+    _start_scores,
+    _start_sums,
     _store_tile,
     _tile,
+    _wait_sums,
+    _zeros,
 )
 
 
 @gluon.jit
 def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                  COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left, right, BLOCK_M: gl.constexpr,
-                 BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PLANES: gl.constexpr):
+                 BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                 WINDOW: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -48,11 +53,11 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(q_full.index(qs), BLOCK_M * BLOCK_D * 4 * PLANES)
+            mbarrier.expect(q_full.index(qs), 2 * (_bytes(q_s, PARTS) + _bytes(do_s, PARTS_V)))
             for w in gl.static_range(2):
                 row = first + w * (BLOCK_M // 2)
-                _load_planes(qd, start, length, row, _column(head, q_head, q_s), q_full.index(qs), q_s, qs * 2 + w, PLANES)
-                _load_planes(dod, start, length, row, _column(head, do_head, do_s), q_full.index(qs), do_s, qs * 2 + w, PLANES)
+                _load(qd, start, length, row, _column(head, q_head, q_s), q_full.index(qs), q_s, qs * 2 + w, PARTS)
+                _load(dod, start, length, row, _column(head, do_head, do_s), q_full.index(qs), do_s, qs * 2 + w, PARTS_V)
             t = _claim(COUNTER, total_tiles)
             k_column = _column(head // group_size, k_head, k_s)
             v_column = _column(head // group_size, v_head, v_s)
@@ -61,11 +66,11 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
                 stage = c % STAGES
                 phase = ((c // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), BLOCK_N * BLOCK_D * 2 * PLANES)
-                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PLANES)
+                mbarrier.expect(k_full.index(stage), _bytes(k_s, PARTS))
+                _load(kd, other_start, other, j * BLOCK_N, k_column, k_full.index(stage), k_s, stage, PARTS)
                 mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), BLOCK_N * BLOCK_D * 2 * PLANES)
-                _load_planes(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PLANES)
+                mbarrier.expect(v_full.index(stage), _bytes(v_s, PARTS_V))
+                _load(vd, other_start, other, j * BLOCK_N, v_column, v_full.index(stage), v_s, stage, PARTS_V)
                 c += 1
         else:
             mbarrier.arrive(q_full.index(qs), count=1)
@@ -74,25 +79,21 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
 
 
 @gluon.jit
-def _scores(a, b_s, full, c, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
+def _scores(a, ring, full, c, PARTS: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
     """Start a @ b^T with tile c of a ring, as soon as it is there."""
-    ROWS: gl.constexpr = a.shape[0]
-    COLUMNS: gl.constexpr = b_s.shape[3]
-    stage = c % STAGES
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-    mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-    return warpgroup_mma(a, _rows(b_s.index(stage)).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
+    return _start_scores(a, ring, c % STAGES, PARTS, LAYOUT)
 
 
 @gluon.jit
 def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, own, left, offs_n, scale,
              softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-             STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+             PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
     """Key tile c."""
     stage = c % STAGES
-    x = _scores(q, k_s, k_full, c, LAYOUT_S, STAGES)
-    dp = _scores(do, v_s, v_full, c, LAYOUT_S, STAGES)
-    x = warpgroup_mma_wait(1, deps=(x, ))
+    x = _scores(q, k_s, k_full, c, PARTS, LAYOUT_S, STAGES)
+    dp = _scores(do, v_s, v_full, c, PARTS_V, LAYOUT_S, STAGES)
+    x = warpgroup_mma_wait(PARTS_V, deps=(x, ))
     capped, factor = _capped(x, scale, softcap, SOFTCAP)
     x, factor = _biased(capped, factor, slope, own, offs_n, ALIBI)
     p = gl.exp2(x * factor - lse[:, None])
@@ -106,8 +107,7 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, 
         if WINDOW:
             ds = gl.where((own - left)[:, None] <= offs_n[None, :], ds, 0.0)
     ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    dq = warpgroup_mma(ds, _rows(k_s.index(stage)), dq, is_async=True)
-    dq, ds = warpgroup_mma_wait(0, deps=(dq, ds))
+    dq = _wait_sums(0, _start_sums(ds, k_s, stage, dq, PARTS), ds, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
@@ -116,30 +116,34 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, 
 def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
                  OUT, LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, left, right, scale,
                  softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-                 STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                 SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
+                 DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
+                 Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+                 HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    LAYOUT_OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        q = _rows(q_s.index((i % Q_STAGES) * 2 + w))
-        do = _rows(do_s.index((i % Q_STAGES) * 2 + w))
+        q = _parts(q_s, (i % Q_STAGES) * 2 + w, PARTS)
+        do = _parts(do_s, (i % Q_STAGES) * 2 + w, PARTS_V)
         shift = other - length
         tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
         # delta = sum(out * dout) - dlse, a row each; queries beyond the row read zeros.
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_STORE))
-        cols = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LAYOUT_STORE))
-        out = gl.load(OUT + (start + rows)[:, None].to(gl.int64) * out_stride + (head * DIM + cols)[None, :],
-                      mask=_inside(rows, length, cols, DIM, BLOCK_D), other=0.0)
-        delta = gl.sum(out.to(gl.float32) * do.load(LAYOUT_STORE).to(gl.float32), 1)
-        delta = gl.convert_layout(delta, gl.SliceLayout(1, LAYOUT_S))
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_OUT))
+        cols = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
+        delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT_S))
+        for p in gl.static_range(PARTS_V):
+            out = gl.load(OUT + (start + rows)[:, None].to(gl.int64) * out_stride + (head * DIM_V + p * BLOCK_DV + cols)[None, :],
+                          mask=_inside(rows, length, cols, DIM_V - p * BLOCK_DV, BLOCK_DV), other=0.0)
+            part = gl.sum(out.to(gl.float32) * do[p].load(LAYOUT_OUT).to(gl.float32), 1)
+            delta += gl.convert_layout(part, gl.SliceLayout(1, LAYOUT_S))
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
         inside = query < length
         if HAS_DLSE:
@@ -153,29 +157,32 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         limit, full = _key_bounds(row + shift, own, other, right, tiles, BLOCK_N, CAUSAL, WINDOW)
         if HELD:
-            q = q.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
-            do = do.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
-        dq = gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT_O)
+            q = (q[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
+            do = (do[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
+        dq = _zeros(ROWS, PARTS, LAYOUT_O)
         if WINDOW:
             # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
             inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
             for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
                 dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N,
                               own - j * BLOCK_N, left, offs_n, scale, softcap, slope, (j >= full) | (j < inner), WINDOW,
-                              SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                              SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O)
                 c += 1
         else:
             for j in range(tiles - 1, full - 1, -1):
                 dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N, own,
-                              left, offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                              left, offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S,
+                              LAYOUT_O)
                 c += 1
             for _ in range(full):
                 dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, own, left, offs_n,
-                              scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                              scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O)
                 c += 1
         mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
-        _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * _derivative(scale, softcap, SOFTCAP), row, length,
-                    dq_stride, DIM, LAYOUT_STORE)
+        place = start.to(gl.int64) * dq_stride + head * DIM
+        for p in gl.static_range(PARTS):
+            _store_tile(DQ + place + p * BLOCK_D, dq[p] * _derivative(scale, softcap, SOFTCAP), row, length, dq_stride,
+                        DIM - p * BLOCK_D, LAYOUT_STORE)
         i += 1
         mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
         start, length, other, first, head = _entry(queue.index(i % Q_STAGES))
@@ -184,17 +191,18 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
 @gluon.jit(do_not_specialize=_COUNTS)
 def dq_kernel(qd, kd, vd, dod, SLOPES, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head, k_head, v_head, do_head, out_stride,
               dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, left, right, scale, softcap,
-              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-              Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr,
+              BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+              CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
               ALIBI: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta.
 
     HELD: queries and their gradients stay in registers, which spares the shared memory half of its reads for the scores.
     """
-    q_s = _ring(qd, 2 * Q_STAGES)
-    do_s = _ring(dod, 2 * Q_STAGES)
-    k_s = _ring(kd, STAGES)
-    v_s = _ring(vd, STAGES)
+    q_s = _ring(qd, 2 * Q_STAGES * PARTS)
+    do_s = _ring(dod, 2 * Q_STAGES * PARTS_V)
+    k_s = _ring(kd, STAGES * PARTS)
+    v_s = _ring(vd, STAGES * PARTS_V)
     queue = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = _barriers(Q_STAGES, 1)
     q_empty = _barriers(Q_STAGES, 2)
@@ -205,15 +213,15 @@ def dq_kernel(qd, kd, vd, dod, SLOPES, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER
     gl.warp_specialize([
         (_dq_consumer, (0, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
                         LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, left,
-                        0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, Q_STAGES, CAUSAL,
-                        WINDOW, SOFTCAP, ALIBI, HAS_DLSE, HELD)),
+                        0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                        STAGES, Q_STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE, HELD)),
         (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
                         LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, left,
-                        0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, Q_STAGES, CAUSAL,
-                        WINDOW, SOFTCAP, ALIBI, HAS_DLSE, HELD)),
+                        0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                        STAGES, Q_STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE, HELD)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                         TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left,
-                        0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, Q_STAGES, CAUSAL, WINDOW, 1)),
+                        0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, CAUSAL, WINDOW, PARTS, PARTS_V)),
     ], [4, 1], [240, 24])
 
 
@@ -233,9 +241,9 @@ def _query_tiles(first, length, other, left, right, BLOCK_M: gl.constexpr, BLOCK
 @gluon.jit
 def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                   group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-                   STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                   PLANES: gl.constexpr):
+                   group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+                   K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr,
+                   PARTS_V: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
@@ -255,11 +263,11 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
         _post(queue.index(ks), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(k_full.index(ks), BLOCK_N * BLOCK_D * 4 * PLANES)
+            mbarrier.expect(k_full.index(ks), 2 * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V)))
             for w in gl.static_range(2):
                 row = first + w * (BLOCK_N // 2)
-                _load_planes(kd, start, length, row, _column(head, k_head, k_s), k_full.index(ks), k_s, ks * 2 + w, PLANES)
-                _load_planes(vd, start, length, row, _column(head, v_head, v_s), k_full.index(ks), v_s, ks * 2 + w, PLANES)
+                _load(kd, start, length, row, _column(head, k_head, k_s), k_full.index(ks), k_s, ks * 2 + w, PARTS)
+                _load(vd, start, length, row, _column(head, v_head, v_s), k_full.index(ks), v_s, ks * 2 + w, PARTS_V)
             t = _claim(COUNTER, total_tiles)
             low, high = _query_tiles(first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             for h in range(head * group_size, head * group_size + group_size):
@@ -272,15 +280,14 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
                     mbarrier.wait(q_empty.index(stage), phase)
                     async_copy.async_copy_global_to_shared(lse_s.index(stage), stats + query, query < other)
                     async_copy.mbarrier_arrive(q_full.index(stage))
-                    mbarrier.expect(q_full.index(stage), BLOCK_M * BLOCK_D * 2 * PLANES)
-                    _load_planes(qd, other_start, other, j * BLOCK_M, _column(h, q_head, q_s), q_full.index(stage), q_s, stage,
-                                 PLANES)
+                    mbarrier.expect(q_full.index(stage), _bytes(q_s, PARTS))
+                    _load(qd, other_start, other, j * BLOCK_M, _column(h, q_head, q_s), q_full.index(stage), q_s, stage, PARTS)
                     mbarrier.wait(do_empty.index(stage), phase)
                     async_copy.async_copy_global_to_shared(delta_s.index(stage), stats + plane + query, query < other)
                     async_copy.mbarrier_arrive(do_full.index(stage))
-                    mbarrier.expect(do_full.index(stage), BLOCK_M * BLOCK_D * 2 * PLANES)
-                    _load_planes(dod, other_start, other, j * BLOCK_M, _column(h, do_head, do_s), do_full.index(stage), do_s,
-                                 stage, PLANES)
+                    mbarrier.expect(do_full.index(stage), _bytes(do_s, PARTS_V))
+                    _load(dod, other_start, other, j * BLOCK_M, _column(h, do_head, do_s), do_full.index(stage), do_s, stage,
+                          PARTS_V)
                     c += 1
         else:
             mbarrier.arrive(k_full.index(ks), count=1)
@@ -291,15 +298,17 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 @gluon.jit
 def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, own, other, left, right,
                offs_m, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-               STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+               PARTS: gl.constexpr, PARTS_V: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+               LAYOUT_S: gl.constexpr):
     """Query tile c, from whose first query on the row has `other`; scores lie keys by queries."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_O, 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_S, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = c % STAGES
-    x = _scores(k, q_s, q_full, c, LAYOUT_S, STAGES)
-    dp = _scores(v, do_s, do_full, c, LAYOUT_S, STAGES)
+    x = _scores(k, q_s, q_full, c, PARTS, LAYOUT_S, STAGES)
+    if DK:
+        dp = _scores(v, do_s, do_full, c, PARTS_V, LAYOUT_S, STAGES)
     lse = lse_s.index(stage).load(COLUMN)
-    x = warpgroup_mma_wait(1, deps=(x, ))
+    x = warpgroup_mma_wait(PARTS_V if DK else 0, deps=(x, ))
     if ALIBI:  # queries behind the row have no scores, and so no bias
         lse = gl.where(offs_m < other, lse, float("inf"))
     capped, factor = _capped(x, scale, softcap, SOFTCAP)
@@ -309,42 +318,52 @@ def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_emp
         p = gl.where(offs_m[None, :] >= (own - right)[:, None], p, 0.0)
         if WINDOW:
             p = gl.where(offs_m[None, :] <= (own + left)[:, None], p, 0.0)
-    p16 = gl.convert_layout(p.to(q_s.dtype), OPERAND)
-    dv = warpgroup_mma(p16, _rows(do_s.index(stage)), dv, is_async=True)
-    if SOFTCAP:
-        p *= 1.0 - capped * capped
-    delta = delta_s.index(stage).load(COLUMN)
-    dp = warpgroup_mma_wait(1, deps=(dp, ))
-    ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_s.dtype), OPERAND)
-    dk = warpgroup_mma(ds, _rows(q_s.index(stage)), dk, is_async=True)
-    dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
+    if DV:
+        if not DK:
+            mbarrier.wait(do_full.index(stage), (c // STAGES) & 1)
+        p16 = gl.convert_layout(p.to(q_s.dtype), OPERAND)
+        dv = _start_sums(p16, do_s, stage, dv, PARTS_V)
+    if DK:
+        if SOFTCAP:
+            p *= 1.0 - capped * capped
+        delta = delta_s.index(stage).load(COLUMN)
+        dp = warpgroup_mma_wait(PARTS_V if DV else 0, deps=(dp, ))
+        ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_s.dtype), OPERAND)
+        dk = _start_sums(ds, q_s, stage, dk, PARTS)
+    if DV:
+        dv = _wait_sums(PARTS if DK else 0, dv, p16, PARTS_V)
     mbarrier.arrive(do_empty.index(stage), count=1)
-    dk, ds = warpgroup_mma_wait(0, deps=(dk, ds))
+    if DK:
+        dk = _wait_sums(0, dk, ds, PARTS)
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
 
 
 @gluon.jit
 def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                   do_full, do_empty, SLOPES, DK, DV, dk_stride, group_size, left, right, scale, softcap,
-                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-                   K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+                   do_full, do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, right, scale, softcap,
+                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr,
+                   BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_DK: gl.constexpr,
+                   HAS_DV: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+                   WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
                    ALIBI: gl.constexpr, HELD: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    LAYOUT_STORE_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
     mbarrier.wait(k_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        k = _rows(k_s.index((i % K_STAGES) * 2 + w))
-        v = _rows(v_s.index((i % K_STAGES) * 2 + w))
+        k = _parts(k_s, (i % K_STAGES) * 2 + w, PARTS)
+        v = _parts(v_s, (i % K_STAGES) * 2 + w, PARTS_V)
         if HELD:
-            k = k.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
-            v = v.load(gl.DotOperandLayout(0, LAYOUT_S, 2))
+            k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
+            v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
         low, high = _query_tiles(first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
         # Where each key stands among the queries, and the tiles, from `full` up to `end`, of which every query attends all keys
@@ -354,51 +373,60 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         if CAUSAL or WINDOW:
             full = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high)
         end = gl.maximum(row + other - length + left + 1, 0) // BLOCK_M
-        dk = gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT_O)
-        dv = gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT_O)
+        dk = _zeros(ROWS, PARTS if HAS_DK else 0, LAYOUT_DK)
+        dv = _zeros(ROWS, PARTS_V if HAS_DV else 0, LAYOUT_DV)
         for g in range(group_size):
             slope = gl.load(SLOPES + head * group_size + g) * LOG2E if ALIBI else 0.0
             if WINDOW:
                 for j in range(low, high):
                     dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
                                         own - j * BLOCK_M, other - j * BLOCK_M, left, right, offs_m, scale, softcap, slope,
-                                        (j < full) | (j >= end), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                                        (j < full) | (j >= end), WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, HAS_DK, HAS_DV,
+                                        STAGES, LAYOUT_S)
                     c += 1
             else:
                 if CAUSAL:
                     for j in range(low, full):
                         dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
                                             own - j * BLOCK_M, other, left, right, offs_m, scale, softcap, slope, True, WINDOW,
-                                            SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                                            SOFTCAP, ALIBI, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, LAYOUT_S)
                         c += 1
                 for j in range(full, high):
                     dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, own,
                                         other, left, right, offs_m, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI,
-                                        STAGES, LAYOUT_S, LAYOUT_O)
+                                        PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, LAYOUT_S)
                     c += 1
         mbarrier.arrive(k_empty.index(i % K_STAGES), count=1)
-        place = start.to(gl.int64) * dk_stride + head * DIM
-        _store_tile(DK + place, dk * _derivative(scale, softcap, SOFTCAP), row, length, dk_stride, DIM, LAYOUT_STORE)
-        _store_tile(DV + place, dv, row, length, dk_stride, DIM, LAYOUT_STORE)
+        if HAS_DK:
+            place = start.to(gl.int64) * dk_stride + head * DIM
+            for p in gl.static_range(PARTS):
+                _store_tile(DK + place + p * BLOCK_D, dk[p] * _derivative(scale, softcap, SOFTCAP), row, length, dk_stride,
+                            DIM - p * BLOCK_D, LAYOUT_STORE)
+        if HAS_DV:
+            place = start.to(gl.int64) * dv_stride + head * DIM_V
+            for p in gl.static_range(PARTS_V):
+                _store_tile(DV + place + p * BLOCK_DV, dv[p], row, length, dv_stride, DIM_V - p * BLOCK_DV, LAYOUT_STORE_V)
         i += 1
         mbarrier.wait(k_full.index(i % K_STAGES), (i // K_STAGES) & 1)
         start, length, other, first, head = _entry(queue.index(i % K_STAGES))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride, total,
-                plane, heads, group_size, group, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HELD: gl.constexpr):
-    """DK and DV, one key tile and key head at a time, over all query heads that share the key head.
+def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, q_head, k_head, v_head, do_head, dk_stride,
+                dv_stride, total, plane, heads, group_size, group, left, right, scale, softcap, BLOCK_M: gl.constexpr,
+                BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr,
+                PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_DK: gl.constexpr, HAS_DV: gl.constexpr, STAGES: gl.constexpr,
+                K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+                HELD: gl.constexpr):
+    """DK and DV, or one of them, one key tile and key head at a time, over all query heads that share the key head.
 
     HELD: keys and values stay in registers, which spares the shared memory half of its reads for the scores.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = _ring(qd, STAGES)
-    do_s = _ring(dod, STAGES)
-    k_s = _ring(kd, 2 * K_STAGES)
-    v_s = _ring(vd, 2 * K_STAGES)
+    q_s = _ring(qd, STAGES * PARTS)
+    do_s = _ring(dod, STAGES * PARTS_V)
+    k_s = _ring(kd, 2 * K_STAGES * PARTS)
+    v_s = _ring(vd, 2 * K_STAGES * PARTS_V)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     queue = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], STATS_S)
@@ -410,13 +438,15 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, q_head, 
     do_empty = _barriers(STAGES, 2)
     gl.warp_specialize([
         (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                          do_empty, SLOPES, DK, DV, dk_stride, group_size, left, 0 if CAUSAL else right, scale, softcap,
-                          BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, K_STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD)),
+                          do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale, softcap,
+                          BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, K_STAGES,
+                          CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD)),
         (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                          do_empty, SLOPES, DK, DV, dk_stride, group_size, left, 0 if CAUSAL else right, scale, softcap,
-                          BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, K_STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD)),
+                          do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale, softcap,
+                          BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, K_STAGES,
+                          CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                          group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, K_STAGES,
-                          CAUSAL, WINDOW, 1)),
+                          group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, K_STAGES,
+                          CAUSAL, WINDOW, PARTS, PARTS_V)),
     ], [4, 1], [240, 24])

@@ -244,7 +244,7 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, out_str
                              CAUSAL, WINDOW, SOFTCAP, ALIBI)),
         (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES,
                              COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group, left,
-                             0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM, STAGES, 1, 2, CAUSAL, WINDOW, 1, PLANES)),
+                             0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, 1, 2, CAUSAL, WINDOW, 1, PLANES, PLANES)),
     ], [4, 1], [232, 40])
 
 
@@ -362,7 +362,7 @@ def dq_kernel(qd, kd, vd, dod, SLOPES, STATS, DQ, TILES, COUNTER, dq_stride, tot
                         CAUSAL, WINDOW, SOFTCAP, ALIBI)),
         (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                         COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, heads, group_size, group, left,
-                        0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM, STAGES, 1, CAUSAL, WINDOW, PLANES)),
+                        0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, 1, CAUSAL, WINDOW, PLANES, PLANES)),
     ], [4, 1], [232, 40])
 
 
@@ -488,6 +488,6 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_strid
                           BLOCK_N, DIM, STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI)),
         (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                           do_full, do_empty, STATS, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM,
-                          total, plane, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM, STAGES,
-                          1, CAUSAL, WINDOW, PLANES)),
+                          total, plane, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, 1,
+                          CAUSAL, WINDOW, PLANES, PLANES)),
     ], [4, 1], [232, 40])

@@ -1,4 +1,4 @@
-"""The forward of attention on Hopper, float16 and bfloat16, head_dim up to 128.
+"""The forward of attention on Hopper, float16 and bfloat16, head_dim up to 256.
 
 Each consumer issues the next Q K^T before the softmax of the current tile, and they take turns at the tensor cores, so that
 the softmax of one runs under the matrix products of the others. Three of them share what is read, as what the L2 cache can
@@ -7,7 +7,7 @@ hide each other's waits.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from .hopper import (
     _COUNTS,
@@ -16,6 +16,7 @@ from .hopper import (
     LOWEST,
     _barriers,
     _biased,
+    _bytes,
     _capped,
     _claim,
     _column,
@@ -23,23 +24,26 @@ from .hopper import (
     _first_tile,
     _key_bounds,
     _key_tiles,
-    _load_planes,
+    _load,
+    _parts,
     _post,
     _ring,
-    _rows,
+    _start_scores,
+    _start_sums,
     _store_tile,
     _tile,
+    _times,
+    _wait_sums,
+    _zeros,
 )
 
 
 @gluon.jit
 def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head, v_head,
                       heads, group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      BLOCK_D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                      CAUSAL: gl.constexpr, WINDOW: gl.constexpr, Q_PLANES: gl.constexpr, PLANES: gl.constexpr):
+                      STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
+                      WINDOW: gl.constexpr, PARTS_Q: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr):
     """Keys of a tile come with the values of the one before, as both are multiplied in one step; the last values come alone."""
-    Q_BYTES: gl.constexpr = q_s.dtype.primitive_bitwidth // 8 * Q_PLANES
-    BYTES: gl.constexpr = BLOCK_N * BLOCK_D * 2 * PLANES
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -61,21 +65,21 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, e
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(q_full.index(qs), BLOCK_M * BLOCK_D * Q_BYTES)
+            mbarrier.expect(q_full.index(qs), CONSUMERS * _bytes(q_s, PARTS_Q))
             for w in gl.static_range(CONSUMERS):
-                _load_planes(qd, start, length, first + w * (BLOCK_M // CONSUMERS), _column(head, q_head, q_s),
-                             q_full.index(qs), q_s, qs * CONSUMERS + w, Q_PLANES)
+                _load(qd, start, length, first + w * (BLOCK_M // CONSUMERS), _column(head, q_head, q_s), q_full.index(qs), q_s,
+                      qs * CONSUMERS + w, PARTS_Q)
             k_column = _column(head // group_size, k_head, k_s)
             tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
                 stage = c % STAGES
                 mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
                 if c > 0:
-                    mbarrier.expect(full.index(stage), 2 * BYTES)
-                    _load_planes(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PLANES)
+                    mbarrier.expect(full.index(stage), _bytes(k_s, PARTS) + _bytes(v_s, PARTS_V))
+                    _load(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V)
                 else:
-                    mbarrier.expect(full.index(stage), BYTES)
-                _load_planes(kd, other_start, other, j * BLOCK_N, k_column, full.index(stage), k_s, stage, PLANES)
+                    mbarrier.expect(full.index(stage), _bytes(k_s, PARTS))
+                _load(kd, other_start, other, j * BLOCK_N, k_column, full.index(stage), k_s, stage, PARTS)
                 v_start = other_start + 0
                 v_length = other + 0
                 v_row = j * BLOCK_N
@@ -86,8 +90,8 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, e
             if c > 0:
                 stage = c % STAGES
                 mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(stage), BYTES)
-                _load_planes(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PLANES)
+                mbarrier.expect(full.index(stage), _bytes(v_s, PARTS_V))
+                _load(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V)
             mbarrier.arrive(q_full.index(qs), count=1)
             t = -1
         i += 1
@@ -129,20 +133,17 @@ def _attended(x, limit, own, left, offs_n, WINDOW: gl.constexpr):
 @gluon.jit
 def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own, left,
                   offs_n, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-                  STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr,
-                  CONSUMERS: gl.constexpr):
+                  PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
+                  LAYOUT_O: gl.constexpr, CONSUMERS: gl.constexpr):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
-    ROWS: gl.constexpr = q.shape[0]
-    BLOCK_N: gl.constexpr = k_s.shape[3]
     stage = c % STAGES
     mbarrier.wait(full.index(stage), (c // STAGES) & 1)
     _take_turn(w, c, CONSUMERS)
-    x = warpgroup_mma(q, _rows(k_s.index(stage)).permute((1, 0)), gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S),
-                      use_acc=False, is_async=True)
+    x = _start_scores(q, k_s, stage, PARTS, LAYOUT_S)
     p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    acc = warpgroup_mma(p, _rows(v_s.index(stage)), acc, is_async=True)
+    acc = _start_sums(p, v_s, stage, acc, PARTS_V)
     _pass_turn(w, c, CONSUMERS)
-    x = warpgroup_mma_wait(1, deps=(x, ))
+    x = warpgroup_mma_wait(PARTS_V, deps=(x, ))
     x, factor = _capped(x, scale, softcap, SOFTCAP)
     x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
     if masked:
@@ -151,22 +152,22 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, li
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * factor - m_new[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    acc = _wait_sums(0, acc, p, PARTS_V)
     mbarrier.arrive(empty.index(stage), count=1)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
+    acc = _times(acc, gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None], PARTS_V)
     return acc, y, m_new, l
 
 
 @gluon.jit
 def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES,
                       OUT, LSE, out_stride, total, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      DIM: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SAME: gl.constexpr,
-                      CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-                      CONSUMERS: gl.constexpr):
+                      DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
+                      Q_STAGES: gl.constexpr, SAME: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+                      SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, CONSUMERS: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
@@ -175,7 +176,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        q = _rows(q_s.index((i % 2) * CONSUMERS + w))
+        q = _parts(q_s, (i % Q_STAGES) * CONSUMERS + w, PARTS)
         shift = other - length
         tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
@@ -203,8 +204,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
             limit, whole = _key_bounds(row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW)
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c, CONSUMERS)
-        x = warpgroup_mma(q, _rows(k_s.index(c % STAGES)).permute((1, 0)),
-                          gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT_S), use_acc=False, is_async=True)
+        x = _start_scores(q, k_s, c % STAGES, PARTS, LAYOUT_S)
         _pass_turn(w, c, CONSUMERS)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(empty.index(c % STAGES), count=1)
@@ -214,7 +214,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
         y = gl.exp2(x * factor - m[:, None])
         l = _partial_sums(y)
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, LAYOUT_O)
+        acc = _zeros(ROWS, PARTS_V, LAYOUT_O)
         c += 1
         if WINDOW:
             # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
@@ -222,90 +222,93 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
             for j in range(tiles - 2, low - 1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c,
                                              limit - j * BLOCK_N, own - j * BLOCK_N, left, offs_n, scale, softcap, slope,
-                                             (j >= whole) | (j < inner), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O,
-                                             CONSUMERS)
+                                             (j >= whole) | (j < inner), WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S,
+                                             LAYOUT_O, CONSUMERS)
                 c += 1
         else:
             if CAUSAL and not SAME:
                 for j in range(tiles - 2, whole - 1, -1):
                     acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c,
                                                  limit - j * BLOCK_N, own, left, offs_n, scale, softcap, slope, True, WINDOW,
-                                                 SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
+                                                 SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
                     c += 1
             for _ in range(whole - 1, -1, -1):
                 acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own,
-                                             left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, STAGES,
-                                             LAYOUT_S, LAYOUT_O, CONSUMERS)
+                                             left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V,
+                                             STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
                 c += 1
-        mbarrier.arrive(q_empty.index(i % 2), count=1)
+        mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
         p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-        acc = warpgroup_mma(p, _rows(v_s.index(c % STAGES)), acc, is_async=True)
+        acc = _start_sums(p, v_s, c % STAGES, acc, PARTS_V)
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
         nothing = gl.minimum(limit, other - 1) < 0
         lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
         factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        # What lies behind the rows may be NaN, so a factor of 0 would not do.
-        acc = gl.where(factor[:, None] == 0.0, 0.0, acc * factor[:, None])
-        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, DIM, LAYOUT_STORE)
+        acc = _wait_sums(0, acc, p, PARTS_V)
+        place = start.to(gl.int64) * out_stride + head * DIM_V
+        for n in gl.static_range(PARTS_V):
+            # What lies behind the rows may be NaN, so a factor of 0 would not do.
+            part = gl.where(factor[:, None] == 0.0, 0.0, acc[n] * factor[:, None])
+            _store_tile(OUT + place + n * BLOCK_DV, part, row, length, out_stride, DIM_V - n * BLOCK_DV, LAYOUT_STORE)
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
-        mbarrier.wait(q_full.index(i % 2), (i // 2) & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
+        mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
+        start, length, other, first, head = _entry(queue.index(i % Q_STAGES))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
-                   group, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                   BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SAME: gl.constexpr,
-                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
-    """OUT (total, heads, DIM) and LSE (heads, total), natural.
+                   group, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM_V: gl.constexpr,
+                   BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
+                   Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SAME: gl.constexpr, CAUSAL: gl.constexpr,
+                   WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+    """OUT (total, heads, DIM_V) and LSE (heads, total), natural.
 
     CONSUMERS: 1, where programs share a multiprocessor, to 3, of 64 queries each. SAME: queries and keys of causal rows have
     the same offsets. The other constants are those that `hopper` tells of.
     """
-    q_s = _ring(qd, 2 * CONSUMERS)
-    k_s = _ring(kd, STAGES)
-    v_s = _ring(vd, STAGES)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = _barriers(2, 1)
-    q_empty = _barriers(2, CONSUMERS)
+    q_s = _ring(qd, Q_STAGES * CONSUMERS * PARTS)
+    k_s = _ring(kd, STAGES * PARTS)
+    v_s = _ring(vd, STAGES * PARTS_V)
+    queue = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = _barriers(Q_STAGES, 1)
+    q_empty = _barriers(Q_STAGES, CONSUMERS)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, CONSUMERS)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
-                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
             (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
-                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D,
-                                 STAGES, 2, 1, CAUSAL, WINDOW, 1, 1)),
+                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES,
+                                 Q_STAGES, 1, CAUSAL, WINDOW, PARTS, PARTS, PARTS_V)),
         ], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
-                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
             (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
-                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
             (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
-                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D,
-                                 STAGES, 2, 2, CAUSAL, WINDOW, 1, 1)),
+                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES,
+                                 Q_STAGES, 2, CAUSAL, WINDOW, PARTS, PARTS, PARTS_V)),
         ], [4, 1], [240, 24])
     elif CONSUMERS == 3:
         gl.warp_specialize([
             (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
-                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
             (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
-                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
             (_forward_consumer, (2, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, STAGES, SAME,
-                                 CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
             (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
-                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, BLOCK_D,
-                                 STAGES, 2, 3, CAUSAL, WINDOW, 1, 1)),
+                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES,
+                                 Q_STAGES, 3, CAUSAL, WINDOW, PARTS, PARTS, PARTS_V)),
         ], [4, 4, 1], [160, 160, 24])

@@ -3,7 +3,8 @@
 A program is one producer warp and two consumer warpgroups, as in `hopper`. The producer takes tiles of 128 rows and 256 columns
 from a counter and fills a ring of shared memory by TMA; each consumer multiplies 64 of the rows on the tensor cores, and while
 TMA writes what it found, the next tile is read already. A consumer whose rows are behind the end has nothing to multiply, and of
-the last columns both multiply half as many where these are enough.
+the last columns both multiply half as many where these are enough; nothing is read for what is not multiplied, as zeros cost the
+copy engine more than numbers.
 
 Tiles of the product come row of the batch by row, so that those which share a matrix or tokens run side by side and find them in
 the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two.
@@ -46,6 +47,14 @@ def _tell(queue, told, read, i, more, steps, narrow, left, front, first, column)
     entry = gl.where(e == 4, front, gl.where(e == 5, first, entry))
     queue.index(i % 2).store(entry)
     mbarrier.arrive(told.index(i % 2), count=1)
+
+
+@gluon.jit
+def _expect(barrier, two, narrow):
+    """Announce the bytes of a step: 64 or 128 rows, 128 or 256 columns."""
+    for rows in gl.static_range(2):
+        for columns in gl.static_range(2):
+            mbarrier.expect(barrier, ((rows + 1) * 64 + (columns + 1) * HALF) * DEEP * 2, pred=(two == rows) & (narrow != columns))
 
 
 @gluon.jit
@@ -97,19 +106,22 @@ def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         there = (t < tiles + rest) & (column < m)
         left = gl.where(there, end - at, 0)
         steps = gl.where(there & (row < n), gl.cdiv(k, DEEP), 0)
-        _tell(queue, told, read, i, (t < tiles + rest).to(gl.int32), steps, (cut | (column + HALF >= m)).to(gl.int32), left, end,
-              BILLION - end + at, column)
+        two = (left > 64).to(gl.int32)
+        narrow = (cut | (column + HALF >= m)).to(gl.int32)
+        _tell(queue, told, read, i, (t < tiles + rest).to(gl.int32), steps, narrow, left, end, BILLION - end + at, column)
         for j in range(steps):
             stage = c % STAGES
             mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (HIGH + WIDE) * DEEP * 2, pred=left > 64)
-            mbarrier.expect(full.index(stage), (HIGH // 2 + WIDE) * DEEP * 2, pred=left <= 64)
-            tma.async_copy_global_to_shared(xd, [at, j * DEEP], full.index(stage), a_s.index(stage * 2))
-            tma.async_copy_global_to_shared(xd, [at + 64, j * DEEP], full.index(stage), a_s.index(stage * 2 + 1), pred=left > 64)
-            if TURNED:
-                tma.async_copy_global_to_shared(wd, [row, column, j * DEEP], full.index(stage), b_s.index(stage))
-            else:
-                tma.async_copy_global_to_shared(wd, [row, j * DEEP, column], full.index(stage), b_s.index(stage))
+            _expect(full.index(stage), two, narrow)
+            for u in gl.static_range(2):
+                tma.async_copy_global_to_shared(xd, [at + u * 64, j * DEEP], full.index(stage), a_s.index(stage * 2 + u),
+                                                pred=two >= u)
+                b = b_s.index(stage).slice(u * HALF, HALF, 1 if TURNED else 2)
+                part = column + u * HALF
+                if TURNED:
+                    tma.async_copy_global_to_shared(wd, [row, part, j * DEEP], full.index(stage), b, pred=u + narrow < 2)
+                else:
+                    tma.async_copy_global_to_shared(wd, [row, j * DEEP, part], full.index(stage), b, pred=u + narrow < 2)
             c += 1
         t = _next(COUNTER, t, tiles + rest)
         i += 1
@@ -130,16 +142,17 @@ def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         column = t % columns * WIDE
         depth = t % count // columns * HIGH
         steps = gl.where(there, gl.cdiv(end - start, DEEP), 0)
-        _tell(queue, told, read, i, there.to(gl.int32), steps, (column + HALF >= m).to(gl.int32), gl.where(there, k - depth, 0),
-              row, depth, column)
+        narrow = (column + HALF >= m).to(gl.int32)
+        _tell(queue, told, read, i, there.to(gl.int32), steps, narrow, gl.where(there, k - depth, 0), row, depth, column)
         for j in range(steps):
             stage = c % STAGES
             at = BILLION - end + start + j * DEEP
             mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), (HIGH + WIDE) * DEEP * 2)
-            tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth], full.index(stage), a_s.index(stage * 2))
-            tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth + 64], full.index(stage), a_s.index(stage * 2 + 1))
-            tma.async_copy_global_to_shared(dyd, [BILLION, end, at, column], full.index(stage), b_s.index(stage))
+            _expect(full.index(stage), 1, narrow)
+            for u in gl.static_range(2):
+                tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth + u * 64], full.index(stage), a_s.index(stage * 2 + u))
+                tma.async_copy_global_to_shared(dyd, [BILLION, end, at, column + u * HALF], full.index(stage),
+                                                b_s.index(stage).slice(u * HALF, HALF, 3), pred=u + narrow < 2)
             c += 1
         t = _next(COUNTER, t, n * count)
         i += 1
@@ -226,17 +239,20 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
     tma.store_wait(pendings=0)
 
 
+@gluon.jit
+def _signals():
+    """The queue of tiles, what tells of it and that it was read; and what tells that a slot of the rings is full or empty."""
+    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return queue, _barriers(2, 1), _barriers(2, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)
+
+
 @gluon.jit(do_not_specialize=("n", "total", "k", "m"))
 def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.constexpr):
     """OUT (total, m) = X (total, k) times, for each token, the matrix (k, m) of its row; W is (n, k, m), TURNED (n, m, k)."""
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 64, DEEP], xd.layout)
     b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, WIDE, DEEP] if TURNED else [STAGES, 1, DEEP, WIDE], wd.layout)
     o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 1, 64, HALF], outd.layout)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = _barriers(2, 1)
-    read = _barriers(2, 2)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, 2)
+    queue, told, read, full, empty = _signals()
     slots = 0
     for at in range(0, n + 1, 128):
         row = at + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
@@ -257,11 +273,7 @@ def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 1, 1, DEEP, 64], xd.layout)
     b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, 1, DEEP, WIDE], dyd.layout)
     o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 64, HALF], dwd.layout)
-    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told = _barriers(2, 1)
-    read = _barriers(2, 2)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, 2)
+    queue, told, read, full, empty = _signals()
     gl.warp_specialize([
         (_consumer, (0, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
         (_consumer, (1, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
@@ -275,14 +287,14 @@ def _launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, turn
     options = dict(num_warps=4, maxnreg=168)
     if turned is None:
         return Launch(weight_kernel, {}, options, (DEEP.value, DEEP.value, 64))
-    return Launch(product_kernel, dict(TURNED=turned), options, (64, WIDE.value if turned else DEEP.value, 64))
+    return Launch(product_kernel, dict(TURNED=turned), options, (64, HALF.value if turned else DEEP.value, 64))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, turned: bool, offsets: torch.Tensor, out: torch.Tensor) -> None:
     """To out (total, m) the product of x (total, k) and the matrix of each row, weight (n, k, m), or if turned (n, m, k)."""
     (total, k), m = x.shape, out.shape[1]
     shapes = (boxed(tuple(x.shape), x.stride(), DEEP.value),
-              boxed(tuple(weight.shape), weight.stride(), DEEP.value if turned else WIDE.value),
+              boxed(tuple(weight.shape), weight.stride(), DEEP.value if turned else HALF.value),
               boxed(*ragged_shape(1, m, m, m), HALF.value))
     start(_launch(x.device, x.dtype, offsets.dtype, turned), multiprocessors(x.device), (offsets, counter(x.device)), (),
           (weight.shape[0], total, k, m), (x, weight, out), shapes)
@@ -291,7 +303,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, turned: bool, offsets: torch.
 def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, dw: torch.Tensor) -> None:
     """To dw (n, k, m), of each row, x (tokens, k) turned over times dy (tokens, m)."""
     n, k, m = dw.shape
-    shapes = (boxed(*ragged_shape(1, k, x.stride(0), k), 64), boxed(*ragged_shape(1, m, dy.stride(0), m), WIDE.value),
+    shapes = (boxed(*ragged_shape(1, k, x.stride(0), k), 64), boxed(*ragged_shape(1, m, dy.stride(0), m), HALF.value),
               boxed(tuple(dw.shape), dw.stride(), HALF.value))
     start(_launch(x.device, x.dtype, offsets.dtype, None), multiprocessors(x.device), (offsets, counter(x.device)), (),
           (n, k, m), (x, dy, dw), shapes)

@@ -34,12 +34,13 @@ def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(shape), tuple(prod(shape[i + 1:]) for i in range(len(shape)))
 
 
-def ragged_shape(heads: int, dim: int, stride: int, head: int, block: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def ragged_shape(heads: int, dim: int, stride: int, head: int, width: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides that describe values (total, heads, dim).
 
-    A head is reached by its column, a multiple of `head`; where tiles are wider than heads by its number.
+    A head is reached by its column, a multiple of `head`; where it is read as one of `width` numbers, more than it has, by its
+    number.
     """
-    if block > dim:
+    if width > dim:
         return (0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim), ((1 << 34) - stride, stride, stride, head, 1)
     width = (heads - 1) * head + dim
     return (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1)
@@ -51,15 +52,15 @@ class Ragged:
     Two dimensions are put before the token dimension, which is declared 2**30 tokens long. A tile of the row
     ``[start, start + length)`` is read at token ``2**30 - length + r``, so that the end of the dimension is the end of the
     row; the two dimensions in front move the address back, by wrapping around 2**64. The idea is that of Triton's own
-    ``triton.tools.ragged_tma``; here heads and head_dim share the last dimension, unless tiles are to be wider than a head,
-    by zeros.
+    ``triton.tools.ragged_tma``; here heads and head_dim share the last dimension, unless the tiles of a head, some `parts` of
+    `block` numbers each, are wider than it is, by zeros.
     """
 
     __slots__ = ("block", "shape", "strides")
 
-    def __init__(self, heads: int, dim: int, stride: int, head: int, block: int = 0):
-        self.block = max(block, dim)
-        self.shape, self.strides = ragged_shape(heads, dim, stride, head, self.block)
+    def __init__(self, heads: int, dim: int, stride: int, head: int, block: int = 0, parts: int = 1):
+        self.block = block or dim
+        self.shape, self.strides = ragged_shape(heads, dim, stride, head, self.block * parts)
 
     def typed(self, base: torch.Tensor, rows: int) -> Any:
         """The descriptor as Gluon's compiler wants to see it."""

@@ -5,6 +5,7 @@ mask). Plans are cached. For given rows a plan makes functions that only allocat
 """
 import os
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from . import portable
 from .host import on_device
 from .launch import Launch, contiguous, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, LONG, Tile, Tiles, portable_tiles
+from .tuned import GLUON, LONG, GluonTiles, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
@@ -111,7 +112,7 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
     window = left or (right and not causal)
     half = dtype != torch.float32
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-              and (dtype.itemsize, _filled(q.dim) if half else q.dim) in GLUON and v.dim == q.dim and aligned
+              and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper and half:
         return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same)
@@ -120,9 +121,21 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
 
 
-def _filled(dim: int) -> int:
-    """The width of tiles for heads that the copy engine fills up with zeros."""
-    return triton.next_power_of_2(dim)
+def _tiled(dim: int) -> tuple[int, int]:
+    """The width of a head's tiles in shared memory, and how many it has; the copy engine fills up the last one with zeros."""
+    if dim <= 128:
+        return triton.next_power_of_2(dim), 1
+    return (64, 3) if dim <= 192 else (128, 2)
+
+
+def _gluon_tiles(itemsize: int, dim: int, dim_v: int) -> GluonTiles | None:
+    """The tiles of the Gluon kernels, if there are such for heads of these widths."""
+    if itemsize == 4:
+        return GLUON.get((itemsize, dim)) if dim == dim_v else None
+    width, width_v = (prod(_tiled(x)) for x in (dim, dim_v))
+    if min(width, width_v) < 32:
+        return None
+    return GLUON.get((itemsize, width, width_v)) or GLUON.get((itemsize, max(width, width_v)))
 
 
 def _registers(programs: int, consumers: int) -> int:
@@ -151,8 +164,9 @@ class Plan:
         self.q, self.k, self.v = shapes
         self.heads, self.k_heads = self.q.heads, self.k.heads
         shared = self.heads // self.k_heads
-        self.q_counts = self.heads, shared, _head_group(self.heads, self.q.dim)
-        self.k_counts = self.heads, shared, _head_group(self.k_heads, self.q.dim)
+        dim = max(self.q.dim, self.v.dim)
+        self.q_counts = self.heads, shared, _head_group(self.heads, dim)
+        self.k_counts = self.heads, shared, _head_group(self.k_heads, dim)
         self.out_stride = self.heads * self.v.dim
         self.empty = empty(device.type)
 
@@ -185,19 +199,23 @@ class Plan:
 
     def backward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
         """What computes `backward` of its other arguments on these rows, with so many tokens."""
-        new, takes, prepare = self.empty, self._takes, self._backward(rows, total, total_k, spec)
+        new, prepare = self.empty, self._backward(rows, total, total_k, spec)
         dq_like, dk_like, dv_like = ((*contiguous(shape), self.dtype) for shape in (
             (total, self.heads, self.q.dim), (total_k, self.k_heads, self.q.dim), (total_k, self.k_heads, self.v.dim)))
         stats_like = *contiguous((2, self.heads, total)), torch.float32
-        launches: dict[Any, Callable[..., None]] = {}  # by the strides of dout and dlse
+        launches: dict[Any, Callable[..., None]] = {}
+
+        def told(dout, dlse):
+            return dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
 
         def run(q, k, v, slopes, out, lse, dout, dlse):
             if dout is None:
                 dout = torch.zeros_like(out)
-            elif not takes(dout):
-                dout = dout.contiguous()
-            strides = dout.stride(), None if dlse is None else dlse.stride()
-            launch = launches.get(strides) or launches.setdefault(strides, prepare(*strides))
+            launch = launches.get(told(dout, dlse))
+            if launch is None:
+                dout = dout if self._takes(dout) else dout.contiguous()
+                strides = told(dout, dlse)
+                launch = launches[strides] = prepare(*strides[:2])
             dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
             launch(q, k, v, q if slopes is None else slopes, out, lse, dout, lse if dlse is None else dlse, stats, dq, dk, dv)
             return dq, dk, dv
@@ -291,34 +309,37 @@ class HopperPlan(Plan):
         from . import hopper, hopper_backward, hopper_forward
 
         super().__init__(device, dtype, shapes)
-        dim = _filled(self.q.dim)
+        (block_d, parts), (block_dv, parts_v) = _tiled(self.q.dim), _tiled(self.v.dim)
+        width = max(block_d * parts, block_dv * parts_v)
         # What is not plain comes with a window, which may be endless.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter, self.block_d, self.tiles = hopper.counter, dim, GLUON[dtype.itemsize, dim]
+        self.counter, self.tiles = hopper.counter, _gluon_tiles(2, self.q.dim, self.v.dim)
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.described = tuple(ragged(*x, dim) for x in shapes)
+        self.described = tuple(ragged(*x, *_tiled(x.dim)) for x in shapes)
         self.columns = self.q.head, self.k.head, self.v.head
+        values = dict(DIM_V=self.v.dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         options = dict(num_warps=4, maxnreg=_registers(1, 2))
         # The forward for rows that are short on average, and for long ones.
         self.forwards = []
-        for m, n, stages, shared in (self.tiles.forward, self.tiles.long or self.tiles.forward):
+        for m, n, stages, own, shared in (self.tiles.forward, self.tiles.long or self.tiles.forward):
             consumers = m // 64
             self.forwards.append((m, shared * self.programs, Launch(hopper_forward.forward_kernel, dict(
-                BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, CONSUMERS=consumers, SAME=same and causal,
+                BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, CONSUMERS=consumers, SAME=same and causal,
                 **features), dict(num_warps=4, maxnreg=_registers(shared, consumers)), (64, n, n))))
+        values = dict(DIM=self.q.dim, BLOCK_D=block_d, **values)
         m, n, stages, own = self.tiles.dq
         # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone. Held
         # where there is one loop, it puts what is in registers to another use while that is still needed.
         self.dq_launches = [Launch(hopper_backward.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, Q_STAGES=own, **features, HAS_DLSE=x,
-            HELD=dim <= 64 and not window), options, (m // 2, n, n, m // 2)) for x in (False, True)]
+            BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, **features, HAS_DLSE=x,
+            HELD=width <= 64 and not window), options, (m // 2, n, n, m // 2)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
-        held = (dim == 32 and not window) or (dim == 64 and causal)
-        self.dkdv_launch = Launch(hopper_backward.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=self.q.dim, BLOCK_D=dim, STAGES=stages, K_STAGES=own, **features, HELD=held), options,
-            (m, n // 2, n // 2, m))
+        held = (width == 32 and not window) or (width == 64 and causal)
+        self.dkdv_launches = [Launch(hopper_backward.dkdv_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, **values, HAS_DK=dk, HAS_DV=dv, STAGES=stages, K_STAGES=own, **features, HELD=held), options,
+            (m, n // 2, n // 2, m)) for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])]
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
@@ -338,22 +359,23 @@ class HopperPlan(Plan):
         query_tiles, key_tiles = rows.query_tiles(total, block_q, spec), rows.key_tiles(total_k, block_k, spec)
         dq_programs = min(self.programs, tile_bound(total, n, block_q) * self.heads)
         dkdv_programs = min(self.programs, tile_bound(total_k, n, block_k) * self.k_heads)
-        dkdv_launch, dkdv_numbers = self.dkdv_launch, (total, plane, *self.k_counts, *numbers)
+        dkdv_launches, dkdv_numbers = self.dkdv_launches, (total, plane, *self.k_counts, *numbers)
 
         def prepare(dout_strides, dlse_strides):
             stride, head, _ = dout_strides
-            shapes = *self.described, ragged(self.heads, self.v.dim, stride, head, self.block_d)
+            shapes = *self.described, ragged(self.heads, self.v.dim, stride, head, *_tiled(self.v.dim))
             columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
-            dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride, self.out_stride)
+            dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride, self.heads * self.q.dim)
             dq_numbers = dlse_stride, dlse_head, total, plane, *self.q_counts, *numbers
-            dkdv_strides = *columns, self.k_heads * self.q.dim
+            dkdv_strides = *columns, self.k_heads * self.q.dim, self.k_heads * self.v.dim
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                described = q, k, v, dout
-                dq_launch(dq_programs, (slopes, out, lse, dlse, stats, dq, query_tiles, counter(device)), dq_strides, dq_numbers,
+                described, count = (q, k, v, dout), counter(device)
+                dq_launch(dq_programs, (slopes, out, lse, dlse, stats, dq, query_tiles, count), dq_strides, dq_numbers,
                           described, shapes)
-                dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, counter(device)), dkdv_strides, dkdv_numbers,
-                            described, shapes)
+                for dkdv_launch in dkdv_launches:
+                    dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, count), dkdv_strides, dkdv_numbers, described,
+                                shapes)
 
             return launch
 
@@ -383,7 +405,7 @@ class SplitPlan(Plan):
         self.split_dout_launches = [Launch(hopper_float32.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
                                     for x in (False, True)]
         options = dict(num_warps=4, maxnreg=_registers(1, 2))
-        m, n, stages, _ = self.tiles.forward
+        m, n, stages, *_ = self.tiles.forward
         self.forward_launch = Launch(hopper_float32.forward_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m // 2, n, n))
         m, n, stages, _ = self.tiles.dq
@@ -430,11 +452,11 @@ class SplitPlan(Plan):
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 split_dout = self._empty_planes(dout)
                 split_dout_launch(split_programs, (out, dout, lse, dlse, stats, split_dout), dout_strides[:2], split_numbers)
-                described = split(q), split(k), split(v), split_dout
-                self.dq_launch(dq_programs, (slopes, stats, dq, query_tiles, counter(device)), (self.out_stride,), dq_numbers,
+                described, count = (split(q), split(k), split(v), split_dout), counter(device)
+                self.dq_launch(dq_programs, (slopes, stats, dq, query_tiles, count), (self.out_stride,), dq_numbers,
                                described, self.described)
-                self.dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, counter(device)),
-                                 (self.k_heads * self.q.dim,), dkdv_numbers, described, self.described)
+                self.dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, count), (self.k_heads * self.q.dim,),
+                                 dkdv_numbers, described, self.described)
 
             return launch
 

@@ -1,6 +1,6 @@
 """Calls like an earlier one, which are neither checked nor offered to the kernels again.
 
-Whether a call is valid and who runs it follows from its options and from what the host knows of its arrays: `Backend.traits`.
+Whether a call is valid and who runs it follows from its options and from what the host knows of its arrays (`Backend.alike`).
 So the answer is kept with the rows, in the memo of their layout, and goes with them: of the layers of a model the first asks.
 """
 
@@ -14,12 +14,14 @@ from .array import Array
 from .layout import Layout
 
 MOST = 4096  # entries of a memo; options that never come twice shall not fill it
+KINDS = 8  # of arrays that are remembered for the same options, the last ones
 
 
 class _Seen(NamedTuple):
-    """What a call came to."""
+    """A call, and what it came to."""
 
     kernels: list[registry.Kernel]  # all of the operation, a new list after each change
+    alike: Callable[..., bool]  # whether arrays are like those of the call
     run: Callable[..., Any]  # runs calls alike
 
 
@@ -30,39 +32,48 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     """
     first = next(iter(arrays.values()))
     rows = first.layout if type(first) is Array else first if type(first) is Layout else None
-    key, seen, kernels = None, None, registry._KERNELS[operation]
-    memo: dict[Any, Any] = {}
-    if rows is not None and kernels[0].again and rows.backend.traits is not None and not rows.backend.compiling():
-        try:
-            other, key = _key(rows, rows.backend.traits, arrays, [operation, kernel, *options.values()])
-            memo = rows.memo if other is rows else rows.beside(other)
-            seen = memo.get(key)
-        except (AttributeError, RuntimeError, TypeError):  # of an argument that is none, which the check will name
-            key = None
-    if seen is not None and seen.kernels is kernels:
-        return seen.run(**arrays)
+    alike = None if rows is None else rows.backend.alike
+    kernels, kept = registry._KERNELS[operation], None
+    values: list[Any] = []
+    if rows is not None and alike is not None and kernels[0].again and not rows.backend.compiling():
+        kept = _kept(rows, arrays, values, [operation, kernel, *options.values()])
+        for seen in kept or ():
+            if seen.kernels is kernels and seen.alike(*values):
+                return seen.run(**arrays)
     call = registry._DESCRIBE[operation](**arrays, **options)
     chosen, rejected = registry._select(operation, call, kernel)
-    if key is None or chosen.again is None or rejected or len(memo) >= MOST:
+    if kept is None or alike is None or chosen.again is None or rejected:
         return chosen.run(call)
-    memo[key] = seen = _Seen(kernels, chosen.again(call))
+    seen = _Seen(kernels, alike(values), chosen.again(call))
+    kept[:] = *kept[1 - KINDS :], seen
     return seen.run(**arrays)
 
 
-def _key(rows: Layout, traits: Callable[[Any], tuple[Any, ...]], arrays: dict[str, Any], facts: list[Any]) -> tuple[Layout, Any]:
-    """The layout of the arrays that are not on `rows`, and all else that a call is told by: None where there are more of them."""
+def _kept(rows: Layout, arrays: dict[str, Any], values: list[Any], facts: list[Any]) -> list[_Seen] | None:
+    """The calls that are remembered for such options and arrays on such layouts, or None where none can be; fills `values`."""
+    facts += [*map(type, facts)]  # 1 == 1.0 == True
     other = rows
-    types = [*map(type, facts)]  # 1 == 1.0 == True
-    if tuple in types:
-        types += [(*map(type, x),) for x in facts if type(x) is tuple]
     for x in arrays.values():
         if type(x) is Array:
             own = x.layout
             if own is not rows and own is not other:
                 if other is not rows:
-                    return rows, None
+                    return None
                 other = own
-            facts += own is rows, x.ragged_dim, traits(x.values)
+            facts += own is rows, x.ragged_dim
+            values.append(x.values)
+        elif x is None or x is rows:
+            facts.append(None)
         else:
-            facts.append(None if x is None or x is rows else traits(x))
-    return other, (*facts, *types)
+            facts.append(0)
+            values.append(x)
+    memo = rows.memo if other is rows else rows.beside(other)
+    facts += [(*map(type, x),) for x in facts if type(x) is tuple]
+    key = *facts,
+    try:
+        found: list[_Seen] | None = memo.get(key)
+    except TypeError:  # an option that is no plain value, which the check will name
+        return None
+    if found is None and len(memo) < MOST:
+        found = memo[key] = []
+    return found

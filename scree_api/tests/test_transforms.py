@@ -132,12 +132,16 @@ def mixes(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
     return [
         x + element, x * element, x - per_row, 1 - x, xp.clip(x, min=element), xp.where(x > 0, x, per_row),
         xp.bitwise_invert(index), xp.logical_not(x > 0), xp.tensordot(x, x.values[:8, :], axes=1), x @ x.values[:8, :],
-        x @ element, xp.astype(x, xp.int32), x @ xp.broadcast_to(x.values[None, :8, :], (x.batch_size, 8, 8)),
+        x @ element, xp.astype(x, xp.int32),
         scree.at(x)[..., 0].set(0.0), scree.at(x)[..., 1:].add(element[1:]),
     ]  # fmt: skip
 
 
-STANDARD = {f.__name__: f for f in (dims, tokens, folds, mixes)}
+def experts(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
+    return [x @ xp.broadcast_to(x.values[None, :8, :], (x.batch_size, 8, 8))]
+
+
+STANDARD = {f.__name__: f for f in (dims, tokens, folds, mixes, experts)}
 
 
 def standard(name: str, values: Any, index: Any, offsets: Any) -> list[Any]:

@@ -77,9 +77,9 @@ class Backend:
     gather
         ``gather(x, axis, index)``: `take_along_axis` of arrays whose other axes are alike, where the library's own makes a compiler
         fix their sizes.
-    traits
-        ``traits(x)``: all that the host knows of `x` and that a check or a kernel may ask, hashable; None where a call costs more
-        than its checks anyway.
+    alike
+        ``alike(arrays)`` makes what tells whether others are like these arrays in all that the host knows of them and that a
+        check or a kernel may ask; None where a call costs more than its checks.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Backend:
     outside: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
     gather: Callable[[Any, int, Any], Any] | None = None
-    traits: Callable[[Any], tuple[Any, ...]] | None = None
+    alike: Callable[[list[Any]], Callable[..., bool]] | None = None
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"

@@ -75,13 +75,32 @@ def _place(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
     return torch.asarray(host, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
-def _traits(x: torch.Tensor) -> tuple[Any, ...]:
+def _traits(x: Any) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
+def _alike(arrays: list[torch.Tensor]) -> Callable[..., bool]:
+    """What compiled code of PyTorch asks before it runs, in C; but it answers no where a tensor comes twice."""
+    if _GUARDS and len({*map(id, arrays)}) == len(arrays):
+        return _GUARDS(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    traits = [_traits(x) for x in arrays]
+    return lambda *others: all(isinstance(x, torch.Tensor) for x in others) and [*map(_traits, others)] == traits
+
+
+def _guards() -> Any:
+    """The class, where it is there and does as is known here."""
+    guards, x = getattr(torch._C._dynamo.guards, "TensorGuards", None), torch.empty(1)
+    try:
+        return guards if guards is not None and guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check(x) else None
+    except TypeError:
+        return None
+
+
+_GUARDS = _guards()
+
 BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, place=_place, checkpoint=_checkpoint,
                   gather=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)), compiling=torch.compiler.is_compiling,
-                  outside=_outside, to_device=lambda x, device: x.to(device), traits=_traits)
+                  outside=_outside, to_device=lambda x, device: x.to(device), alike=_alike)
 
 pytree.register_pytree_node(
     Array,
