@@ -83,15 +83,9 @@ class Library:
         """Why it lacks what an operation checks, or None."""
         return self.gaps.get(f"{operation}-{dtype}") or self.gaps.get(operation)
 
-    @property
-    def floats(self) -> tuple[str, ...]:
-        """Its real floating-point dtypes."""
-        return tuple(name for name in FLOATS if name in self.dtypes)
-
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    kind = "c" if x.dtype.kind == "c" else x.dtype.kind
-    return x.astype({"f": np.float64, "V": np.float64, "c": np.complex128}.get(kind, x.dtype))
+    return x.astype({"f": np.float64, "V": np.float64, "c": np.complex128}.get(x.dtype.kind, x.dtype))
 
 
 def _named(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -178,8 +172,11 @@ def _mlx(device: str | None) -> Library:
 
     return Library(
         "mlx", dtypes, array, read, host=False, default_integer="int32", rough_float64=True, generator=mx.random.key,
-        gaps={"complex128": "MLX has no such dtype"}, jit=mx.compile,
-        grad=grad,
+        gaps={
+            "complex128": "MLX has no such dtype",
+            **dict.fromkeys(("linalg.eig-float64", "linalg.eigvals-float64"), "MLX has no complex128 for what comes out"),
+        },
+        jit=mx.compile, grad=grad,
     )  # fmt: skip
 
 

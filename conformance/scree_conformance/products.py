@@ -138,44 +138,43 @@ def _spd(m: np.ndarray) -> np.ndarray:
     return m @ m.swapaxes(-1, -2) + 4 * np.eye(m.shape[-1])
 
 
-def _same(*names: str) -> dict[str, Callable[..., Any]]:
-    return {name: getattr(np.linalg, name) for name in names}
-
-
-#: Function of a matrix -> NumPy's; those whose factors are not unique give the product back.
+#: Function of a matrix -> NumPy's.
 MATRICES: dict[str, Callable[..., Any]] = {
-    **_same("cholesky", "det", "diagonal", "eigvalsh", "inv", "matrix_norm", "matrix_rank", "pinv", "svdvals", "trace"),
-    "matrix_power": lambda m: np.linalg.matrix_power(m, 3),
-    "slogdet": lambda m: tuple(np.linalg.slogdet(m)),
-    "eigh": lambda m: m, "qr": lambda m: m, "svd": lambda m: m,
-    "solve": lambda m: m, "tril": np.tril, "triu": np.triu,
+    **{name: getattr(np.linalg, name) for name in (
+        "cholesky", "det", "diagonal", "eigvalsh", "inv", "matrix_norm", "matrix_rank", "pinv", "slogdet", "svdvals", "trace")},
+    "tril": np.tril, "triu": np.triu,
 }  # fmt: skip
-#: Back to the matrix from its factors.
-PRODUCTS: dict[str, Callable[..., Any]] = {
-    "eigh": lambda xp, x: (lambda w, v: v @ (w[..., None] * xp.matrix_transpose(v)))(*(xp.linalg.eigh(x))),
-    "qr": lambda xp, x: (lambda q, r: q @ r)(*xp.linalg.qr(x)),
-    "svd": lambda xp, x: (lambda u, s, v: u @ (s[..., None] * v))(*xp.linalg.svd(x, full_matrices=False)),
-    "matrix_power": lambda xp, x: xp.linalg.matrix_power(x, 3),
-    "slogdet": lambda xp, x: tuple(xp.linalg.slogdet(x)),
-    "solve": lambda xp, x: xp.linalg.solve(x, x @ x),
+#: Function whose factors are not unique -> the matrix again, of the dense factors.
+FACTORS: dict[str, Callable[..., Any]] = {
+    "eig": lambda xp, w, v: xp.matmul(xp.real(v) * xp.real(w)[..., None, :], xp.matrix_transpose(xp.real(v))),
+    "eigh": lambda xp, w, v: xp.matmul(v * w[..., None, :], xp.matrix_transpose(v)),
+    "qr": lambda xp, q, r: xp.matmul(q, r),
+    "svd": lambda xp, u, s, v: xp.matmul(u, s[..., None] * v),
+}
+#: What is called another way: (of the namespace and a ragged array, of a row).
+OTHERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "eigvals": (lambda xp, x: xp.sort(xp.real(xp.linalg.eigvals(x)), axis=-1), np.linalg.eigvalsh),  # in no order of their own
+    "matrix_power": (lambda xp, x: xp.linalg.matrix_power(x, 3), lambda m: np.linalg.matrix_power(m, 3)),
+    "solve": (lambda xp, x: xp.linalg.solve(x, x.with_values(xp.matmul(x.values, x.values))), lambda m: m),
 }
 
 
 def of_matrices(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """The function of the matrix of each token, (n, None, 3, 3), held against NumPy's on each row."""
-    plain = name in ("tril", "triu")
-    if not hasattr(bench.xp if plain else bench.xp.linalg, name):
+    """The function of the matrix of each token, (n, None, 3, 3), symmetric and positive, held against NumPy's on each row."""
+    home = bench.xp if hasattr(bench.xp, name) else bench.xp.linalg
+    if not hasattr(home, name):
         return  # a gap of the library; the page of coverage says so
     raw = bench.ragged(layout, (3, 3), dtype)
     exact = _spd(np.concatenate([raw.exact.template, *raw.exact]))
     x = bench.of(bench.lib.make(exact, dtype), lengths_of(layout))
-    call = PRODUCTS.get(name, lambda xp, a: getattr(xp if plain else xp.linalg, name)(a))
-    if name in PRODUCTS and name not in ("matrix_power", "slogdet"):
-        got, values = _by_token(bench, name, x), x.exact
+    if name in FACTORS:
+        factors = getattr(home, name)(x.x)
+        got, right = x.x.with_values(FACTORS[name](bench.xp, *(part.values for part in factors))), list(x.exact)
     else:
-        got, values = call(bench.xp, x.x), [MATRICES[name](row) for row in x.exact]
-    parts = got if isinstance(got, tuple) else (got,)
-    truths = [[v[i] for v in values] for i in range(2)] if name == "slogdet" else [values]
+        call, plain = OTHERS.get(name) or (lambda xp, x: getattr(home, name)(x), MATRICES[name])
+        got, right = call(bench.xp, x.x), list(map(plain, x.exact))
+    several = isinstance(got, tuple)
+    parts, truths = (got, [[row[i] for row in right] for i in range(len(got))]) if several else ((got,), [right])
     for part, truth in zip(parts, truths, strict=True):
         found = bench.rows(part)
         assert len(found) == len(truth)
@@ -185,23 +184,6 @@ def of_matrices(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
             np.testing.assert_allclose(f, t, rtol=1e-3 if dtype == "float32" else 1e-9, atol=1e-3 if dtype == "float32" else 1e-9)
 
 
-def _by_token(bench: Bench, name: str, x: Data) -> Any:
-    """The matrices again, put together from the values of ragged factors."""
-    xp, arr = bench.xp, x.x
-    if name == "solve":
-        right = arr.with_values(xp.matmul(arr.values, arr.values))
-        return xp.linalg.solve(arr, right)
-    factors = getattr(xp.linalg, name)(arr) if name != "svd" else xp.linalg.svd(arr, full_matrices=False)
-    values = [part.values for part in factors]
-    if name == "eigh":
-        w, v = values
-        return arr.with_values(xp.matmul(v, xp.expand_dims(w, axis=-1) * xp.matrix_transpose(v)))
-    if name == "qr":
-        return arr.with_values(xp.matmul(*values))
-    u, s, v = values
-    return arr.with_values(xp.matmul(u, xp.expand_dims(s, axis=-1) * v))
-
-
-for _name in MATRICES:
+for _name in (*MATRICES, *FACTORS, *OTHERS):
     _word = _name if _name in ("tril", "triu") else f"linalg.{_name}"
     operation(_word, SHORT, ("float32", "float64"))(partial(of_matrices, name=_name))

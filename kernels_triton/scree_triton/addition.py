@@ -1,9 +1,9 @@
-"""Tokens added up at numbered places, in float32 and in a fixed order: equal inputs give equal bits.
+"""Tokens added up at numbered places: half precision in float32, in one of three ways.
 
-Where tokens are not too many, and few of them go to a place, they are put into bins: see `binned`. Otherwise the numbers are
-sorted, so that the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a whole is added up
-beforehand, by a program of its own; a place adds its chunks and what stands beside them. So a place that most tokens go to does
-not keep one program busy alone.
+Single numbers and other narrow tokens are added as they come, by atomic instructions. That is exact for integers; the sum of
+floating-point numbers depends on an order that nobody knows in its last bits, so that it is not done where
+`torch.use_deterministic_algorithms` asks for equal bits. All else is added in the order of the tokens: see `binned` for places of
+few tokens each, and `sorting` for the rest.
 """
 import math
 from functools import cache, lru_cache
@@ -13,141 +13,67 @@ import torch
 import triton
 import triton.language as tl
 
-from . import binned
+from . import binned, sorting
 from .host import on_its_device
 from .launch import Launch, contiguous, empty
 
-_ELEMENTS = 2048  # in a tile
-_WIDE_TOKEN = 512  # elements, from which on a program has one place, and reads some of its tokens at once
-_AT_ONCE = 4
-_MOST_PLACES = 128  # of a program
-_CHUNK = 32  # tokens, at least
-_MOST_CHUNKS = 2048
-_BOUNDS = 256  # places whose tokens a program looks up
+_NARROW = 16  # bytes of a token
+_TILE, _WARPS = 256, 4  # numbers that a program adds as they come
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64,
        torch.int32: tl.int32, torch.int64: tl.int64}
 _WIDE = {tl.float32: torch.float32, tl.float64: torch.float64, tl.int32: torch.int32, tl.int64: torch.int64}
 
 
-@triton.jit
-def _sum(X, ORDER, begin, end, columns, C: tl.constexpr, BC: tl.constexpr, AT_ONCE: tl.constexpr, SORTED: tl.constexpr,
-         ACC: tl.constexpr):
-    """(places, BC): the tokens [begin, end) of the order, or of X itself, added up."""
-    total = tl.zeros([begin.shape[0], BC], ACC)
-    for first in range(0, tl.max(end - begin, 0), AT_ONCE):
-        at = begin[:, None] + first + tl.arange(0, AT_ONCE)[None, :]
-        valid = at < end[:, None]
-        token = tl.load(ORDER + at, mask=valid, other=0).to(tl.int64) if SORTED else at.to(tl.int64)
-        mask = valid[:, :, None]
-        if C % BC != 0:
-            mask = mask & (columns < C)[None, None, :]
-        total += tl.sum(tl.load(X + token[:, :, None] * C + columns[None, None, :], mask=mask, other=0).to(ACC), 1)
-    return total
-
-
-@triton.jit(do_not_specialize=("count", "size", "bisections", "lookups"))
-def prepare_kernel(X, KEYS, ORDER, BOUNDS, PARTS, count, size, bisections, lookups, CHUNK: tl.constexpr, C: tl.constexpr,
-                   BC: tl.constexpr, AT_ONCE: tl.constexpr, PLACES: tl.constexpr, ACC: tl.constexpr):
-    """Where the tokens of each place begin, BOUNDS (size + 1,); and the sums PARTS (chunks, C) of chunks of a single place."""
-    COLUMNS: tl.constexpr = (C + BC - 1) // BC
-    program = tl.program_id(0)
-    if program < lookups:
-        place = program.to(tl.int64) * PLACES + tl.arange(0, PLACES)
-        low = tl.zeros([PLACES], tl.int64)
-        high = low + count
-        for _ in range(bisections):
-            middle = (low + high) // 2
-            before = (low < high) & (tl.load(KEYS + middle, mask=low < high, other=0) < place)
-            low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
-        tl.store(BOUNDS + place, low, mask=place <= size)
-    else:
-        chunk = (program - lookups) // COLUMNS
-        begin = chunk.to(tl.int64) * CHUNK
-        if tl.load(KEYS + begin) == tl.load(KEYS + begin + (CHUNK - 1)):
-            columns = (program - lookups) % COLUMNS * BC + tl.arange(0, BC)
-            one = begin + tl.zeros([1], tl.int64)
-            found = _sum(X, ORDER, one, one + CHUNK, columns, C, BC, AT_ONCE, True, ACC)
-            tl.store(PARTS + chunk.to(tl.int64) * C + columns[None, :], found, mask=(columns < C)[None, :])
-
-
-@triton.jit(do_not_specialize=("size",))
-def add_kernel(X, ORDER, BOUNDS, PARTS, OUT, size, CHUNK: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-               AT_ONCE: tl.constexpr, PLACES: tl.constexpr, ACC: tl.constexpr):
-    """OUT (size, C): the sum of the tokens of each place."""
-    COLUMNS: tl.constexpr = (C + BC - 1) // BC
-    place = (tl.program_id(0) // COLUMNS).to(tl.int64) * PLACES + tl.arange(0, PLACES)
-    columns = tl.program_id(0) % COLUMNS * BC + tl.arange(0, BC)
-    begin = tl.load(BOUNDS + place, mask=place < size, other=0).to(tl.int64)
-    end = tl.load(BOUNDS + place + 1, mask=place < size, other=0).to(tl.int64)
-    first = tl.minimum((begin + (CHUNK - 1)) // CHUNK * CHUNK, end)  # the chunks of this place alone begin
-    last = tl.maximum(end // CHUNK * CHUNK, first)  # and end
-    total = _sum(X, ORDER, begin, first, columns, C, BC, AT_ONCE, True, ACC)
-    total += _sum(PARTS, ORDER, first // CHUNK, first // CHUNK + (last - first) // CHUNK, columns, C, BC, AT_ONCE, False, ACC)
-    total += _sum(X, ORDER, last, end, columns, C, BC, AT_ONCE, True, ACC)
-    mask = (place < size)[:, None]
-    if C % BC != 0:
-        mask = mask & (columns < C)[None, :]
-    tl.store(OUT + place[:, None] * C + columns[None, :], total.to(OUT.dtype.element_ty), mask=mask)
+@triton.jit(do_not_specialize=("count", "size"))
+def add_kernel(X, INDEX, OUT, count, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr):
+    """OUT (size, C), which held 0: the sums of the tokens X (count, C) that go to each place."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, BC)[None, :]
+    there = (token < count)[:, None] & (column < C)
+    place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
+    x = tl.load(X + token[:, None] * C + column, mask=there, other=0).to(OUT.dtype.element_ty)
+    known = (place >= 0) & (place < size)
+    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=there & known[:, None], sem="relaxed")
 
 
 @cache
-def _launches(device: torch.device, x: torch.dtype, keys: torch.dtype, bounds: torch.dtype, width: int,
-              chunk: int) -> tuple[Launch, Launch, int, int]:
-    """What prepares and what adds, the programs of a token, and the places of a program."""
-    block = min(triton.next_power_of_2(width), 1024)
-    wide = block >= _WIDE_TOKEN
-    places = 1 if wide else min(_ELEMENTS // block, _MOST_PLACES)
-    same = dict(CHUNK=chunk, C=width, BC=block)
-    at_once = max(_AT_ONCE, min(chunk, _ELEMENTS // block))
-    prepare = Launch(prepare_kernel, dict(**same, AT_ONCE=at_once, PLACES=_BOUNDS, ACC=ACC[x]), dict(num_warps=4))
-    each = dict(AT_ONCE=_AT_ONCE if wide else 1, PLACES=places, ACC=ACC[x])
-    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4))
-    return prepare, add, -(-width // block), places
+def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> tuple[Launch, int]:
+    """What adds them, and the tokens of a program."""
+    block = triton.next_power_of_2(width)
+    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=_TILE // block), dict(num_warps=_WARPS)), _TILE // block
 
 
-def _narrow(size: int) -> torch.dtype:
-    """The smallest integers that hold the places: sorting goes over their bytes one after another."""
-    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if size <= torch.iinfo(dtype).max)
+class _Coming:
+    """What follows from shapes and dtypes where tokens are added as they come."""
 
-
-class _Sorted:
-    """What follows from shapes and dtypes where the numbers of the tokens are sorted."""
-
-    def __init__(self, device: torch.device, x: torch.dtype, shape: tuple[int, ...], size: int):
-        count, width = shape[0], math.prod(shape[1:])
-        chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))
-        self.keys, bounds = _narrow(size), torch.int32 if count < 1 << 31 else torch.int64
-        self.prepare, self.finish, columns, places = _launches(device, x, self.keys, bounds, width, chunk)
+    def __init__(self, device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int,
+                 acc: tl.dtype, wide: torch.dtype):
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.size, lookups = size, size // _BOUNDS + 1
-        self.bounds, self.parts = (*contiguous((size + 1,)), bounds), (*contiguous((count // chunk, width)), _WIDE[ACC[x]])
-        self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = count, size, count.bit_length(), lookups
-        self.programs = lookups + count // chunk * columns, -(-size // places) * columns
+        self.launch, tokens = _launch(device, x, index, wide, math.prod(shape[1:]))
+        self.out, self.dtype = (*contiguous((size, *shape[1:])), wide), x
+        self.programs, self.numbers = -(-shape[0] // tokens), (shape[0], size)
 
     @on_its_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """(size, ...): the tokens of x, contiguous, added up at `index`."""
-        keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
-        bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
-        self.prepare(self.programs[0], (x, keys, order, bounds, parts), (), self.numbers)
-        self.finish(self.programs[1], (x, order, bounds, parts, out), (), (self.size,))
-        return out
+        out = self.new(*self.out).zero_()
+        self.launch(self.programs, (x, index, out), (), self.numbers)
+        return out if out.dtype == self.dtype else out.to(self.dtype)
 
 
 @lru_cache(1024)
-def _plan(device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int) -> Any:
+def _plan(device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int, ordered: bool) -> Any:
     """What runs such an addition; None where there is nothing to add."""
     if not math.prod(shape) * size:
         return None
-    if binned.suits(shape[0], size):
-        return binned.Plan(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
-    return _Sorted(device, x, shape, size)
+    narrow = math.prod(shape[1:]) * x.itemsize <= _NARROW and not (ordered and x.is_floating_point)
+    way = _Coming if narrow else binned.Plan if binned.suits(shape[0], size) else sorting.Plan
+    return way(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
 
 
 def add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """(size, ...): the tokens of x, (tokens, ...), added up at `index`; an index that is no place of these counts nothing."""
-    plan = _plan(x.device, x.dtype, index.dtype, x.shape, size)
+    plan = _plan(x.device, x.dtype, index.dtype, x.shape, size, torch.are_deterministic_algorithms_enabled())
     if plan is None:
         return torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
     return plan.run(x.contiguous(), index)  # type: ignore[no-any-return]

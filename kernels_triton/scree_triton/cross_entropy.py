@@ -97,9 +97,9 @@ def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED:
     return factor
 
 
-@triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
-def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, count, size,
-                  ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
+@triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
+def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, low, count,
+                  size, ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
                   ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
                   SCALED: tl.constexpr, SHARED: tl.constexpr):
     """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
@@ -114,6 +114,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         token = first + i
         target = tl.load(TARGETS + token, mask=i < count, other=ignored)
         known = (token < end) & (target != ignored) & (i < count)
+        target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
@@ -148,16 +149,16 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=("n", "first", "count", "size", "ignored", "d_stride"))
-def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, count, size,
-                   ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr,
+@triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
+def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, low, count,
+                   size, ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr,
                    SHIFTED: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr,
                    GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr):
     """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
 
     SAVE: STATS (2, size), the maximum and the sum of exponentials, which are read where there is neither EACH nor SUM.
-    It is about the tokens [first, first + count) of `size`: X and OUT begin at the first of them. SHIFTED: they begin anywhere in
-    16 bytes, which are GRAIN elements, and are read from the start of these on.
+    It is about the tokens [first, first + count) of `size`, and the V classes from `low` on: X and OUT begin at the first of them.
+    SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of these on.
     """
     STEP: tl.constexpr = LANES * DEEP
     end = size
@@ -169,6 +170,7 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
         token = first + i
         target = tl.load(TARGETS + token)
         known = (token < end) & (target != ignored)
+        target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x_start = tl.cast(i, tl.int64) * x_stride
@@ -282,10 +284,12 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
     return launch, 1, programs * multiprocessors(device)
 
 
-def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Tensor | None = None,
+def visit(x: torch.Tensor, targets: Targets, first: int = 0, low: int = 0, *, losses: torch.Tensor | None = None,
           parts: list[torch.Tensor] | None = None, stats: torch.Tensor | None = None, out: torch.Tensor | None = None,
           dlosses: torch.Tensor | None = None, share: torch.Tensor | None = None) -> None:
     """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
+
+    They are those of all classes, or where `stats` are read those of some, from `low` on.
 
     Parameters
     ----------
@@ -324,7 +328,7 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, *, losses: torch.Te
     start(launch, programs,
           (x, targets.classes, offsets, *(x if p is None else p for p in (losses, stats, part, dlosses, share)), onto),
           (x.stride(0), onto.stride(0)),
-          (n, first, count, targets.classes.shape[0], targets.ignored, 0 if dlosses is None else dlosses.stride(0)))
+          (n, first, low, count, targets.classes.shape[0], targets.ignored, 0 if dlosses is None else dlosses.stride(0)))
 
 
 def rowwise(x: torch.Tensor) -> torch.Tensor:

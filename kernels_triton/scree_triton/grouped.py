@@ -4,9 +4,9 @@ The product and the gradient of the rows share a kernel: a tile of a row's token
 a matrix is one program's for each of its tiles, which walks over the tokens of the row: no atomics, equal inputs give equal
 bits.
 
-Three pairs of kernels do it. Those of `hopper_grouped`, in half precision, are the fastest, but for the gradient of the matrices of
-long rows. The second pair does the same in plain Triton, for that and for other versions of Triton and later devices: it reads and
-writes tiles with the copy engine, too, and one program a multiprocessor counts the tiles of each row and takes tile after tile.
+Three pairs of kernels do it. Those of `hopper_grouped`, in half precision, are the fastest. The second pair does the same in plain
+Triton, for other versions of Triton and later devices: it reads and writes tiles with the copy engine, too, and one program a
+multiprocessor counts the tiles of each row and takes tile after tile.
 The third reads through pointers, and takes what the others do not. Its slots hold tokens of one row only (block ``j`` of row
 ``b`` is slot ``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see
 `portable`.
@@ -173,8 +173,6 @@ TILED_PRODUCT = (128, 256, 64, 8, 4)
 TILED_WEIGHT = ((128, 128, 64, 4, 3), (256, 128, 64, 8, 4))
 SHORT = 384
 GROUP = 8
-#: Tokens of a row on average from which the second pair's gradient of the matrices is faster than that of `hopper_grouped`.
-LONG = 768
 
 
 @cache
@@ -263,8 +261,7 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     if not n:
         return dw
     if x.shape[0] and _readable(x) and _readable(dy) and _copies_tiles(x.device):
-        kernels = _hopper(x.device)
-        if kernels and x.shape[0] < LONG * n and _readable(dw):
+        if (kernels := _hopper(x.device)) and _readable(dw):
             kernels.weight_gradient(x, dy, offsets, dw)
             return dw
         tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]

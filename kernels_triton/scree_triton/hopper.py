@@ -16,6 +16,9 @@ key is taken off each score. SOFTCAP: scores are softcap * tanh(scores / softcap
 `softcap` includes the factor log2(e), as `scale` does otherwise. Without WINDOW, loops over tiles are split by whether they need
 a mask; with it one loop asks each tile, which takes fewer registers. ALIBI and SOFTCAP come with WINDOW alone, to compile less.
 """
+from collections.abc import Iterator
+from itertools import cycle
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,14 +32,14 @@ LOWEST = gl.constexpr(-1.0e30)  # where a running maximum starts; finite, so tha
 BILLION = gl.constexpr(1 << 30)  # the extent of a ragged descriptor's token dimension
 _COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left", "right")
 _SLOTS = 4096
-_rings: dict[tuple[int, int], list] = {}
+_rings: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
 
 
 def counter(device: torch.device) -> torch.Tensor:
-    """A tile counter at 0 for one launch, which leaves it at 0.
+    """A tile counter at 0 for launches one after another, each of which leaves it at 0.
 
-    Launches may overlap, so each has its own, from a ring of its stream that is far longer than a device's queue. A
-    captured graph may be replayed at any time, so its counter is its own for good.
+    Streams run beside each other, so each has its own, from a ring that is far longer than a device's queue. A captured graph
+    may be replayed at any time, so its counter is its own for good.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
@@ -44,9 +47,8 @@ def counter(device: torch.device) -> torch.Tensor:
     ring = _rings.get(key)
     if ring is None:
         # 16 bytes apart, as alignment is part of what a kernel is compiled for.
-        ring = _rings[key] = [0, torch.zeros((_SLOTS, 4), dtype=torch.int32, device=device).unbind()]
-    ring[0] = (ring[0] + 1) % _SLOTS
-    return ring[1][ring[0]]
+        ring = _rings[key] = cycle(torch.zeros((_SLOTS, 4), dtype=torch.int32, device=device).unbind())
+    return next(ring)
 
 
 @gluon.jit

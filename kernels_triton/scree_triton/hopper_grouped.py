@@ -1,10 +1,10 @@
 """Grouped products on Hopper in Gluon, float16 and bfloat16.
 
-A program is one producer warp and two consumer warpgroups, as in `hopper`. The producer takes tiles of 128 rows and 256 columns
-from a counter and fills a ring of shared memory by TMA; each consumer multiplies 64 of the rows on the tensor cores, and while
-TMA writes what it found, the next tile is read already. A consumer whose rows are behind the end has nothing to multiply, and of
-the last columns both multiply half as many where these are enough; nothing is read for what is not multiplied, as zeros cost the
-copy engine more than numbers.
+A program is one producer warp and two consumer warpgroups, as in `hopper`. The producer takes tiles from a counter and fills a ring
+of shared memory by TMA; each consumer multiplies half of the rows on the tensor cores, and while TMA writes what it found, the next
+tile is read already. Tiles are of 128 tokens and 256 columns in the product, and of 256 rows and 128 columns of a matrix in its
+gradient. A consumer whose rows are behind the end has nothing to multiply, and of the last columns of a product both multiply half
+as many where these are enough; nothing is read for what is not multiplied, as zeros cost the copy engine more than numbers.
 
 Tiles of the product come row of the batch by row, so that those which share a matrix or tokens run side by side and find them in
 the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two.
@@ -26,35 +26,34 @@ from .hopper import BILLION, _barriers, _claim, _field, counter
 from .host import multiprocessors, start
 from .launch import Launch, boxed, ragged_shape
 
-HIGH = gl.constexpr(128)  # rows of a tile: tokens in the product, rows of a matrix in its gradient
-WIDE = gl.constexpr(256)
-HALF = gl.constexpr(128)
+WIDE = gl.constexpr(256)  # the long side of a tile
+HALF = gl.constexpr(128)  # the short one
 DEEP = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 GROUP = gl.constexpr(16)
 
 
 @gluon.jit
-def _tell(queue, told, read, i, more, steps, narrow, left, front, first, column):
-    """What the consumers need to know of the tile: whether it is one; how deep it is; whether half of its columns are enough;
-    how many of its rows there are; and where it stands in the output.
+def _tell(queue, told, read, i, more, steps, halves, left, front, first, column):
+    """What the consumers need to know of the tile: whether it is one; how deep it is; how many halves of its columns are
+    wanted; how many of its rows there are; and where it stands in the output.
 
     All lanes write the same, so that the arrival of one lane, which comes after its own write, is enough for the readers.
     """
     mbarrier.wait(read.index(i % 2), ((i // 2) & 1) ^ 1)
     e = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
-    entry = gl.where(e == 0, more, gl.where(e == 1, steps, gl.where(e == 2, narrow, gl.where(e == 3, left, column))))
+    entry = gl.where(e == 0, more, gl.where(e == 1, steps, gl.where(e == 2, halves, gl.where(e == 3, left, column))))
     entry = gl.where(e == 4, front, gl.where(e == 5, first, entry))
     queue.index(i % 2).store(entry)
     mbarrier.arrive(told.index(i % 2), count=1)
 
 
 @gluon.jit
-def _expect(barrier, two, narrow):
-    """Announce the bytes of a step: 64 or 128 rows, 128 or 256 columns."""
-    for rows in gl.static_range(2):
-        for columns in gl.static_range(2):
-            mbarrier.expect(barrier, ((rows + 1) * 64 + (columns + 1) * HALF) * DEEP * 2, pred=(two == rows) & (narrow != columns))
+def _expect(barrier, rows, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Announce the bytes of a step: so many times 64 rows, and 128 columns."""
+    for r in gl.static_range(1, ROWS + 1):
+        for c in gl.static_range(1, COLUMNS + 1):
+            mbarrier.expect(barrier, (r * 64 + c * HALF) * DEEP * 2, pred=(rows == r) & (columns == c))
 
 
 @gluon.jit
@@ -68,7 +67,7 @@ def _next(COUNTER, t, tiles):
 
 @gluon.jit
 def _slots(length):
-    return gl.cdiv(length, HIGH)
+    return gl.cdiv(length, HALF)
 
 
 @gluon.jit
@@ -99,29 +98,29 @@ def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         r = tile - before
         first = r // (GROUP * columns) * GROUP
         side = gl.maximum(gl.minimum(_slots(end - start) - first, GROUP), 1)
-        at = start + (first + r % (GROUP * columns) % side) * HIGH
+        at = start + (first + r % (GROUP * columns) % side) * HALF
         column = r % (GROUP * columns) // side * WIDE
         cut = t >= whole
         column += gl.where(cut, (t - whole) % 2 * HALF, 0)
         there = (t < tiles + rest) & (column < m)
         left = gl.where(there, end - at, 0)
         steps = gl.where(there & (row < n), gl.cdiv(k, DEEP), 0)
-        two = (left > 64).to(gl.int32)
-        narrow = (cut | (column + HALF >= m)).to(gl.int32)
-        _tell(queue, told, read, i, (t < tiles + rest).to(gl.int32), steps, narrow, left, end, BILLION - end + at, column)
+        rows = gl.where(left > 64, 2, 1)
+        halves = gl.where(cut | (column + HALF >= m), 1, 2)
+        _tell(queue, told, read, i, (t < tiles + rest).to(gl.int32), steps, halves, left, end, BILLION - end + at, column)
         for j in range(steps):
             stage = c % STAGES
             mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-            _expect(full.index(stage), two, narrow)
+            _expect(full.index(stage), rows, halves, 2, 2)
             for u in gl.static_range(2):
                 tma.async_copy_global_to_shared(xd, [at + u * 64, j * DEEP], full.index(stage), a_s.index(stage * 2 + u),
-                                                pred=two >= u)
+                                                pred=u < rows)
                 b = b_s.index(stage).slice(u * HALF, HALF, 1 if TURNED else 2)
                 part = column + u * HALF
                 if TURNED:
-                    tma.async_copy_global_to_shared(wd, [row, part, j * DEEP], full.index(stage), b, pred=u + narrow < 2)
+                    tma.async_copy_global_to_shared(wd, [row, part, j * DEEP], full.index(stage), b, pred=u < halves)
                 else:
-                    tma.async_copy_global_to_shared(wd, [row, j * DEEP, part], full.index(stage), b, pred=u + narrow < 2)
+                    tma.async_copy_global_to_shared(wd, [row, j * DEEP, part], full.index(stage), b, pred=u < halves)
             c += 1
         t = _next(COUNTER, t, tiles + rest)
         i += 1
@@ -129,8 +128,8 @@ def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
 
 @gluon.jit
 def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS, COUNTER, n, k, m):
-    columns = gl.cdiv(m, WIDE)
-    count = gl.cdiv(k, HIGH) * columns  # tiles of a matrix
+    columns = gl.cdiv(m, HALF)
+    count = gl.cdiv(k, WIDE) * columns  # tiles of a matrix
     t = gl.program_id(0)
     i = 0
     c = 0
@@ -139,20 +138,21 @@ def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         row = gl.minimum(t // count, n - 1)
         start = gl.load(OFFSETS + row).to(gl.int32)
         end = gl.load(OFFSETS + row + 1).to(gl.int32)
-        column = t % columns * WIDE
-        depth = t % count // columns * HIGH
+        column = t % columns * HALF
+        depth = t % count // columns * WIDE
+        left = gl.where(there, k - depth, 0)
+        rows = gl.minimum(gl.cdiv(left, 64), 4)
         steps = gl.where(there, gl.cdiv(end - start, DEEP), 0)
-        narrow = (column + HALF >= m).to(gl.int32)
-        _tell(queue, told, read, i, there.to(gl.int32), steps, narrow, gl.where(there, k - depth, 0), row, depth, column)
+        _tell(queue, told, read, i, there.to(gl.int32), steps, 1, left, row, depth, column)
         for j in range(steps):
             stage = c % STAGES
             at = BILLION - end + start + j * DEEP
             mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-            _expect(full.index(stage), 1, narrow)
-            for u in gl.static_range(2):
-                tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth + u * 64], full.index(stage), a_s.index(stage * 2 + u))
-                tma.async_copy_global_to_shared(dyd, [BILLION, end, at, column + u * HALF], full.index(stage),
-                                                b_s.index(stage).slice(u * HALF, HALF, 3), pred=u + narrow < 2)
+            _expect(full.index(stage), rows, 1, 4, 1)
+            for u in gl.static_range(4):
+                tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth + u * 64], full.index(stage), a_s.index(stage * 4 + u),
+                                                pred=u < rows)
+            tma.async_copy_global_to_shared(dyd, [BILLION, end, at, column], full.index(stage), b_s.index(stage))
             c += 1
         t = _next(COUNTER, t, n * count)
         i += 1
@@ -177,22 +177,24 @@ def _store(outd, o, value, front, first, column, WEIGHT: gl.constexpr):
 
 
 @gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    return gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
 def _multiply(w: gl.constexpr, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, COLUMNS: gl.constexpr,
-              WEIGHT: gl.constexpr, TURNED: gl.constexpr):
-    """A tile of this many columns, from the step `c` of the ring on, and where the next one begins."""
-    acc = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+              TURNED: gl.constexpr):
+    """64 tokens and this many columns of a product, from the step `c` of the ring on, and where the next tile begins."""
+    acc = _zeros(COLUMNS)
     for j in range(steps):
         stage = c % STAGES
         mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        a = _flat(a_s.index(stage * 2 + w))
         b = _flat(b_s.index(stage))
-        if WEIGHT:
-            a = a.permute((1, 0))
         if TURNED:
             b = b.slice(0, COLUMNS, 0).permute((1, 0))
         else:
             b = b.slice(0, COLUMNS, 1)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma(a_s.index(stage * 2 + w), b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc, ))
         if j > 0:
             mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
@@ -202,15 +204,39 @@ def _multiply(w: gl.constexpr, outd, a_s, b_s, o, full, empty, steps, c, front, 
         mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
     if COLUMNS == WIDE:  # in halves, which leaves shared memory for one stage more
         one, two = gl.split(acc.reshape([64, 2, HALF]).permute((0, 2, 1)))
-        _store(outd, o, one, front, first, column, WEIGHT)
-        _store(outd, o, two, front, first, column + HALF, WEIGHT)
+        _store(outd, o, one, front, first, column, False)
+        _store(outd, o, two, front, first, column + HALF, False)
     else:
-        _store(outd, o, acc, front, first, column, WEIGHT)
+        _store(outd, o, acc, front, first, column, False)
+    return c
+
+
+@gluon.jit
+def _multiply_turned(w: gl.constexpr, outd, a_s, b_s, o, full, empty, steps, c, front, first, column):
+    """The same for 128 rows and columns of the gradient of a matrix."""
+    one = _zeros(HALF)
+    two = _zeros(HALF)
+    for j in range(steps):
+        stage = c % STAGES
+        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        b = _flat(b_s.index(stage))
+        one = warpgroup_mma(_flat(a_s.index(stage * 4 + w * 2)).permute((1, 0)), b, one, is_async=True)
+        two = warpgroup_mma(_flat(a_s.index(stage * 4 + w * 2 + 1)).permute((1, 0)), b, two, is_async=True)
+        one, two = warpgroup_mma_wait(2, deps=(one, two))
+        if j > 0:
+            mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
+        c += 1
+    one, two = warpgroup_mma_wait(0, deps=(one, two))
+    if steps > 0:
+        mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
+    _store(outd, o, one, front, first, column, True)
+    _store(outd, o, two, front, first + 64, column, True)
     return c
 
 
 @gluon.jit
 def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, empty, WEIGHT: gl.constexpr, TURNED: gl.constexpr):
+    ROWS: gl.constexpr = 128 if WEIGHT else 64
     o = o_s.index(w)
     i = 0
     c = 0
@@ -220,21 +246,23 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
         entry = queue.index(i % 2).load(gl.BlockedLayout([8], [32], [4], [0]))
         more = _field(entry, 0)
         steps = _field(entry, 1)
-        narrow = _field(entry, 2)
+        halves = _field(entry, 2)
         left = _field(entry, 3)
         front = _field(entry, 4)
-        first = _field(entry, 5) + w * 64
+        first = _field(entry, 5) + w * ROWS
         column = _field(entry, 6)
         mbarrier.arrive(read.index(i % 2), count=1)
-        if left <= w * 64:
+        if left <= w * ROWS:
             for _ in range(steps):
                 mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
                 mbarrier.arrive(empty.index(c % STAGES), count=1)
                 c += 1
-        elif narrow > 0:
-            c = _multiply(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, HALF, WEIGHT, TURNED)
+        elif WEIGHT:
+            c = _multiply_turned(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column)
+        elif halves == 1:
+            c = _multiply(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, HALF, TURNED)
         else:
-            c = _multiply(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, WIDE, WEIGHT, TURNED)
+            c = _multiply(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column, WIDE, TURNED)
         i += 1
     tma.store_wait(pendings=0)
 
@@ -270,8 +298,8 @@ def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.co
 @gluon.jit(do_not_specialize=("n", "k", "m"))
 def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
     """DW (n, k, m): of each row, X (tokens, k) turned over times DY (tokens, m)."""
-    a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 1, 1, DEEP, 64], xd.layout)
-    b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, 1, DEEP, WIDE], dyd.layout)
+    a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 4, 1, 1, DEEP, 64], xd.layout)
+    b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, 1, DEEP, HALF], dyd.layout)
     o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 64, HALF], dwd.layout)
     queue, told, read, full, empty = _signals()
     gl.warp_specialize([

@@ -29,7 +29,7 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
         with torch.cuda.device(index):
             return run(*args)
 
-    return run if index is None else there
+    return there if index is not None and torch.cuda.device_count() > 1 else run
 
 
 def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,10 +1,15 @@
 """Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist at a time.
 
 The product writes them, `cross_entropy.visit` turns them into their own gradient, and two more products make of that the gradients
-of hidden states and weight. That can be done in the forward pass where the gradient of the losses will be one number for all;
-where it will not, and for float16, whose loss is scaled against underflow, the backward pass does it all again.
+of hidden states and weight. Where there are many classes, a few tokens have as many logits as the weight has numbers; there it
+takes two visits. The first goes by tokens, with their logits in the memory where the gradient of the weight will stand, and gives
+the losses and the gradient of the hidden states; the second goes by classes, makes their logits once more, and gives the gradient
+of the weight.
+
+That can be done in the forward pass where the gradient of the losses will be one number for all; where it will not, and for
+float16, whose loss is scaled against underflow, the backward pass does it all again.
 """
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +23,9 @@ from .launch import Launch
 from .losses import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
 
 LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight
-ROUNDED = 8  # parts of a gradient that are added up in half precision; more are in float32
+PARTS = 12  # of the tokens at most, as the gradient of the weight is rounded after each of them
+MANY = 16  # classes for each number of a hidden state beyond which there are two visits
+SOME, BLOCK = 4096, 2048  # tokens at least, and classes, of which the second visit makes the logits at a time
 
 
 @triton.jit(do_not_specialize=("unused",))
@@ -81,59 +88,90 @@ NONE = Wanted(False, False, False)
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
+class _Head(NamedTuple):
+    """What the logits of hidden states x (total, width) are made of, and the gradient of their losses: see `visit`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: Targets
+    dlosses: torch.Tensor | None
+    share: torch.Tensor | None
+
+    def visit(self, logits: torch.Tensor, first: int, low: int = 0, **given: Any) -> None:
+        """Write the logits of the tokens from `first` and the classes from `low` on, and what comes of them."""
+        tokens, classes = slice(first, first + logits.shape[0]), slice(low, low + logits.shape[1])
+        if self.bias is None:
+            torch.mm(self.x[tokens], self.weight[classes].mT, out=logits)
+        else:
+            torch.addmm(self.bias[classes], self.x[tokens], self.weight[classes].mT, out=logits)
+        visit(logits, self.targets, first, low, dlosses=self.dlosses, share=self.share, **given)
+
+    def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
+        """On `out`, x from the token `first` on, with 0 for what does not count, so that it meets no gradient."""
+        return _known(self.x[first : first + out.shape[0]], self.targets, first, out)
+
+
 def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, reduction: str,
           wanted: Wanted = NONE, dlosses: torch.Tensor | None = None) -> tuple[torch.Tensor, Gradients]:
     """What comes of the losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
 
-    Where there are many chunks, those of weight and bias are added up, and come, in float32.
+    That of the bias comes in float32.
     """
     (total, width), classes = x.shape, weight.shape[0]
-    losses = None if reduction in SUMMED else torch.empty((total,), dtype=torch.float32, device=x.device)
+    new = partial(torch.empty, dtype=x.dtype, device=x.device)
+    twice = wanted.weight and total > 0 and classes > MANY * width
+    losses = None if reduction in SUMMED else new((total,), dtype=torch.float32)
     parts: list[torch.Tensor] | None = [] if losses is None else None
+    stats = new((2, total), dtype=torch.float32) if twice else None
     share = share_of(targets) if any(wanted) and reduction == "mean" else None
-    chunk = tokens_at_a_time(total, width, classes)
+    head = _Head(x, weight, bias, targets, dlosses, share)
+    dx = new((total, width)) if wanted.x or (wanted.weight and not twice) else None
+    dweight = new((classes, width)) if wanted.weight else None
+    dbias = new((classes,), dtype=torch.float32) if wanted.bias else None
     stride = -(-classes // 16) * 16  # so that rows are aligned
-    buffer = torch.empty((chunk, stride), dtype=x.dtype, device=x.device)[:, :classes]
-    sums = torch.float32 if total > chunk * ROUNDED else x.dtype
-    make = torch.empty if total else torch.zeros
-    dx = torch.empty((total, width), dtype=x.dtype, device=x.device) if wanted.x else None
-    dweight = make((classes, width), dtype=sums, device=x.device) if wanted.weight else None
-    dbias = torch.zeros((classes,), dtype=torch.float32, device=x.device) if wanted.bias else None
-    # Where a part of dx will stand, that of x can wait before.
-    counted = dx if dx is not None or not wanted.weight else torch.empty((chunk, width), dtype=x.dtype, device=x.device)
+    chunk = even_part(total, classes * width // stride) if twice else tokens_at_a_time(total, width, classes)
+    memory = dweight.view(-1)[: chunk * stride] if twice else new((chunk * stride,))
     for first in range(0, max(total, 1), chunk):
         some = slice(first, min(first + chunk, total))
-        part, logits = x[some], buffer[: some.stop - first]
-        if bias is None:
-            torch.mm(part, weight.mT, out=logits)
-        else:
-            torch.addmm(bias, part, weight.mT, out=logits)
-        visit(logits, targets, first, losses=losses, parts=parts, out=logits if any(wanted) else None, dlosses=dlosses, share=share)
-        if dweight is not None and total:
-            on = counted[some] if dx is not None else counted[: part.shape[0]]
-            _add_product(dweight, logits.mT, _known(part, targets, first, on), first > 0)
-        if dx is not None:
+        logits = memory.view(chunk, stride)[: some.stop - first, :classes]
+        head.visit(logits, first, losses=losses, parts=parts, stats=stats, out=logits if any(wanted) else None)
+        if not twice:  # where a part of dx will stand, that of x can wait before
+            _add(dweight, dbias, logits, head.counted(first, dx[some]) if wanted.weight else None, first)
+        if wanted.x:
             torch.mm(logits, weight, out=dx[some])
-        if dbias is not None:
-            dbias += logits.sum(0, dtype=torch.float32)
+    if twice:
+        chunk = even_part(total, max(SOME, -(-total // PARTS)))
+        memory, spare = new((chunk, min(BLOCK, classes))), new((chunk, width))
+        for first in range(0, total, chunk):
+            counted = head.counted(first, spare[: min(chunk, total - first)])
+            for low in range(0, classes, BLOCK):
+                block = slice(low, low + BLOCK)
+                logits = memory[: counted.shape[0], : classes - low]
+                head.visit(logits, first, low, stats=stats, out=logits)
+                _add(dweight[block], dbias[block] if wanted.bias else None, logits, counted, first)
     found = reduced(parts, reduction)[0] if losses is None else row_means(losses, targets) if reduction == "row_mean" else losses
-    return found, (dx, dweight, dbias)
+    return found, (dx if wanted.x else None, dweight, dbias)
+
+
+def _add(dweight: torch.Tensor | None, dbias: torch.Tensor | None, dlogits: torch.Tensor, counted: torch.Tensor | None,
+         first: int) -> None:
+    """Write what the logits of the first tokens make of the gradients of weight and bias, and add what those of others make."""
+    if dweight is not None:
+        torch.addmm(dweight, dlogits.mT, counted, beta=int(first > 0), out=dweight)
+    if dbias is not None:
+        part = dlogits.sum(0, dtype=torch.float32)
+        dbias.copy_(part) if first == 0 else dbias.add_(part)
 
 
 def tokens_at_a_time(total: int, width: int, classes: int) -> int:
-    """Tokens whose logits exist at a time: no more numbers than x or the weight has, or those of LEAST tokens; parts alike."""
-    most = max(LEAST, width * max(total, classes) // classes)
-    return max(1, -(-total // -(-total // most))) if total else 1
+    """Tokens whose logits exist at a time where there is one visit: no more numbers than x has, or those of LEAST tokens."""
+    return even_part(total, max(LEAST, -(-total // PARTS), width * total // classes))
 
 
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, more: bool) -> None:
-    """Write the product of a and b to `out`, or add it; in float32 where that is the dtype of `out`."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(more), out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(more), out=out)
-    else:
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(more), out=out)
+def even_part(total: int, most: int) -> int:
+    """Tokens of a part, where all parts are alike and have so many at most."""
+    return -(-total // -(-total // max(most, 1))) if total else 1
 
 
 class _Fused(Function):

@@ -342,11 +342,14 @@ def _wanted(*arrays: torch.Tensor | None) -> bool:
 def _again(call: Any, centre: bool) -> Callable[..., Any]:
     arrays = call.values, call.added, call.weight, call.bias
     plan, wanted = _plan(*arrays, call.eps, centre), _wanted(*arrays)
+    even_too = all(p is None or p.is_contiguous() for p in (call.weight, call.bias))
 
     def run(x: Any, weight: torch.Tensor | None, residual: Any, bias: torch.Tensor | None = None) -> Any:
-        weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
-        y, total = norm(plan, wanted, x.values, residual if residual is None else residual.values, weight, bias)
-        return x.with_values(y) if residual is None else (x.with_values(y), x.with_values(total))
+        if not even_too:
+            weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
+        y, total = norm(plan, wanted, x.values, None if residual is None else residual.values, weight, bias)
+        y = x._of(y, x.layout, x.ragged_dim)
+        return y if residual is None else (y, x._of(total, x.layout, x.ragged_dim))
 
     return run
 

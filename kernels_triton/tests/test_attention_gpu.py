@@ -1,6 +1,6 @@
 """Every kernel on a GPU: features x dtypes x head_dims x hard layouts against float64.
 
-On Hopper most of them run in Gluon; head_dim 160 and others for v than for q run in the portable kernels everywhere.
+On Hopper most of them run in Gluon; head_dim 16, and above 64 in float32, run in the portable kernels everywhere.
 """
 import itertools
 import math
@@ -45,6 +45,13 @@ CASES = [
           ((f16, 24), (bf16, 40), (f16, 48), (bf16, 72), (f16, 112)), (None, LONGER), (MASKS[0], MASKS[1], MASKS[6]))),
     *(Case(dtype, dim, dim, 4, 2, LONG, packed=packed, alibi=not packed, **mask)
       for (dtype, dim), packed, mask in itertools.product(((f16, 96), (bf16, 80)), (False, True), (MASKS[1], MASKS[3]))),
+    # Heads of several parts, and of v of another width.
+    *(Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, **mask)
+      for (dtype, dim, dim_v), k_lengths, mask in itertools.product(
+          ((bf16, 192, 128), (f16, 128, 192), (bf16, 160, 160), (f16, 192, 192), (bf16, 256, 256), (f16, 128, 64)),
+          (None, LONGER), (MASKS[0], MASKS[6], dict(causal=True, alibi=True)))),
+    *(Case(dtype, dim, dim_v, 4, 1, LONG, causal=True, slack=slack)
+      for dtype, dim, dim_v in ((bf16, 192, 128), (f16, 136, 200), (bf16, 256, 256), (f16, 64, 128)) for slack in (0, 70)),
     *(Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=right is None, window=(left, right))
       for dim in (64, 128) for k_lengths in (None, LONG[::-1])
       for left, right in ((0, None), (127, None), (128, None), (300, None), (0, 0), (200, 130), (None, 64))),
@@ -113,7 +120,7 @@ def test_public_call(dtype, dim, options, bound):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 80, 128, 160])
+@pytest.mark.parametrize("dim", [64, 80, 128, 160, 256])
 @pytest.mark.parametrize("dtype", [f16, f32])
 def test_rows_do_not_leak(dtype, dim, causal):
     case = Case(dtype, dim, dim, 2, 1, MIXED, causal=causal)
@@ -128,7 +135,7 @@ def test_rows_do_not_leak(dtype, dim, causal):
             assert torch.equal(x[:start[row]], y[:start[row]]) and torch.equal(x[start[row + 1]:], y[start[row + 1]:])
 
 
-@pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (f32, 64)])
+@pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])
 def test_negative_slopes(dtype, dim):
     """With them weights grow with the distance, and must not where a tile ends behind its row."""
     case = Case(dtype, dim, dim, 4, 2, MIXED, LONGER, causal=True, alibi=True)

@@ -118,7 +118,7 @@ def test_reasons():
 @pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and put into bins
 @pytest.mark.parametrize(("width", "many"), [((), 128), ((3,), 8), ((600,), 8)])  # those of 6 together, or by one program
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
-    """Sums of chunks and of stretches, in a fixed order."""
+    """Sums of chunks and of stretches, in a fixed order; and of narrow tokens in any order, where nobody asks for that."""
     monkeypatch.setattr(binned, "_MANY", many)
     addition._plan.cache_clear()
     x = numbers(300, *width)
@@ -127,8 +127,10 @@ def test_many_tokens_in_one_place(width, size, many, monkeypatch):
     index[40:60] = 6
     exact = np.zeros((size, *width))
     np.add.at(exact, index.cpu().numpy(), x.cpu().numpy().astype(np.float64))
-    found = scree.scatter_add(x, index, size, kernel="triton")
-    assert np.abs(found.cpu().numpy() - exact).max() <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
+    for ordered in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
+        found = scree.scatter_add(x, index, size, kernel="triton")
+        assert np.abs(found.cpu().numpy() - exact).max() <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
     assert torch.equal(found, addition.add(x, index, size))
 
 
@@ -143,6 +145,17 @@ def test_places_like_words(count):
     found = scree.scatter_add(x, index.to(DEVICE), size, kernel="triton")
     assert bool(((found.cpu() - exact).abs() <= 500 * 2**-24 * bound).all())
     assert torch.equal(found, addition.add(x, index.to(DEVICE), size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.int64])
+def test_narrow_tokens(dtype):
+    """As they come: integers are exact, halves are added in float32."""
+    x, index = numbers(300, 2, dtype=dtype), torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    found = addition.add(x, index, 7).cpu()
+    known, wide = ((index >= 0) & (index < 7)).cpu(), torch.float64 if dtype.is_floating_point else dtype
+    exact = torch.zeros((7, 2), dtype=wide).index_add(0, index.cpu()[known], x.cpu()[known].to(wide))
+    most = x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
+    assert found.dtype == dtype and (found.to(wide) - exact).abs().max() <= most
 
 
 def test_the_last_of_many_stays():

@@ -51,7 +51,9 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
 
 def _kept(rows: Layout, arrays: dict[str, Any], values: list[Any], facts: list[Any]) -> list[_Seen] | None:
     """The calls that are remembered for such options and arrays on such layouts, or None where none can be; fills `values`."""
-    facts += [*map(type, facts)]  # 1 == 1.0 == True
+    types: list[Any] = [*map(type, facts)]  # 1 == 1.0 == True
+    if tuple in types:
+        types += [(*map(type, x),) for x in facts if type(x) is tuple]
     other = rows
     for x in arrays.values():
         if type(x) is Array:
@@ -68,8 +70,7 @@ def _kept(rows: Layout, arrays: dict[str, Any], values: list[Any], facts: list[A
             facts.append(0)
             values.append(x)
     memo = rows.memo if other is rows else rows.beside(other)
-    facts += [(*map(type, x),) for x in facts if type(x) is tuple]
-    key = *facts,
+    key = *facts, *types
     try:
         found: list[_Seen] | None = memo.get(key)
     except TypeError:  # an option that is no plain value, which the check will name

@@ -342,15 +342,19 @@ COMPARISONS = {
 }  # fmt: skip
 
 
+def _namespace(x: Array) -> Any:
+    return backends.NAMESPACES.get(x.layout.backend.name) or x.__array_namespace__()
+
+
 def _operators() -> None:
     def unary(function: str) -> Callable[[Array], Any]:
-        return lambda self: getattr(self.__array_namespace__(), function)(self)
+        return lambda self: getattr(_namespace(self), function)(self)
 
     def binary(function: str, reflected: bool = False) -> Callable[[Array, Any], Any]:
         def operator(self: Array, other: Any) -> Any:
             if not isinstance(other, Array | bool | int | float | complex) and not backends.is_array(other):
                 return NotImplemented
-            call = getattr(self.__array_namespace__(), function)
+            call = getattr(_namespace(self), function)
             return call(other, self) if reflected else call(self, other)
 
         return operator

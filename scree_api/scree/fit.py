@@ -38,7 +38,7 @@ def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
     """The first of the arrays, after a check that all have its layout."""
     first, *others = arrays
     for other in others:
-        if other.ragged_dim != first.ragged_dim or other.ndim != first.ndim:
+        if other.ragged_dim != first.ragged_dim or other.values.ndim != first.values.ndim:
             raise ValueError(
                 f"{name}: expected ragged arrays with the same axes, got shapes {first.shape} and {other.shape}; add axes to "
                 "the values of one (arr.with_values(arr.values[:, None]))"

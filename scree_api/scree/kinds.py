@@ -61,8 +61,8 @@ _SPECTRA = "a transform over rows of different lengths has no common frequencies
 EXTENSIONS: dict[str, dict[str, Kind]] = {
     "linalg": {
         **_all(Kind("matrices"), """
-            cholesky det diagonal eigh eigvalsh inv matrix_norm matrix_power matrix_rank pinv qr slogdet solve svd svdvals
-            trace"""),
+            cholesky det diagonal eig eigh eigvals eigvalsh inv matrix_norm matrix_power matrix_rank pinv qr slogdet solve svd
+            svdvals trace"""),
         **_each("matmul matrix_transpose tensordot vecdot vector_norm"),
         **unsupported("it is defined on vectors of one size; apply it to arr.values", "cross outer"),
     },

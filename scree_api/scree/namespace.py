@@ -8,13 +8,11 @@ from typing import Any
 
 from . import lift, ops
 from .array import Array
-from .backends import Backend, backend, is_array, named
+from .backends import NAMESPACES, Backend, backend, is_array, named
 from .kinds import EXTENSIONS, KINDS, Kind
 
 #: Versions of the standard that a namespace may be asked for.
 VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
-
-_NAMESPACES: dict[str, ModuleType] = {}
 
 
 def namespace(*arrays: Any, api_version: str | None = None) -> Any:
@@ -60,14 +58,14 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
         found = lib
     if found is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
-    known = _NAMESPACES.get(found.name)
+    known = NAMESPACES.get(found.name)
     return known if known is not None else build(found)
 
 
 def by_name(library: str) -> ModuleType:
     """The namespace of a library that is imported for it; see `scree.xp`."""
     lib = named(library)
-    return _NAMESPACES.get(lib.name) or build(lib)
+    return NAMESPACES.get(lib.name) or build(lib)
 
 
 def build(lib: Backend) -> ModuleType:
@@ -79,7 +77,7 @@ def build(lib: Backend) -> ModuleType:
             _fill(extension, getattr(lib.xp, name), table, lib)
             setattr(module, name, extension)
     module.ragged = ops  # type: ignore[attr-defined]
-    _NAMESPACES[lib.name] = module
+    NAMESPACES[lib.name] = module
     return module
 
 

@@ -63,6 +63,8 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
     """
     path = Path(path)
     kind = _format(path)
+    if not isinstance(arrays, Array | Mapping):
+        raise TypeError(f"arrays: expected a ragged array, or a mapping of names to such, got {type(arrays).__name__}")
     named = {"": arrays} if isinstance(arrays, Array) else dict(arrays)
     tensors: dict[str, np.ndarray] = {}
     about: dict[str, Any] = {}
@@ -70,7 +72,7 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
     for name, arr in named.items():
         if not isinstance(arr, Array):
             raise TypeError(f"arrays[{name!r}]: expected a ragged array, got {type(arr).__name__}")
-        if "." in name or (name == "" and arr is not arrays):
+        if not isinstance(name, str) or "." in name or (name == "" and arr is not arrays):
             raise ValueError(f"arrays: expected names without dots, and not empty, got {name!r}")
         shared = first.setdefault(id(arr.layout), name)
         host = to_backend(trimmed(arr), "numpy")

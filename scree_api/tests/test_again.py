@@ -72,6 +72,26 @@ def test_calls_that_differ_are_asked_about(asked: list[Any], other: Callable[[sc
     assert len(asked) in (2, 3)
 
 
+@pytest.mark.parametrize("in_c", [True, False])
+def test_what_the_host_knows_of_arrays_tells_them_apart(monkeypatch: pytest.MonkeyPatch, in_c: bool) -> None:
+    from scree.backends import torch as library
+
+    assert library._GUARDS is not None
+    if not in_c:
+        monkeypatch.setattr(library, "_GUARDS", None)
+    x, y, alike = torch.randn(4, 6), torch.randn(4, 6), library.BACKEND.alike
+    assert alike is not None
+    same = alike([x, y])
+    assert same(x, y) and same(y, x) and same(torch.zeros(4, 6), x)
+    others = [
+        x.double(), x[:3], x.clone().requires_grad_(), torch.randn(6, 4).t(), torch.nn.Parameter(x), x.to("meta"), x[None],
+        torch.nn.Parameter(x, requires_grad=False), x.numpy(), [1.0], 1.0, None,
+    ]
+    assert not any(same(x, other) or same(other, x) for other in others)
+    twice = alike([x, x])
+    assert twice(x, x) and twice(y, x) and not twice(x, x.double())
+
+
 def test_wrong_arguments_are_named_behind_right_ones(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     scree.attention(q, q, q, causal=True)
@@ -131,6 +151,17 @@ def test_other_rows_at_every_step_do_not_fill_the_memory(asked: list[Any]) -> No
     gc.collect()
     asked.clear()
     assert sum(x() is not None for x in gone) <= OTHERS
+
+
+def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -> None:
+    q = rows([0, 2, 5])
+    for heads in range(1, 30):
+        x = q.with_values(torch.randn(5, heads, 8))
+        scree.attention(x, x, x)
+    (kept,) = q.layout.memo.values()
+    assert len(kept) == again.KINDS
+    scree.attention(x, x, x)
+    assert len(asked) == 29
 
 
 def test_options_that_never_come_twice_do_not_fill_the_memory(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,10 @@ def test_what_does_not_fit_raises(tmp_path: Path) -> None:
         scree.load(tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="arrays: expected names without dots"):
         scree.save(tmp_path / "x.npz", {"a.b": make()})
+    with pytest.raises(ValueError, match="arrays: expected names without dots, and not empty, got 3"):
+        scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="arrays: expected a ragged array, or a mapping of names to such, got list"):
+        scree.save(tmp_path / "x.npz", [make()])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
         scree.save(tmp_path / "x.npz", {"a": np.zeros(3)})
     with pytest.raises(TypeError, match="values: safetensors has no complex128"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -115,6 +116,8 @@ class Backend:
         return a is not None and b is not None and bool(a != b)
 
 
+#: By the name of their library, the namespaces that know ragged arrays; see `scree.namespace`.
+NAMESPACES: dict[str, ModuleType] = {}
 _BY_TYPE: dict[type, Backend] = {}
 _LISTED: dict[str, Backend] = {}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..array import Array
-from ..checks import integers
+from ..backends import backend
+from ..checks import integer, integers
 from ..padded import from_padded, to_padded
 from .dlpack import widest_integer
 
@@ -38,7 +39,8 @@ def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
     >>> scree.bridges.from_block_table(table, np.asarray([20, 16]), 16).values
     array([7, 3, 4], dtype=int32)
     """
-    _positive(page_size)
+    integer("page_size", page_size, 1)
+    backend(seq_lens, "seq_lens")
     return from_padded(block_table, lengths=-(-integers("seq_lens", seq_lens, seq_lens) // page_size))
 
 
@@ -49,7 +51,7 @@ def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 
 
 def from_flashinfer(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, page_size: int) -> tuple[Array, Any]:
     """The pages (n, None), which shares the memory, and the (n,) tokens of each sequence in the cache."""
-    _positive(page_size)
+    integer("page_size", page_size, 1)
     pages = Array(kv_indices, kv_indptr)
     lengths = (pages.lengths - 1) * page_size + kv_last_page_len
     return pages, pages.layout.xp.where(pages.lengths > 0, lengths, 0)
@@ -74,7 +76,7 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     >>> scree.bridges.to_flashinfer(pages, np.asarray([20, 16], dtype=np.int32), 16)[2]
     array([ 4, 16], dtype=int32)
     """
-    _positive(page_size)
+    integer("page_size", page_size, 1)
     return pages.offsets, pages.values, (seq_lens - 1) % page_size + 1
 
 
@@ -106,7 +108,7 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
     >>> scree.bridges.slot_mapping(pages, new, 16, start=np.asarray([15, 0])).values
     array([127,  48,  64])
     """
-    _positive(page_size)
+    integer("page_size", page_size, 1)
     rows, xp = tokens.layout, tokens.layout.xp
     if pages.batch_size != tokens.batch_size or pages.ndim != 2:
         raise ValueError(f"pages: expected shape ({tokens.batch_size}, None), got {pages.shape}")
@@ -120,8 +122,3 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
     position = position + start
     page: Array = pages[Array._of(position // page_size, rows)]
     return page.with_values(xp.astype(page.values, wide) * page_size + position % page_size)
-
-
-def _positive(page_size: int) -> None:
-    if page_size < 1:
-        raise ValueError(f"page_size: expected at least one token, got {page_size}")

@@ -19,8 +19,8 @@ def elementwise(f: Function, name: str, lib: Backend) -> Function:
         if not ragged:
             return f(*args, **kwargs)
         first = ragged[0] if len(ragged) == 1 else shared_layout(name, ragged)
-        if len(args) == 1 and not kwargs:
-            return first.with_values(f(first.values))
+        if not kwargs and len(ragged) == len(args) <= 2 and ragged[-1].layout is first.layout:
+            return Array._of(f(*[x.values for x in ragged]), first.layout, first.ragged_dim)
 
         def operand(x: Any) -> Any:
             return x.values if isinstance(x, Array) else against(name, x, first)

@@ -59,7 +59,7 @@ def test_on_every_library(library: str) -> None:
 
 def test_what_does_not_fit_raises() -> None:
     pages = cache([7, 9], 4)
-    with pytest.raises(ValueError, match="page_size: expected at least one token"):
+    with pytest.raises(ValueError, match="page_size: expected at least 1, got 0"):
         to_flashinfer(pages, np.asarray([7, 9]), 0)
     with pytest.raises(ValueError, match=r"pages: expected shape \(3, None\)"):
         slot_mapping(pages, cache([1, 2, 3], 4), 4)

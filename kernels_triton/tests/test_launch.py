@@ -1,0 +1,102 @@
+"""What a launch asks the JIT once and what it then hands to the launcher in C, with stand-ins for both."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scree_triton import launch as module
+from scree_triton.launch import Launch
+
+
+class Jit:
+    """A kernel whose compiled variants remember what their launcher was given; it refuses numbers as C does."""
+
+    def __init__(self, **run):
+        self.asked, self.launched = [], []
+        plain = dict(launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0)
+        self.run = SimpleNamespace(**plain | run, launch=self.launch)
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.asked.append((grid, args, constants))
+            return SimpleNamespace(run=self.run, function="function", packed_metadata="metadata", metadata=SimpleNamespace())
+
+        return run
+
+    def launch(self, *args):
+        if any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
+            raise OverflowError
+        self.launched.append(args)
+
+
+@pytest.fixture
+def jit(monkeypatch):
+    monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(module, "_KNOWN", True)
+    monkeypatch.setattr(module, "current_stream", lambda index: "stream")
+    return Jit
+
+
+X = torch.empty(64, dtype=torch.uint8)
+X = X[-X.data_ptr() % 16:][:32]  # begins at a multiple of 16
+
+
+def launch_of(kernel, options=None):
+    return Launch(kernel, dict(BLOCK=64), options or {})
+
+
+def test_the_common_variant_is_asked_for_once(jit):
+    kernel = jit()
+    launch = launch_of(kernel, dict(num_warps=4))
+    for programs in (5, 6, 7):
+        launch(programs, (X,), (16,), (3,))
+    (grid, args, constants), = kernel.asked
+    assert grid == (5,) and args[0] is X and args[1:] == (16, 3) and constants == dict(BLOCK=64, num_warps=4)
+    assert [args[:4] for args in kernel.launched] == [(6, 1, 1, "stream"), (7, 1, 1, "stream")]
+    assert kernel.launched[0][4:] == (
+        "function", False, False, None, None, "metadata", None, None, None, X.data_ptr(), 16, 3, 64)
+
+
+@pytest.mark.parametrize(("pointer", "stride", "number"), [(X[1:], 16, 3), (X, 8, 3), (X, 16, 1 << 31)])
+def test_other_variants_are_asked_for_each_time(jit, pointer, stride, number):
+    kernel = jit()
+    launch = launch_of(kernel)
+    launch(5, (X,), (16,), (3,))
+    for _ in range(2):
+        launch(5, (pointer,), (stride,), (number,))
+    launch(5, (X,), (16,), (3,))
+    assert len(kernel.asked) == 3 and len(kernel.launched) == 1
+
+
+@pytest.mark.parametrize("number", [3, 1 << 31])
+def test_only_the_common_variant_is_kept(jit, number):
+    kernel = jit()
+    launch = launch_of(kernel)
+    launch(5, (X,), (16,), (1 << 31,))
+    assert launch.launch is None
+    launch(5, (X,), (16,), (number,))
+    assert (launch.launch is None) == (number != 3)
+
+
+def test_a_cooperative_launch_stays_one(jit):
+    kernel = jit(launch_cooperative_grid=True)
+    launch = launch_of(kernel)
+    for _ in range(2):
+        launch(5, (X,), (16,), (3,))
+    assert kernel.launched[0][4:7] == ("function", True, False)
+
+
+def test_kernels_that_need_scratch_memory_go_through_the_jit(jit):
+    kernel = jit(global_scratch_size=128)
+    launch = launch_of(kernel)
+    for _ in range(3):
+        launch(5, (X,), (16,), (3,))
+    assert len(kernel.asked) == 3 and not kernel.launched
+
+
+def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
+    monkeypatch.setattr(module, "_KNOWN", False)
+    kernel = jit()
+    launch = launch_of(kernel)
+    for _ in range(3):
+        launch(5, (X,), (16,), (3,))
+    assert len(kernel.asked) == 3 and not kernel.launched
