@@ -18,7 +18,7 @@ from .host import on_its_device
 from .launch import Launch, contiguous, empty
 
 _NARROW = 16  # bytes of a token
-_TILE, _WARPS = 256, 4  # numbers that a program adds as they come
+_TILE, _WARPS = 128, 4  # numbers that a program adds as they come
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64,
        torch.int32: tl.int32, torch.int64: tl.int64}
 _WIDE = {tl.float32: torch.float32, tl.float64: torch.float64, tl.int32: torch.int32, tl.int64: torch.int64}

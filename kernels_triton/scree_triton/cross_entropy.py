@@ -430,8 +430,13 @@ def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) ->
     return forward(x, targets, reduction, save=False)[0]
 
 
-def run_again(call: Any) -> Callable[..., torch.Tensor]:
-    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+def run_again(call: Any) -> Callable[..., torch.Tensor] | None:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone.
+
+    None in host memory, where the targets are looked at each time.
+    """
+    if call.x.layout.backend.peek(call.labels) is not None:
+        return None
     ignored, reduction, kind, wanted = call.ignore_index, call.reduction, call.labels.dtype, call.values.requires_grad
 
     def losses(x: Any, targets: Any) -> torch.Tensor:

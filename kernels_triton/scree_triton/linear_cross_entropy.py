@@ -25,7 +25,7 @@ from .losses import SUMMED, Targets, of_each, reduced, row_means, share_of, targ
 LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight
 PARTS = 12  # of the tokens at most, as the gradient of the weight is rounded after each of them
 MANY = 16  # classes for each number of a hidden state beyond which there are two visits
-SOME, BLOCK = 4096, 2048  # tokens at least, and classes, of which the second visit makes the logits at a time
+SECOND = 4096, 2048  # tokens at least, and classes, of which the second visit makes the logits at a time
 
 
 @triton.jit(do_not_specialize=("unused",))
@@ -130,23 +130,25 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
     dweight = new((classes, width)) if wanted.weight else None
     dbias = new((classes,), dtype=torch.float32) if wanted.bias else None
     stride = -(-classes // 16) * 16  # so that rows are aligned
-    chunk = even_part(total, classes * width // stride) if twice else tokens_at_a_time(total, width, classes)
-    memory = dweight.view(-1)[: chunk * stride] if twice else new((chunk * stride,))
+    most = classes * width // stride if twice else tokens_at_a_time(total, width, classes, wanted.weight)
+    chunk = _even(total, most)
+    memory = (dweight.view(-1)[: chunk * stride] if twice else new((chunk * stride,))).view(chunk, stride)
     for first in range(0, max(total, 1), chunk):
         some = slice(first, min(first + chunk, total))
-        logits = memory.view(chunk, stride)[: some.stop - first, :classes]
+        logits = memory[: some.stop - first, :classes]
         head.visit(logits, first, losses=losses, parts=parts, stats=stats, out=logits if any(wanted) else None)
         if not twice:  # where a part of dx will stand, that of x can wait before
             _add(dweight, dbias, logits, head.counted(first, dx[some]) if wanted.weight else None, first)
         if wanted.x:
             torch.mm(logits, weight, out=dx[some])
     if twice:
-        chunk = even_part(total, max(SOME, -(-total // PARTS)))
-        memory, spare = new((chunk, min(BLOCK, classes))), new((chunk, width))
+        least, wide = SECOND
+        chunk = _even(total, max(least, -(-total // PARTS)))
+        memory, spare = new((chunk, min(wide, classes))), new((chunk, width))
         for first in range(0, total, chunk):
             counted = head.counted(first, spare[: min(chunk, total - first)])
-            for low in range(0, classes, BLOCK):
-                block = slice(low, low + BLOCK)
+            for low in range(0, classes, wide):
+                block = slice(low, low + wide)
                 logits = memory[: counted.shape[0], : classes - low]
                 head.visit(logits, first, low, stats=stats, out=logits)
                 _add(dweight[block], dbias[block] if wanted.bias else None, logits, counted, first)
@@ -164,12 +166,13 @@ def _add(dweight: torch.Tensor | None, dbias: torch.Tensor | None, dlogits: torc
         dbias.copy_(part) if first == 0 else dbias.add_(part)
 
 
-def tokens_at_a_time(total: int, width: int, classes: int) -> int:
-    """Tokens whose logits exist at a time where there is one visit: no more numbers than x has, or those of LEAST tokens."""
-    return even_part(total, max(LEAST, -(-total // PARTS), width * total // classes))
+def tokens_at_a_time(total: int, width: int, classes: int, weight: bool) -> int:
+    """Tokens whose logits exist at a time at most, in one visit: no more numbers than x has, or those of LEAST tokens, or with the
+    gradient of the weight those of a part of PARTS."""
+    return max(LEAST, width * total // classes, -(-total // PARTS) if weight else 0)
 
 
-def even_part(total: int, most: int) -> int:
+def _even(total: int, most: int) -> int:
     """Tokens of a part, where all parts are alike and have so many at most."""
     return -(-total // -(-total // max(most, 1))) if total else 1
 

@@ -1,7 +1,8 @@
 """Rotary position embedding of the rows of a ragged array, forward and backward: the same kernel, turned the other way.
 
 A program turns a few tokens, all heads of each, of the queries and of the keys; the angles of a token are computed once for
-all of them. The row of a token is found by bisection, so that positions restart in each row without an array of positions.
+all of them, while the first of them are read. The row of a token is found by bisection, so that positions restart in each row
+without an array of positions.
 """
 import math
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from .host import Function, on_its_device, once_differentiable, refuses
 from .launch import Launch, contiguous, empty
 from .offsets import row_of
 
-_ELEMENTS = 1024  # that a program turns at a time
-_TOKENS = 4  # of a program
+_ELEMENTS = 2048  # that a program turns at a time,
+_HEADS = 8  # of so many heads at most
 
 
 @triton.jit
@@ -45,54 +46,79 @@ def _angles(position, pair, BASE: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn(X, OUT, tokens, total, x_stride, x_head, heads, pair, cos, sin, DIM: tl.constexpr, HALF: tl.constexpr,
+def _read(X, tokens, total, stride, step, first, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+          INTERLEAVED: tl.constexpr):
+    """The two elements of each pair, (TOKENS, HEADS, HALF), of some heads of some tokens; all of them as one where INTERLEAVED."""
+    head = first + tl.arange(0, HEADS)
+    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
+    x = X + tokens[:, None, None] * stride + (head * step)[None, :, None] + each
+    inside = (tokens < total)[:, None, None] & (head < heads)[None, :, None] & (each < (DIM if INTERLEAVED else DIM // 2))
+    a = tl.load(x, mask=inside, other=0.0)
+    return a, a if INTERLEAVED else tl.load(x + DIM // 2, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(OUT, a, b, cos, sin, tokens, total, first, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+           TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What was read, turned by angles (TOKENS, 1, HALF)."""
+    head = first + tl.arange(0, HEADS)
+    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
+    out = OUT + tokens[:, None, None] * (heads * DIM) + (head * DIM)[None, :, None] + each
+    inside = (tokens < total)[:, None, None] & (head < heads)[None, :, None] & (each < (DIM if INTERLEAVED else DIM // 2))
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(a, [TOKENS, HEADS, HALF, 2]))
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    a, b = (a * cos - b * sin).to(OUT.dtype.element_ty), (b * cos + a * sin).to(OUT.dtype.element_ty)
+    if INTERLEAVED:
+        tl.store(out, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=inside)
+    else:
+        tl.store(out, a, mask=inside)
+        tl.store(out + DIM // 2, b, mask=inside)
+
+
+@triton.jit
+def _turn(X, OUT, a, b, cos, sin, tokens, total, stride, step, heads, DIM: tl.constexpr, HALF: tl.constexpr,
           HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """All heads of some tokens by angles (TOKENS, 1, HALF)."""
-    for first in range(0, heads, HEADS):
-        head = first + tl.arange(0, HEADS)
-        mask = (tokens < total)[:, None] & (head < heads)[None, :]
-        x = X + (tokens[:, None] * x_stride + head[None, :] * x_head)[:, :, None]
-        out = OUT + (tokens[:, None] * (heads * DIM) + head[None, :] * DIM)[:, :, None]
-        if INTERLEAVED:
-            both = tl.arange(0, 2 * HALF)[None, None, :]
-            inside = mask[:, :, None] & (both < DIM)
-            ab = tl.load(x + both, mask=inside, other=0.0, eviction_policy="evict_first")
-            a, b = tl.split(tl.reshape(ab.to(tl.float32), [TOKENS, HEADS, HALF, 2]))
-            y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), [TOKENS, HEADS, 2 * HALF])
-            tl.store(out + both, y.to(OUT.dtype.element_ty), mask=inside)
-        else:
-            each = pair[None, None, :]
-            inside = mask[:, :, None] & (each < DIM // 2)
-            a = tl.load(x + each, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            b = tl.load(x + DIM // 2 + each, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(out + each, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=inside)
-            tl.store(out + DIM // 2 + each, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=inside)
+    """All heads of some tokens, of which the first HEADS were read; the next ones are read before any are written."""
+    for first in range(HEADS, heads, HEADS):
+        c, d = _read(X, tokens, total, stride, step, first, heads, DIM, HALF, HEADS, INTERLEAVED)
+        _write(OUT, a, b, cos, sin, tokens, total, first - HEADS, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+        a, b = c, d
+    last = tl.maximum(heads - 1, 0) // HEADS * HEADS
+    _write(OUT, a, b, cos, sin, tokens, total, last, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=("n", "total", "bisections", "q_heads", "k_heads", "sign"))
 def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, k_head, n, total, bisections, q_heads, k_heads,
                 sign, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BASE: tl.constexpr,
-                INTERLEAVED: tl.constexpr, HAS_START: tl.constexpr):
-    """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; K the same."""
+                INTERLEAVED: tl.constexpr, BOTH: tl.constexpr, HAS_START: tl.constexpr):
+    """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; BOTH: K too."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # Before the angles are found, so that these are there when the numbers come.
+    a, b = _read(Q, tokens, total, q_stride, q_head, 0, q_heads, DIM, HALF, HEADS, INTERLEAVED)
+    if BOTH:
+        c, d = _read(K, tokens, total, k_stride, k_head, 0, k_heads, DIM, HALF, HEADS, INTERLEAVED)
     row = row_of(OFFSETS, tokens, n - 1, bisections)  # the last one for tokens behind it
     position = tokens - tl.load(OFFSETS + row)
     if HAS_START:
         position += tl.load(START + row)
-    pair = tl.arange(0, HALF)
-    cos, sin = _angles(position, pair, BASE, HALF)
+    cos, sin = _angles(position, tl.arange(0, HALF), BASE, HALF)
     cos, sin = cos[:, None, :], (sin * sign)[:, None, :]
-    _turn(Q, Q_OUT, tokens, total, q_stride, q_head, q_heads, pair, cos, sin, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
-    _turn(K, K_OUT, tokens, total, k_stride, k_head, k_heads, pair, cos, sin, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+    _turn(Q, Q_OUT, a, b, cos, sin, tokens, total, q_stride, q_head, q_heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+    if BOTH:
+        _turn(K, K_OUT, c, d, cos, sin, tokens, total, k_stride, k_head, k_heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
 
 
 @cache
 def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None, heads: int, dim: int,
-            base: float, interleaved: bool) -> Launch:
+            base: float, interleaved: bool, both: bool) -> tuple[Launch, int]:
+    """The kernel for queries, and `both` for keys, of so many heads at most; and the tokens of a program."""
     half = triton.next_power_of_2(dim // 2)
-    at_once = min(triton.next_power_of_2(heads), max(1, _ELEMENTS // (2 * half * _TOKENS)))
-    return Launch(rope_kernel, dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=_TOKENS, BASE=base, INTERLEAVED=interleaved,
-                                    HAS_START=start_dtype is not None), dict(num_warps=4))
+    at_once = min(triton.next_power_of_2(heads), _HEADS, _ELEMENTS // (2 * half))
+    tokens = _ELEMENTS // (2 * half * at_once)
+    tile = dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=tokens)
+    how = dict(BASE=base, INTERLEAVED=interleaved, BOTH=both, HAS_START=start_dtype is not None)
+    return Launch(rope_kernel, {**tile, **how}, dict(num_warps=4)), tokens
 
 
 class Turn(NamedTuple):
@@ -118,8 +144,8 @@ class _Plan:
         heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
         self.index = device.index if device.type == "cuda" else None
         self.outs = tuple(None if shape is None else (*contiguous(shape), dtype) for shape in (q, k))
-        self.launch = _launch(device, dtype, offsets, start, max(heads), dim, base, interleaved)
-        self.programs = -(-total // _TOKENS) if any(heads) else 0
+        self.launch, tokens = _launch(device, dtype, offsets, start, max(*heads, 1), dim, base, interleaved, k is not None)
+        self.programs = -(-total // tokens) if any(heads) else 0
         self.numbers = n, total, n.bit_length(), *heads
         self.new = empty(device.type)
 

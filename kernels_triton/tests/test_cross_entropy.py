@@ -7,6 +7,7 @@ import torch.nn.functional as functional
 from kernels_reference import bf16, distance, f16, f32
 
 import scree
+from scree import registry
 from scree_triton import cross_entropy, linear_cross_entropy
 from scree_triton.launch import INTERPRETED
 
@@ -42,9 +43,9 @@ def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
 @pytest.fixture(params=[(2, 100), (1, 100), (2, 0)])  # tokens of a part in one visit; or two visits
 def small_chunks(request, monkeypatch):
     tokens, many = request.param
-    monkeypatch.setattr(linear_cross_entropy, "tokens_at_a_time", lambda total, width, classes: tokens)
-    for name, value in {"MANY": many, "SOME": 4, "BLOCK": 16}.items():
-        monkeypatch.setattr(linear_cross_entropy, name, value)
+    monkeypatch.setattr(linear_cross_entropy, "tokens_at_a_time", lambda *sizes: tokens)
+    monkeypatch.setattr(linear_cross_entropy, "MANY", many)
+    monkeypatch.setattr(linear_cross_entropy, "SECOND", (4, 16))
 
 
 @pytest.mark.parametrize("reduction, bias", [("mean", True), ("sum", False)])
@@ -221,3 +222,18 @@ def test_all_logits_never_exist(width, classes, more):
     right, rough = (exact(part, weight, None, part.with_values(targets.values[sample]), "sum", d)[1] for d in (torch.float64, bf16))
     scale = (targets.values >= 0).sum()
     assert distance(x.values.grad[sample] * scale, right) <= 2 * distance(rough, right) + 2.4e-3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses_alike_are_checked_once(monkeypatch, reduction):
+    x = scree.from_lengths(torch.randn(5, 9, device=DEVICE), [2, 0, 3])
+    checked, describe = [], registry._DESCRIBE["cross_entropy"]
+    monkeypatch.setitem(registry._DESCRIBE, "cross_entropy", lambda **call: checked.append(call) or describe(**call))
+    if INTERPRETED:  # as if the host could not look at the targets
+        monkeypatch.setitem(vars(x.layout.backend), "peek", lambda x: None)
+    for _ in range(3):
+        targets = x.with_values(torch.randint(9, (5,), device=DEVICE))
+        wanted = functional.cross_entropy(x.values, targets.values, reduction=reduction)
+        found = scree.cross_entropy(x, targets, reduction=reduction)
+        assert torch.allclose(found.values if reduction == "none" else found, wanted)
+    assert len(checked) == 1

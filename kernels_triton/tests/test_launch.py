@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from scree_triton import launch as module
 from scree_triton.launch import Launch
 

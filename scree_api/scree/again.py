@@ -44,9 +44,11 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     chosen, rejected = registry._select(operation, call, kernel)
     if kept is None or alike is None or chosen.again is None or rejected:
         return chosen.run(call)
-    seen = _Seen(kernels, alike(values), chosen.again(call))
-    kept[:] = *kept[1 - KINDS :], seen
-    return seen.run(**arrays)
+    again = chosen.again(call)
+    if again is None:
+        return chosen.run(call)
+    kept[:] = *kept[1 - KINDS :], _Seen(kernels, alike(values), again)
+    return again(**arrays)
 
 
 def _kept(rows: Layout, arrays: dict[str, Any], values: list[Any], facts: list[Any]) -> list[_Seen] | None:

@@ -63,7 +63,7 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         _agree("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
     try:
         values = run("pack", PackCall(arrays, ragged_dim))
-    except Exception:  # the library says that something does not fit; name what
+    except Exception:  # each library has an error of its own; what does not fit is looked for then only, and else it goes on
         _agree("device", "move it first", ValueError, [lib.device(x) for x in arrays])
         shapes = [tuple(x.shape) for x in arrays]
         rest = [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes]

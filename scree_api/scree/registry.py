@@ -23,7 +23,7 @@ class Kernel:
     provider: str
     rejects: Callable[[Any], str | None]
     run: Callable[[Any], Any]
-    again: Callable[[Any], Callable[..., Any]] | None = None
+    again: Callable[[Any], Callable[..., Any] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def declare(name: str, describe: Callable[..., Any]) -> Callable[[F], F]:
 
 def register_kernel(
     operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts,
-    again: Callable[[Any], Callable[..., Any]] | None = None,
+    again: Callable[[Any], Callable[..., Any] | None] | None = None,
 ) -> Callable[[F], F]:  # fmt: skip
     """Register the decorated function as a kernel for an operation.
 
@@ -78,8 +78,9 @@ def register_kernel(
         ``again(call)`` gives a function that takes the arrays of a call by their names and runs it as `run` does. It is used
         for all calls on the same rows that differ from this one in the contents of their arrays alone, and kept as long as the
         rows are, so it must not hold arrays itself. Whoever gives it promises that `rejects` answers from options and from
-        dtypes, shapes, strides, devices and `requires_grad` of arrays. On PyTorch attention, norms, rope, softmax, the gate,
-        split, and reductions and scans of rows ask for it.
+        dtypes, shapes, strides, devices and `requires_grad` of arrays. It gives None where each call is to be checked, as
+        where targets are in host memory and looked at. On PyTorch attention, norms, rope, softmax, the gate, split,
+        cross-entropy, grouped products, and reductions and scans of rows ask for it.
 
     Examples
     --------
@@ -179,7 +180,7 @@ def load_plugins(library: str) -> None:
     for entry in entry_points(group=ENTRY_POINTS, name=library):
         try:
             entry.load()()
-        except Exception as error:  # raised again, with the name of the package
+        except Exception as error:  # foreign code may raise anything; it is raised again, with the name of the package
             _LOADED.remove(library)
             package = entry.dist.name if entry.dist else "an unknown package"
             raise ImportError(

@@ -195,8 +195,17 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def options_of(call: Any) -> list[str]:
     """The fields of a call that are no arrays."""
-    arrays = {"x", "k", "q", "v", "values", "layout", "weight", "bias", "residual", "start", "alibi_slopes"}
+    arrays = {"x", "k", "q", "v", "values", "layout", "weight", "bias", "residual", "start", "alibi_slopes", "targets"}
     return [field for field in call.__dataclass_fields__ if field not in arrays]
+
+
+def classes_of(x: scree.Array) -> scree.Array:
+    return x.with_values(torch.zeros(x.total_length, dtype=torch.int64))
+
+
+def first(x: scree.Array) -> scree.Array:
+    """The first head alone."""
+    return x.with_values(x.values[:, 0])
 
 
 XP = scree.namespace(torch.zeros(1)).__dict__
@@ -227,6 +236,15 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
     "split": (scree.split, [
         lambda x: ((x, [3, 5]), {}), lambda x: ((x, [3, 4]), {}), lambda x: ((x, [3, 5.0]), {}), lambda x: ((x, 8), {}),
         lambda x: ((x, [3, 5]), {"axis": 1}), lambda x: ((x, [3, 5]), {"axis": "last"}), lambda x: ((x, [9, -1]), {}),
+    ]),
+    "cross_entropy": (lambda x, *args, **options: scree.cross_entropy(first(x), *args, **options), [
+        lambda x: ((x, classes_of(x)), {}), lambda x: ((x, classes_of(x)), {"reduction": "most"}),
+        lambda x: ((x, classes_of(x)), {"ignore_index": -100.0}), lambda x: ((x, classes_of(x).values), {}),
+        lambda x: ((x, x), {}), lambda x: ((x, classes_of(rows([0, 1, 5]))), {}),
+    ]),
+    "matmul": (lambda x, weight: XP["matmul"](first(x), weight), [
+        lambda x: ((x, torch.ones(2, 8, 3)), {}), lambda x: ((x, torch.ones(3, 8, 3)), {}),
+        lambda x: ((x, torch.ones(2, 7, 3)), {}), lambda x: ((x, torch.ones(2, 8, 3).double()), {}), lambda x: ((x, torch.ones(2, 8, 3, 1)), {}),
     ]),
     "sum": (XP["sum"], [
         lambda x: ((x,), {"axis": 1}), lambda x: ((x,), {"axis": 7}), lambda x: ((x,), {"axis": 0}),

@@ -63,6 +63,8 @@ def test_collate_says_which_field_does_not_fit() -> None:
         collate([{"x": np.zeros(1)}, {"x": np.zeros(1, int)}])
     with pytest.raises(TypeError, match=r"x: rows\[1\]: expected a list"):
         collate([{"x": [1]}, {"x": None}])
+    with pytest.raises(TypeError, match="samples: expected a list of samples, got NoneType"):
+        collate(None)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------- sampler

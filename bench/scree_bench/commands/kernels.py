@@ -41,7 +41,7 @@ class Batch:
     """Rows of random tokens on PyTorch, and what several operations need of them."""
 
     def __init__(self, lib: Library, sizes: Sizes, seed: int, quick: bool = False) -> None:
-        self.lib, self.rng, self.dtype = lib, np.random.default_rng(seed), sizes.dtype
+        self.lib, self.rng, self.token, self.dtype = lib, np.random.default_rng(seed), sizes.token, sizes.dtype
         self.lengths = sizes.lengths(self.rng)
         self.total, self.longest = int(self.lengths.sum()), int(self.lengths.max())
         self.width = int(np.prod(sizes.token))
@@ -268,20 +268,21 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
 
 def _gather(b: Batch) -> Operation:
     order = b.lib.make(b.rng.permutation(b.total), "int64")
-    index = b.rows(order)
+    index, moved = b.rows(order), 2 * b.bytes + order.nbytes
     return Operation("gather tokens", {
         "scree": lambda: (lambda x: scree.gather(b.rows(x), index).values, (b.values,)),
         "index_select": lambda: (lambda x: x.index_select(0, order), (b.values,)),
-    }, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes))  # fmt: skip
+    }, (moved, moved, 2 * moved))  # fmt: skip
 
 
 def _scatter(b: Batch) -> Operation:
     size = max(1, b.total // 2)
     order = b.lib.make(b.rng.integers(0, size, b.total), "int64")
+    moved = 1.5 * b.bytes + order.nbytes
     return Operation("scatter and add", {
         "scree": lambda: (lambda x: scree.scatter_add(x, order, size), (b.values,)),
-        "index_add": lambda: (lambda x: x.new_zeros((size, b.width)).index_add(0, order, x), (b.values,)),
-    }, (1.5 * b.bytes, 1.5 * b.bytes, 3 * b.bytes))  # fmt: skip
+        "index_add": lambda: (lambda x: x.new_zeros((size, *b.token)).index_add(0, order, x), (b.values,)),
+    }, (moved, moved, 2 * moved))  # fmt: skip
 
 
 def _pack(b: Batch) -> Operation:
@@ -297,7 +298,7 @@ def _pack(b: Batch) -> Operation:
 def _concat(b: Batch) -> Operation:
     import torch
 
-    xp, lengths, other = b.lib.xp, b.lengths.tolist(), b.normal(b.total, b.width)
+    xp, lengths, other = b.lib.xp, b.lengths.tolist(), b.normal(b.total, *b.token)
 
     def by_hand(x: Any, y: Any) -> Any:
         return torch.cat([part for pair in zip(x.split(lengths), y.split(lengths), strict=True) for part in pair])
@@ -376,7 +377,7 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
     "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"), (_reduction("sum"), _reduction("max"))),
     "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), (_reduction("sum"), _reduction("max"))),
     "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"), (_concat, _to_padded, _from_padded)),
-    "numbers": (Sizes(about(512, 8192), (), "float32"), (_to_padded, _from_padded)),
+    "numbers": (Sizes(about(512, 8192), (), "float32"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
     "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope,)),
     **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))
        for n, k, m in ((8, 2048, 4096), (64, 2048, 1408), (128, 2048, 768))},

@@ -154,7 +154,12 @@ def _library(cls: type) -> str | None:
 
 def named(library: str) -> Backend:
     """The backend of a library by its name; imports the library."""
-    return _load(library) if library in LIBRARIES.values() else backend(import_module(library).empty(0))
+    if library in LIBRARIES.values():
+        return _load(library)
+    module = import_module(library)
+    if not hasattr(module, "empty"):
+        raise TypeError(f"library: expected one that follows the Array API standard, got {library!r}")
+    return backend(module.empty(0))
 
 
 def _load(library: str) -> Backend:

@@ -11,6 +11,7 @@ from ..fit import Function, against, shared_layout, unless_ragged
 
 def elementwise(f: Function, name: str, lib: Backend) -> Function:
     """Functions of each element: the values by the library's function, dense operands broadcast."""
+    most = 0 if name == "where" else 2  # operands of a plain call; of one, which is not the standard's, `where` gives a tuple
 
     def call(*args: Any, **kwargs: Any) -> Any:
         ragged = [x for x in args if isinstance(x, Array)]
@@ -19,7 +20,7 @@ def elementwise(f: Function, name: str, lib: Backend) -> Function:
         if not ragged:
             return f(*args, **kwargs)
         first = ragged[0] if len(ragged) == 1 else shared_layout(name, ragged)
-        if not kwargs and len(ragged) == len(args) <= 2 and ragged[-1].layout is first.layout:
+        if not kwargs and len(ragged) == len(args) <= most and ragged[-1].layout is first.layout:
             return Array._of(f(*[x.values for x in ragged]), first.layout, first.ragged_dim)
 
         def operand(x: Any) -> Any:

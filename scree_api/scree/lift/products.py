@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import checks
+from .. import again, checks
 from ..array import Array
 from ..backends import Backend, is_array
 from ..fit import (
@@ -21,7 +21,7 @@ from ..fit import (
     unless_ragged,
     values_of,
 )
-from ..registry import declare, run
+from ..registry import declare
 from ..segments import root, segment_reduce, tiled
 
 TOKENS = 64  # of one row that meet its matrix together
@@ -41,7 +41,7 @@ def matmul(f: Function, name: str, lib: Backend) -> Function:
             )
         checks.dense("matmul", b, a.values)
         if b.ndim == 3:
-            return run("grouped_matmul", GroupedCall(a, b))
+            return again.run("grouped_matmul", {"x": a, "weight": b}, {})
         k = a.values.shape[-1]
         if b.shape[0] != k:
             raise ValueError(f"matmul: expected a matrix ({k}, m) or a vector ({k},) for {a.shape}, got {tuple(b.shape)}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
+from ..checks import number
 from ..fit import Function, accumulator, against, axes_of, axis_of, in_rows, moved, real_of, unless_ragged
 from ..layout import Layout
 from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
@@ -39,6 +40,8 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
         axes, along = axes_of(name, axis, x.ndim), x.ragged_dim + 1
+        if "correction" in options:
+            number("correction", options["correction"])
         if 0 in axes and along not in axes:
             raise ValueError(
                 f"axis: {name} over the batch alone would add up unrelated positions of rows of different lengths; use "

@@ -155,6 +155,8 @@ def permute_dims(f: Function, name: str, lib: Backend) -> Function:
     """The axes behind the batch in another order."""
 
     def ragged(x: Array, /, axes: tuple[int, ...]) -> Array:
+        if not isinstance(axes, tuple | list):
+            raise TypeError(f"axes: expected a tuple of {x.ndim} axes, got {axes!r}")
         order = tuple(int(a) % x.ndim if isinstance(a, int | np.integer) and -x.ndim <= a < x.ndim else -1 for a in axes)
         if sorted(order) != list(range(x.ndim)) or order[0] != 0:
             raise ValueError(f"axes: expected 0, the batch, and then the others of {x.ndim} axes in any order, got {axes}")

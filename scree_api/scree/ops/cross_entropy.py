@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import again
 from ..array import Array
 from ..backends import backend, is_array
 from ..checks import dense, floating, integer, integers
@@ -180,8 +181,8 @@ def cross_entropy(
     >>> scree.cross_entropy(logits, targets, reduction="row_mean").round(4)  # -log(0.5), -log(0.2)
     array([0.6931, 1.6094])
     """
-    call = CrossEntropyCall(logits, targets, ignore_index, reduction)
-    return _shaped(call, run("cross_entropy", call, kernel))
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    return _shaped(logits, reduction, again.run("cross_entropy", {"x": logits, "targets": targets}, options, kernel))
 
 
 def linear_cross_entropy(
@@ -219,12 +220,12 @@ def linear_cross_entropy(
     np.float64(1.3863)
     """
     call = LinearCrossEntropyCall(x, weight, targets, bias, ignore_index, reduction)
-    return _shaped(call, run("linear_cross_entropy", call, kernel))
+    return _shaped(x, reduction, run("linear_cross_entropy", call, kernel))
 
 
-def _shaped(call: Losses, found: Any) -> Any:
+def _shaped(x: Any, reduction: str, found: Any) -> Any:
     """What a provider gave, as rows where it is a loss of each token."""
-    return like(call.x, found) if call.reduction == "none" else found
+    return like(x, found) if reduction == "none" else found
 
 
 def given(call: Losses, losses: Any) -> Any:
