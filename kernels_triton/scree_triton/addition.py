@@ -18,7 +18,7 @@ from .host import on_its_device
 from .launch import Launch, contiguous, empty
 
 _NARROW = 16  # bytes of a token
-_TILE, _WARPS = 128, 4  # numbers that a program adds as they come
+_TOKENS = 128  # that a program adds as they come
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64,
        torch.int32: tl.int32, torch.int64: tl.int64}
 _WIDE = {tl.float32: torch.float32, tl.float64: torch.float64, tl.int32: torch.int32, tl.int64: torch.int64}
@@ -37,10 +37,9 @@ def add_kernel(X, INDEX, OUT, count, size, C: tl.constexpr, BC: tl.constexpr, TO
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> tuple[Launch, int]:
-    """What adds them, and the tokens of a program."""
+def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> Launch:
     block = triton.next_power_of_2(width)
-    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=_TILE // block), dict(num_warps=_WARPS)), _TILE // block
+    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=_TOKENS), dict(num_warps=4))
 
 
 class _Coming:
@@ -49,9 +48,9 @@ class _Coming:
     def __init__(self, device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int,
                  acc: tl.dtype, wide: torch.dtype):
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.launch, tokens = _launch(device, x, index, wide, math.prod(shape[1:]))
+        self.launch = _launch(device, x, index, wide, math.prod(shape[1:]))
         self.out, self.dtype = (*contiguous((size, *shape[1:])), wide), x
-        self.programs, self.numbers = -(-shape[0] // tokens), (shape[0], size)
+        self.programs, self.numbers = -(-shape[0] // _TOKENS), (shape[0], size)
 
     @on_its_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -21,14 +21,17 @@ from .launch import INTERPRETED, Launch
 from .losses import SUMMED, Targets, of_each, reduced, row_means, targets_of
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_NONE = tl.constexpr(-1.0)
 
 
 @triton.jit
-def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, POLICY: tl.constexpr):
+def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr, POLICY: tl.constexpr):
     """The logits at some places of a token, which begin at `lead`, in float32; -inf where there is none.
 
-    GRAIN of them are read at once, also those that stand before and behind the token in 16 bytes of its first and last ones.
+    With EDGES a token begins or ends within GRAIN of them, which are read at once: also those that stand before and behind it.
     """
+    if not EDGES:
+        return tl.load(X + place, mask=known & (place < V), other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
     group = place // GRAIN * GRAIN
     near = known & (group + GRAIN > lead) & (group < lead + V)
     x = tl.load(X + place, mask=near, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
@@ -36,24 +39,26 @@ def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, POLICY: tl
 
 
 @triton.jit
-def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr):
+def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr):
     """Write them where they belong: GRAIN at once, but for the first and last ones."""
-    group = place // GRAIN * GRAIN
-    whole = (group >= lead) & (group + GRAIN <= lead + V)
-    tl.store(OUT + place, y, mask=known & whole, eviction_policy="evict_first")
-    if GRAIN > 1:
+    if EDGES:
+        group = place // GRAIN * GRAIN
+        whole = (group >= lead) & (group + GRAIN <= lead + V)
         edge = (place >= lead) & (place < lead + V) & (whole == 0)
         tl.store(OUT + place, y, mask=known & edge, eviction_policy="evict_first")
+    else:
+        whole = place < V
+    tl.store(OUT + place, y, mask=known & whole, eviction_policy="evict_first")
 
 
 @triton.jit
-def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, MASKED: tl.constexpr,
-          KEEP: tl.constexpr):
+def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr,
+          MASKED: tl.constexpr, KEEP: tl.constexpr):
     """(DEEP, LANES) logits from the place `at` on in float32, and the places. KEEP asks the cache to keep them."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     POLICY: tl.constexpr = "evict_last" if KEEP else "evict_first"
     if MASKED:
-        x = _get(X, place, lead, True, V, GRAIN, POLICY)
+        x = _get(X, place, lead, True, V, GRAIN, EDGES, POLICY)
     else:
         x = tl.load(X + place, eviction_policy=POLICY).to(tl.float32)
     return x, place
@@ -69,21 +74,21 @@ def _add(x, top, total):
 
 @triton.jit
 def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-           GRAIN: tl.constexpr, MASKED: tl.constexpr):
+           GRAIN: tl.constexpr, EDGES: tl.constexpr, MASKED: tl.constexpr):
     """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
-    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, False)
+    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, EDGES, MASKED, False)
     y = tl.exp2((x - top) * _LOG2E) * share
     y = tl.where(place - lead == target, y - factor, y).to(OUT.dtype.element_ty)
     if MASKED:
-        _put(OUT, y, place, lead, True, V, GRAIN)
+        _put(OUT, y, place, lead, True, V, GRAIN, EDGES)
     else:
         tl.store(OUT + place, y, eviction_policy="evict_first")
 
 
 @triton.jit
-def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr):
+def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr):
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN)
+    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN, EDGES)
 
 
 @triton.jit
@@ -103,6 +108,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
                   ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
                   SCALED: tl.constexpr, SHARED: tl.constexpr):
     """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
+    EDGES: tl.constexpr = V % GRAIN > 0
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
@@ -113,12 +119,17 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         i = block * TOKENS + tl.arange(0, TOKENS)
         token = first + i
         target = tl.load(TARGETS + token, mask=i < count, other=ignored)
-        known = (token < end) & (target != ignored) & (i < count)
+        if EACH | SUM:
+            known = (token < end) & (target != ignored) & (i < count)
+        else:
+            top = tl.load(STATS + token, mask=i < count, other=0.0)
+            total = tl.load(STATS + size + token, mask=i < count, other=_NONE)
+            known = total != _NONE
         target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
-        logits = _get(x[:, None], column, 0, known[:, None], V, GRAIN, "evict_first")
+        logits = _get(x[:, None], column, 0, known[:, None], V, GRAIN, EDGES, "evict_first")
         if EACH | SUM:
             right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
             top = tl.max(logits, 1)
@@ -131,11 +142,9 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
             if EACH:
                 tl.store(LOSSES + token, loss, mask=i < count)
             if SAVE:
-                tl.store(STATS + token, top, mask=known)
-                tl.store(STATS + size + token, total, mask=known)
+                tl.store(STATS + token, top, mask=i < count)
+                tl.store(STATS + size + token, tl.where(known, total, _NONE), mask=i < count)
         else:
-            top = tl.load(STATS + token, mask=known, other=0.0)
-            total = tl.load(STATS + size + token, mask=known, other=1.0)
             powers = tl.exp2((logits - top[:, None]) * _LOG2E)
         if GRADIENT:
             factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
@@ -143,7 +152,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
             y = tl.where(column == target[:, None], y - factor[:, None], y)
             y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
-            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN)
+            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN, EDGES)
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
@@ -156,11 +165,13 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                    GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr):
     """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
 
-    SAVE: STATS (2, size), the maximum and the sum of exponentials, which are read where there is neither EACH nor SUM.
+    SAVE: STATS (2, size), the maximum and the sum of exponentials, _NONE of a token that does not count; they are read where there
+    is neither EACH nor SUM.
     It is about the tokens [first, first + count) of `size`, and the V classes from `low` on: X and OUT begin at the first of them.
     SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of these on.
     """
     STEP: tl.constexpr = LANES * DEEP
+    EDGES: tl.constexpr = SHIFTED or V % GRAIN > 0
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
@@ -169,7 +180,12 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         token = first + i
         target = tl.load(TARGETS + token)
-        known = (token < end) & (target != ignored)
+        if EACH | SUM:
+            known = (token < end) & (target != ignored)
+        else:
+            top = tl.load(STATS + token)
+            total = tl.load(STATS + size + token)
+            known = total != _NONE
         target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
@@ -192,11 +208,11 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if SHIFTED:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, EDGES, True, GRADIENT)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, EDGES, False, GRADIENT)[0], lanes, totals)
                 if SHIFTED | (V % STEP > 0):
-                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, EDGES, True, GRADIENT)[0], lanes, totals)
                 top = tl.max(lanes, 0)
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
@@ -209,24 +225,23 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 if SAVE:
                     tl.store(STATS + token, top)
                     tl.store(STATS + size + token, total)
-            else:
-                top = tl.load(STATS + token)
-                total = tl.load(STATS + size + token)
             if GRADIENT:
                 factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
                 share = factor / total
                 if SHIFTED:
-                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
+                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, EDGES, True)
                 for at in range(begin, stop, STEP):
-                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, False)
+                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, EDGES, False)
                 if SHIFTED | (V % STEP > 0):
-                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
+                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, EDGES, True)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)
+            if SAVE:
+                tl.store(STATS + size + token, _NONE)
             if GRADIENT:
                 for at in range(0, V + lead, STEP):
-                    _clear(out, at, lead, V, LANES, DEEP, GRAIN)
+                    _clear(out, at, lead, V, LANES, DEEP, GRAIN, EDGES)
     if SUM:
         tl.store(PARTS + tl.program_id(0), losses)
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
@@ -268,8 +283,9 @@ class What(NamedTuple):
 def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, grain: int, shifted: bool,
             what: What) -> tuple[Launch, int, int]:
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
-    flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
-    both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
+    losses = what.EACH or what.SUM
+    flags: dict[str, Any] = dict(ROWS=losses and dtypes[2] is not None, **what._asdict())
+    both, power = what.GRADIENT and losses, max(16, triton.next_power_of_2(classes))
     if classes <= (WHOLE_OF_BOTH if both else WHOLE):
         held, warps = HELD[what.GRADIENT] if power < 1024 else (power, power // 1024)
         tokens = held // power

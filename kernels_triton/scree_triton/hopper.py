@@ -61,16 +61,29 @@ def _column(head, stride, ring):
 
 
 @gluon.jit
+def _place(start, length, row, column, part, tile):
+    """Where in a ragged descriptor a part of some rows is."""
+    WIDTH: gl.constexpr = tile.shape[len(tile.shape) - 1]
+    if len(tile.shape) == 5:  # heads are a dimension of their own, so that the last part is filled up with zeros
+        return BILLION, start + length, BILLION - length + row, column, part * WIDTH
+    else:
+        return BILLION, start + length, BILLION - length + row, column + part * WIDTH
+
+
+@gluon.jit
 def _load(desc, start, length, row, column, barrier, ring, slot, PARTS: gl.constexpr):
     """Rows into a slot of a ring, which has a tile for each part of the operand."""
-    WIDTH: gl.constexpr = ring.shape[len(ring.shape) - 1]
     for p in gl.static_range(PARTS):
         tile = ring.index(slot * PARTS + p)
-        if len(ring.shape) == 6:  # heads are a dimension of their own, so that the last part is filled up with zeros
-            where = [BILLION, start + length, BILLION - length + row, column, p * WIDTH]
-        else:
-            where = [BILLION, start + length, BILLION - length + row, column + p * WIDTH]
-        tma.async_copy_global_to_shared(desc, where, barrier, tile)
+        tma.async_copy_global_to_shared(desc, _place(start, length, row, column, p, tile), barrier, tile)
+
+
+@gluon.jit
+def _store(desc, start, length, row, column, ring, slot, PARTS: gl.constexpr):
+    """Rows out of a slot of a ring; those behind the end of their row stay there."""
+    for p in gl.static_range(PARTS):
+        tile = ring.index(slot * PARTS + p)
+        tma.async_copy_shared_to_global(desc, _place(start, length, row, column, p, tile), tile)
 
 
 @gluon.constexpr_function

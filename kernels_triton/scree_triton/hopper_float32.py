@@ -242,9 +242,9 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, out_str
         (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE,
                              out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, STAGES,
                              CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES,
-                             COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group, left,
-                             0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, 1, 2, CAUSAL, WINDOW, 1, PLANES, PLANES)),
+        (_forward_producer, ((q_s, k_s, v_s, queue, q_full, q_empty, full, empty),
+                             (qd, kd, vd, TILES, COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group),
+                             left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, 1, PLANES, PLANES, STAGES, 1, CAUSAL, WINDOW, 2)),
     ], [4, 1], [232, 40])
 
 

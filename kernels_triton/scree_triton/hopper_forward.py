@@ -1,13 +1,13 @@
 """The forward of attention on Hopper, float16 and bfloat16, head_dim up to 256.
 
 Each consumer issues the next Q K^T before the softmax of the current tile, and they take turns at the tensor cores, so that
-the softmax of one runs under the matrix products of the others. Three of them share what is read, as what the L2 cache can
-give bounds fewer. Short rows of narrow heads have one consumer a program instead, and three programs a multiprocessor, which
-hide each other's waits.
+the softmax of one runs under the matrix products of the others. Two or three of them share what is read, as what the L2 cache
+can give bounds one. Short rows of narrow heads have one consumer a program instead, and three programs a multiprocessor, which
+hide each other's waits. The copy engine takes the output away, from where the queries were, while the next tile begins.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .hopper import (
     _COUNTS,
@@ -28,8 +28,10 @@ from .hopper import (
     _parts,
     _post,
     _ring,
+    _rows,
     _start_scores,
     _start_sums,
+    _store,
     _store_tile,
     _tile,
     _times,
@@ -39,15 +41,27 @@ from .hopper import (
 
 
 @gluon.jit
-def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head, v_head,
-                      heads, group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
-                      WINDOW: gl.constexpr, PARTS_Q: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr):
-    """Keys of a tile come with the values of the one before, as both are multiplied in one step; the last values come alone."""
+def _fields(tile):
+    """Of a tile's entry in the map: row start and length, those of the other side, first query."""
+    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4)
+
+
+@gluon.jit
+def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS_Q: gl.constexpr,
+                      PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+                      CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Keys of a tile come with the values of the one before, as both are multiplied in one step; the last values come alone.
+
+    The next tile is claimed and looked up before the last keys of this one are waited for, so that nobody waits for that.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    q_s, k_s, v_s, queue, q_full, q_empty, full, empty = rings
+    qd, kd, vd, TILES, COUNTER, q_head, k_head, v_head, heads, group_size, group = read
     count = gl.load(TILES)
     total_tiles = count * heads
     t = gl.program_id(0)
+    tile, head = _tile(TILES, t, count, total_tiles, group)
+    start, length, other_start, other, first = _fields(tile)
     i = 0
     c = 0
     v_start = 0
@@ -55,12 +69,6 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, e
     v_row = 0
     v_column = 0
     while t >= 0:
-        tile, head = _tile(TILES, t, count, total_tiles, group)
-        start = gl.load(tile)
-        length = gl.load(tile + 1)
-        other_start = gl.load(tile + 2)
-        other = gl.load(tile + 3)
-        first = gl.load(tile + 4)
         qs = i % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
@@ -69,9 +77,17 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, e
             for w in gl.static_range(CONSUMERS):
                 _load(qd, start, length, first + w * (BLOCK_M // CONSUMERS), _column(head, q_head, q_s), q_full.index(qs), q_s,
                       qs * CONSUMERS + w, PARTS_Q)
-            k_column = _column(head // group_size, k_head, k_s)
             tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
+            low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
+            k_start = other_start + 0
+            k_length = other + 0
+            k_column = _column(head // group_size, k_head, k_s)
+            next_v_column = _column(head // group_size, v_head, v_s)
+            for j in range(tiles - 1, low - 1, -1):
+                if j == low:
+                    t = _claim(COUNTER, total_tiles)
+                    tile, head = _tile(TILES, t, count, total_tiles, group)
+                    start, length, other_start, other, first = _fields(tile)
                 stage = c % STAGES
                 mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
                 if c > 0:
@@ -79,13 +95,12 @@ def _forward_producer(qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, e
                     _load(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V)
                 else:
                     mbarrier.expect(full.index(stage), _bytes(k_s, PARTS))
-                _load(kd, other_start, other, j * BLOCK_N, k_column, full.index(stage), k_s, stage, PARTS)
-                v_start = other_start + 0
-                v_length = other + 0
+                _load(kd, k_start, k_length, j * BLOCK_N, k_column, full.index(stage), k_s, stage, PARTS)
+                v_start = k_start + 0
+                v_length = k_length + 0
                 v_row = j * BLOCK_N
-                v_column = _column(head // group_size, v_head, v_s)
+                v_column = next_v_column + 0
                 c += 1
-            t = _claim(COUNTER, total_tiles)
         else:
             if c > 0:
                 stage = c % STAGES
@@ -159,15 +174,16 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, li
 
 
 @gluon.jit
-def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES,
-                      OUT, LSE, out_stride, total, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
                       DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
-                      Q_STAGES: gl.constexpr, SAME: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                      SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, CONSUMERS: gl.constexpr):
+                      Q_STAGES: gl.constexpr, THROUGH: gl.constexpr, SAME: gl.constexpr, CAUSAL: gl.constexpr,
+                      WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, CONSUMERS: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    q_s, k_s, v_s, queue, q_full, q_empty, full, empty = rings
+    od, OUT, LSE, SLOPES, out_stride, total, scale, softcap = written
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
@@ -176,7 +192,8 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        q = _parts(q_s, (i % Q_STAGES) * CONSUMERS + w, PARTS)
+        slot = (i % Q_STAGES) * CONSUMERS + w
+        q = _parts(q_s, slot, PARTS)
         shift = other - length
         tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
@@ -206,6 +223,9 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         _take_turn(w, c, CONSUMERS)
         x = _start_scores(q, k_s, c % STAGES, PARTS, LAYOUT_S)
         _pass_turn(w, c, CONSUMERS)
+        if THROUGH and i > 0:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index((i - 1) % Q_STAGES), count=1)
         x = warpgroup_mma_wait(0, deps=(x, ))
         mbarrier.arrive(empty.index(c % STAGES), count=1)
         x, factor = _capped(x, scale, softcap, SOFTCAP)
@@ -237,7 +257,8 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
                                              left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V,
                                              STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
                 c += 1
-        mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
+        if not THROUGH:
+            mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
         p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         acc = _start_sums(p, v_s, c % STAGES, acc, PARTS_V)
@@ -246,27 +267,37 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
         factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
         acc = _wait_sums(0, acc, p, PARTS_V)
-        place = start.to(gl.int64) * out_stride + head * DIM_V
         for n in gl.static_range(PARTS_V):
             # What lies behind the rows may be NaN, so a factor of 0 would not do.
             part = gl.where(factor[:, None] == 0.0, 0.0, acc[n] * factor[:, None])
-            _store_tile(OUT + place + n * BLOCK_DV, part, row, length, out_stride, DIM_V - n * BLOCK_DV, LAYOUT_STORE)
+            if THROUGH:
+                _rows(q_s.index(slot * PARTS + n)).store(part.to(OUT.dtype.element_ty))
+            else:
+                _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM_V + n * BLOCK_DV, part, row, length, out_stride,
+                            DIM_V - n * BLOCK_DV, LAYOUT_STORE)
+        if THROUGH:
+            fence_async_shared()
+            if row < length:
+                _store(od, start, length, row, _column(head, DIM_V, q_s), q_s, slot, PARTS)
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
         start, length, other, first, head = _entry(queue.index(i % Q_STAGES))
+    if THROUGH:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
+def forward_kernel(qd, kd, vd, od, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
                    group, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM_V: gl.constexpr,
                    BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
-                   Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, SAME: gl.constexpr, CAUSAL: gl.constexpr,
-                   WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+                   Q_STAGES: gl.constexpr, THROUGH: gl.constexpr, CONSUMERS: gl.constexpr, SAME: gl.constexpr,
+                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
     """OUT (total, heads, DIM_V) and LSE (heads, total), natural.
 
     CONSUMERS: 1, where programs share a multiprocessor, to 3, of 64 queries each. SAME: queries and keys of causal rows have
-    the same offsets. The other constants are those that `hopper` tells of.
+    the same offsets. THROUGH: the output leaves through the slot of its queries, which are as wide. The other constants are those
+    that `hopper` tells of.
     """
     q_s = _ring(qd, Q_STAGES * CONSUMERS * PARTS)
     k_s = _ring(kd, STAGES * PARTS)
@@ -276,39 +307,33 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head,
     q_empty = _barriers(Q_STAGES, CONSUMERS)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, CONSUMERS)
+    rings = q_s, k_s, v_s, queue, q_full, q_empty, full, empty
+    read = qd, kd, vd, TILES, COUNTER, q_head, k_head, v_head, heads, group_size, group
+    written = od, OUT, LSE, SLOPES, out_stride, total, scale, softcap
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
-            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
-                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES,
-                                 Q_STAGES, 1, CAUSAL, WINDOW, PARTS, PARTS, PARTS_V)),
+            (_forward_consumer, (0, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
+            (_forward_producer, (rings, read, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PARTS, PARTS, PARTS_V, STAGES,
+                                 Q_STAGES, CAUSAL, WINDOW, 1)),
         ], [1], [24])
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
-            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
-            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
-                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES,
-                                 Q_STAGES, 2, CAUSAL, WINDOW, PARTS, PARTS, PARTS_V)),
+            (_forward_consumer, (0, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+            (_forward_consumer, (1, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
+            (_forward_producer, (rings, read, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PARTS, PARTS, PARTS_V, STAGES,
+                                 Q_STAGES, CAUSAL, WINDOW, 2)),
         ], [4, 1], [240, 24])
     elif CONSUMERS == 3:
         gl.warp_specialize([
-            (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
-            (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
-            (_forward_consumer, (2, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE, out_stride, total,
-                                 left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
-            (_forward_producer, (qd, kd, vd, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, TILES, COUNTER, q_head, k_head,
-                                 v_head, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES,
-                                 Q_STAGES, 3, CAUSAL, WINDOW, PARTS, PARTS, PARTS_V)),
+            (_forward_consumer, (0, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+            (_forward_consumer, (1, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+            (_forward_consumer, (2, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
+            (_forward_producer, (rings, read, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PARTS, PARTS, PARTS_V, STAGES,
+                                 Q_STAGES, CAUSAL, WINDOW, 3)),
         ], [4, 4, 1], [160, 160, 24])

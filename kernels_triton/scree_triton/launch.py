@@ -184,12 +184,16 @@ class Launch:
         self.launch = launch
 
     def _encode(self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:
-        """The launcher's arguments for the descriptors, kept under what they are told by."""
+        """The launcher's arguments for the descriptors, kept together, and each by itself: mostly one of them is new."""
         if len(self.encoded) >= _MOST_ENCODED:
             self.encoded.clear()
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        found = self.encoded[key] = tuple(
-            x for base, shape, how in zip(described, shapes, self.metadata)
-            for x in make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how))
+        found: tuple = ()
+        for i, (base, shape, how) in enumerate(zip(described, shapes, self.metadata)):
+            own = i, _address(base), shape
+            if own not in self.encoded:
+                self.encoded[own] = *make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how),
+            found += self.encoded[own]
+        self.encoded[key] = found
         return found

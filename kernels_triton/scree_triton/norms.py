@@ -68,9 +68,8 @@ def forward_kernel(X, RESIDUAL, W, B, Y, SUM, x_stride, residual_stride, y_strid
     columns = tl.arange(0, BLOCK)
     x = _load(X, tokens, columns, x_stride, count, D, BLOCK, ROWS)
     if ADD:
-        x = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D, BLOCK, ROWS)).to(SUM.dtype.element_ty)
-        _store(SUM, x, tokens, columns, y_stride, count, D, BLOCK, ROWS)
-        x = x.to(tl.float32)
+        total = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D, BLOCK, ROWS)).to(SUM.dtype.element_ty)
+        x = total.to(tl.float32)
     if WEIGHT:
         w = _vector(W, columns, D)
     if BIAS:
@@ -81,6 +80,8 @@ def forward_kernel(X, RESIDUAL, W, B, Y, SUM, x_stride, residual_stride, y_strid
         y *= w
     if BIAS:
         y += b
+    if ADD:  # here rather than above: 1 to 3% faster
+        _store(SUM, total, tokens, columns, y_stride, count, D, BLOCK, ROWS)
     _store(Y, y, tokens, columns, y_stride, count, D, BLOCK, ROWS)
 
 

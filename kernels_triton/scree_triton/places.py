@@ -11,72 +11,57 @@ from .host import on_its_device, start
 from .launch import Launch, contiguous, empty
 
 _FEW = 1 << 17  # slots, up to which every program counts all marks before its own
-_TILES = {True: (512, 16), False: (4096, 8)}  # by whether they are few: slots at a time, and warps
-_SIDE = 16  # neighbors in a thread
-_BEFORE = 2048  # numbers at a time that count the marks before
-_MOST_CHUNKS = 4096
+_TILES = {True: (512, 16), False: (2048, 4)}  # by whether they are few: the slots of a program, and its warps
+_SIDE = 8  # neighbors in a thread
+_BEFORE = 8192  # of those before, at a time
 
 
-@triton.jit
-def _marked(MASK, first, end, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the slots [first, end), multiples of 8, are marked.
-
-    Booleans are looked at eight at a time, as WORDS, whose multiple by ones has their sum in its highest byte.
-    """
-    count = tl.zeros([BLOCK], tl.int32)
-    each = tl.arange(0, BLOCK)
-    if WORDS:
-        EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
-        for at in range(first // 8, end // 8, BLOCK):
-            eight = tl.load(EIGHT + at + each, mask=at + each < end // 8, other=0)
-            count += ((eight * 0x0101010101010101) >> 56).to(tl.int32)
-    else:
-        for at in range(first, end, BLOCK):
-            count += (tl.load(MASK + at + each, mask=at + each < end, other=0) != 0).to(tl.int32)
-    return tl.sum(count, 0)
+@triton.jit(do_not_specialize=("slots",))
+def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr):
+    """COUNTS (blocks,): how many slots of each block are marked."""
+    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = tl.load(MASK + slot, mask=slot < slots, other=0) != 0
+    tl.store(COUNTS + tl.program_id(0), tl.sum(real.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=("slots", "chunk"))
-def count_kernel(MASK, COUNTS, slots, chunk, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """COUNTS (chunks,): how many slots of each chunk but the last are marked."""
-    first = tl.program_id(0).to(tl.int64) * chunk
-    if first + chunk <= slots:
-        tl.store(COUNTS + tl.program_id(0), _marked(MASK, first, first + chunk, WORDS, BLOCK))
-
-
-@triton.jit(do_not_specialize=("slots", "length", "total", "chunk"))
-def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, chunk, COUNTED: tl.constexpr, WORDS: tl.constexpr,
+@triton.jit(do_not_specialize=("slots", "length", "total"))
+def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.constexpr, WORDS: tl.constexpr,
                 BLOCK: tl.constexpr, SIDE: tl.constexpr, BEFORE: tl.constexpr):
     """SLOTS (total,): the marked slots, and `slots` behind the last one; and the OFFSETS of rows of `length` slots each.
 
-    A program does a chunk of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it is counted,
-    where not COUNTED, by the program itself.
+    A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it say the sums
+    COUNTS, or, where not COUNTED, the program counts it: of booleans eight at a time, as WORDS, whose multiple by ones has their
+    sum in its highest byte.
     """
     number: tl.constexpr = SLOTS.dtype.element_ty
-    first = tl.program_id(0).to(number) * chunk
+    first = tl.program_id(0).to(number) * BLOCK
     each = tl.arange(0, BEFORE)
     if COUNTED:
-        before = tl.zeros([BEFORE], number)
-        for at in range(0, tl.program_id(0), BEFORE):
-            before += tl.load(COUNTS + at + each, mask=at + each < tl.program_id(0), other=0).to(number)
-        token = tl.sum(before, 0)
+        token = tl.load(COUNTS + tl.program_id(0) - 1, mask=tl.program_id(0) > 0, other=0).to(number)
     else:
-        token = _marked(MASK, first * 0, first, WORDS, BEFORE).to(number)
-    for at in range(0, chunk, BLOCK):
-        side = first + at + tl.arange(0, BLOCK // SIDE) * SIDE
-        slot = side[:, None] + tl.arange(0, SIDE)[None, :]
-        real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
-        count = tl.sum(real, 1)
-        rank = token + (tl.cumsum(count, 0) - count).to(number)  # of the first one of each thread
-        place = rank[:, None] + (tl.cumsum(real, 1) - real).to(number)
-        tl.store(SLOTS + place, slot, mask=(real > 0) & (place < total))
-        row = (side + (length - 1)) // length  # that begins here, if one does
-        begin = row * length
-        rank += tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number)
-        tl.store(OFFSETS + row, rank, mask=(begin < side + SIDE) & (begin <= slots))
-        token += tl.sum(count, 0).to(number)
-    if first + chunk > slots:
-        for rest in range(token, total, BEFORE):
+        marks = tl.zeros([BEFORE], number)
+        if WORDS:
+            EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
+            for at in range(0, first // 8, BEFORE):
+                eight = tl.load(EIGHT + at + each, mask=at + each < first // 8, other=0)
+                marks += ((eight * 0x0101010101010101) >> 56).to(number)
+        else:
+            for at in range(0, first, BEFORE):
+                marks += (tl.load(MASK + at + each, mask=at + each < first, other=0) != 0).to(number)
+        token = tl.sum(marks, 0)
+    side = first + tl.arange(0, BLOCK // SIDE) * SIDE
+    slot = side[:, None] + tl.arange(0, SIDE)[None, :]
+    real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
+    count = tl.sum(real, 1)
+    before = token + (tl.cumsum(count, 0) - count).to(number)
+    rank = before[:, None] + (tl.cumsum(real, 1) - real).to(number)
+    tl.store(SLOTS + rank, slot, mask=(real > 0) & (rank < total))
+    row = (side + (length - 1)) // length  # that begins here, if one does
+    begin = row * length
+    before += tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number)
+    tl.store(OFFSETS + row, before, mask=(begin < side + SIDE) & (begin <= slots))
+    if first + BLOCK > slots:
+        for rest in range(token + tl.sum(count, 0).to(number), total, BEFORE):
             tl.store(SLOTS + rest + each, slots, mask=rest + each < total)
 
 
@@ -106,16 +91,13 @@ class _Mark:
         (n, length), slots = shape, math.prod(shape)
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         self.offsets, self.found = (*contiguous((n + 1,)), dtype), (*contiguous((total,)), _counter(max(slots, total)))
-        few = slots <= _FEW
-        (block, warps), side = _TILES[few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
-        chunk = block * max(1, -(-slots // (block * _MOST_CHUNKS)))
-        self.slots, self.chunks = slots, 0 if few else -(-slots // chunk)
-        if self.chunks:
-            self.counts = *contiguous((self.chunks,)), torch.int32
-            self.count = _launch(count_kernel, device, (marks,), 4, WORDS=words, BLOCK=_BEFORE // 4)
-        self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), warps, COUNTED=not few, WORDS=words, BLOCK=block,
-                            SIDE=side, BEFORE=_BEFORE)
-        self.programs, self.numbers = slots // chunk + 1, (slots, length, total, chunk)
+        self.few, self.slots = slots <= _FEW, slots
+        (block, warps), side = _TILES[self.few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
+        self.programs, self.numbers = slots // block + 1, (slots, length, total)
+        self.counts = *contiguous((self.programs,)), torch.int32
+        self.count = _launch(count_kernel, device, (marks,), 4, BLOCK=block)
+        self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), warps, COUNTED=not self.few, WORDS=words,
+                            BLOCK=block, SIDE=side, BEFORE=_BEFORE)
 
     @on_its_device
     def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,9 +106,10 @@ class _Mark:
         if self.slots == 0:
             return offsets.zero_(), found.zero_()
         counts = offsets
-        if self.chunks:
+        if not self.few:
             counts = self.new(*self.counts)
-            self.count(self.chunks, (mask, counts), (), (self.slots, self.numbers[3]))
+            self.count(self.programs, (mask, counts), (), (self.slots,))
+            counts = counts.cumsum(0)
         self.mark(self.programs, (mask, counts, offsets, found), (), self.numbers)
         return offsets, found
 

@@ -112,7 +112,7 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
     window = left or (right and not causal)
     half = dtype != torch.float32
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-              and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned
+              and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned and v.dim % 8 == 0
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper and half:
         return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same)
@@ -148,11 +148,11 @@ def _reachable(stride: int, head: int, heads: int) -> bool:
     return stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31 and 0 < heads * head < 1 << 31
 
 
-def _head_group(heads: int, dim: int) -> int:
+def _head_group(heads: int, dim: int, most: int = 8) -> int:
     """Heads that run side by side. Wide heads fill the L2 cache, so few at a time; narrow ones all at once."""
     if dim < 128:
         return heads
-    return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if heads % g == 0)
+    return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if g <= most and heads % g == 0)
 
 
 class Plan:
@@ -205,17 +205,15 @@ class Plan:
         stats_like = *contiguous((2, self.heads, total)), torch.float32
         launches: dict[Any, Callable[..., None]] = {}
 
-        def told(dout, dlse):
-            return dout.stride(), None if dlse is None else dlse.stride(), dout.data_ptr() & 15
-
         def run(q, k, v, slopes, out, lse, dout, dlse):
             if dout is None:
                 dout = torch.zeros_like(out)
-            launch = launches.get(told(dout, dlse))
+            strides = dout.stride(), None if dlse is None else dlse.stride()
+            launch = launches.get((*strides, dout.data_ptr() & 15))
             if launch is None:
                 dout = dout if self._takes(dout) else dout.contiguous()
-                strides = told(dout, dlse)
-                launch = launches[strides] = prepare(*strides[:2])
+                strides = dout.stride(), strides[1]
+                launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
             dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
             launch(q, k, v, q if slopes is None else slopes, out, lse, dout, lse if dlse is None else dlse, stats, dq, dk, dv)
             return dq, dk, dv
@@ -321,13 +319,15 @@ class HopperPlan(Plan):
         values = dict(DIM_V=self.v.dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         options = dict(num_warps=4, maxnreg=_registers(1, 2))
+        self.forward_counts = *self.q_counts[:2], _head_group(self.heads, self.q.dim, most=4)
         # The forward for rows that are short on average, and for long ones.
         self.forwards = []
         for m, n, stages, own, shared in (self.tiles.forward, self.tiles.long or self.tiles.forward):
             consumers = m // 64
             self.forwards.append((m, shared * self.programs, Launch(hopper_forward.forward_kernel, dict(
-                BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, CONSUMERS=consumers, SAME=same and causal,
-                **features), dict(num_warps=4, maxnreg=_registers(shared, consumers)), (64, n, n))))
+                BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, THROUGH=own > 1 and self.q.dim == self.v.dim,
+                CONSUMERS=consumers, SAME=same and causal, **features),
+                dict(num_warps=4, maxnreg=_registers(shared, consumers)), (64, n, n, 64))))
         values = dict(DIM=self.q.dim, BLOCK_D=block_d, **values)
         m, n, stages, own = self.tiles.dq
         # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone. Held
@@ -346,12 +346,13 @@ class HopperPlan(Plan):
         return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
 
     def _forward(self, rows, total, spec):
-        n, described, counter, device = rows.q.shape[0] - 1, self.described, self.counter, self.device
+        n, counter, device = rows.q.shape[0] - 1, self.counter, self.device
+        described = *self.described, ragged(self.heads, self.v.dim, self.out_stride, self.v.dim, *_tiled(self.v.dim))
         block, most, launch = self.forwards[total >= LONG * n]
         tiles, programs = rows.query_tiles(total, block, spec), min(most, tile_bound(total, n, block) * self.heads)
-        strides, numbers = (*self.columns, self.out_stride), (total, *self.q_counts, *_numbers(spec))
+        strides, numbers = (*self.columns, self.out_stride), (total, *self.forward_counts, *_numbers(spec))
         return lambda q, k, v, slopes, out, lse: launch(
-            programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, k, v), described)
+            programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, k, v, out), described)
 
     def _backward(self, rows, total, total_k, spec):
         n, plane, numbers = rows.q.shape[0] - 1, self.heads * total, _numbers(spec)

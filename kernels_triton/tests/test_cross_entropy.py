@@ -1,5 +1,6 @@
 """Cross-entropy beyond what every operation is tested for: chunks, gradients of the forward pass, targets, numbers, memory."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -230,7 +231,7 @@ def test_losses_alike_are_checked_once(monkeypatch, reduction):
     checked, describe = [], registry._DESCRIBE["cross_entropy"]
     monkeypatch.setitem(registry._DESCRIBE, "cross_entropy", lambda **call: checked.append(call) or describe(**call))
     if INTERPRETED:  # as if the host could not look at the targets
-        monkeypatch.setitem(vars(x.layout.backend), "peek", lambda x: None)
+        x.layout.backend = replace(x.layout.backend, peek=lambda x: None)
     for _ in range(3):
         targets = x.with_values(torch.randint(9, (5,), device=DEVICE))
         wanted = functional.cross_entropy(x.values, targets.values, reduction=reduction)

@@ -1,4 +1,5 @@
 """What a launch asks the JIT once and what it then hands to the launcher in C, with stand-ins for both."""
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -101,3 +102,17 @@ def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
     for _ in range(3):
         launch(5, (X,), (16,), (3,))
     assert len(kernel.asked) == 3 and not kernel.launched
+
+
+def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
+    encoded = []
+    driver = SimpleNamespace(make_tensordesc_arg=lambda described, how: encoded.append((described.base, how)) or [how])
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+    kernel = jit()
+    launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16))
+    launch.launch, launch.index, launch.fixed, launch.metadata = kernel.launch, 0, (), ("first", "second")
+    shape, y = module.tiled((16, 16), (16, 1), 16), X.clone()
+    for described in ((X, y), (X, y), (X, X), (y, X)):
+        launch(5, (X,), (16,), (3,), described, (shape, shape))
+    assert [how for _, how in encoded] == ["first", "second", "second", "first"]
+    assert [args[4:6] for args in kernel.launched] == [("first", "second")] * 4

@@ -36,7 +36,11 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     kernels, kept = registry._KERNELS[operation], None
     values: list[Any] = []
     if rows is not None and alike is not None and kernels[0].again and not rows.backend.compiling():
-        kept = _kept(rows, arrays, values, [operation, kernel, *options.values()])
+        given = *options.values(),
+        types: tuple[Any, ...] = *map(type, given),  # 1 == 1.0 == True
+        if tuple in types:
+            types += *[(*map(type, x),) for x in given if type(x) is tuple],
+        kept = _kept(rows, (operation, kernel, given, types), arrays, values)
         for seen in kept or ():
             if seen.kernels is kernels and seen.alike(*values):
                 return seen.run(**arrays)
@@ -51,28 +55,27 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
     return again(**arrays)
 
 
-def _kept(rows: Layout, arrays: dict[str, Any], values: list[Any], facts: list[Any]) -> list[_Seen] | None:
-    """The calls that are remembered for such options and arrays on such layouts, or None where none can be; fills `values`."""
-    types: list[Any] = [*map(type, facts)]  # 1 == 1.0 == True
-    if tuple in types:
-        types += [(*map(type, x),) for x in facts if type(x) is tuple]
+def _kept(rows: Layout, key: tuple[Any, ...], arrays: dict[str, Any], values: list[Any]) -> list[_Seen] | None:
+    """The calls that are remembered for `key` and arrays on such layouts, or None where none can be; fills `values`."""
     other = rows
+    places: list[Any] = []  # of each array: on which layout, and its ragged axis
     for x in arrays.values():
         if type(x) is Array:
             own = x.layout
-            if own is not rows and own is not other:
-                if other is not rows:
-                    return None
+            if own is rows:
+                places.append(x.ragged_dim)
+            elif other is rows or own is other:
                 other = own
-            facts += own is rows, x.ragged_dim
+                places.append(~x.ragged_dim)
+            else:
+                return None
             values.append(x.values)
         elif x is None or x is rows:
-            facts.append(None)
+            places.append(None)
         else:
-            facts.append(0)
+            places.append("dense")
             values.append(x)
-    memo = rows.memo if other is rows else rows.beside(other)
-    key = *facts, *types
+    memo, key = rows.memo if other is rows else rows.beside(other), (*key, *places)
     try:
         found: list[_Seen] | None = memo.get(key)
     except TypeError:  # an option that is no plain value, which the check will name

@@ -51,9 +51,9 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     >>> batch["ids"].lengths, batch["label"]
     (array([3, 1], dtype=int32), array([1, 0]))
     """
-    if not isinstance(samples, Sequence) or isinstance(samples, str):
+    if not hasattr(samples, "__len__"):
         raise TypeError(f"samples: expected a list of samples, got {type(samples).__name__}")
-    if not samples:
+    if not len(samples):
         raise ValueError("samples: expected at least one, got none")
     if not isinstance(samples[0], Mapping):
         return _field("samples", samples, library)

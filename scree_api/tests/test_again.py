@@ -244,7 +244,8 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
     ]),
     "matmul": (lambda x, weight: XP["matmul"](first(x), weight), [
         lambda x: ((x, torch.ones(2, 8, 3)), {}), lambda x: ((x, torch.ones(3, 8, 3)), {}),
-        lambda x: ((x, torch.ones(2, 7, 3)), {}), lambda x: ((x, torch.ones(2, 8, 3).double()), {}), lambda x: ((x, torch.ones(2, 8, 3, 1)), {}),
+        lambda x: ((x, torch.ones(2, 7, 3)), {}), lambda x: ((x, torch.ones(2, 8, 3).double()), {}),
+        lambda x: ((x, torch.ones(2, 8, 3, 1)), {}),
     ]),
     "sum": (XP["sum"], [
         lambda x: ((x,), {"axis": 1}), lambda x: ((x,), {"axis": 7}), lambda x: ((x,), {"axis": 0}),
