@@ -11,6 +11,9 @@ together in the order of the row: equal inputs give equal bits. Where its tokens
 second half wait for that and go over the tokens again. They have higher numbers than those that they wait for, and a device
 starts programs in the order of their numbers, so that what is waited for runs already.
 
+Rows of many tokens, none of which is too long for one multiprocessor, need none of that: a program has one row and a narrow block
+of columns, and reads it for the second time from the cache.
+
 Values have the shape (total, C). Tokens behind the last row are written as 0.
 """
 import math
@@ -49,6 +52,7 @@ from .shares import (
     _key,
     _made,
     _result,
+    add_tokens,
 )
 
 LEAST = 2  # elements of a token that is wide
@@ -57,8 +61,9 @@ _BYTES = 16  # that a thread reads of a token
 _STEPS = 8  # tokens that a lane reads at once
 _STEPS_OF_SEARCHES = 4  # which read ahead
 _COLUMNS = 128  # of a program
-_COLUMNS_OF_SUMS = 64  # and of other reductions, where rows have _LONG tokens and more on average
-_LONG = 64
+_ROW_TOKENS = 128, 512, 2048  # of a row, on average: from, with more warps from, and to, where a program has a row for itself
+_ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a lane reads at once
+_ROW_BYTES = 64  # that it reads of a token
 _PROGRAMS = 4  # a multiprocessor
 _SHORTEST = 32  # steps of a share, at least
 _LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
@@ -206,13 +211,8 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
         x = _alone(x, y, a, valid, OP, ACC, KEPT)
         if SEARCH:
             best, place = _further(best, place, x, tokens - zero, valid, OP)
-        elif OP == LSE:
-            m = tl.maximum(u, tl.max(x, 0, keep_dims=True))
-            low = _finite(m)
-            v = v * _exp(u - low) + tl.sum(_exp(x - low), 0, keep_dims=True)
-            u = m
         else:
-            u, v = _join(u, v, _fold(x, 0, OP), v, OP)
+            u, v = add_tokens(u, v, x, OP)
     if SEARCH:
         u = tl.where(place == _NOWHERE, IDENTITY, _key(best, place, OP))
     return u, v
@@ -221,7 +221,10 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
 @triton.jit
 def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, C: tl.constexpr,
          BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
-    """Write what the tokens of each lane become; with scans they run on from u."""
+    """Write what the tokens of each lane become; with scans they run on from u.
+
+    What is read for the last time, and what is written, makes room in the cache first.
+    """
     if OP == LSE:
         u = _finite(u)
         if MAP == LOG_SOFTMAX:
@@ -236,10 +239,10 @@ def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: 
         at = _elements(first + step * hop, columns, C, BC)
         x = tl.zeros([U, G, BC], ACC)
         if READS > 0:
-            x = tl.load(X + at, mask=valid, other=0).to(ACC)
+            x = tl.load(X + at, mask=valid, other=0, eviction_policy="evict_first").to(ACC)
         y = x
         if READS == 2:
-            y = tl.load(Y + at, mask=valid, other=0).to(ACC)
+            y = tl.load(Y + at, mask=valid, other=0, eviction_policy="evict_first").to(ACC)
         if (MAP == RUNNING) | (MAP == RUNNING_BACK):
             if OP == PROD:
                 x = tl.where(valid, x, 1)
@@ -251,7 +254,7 @@ def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: 
             y = _exp(x - u) * v
         else:
             y = _made(x, y, u, v, a, b, MAP)
-        tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid)
+        tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
 
 
 @triton.jit
@@ -336,6 +339,43 @@ def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constex
 
 
 @triton.jit
+def _clear(OUT, t0, t1, columns, inside, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr):
+    """Write 0 to the tokens [t0, t1)."""
+    length = (t1 - t0).to(tl.int32)
+    for w in range(0, tl.cdiv(length, G), U):
+        tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
+        nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
+        tl.store(OUT + t0 * C + _elements(tokens, columns, C, BC), nothing, mask=(tokens < length) & inside)
+
+
+@triton.jit
+def _block(block, C: tl.constexpr, BC: tl.constexpr):
+    """(1, 1, BC) the columns of a block, and which of them exist."""
+    columns = block * BC + tl.arange(0, BC)[None, None, :]
+    inside = columns < C
+    if C % BC == 0:
+        inside = tl.full([1, 1, BC], 1, tl.int1)
+    return columns, inside
+
+
+@triton.jit(do_not_specialize=("n", "total"))
+def rows_kernel(X, Y, A, B, OUT, OFFSETS, n, total, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr,
+                READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr,
+                BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr):
+    """A row and a block of columns: OUT is (n, C), or with MAP the tokens (total, C)."""
+    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    row = tl.program_id(0) // BLOCKS
+    columns, inside = _block(tl.program_id(0) % BLOCKS, C, BC)
+    start = tl.load(OFFSETS + row).to(tl.int64)
+    length = (tl.load(OFFSETS + row + 1).to(tl.int64) - start).to(tl.int32)
+    _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP, MAP, IDENTITY, C, BC, G, U, READS, HAS_A, HAS_B, ACC, KEPT)
+    if MAP != NONE:  # each its part of the tokens behind the last row
+        end = tl.load(OFFSETS + n).to(tl.int64)
+        part = tl.cdiv(total - end, n)
+        _clear(OUT, end + row * part, tl.minimum(end + (row + 1) * part, total), columns, inside, C, BC, G, U)
+
+
+@triton.jit
 def _part(PARTS, p, part, SIZE: tl.constexpr):
     """Where a part is of the row that begins in share p: a share's part of an earlier row comes before that of a later one."""
     return PARTS + tl.where(part == 0, 2 * p + 1, 2 * (p + part)).to(tl.int64) * SIZE
@@ -379,9 +419,9 @@ def _put_together(PARTS, OUT, row, p, count, columns, inside, OP: tl.constexpr, 
 
 @triton.jit(do_not_specialize=("n", "total", "share", "shares", "stride"))
 def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, shares, stride, OP: tl.constexpr,
-                   MAP: tl.constexpr, CUT: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
-                   G: tl.constexpr, U: tl.constexpr, F: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
-                   HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+                   MAP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
+                   HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr, CUT: tl.constexpr, BC: tl.constexpr,
+                   G: tl.constexpr, U: tl.constexpr, F: tl.constexpr):
     """The rows of one share and block of columns: OUT is (n, C), or with MAP the tokens (total, C).
 
     Tokens are read as ACC and reduced in KEPT. With CUT rows end where their share does, otherwise they are finished where they
@@ -399,10 +439,7 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
     if CUT and OP != NONE and MAP != NONE:
         again = p >= shares
         p = p % shares
-    columns = block * BC + tl.arange(0, BC)[None, None, :]
-    inside = columns < C
-    if C % BC == 0:
-        inside = tl.full([1, 1, BC], 1, tl.int1)
+    columns, inside = _block(block, C, BC)
     d0 = p.to(tl.int64) * share
     d1 = d0 + share
     first, last = _begin_before(OFFSETS, d0, d1, n, stride)
@@ -474,12 +511,8 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
 
     if not again:
         if MAP != NONE:  # tokens behind the last row
-            t0 = tl.maximum(tl.load(OFFSETS + n).to(tl.int64), d0 - n - 1)
-            length = (tl.minimum(total, d1 - n - 1) - t0).to(tl.int32)
-            for w in range(0, tl.cdiv(length, G), U):
-                tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
-                nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
-                tl.store(OUT + t0 * C + _elements(tokens, columns, C, BC), nothing, mask=(tokens < length) & inside)
+            end = tl.load(OFFSETS + n).to(tl.int64)
+            _clear(OUT, tl.maximum(end, d0 - n - 1), tl.minimum(total, d1 - n - 1), columns, inside, C, BC, G, U)
         last = tl.minimum(last, n)
         if CUT & (last > first):  # without the row that goes on behind the share
             last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
@@ -496,15 +529,16 @@ def run(x: torch.Tensor, y: torch.Tensor | None, a: torch.Tensor | None, b: torc
     dtypes = x.dtype, y is not None, a if a is None else a.dtype, b if b is None else b.dtype, out.dtype, offsets.dtype
     plan = _plan(device, dtypes, op.value, map.value, acc, held, identity, x.shape, offsets.shape[0] - 1, max_length)
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    parts = counts = offsets
-    if plan.parts:
-        parts = empty(device.type)(*plan.parts, held)
-        counts = _counts(device, plan.counts)
-    pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out, parts, counts, offsets
-    start(plan.launch, plan.programs, pointers, (), plan.numbers)
+    pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out
+    if plan.shares:
+        parts = counted = offsets
+        if plan.parts:
+            parts, counted = empty(device.type)(*plan.parts, held), counters(device, plan.shares)
+        pointers += parts, counted
+    start(plan.launch, plan.programs, (*pointers, offsets), (), plan.numbers)
 
 
-def _counts(device: torch.device, number: int) -> torch.Tensor:
+def counters(device: torch.device, number: int) -> torch.Tensor:
     """Zeros, which kernels leave as they found them: calls on one stream share them, a captured graph has its own."""
     if INTERPRETED or torch.cuda.is_current_stream_capturing():
         return torch.zeros((number,), dtype=torch.int32, device=device)
@@ -521,8 +555,8 @@ class _Plan(NamedTuple):
     launch: Launch
     programs: int
     numbers: tuple[int, ...]
-    parts: tuple[tuple[int, ...], tuple[int, ...]] | None  # shape and strides; None where no row is put together from parts
-    counts: int
+    shares: int  # and blocks of columns; 0 where a program has a row
+    parts: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and strides; None where no row is put together from parts
 
 
 @lru_cache(1024)
@@ -530,12 +564,21 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
           identity: float, shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
     """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes."""
     total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
-    search = op in (ARGMAX.value, ARGMIN.value)
-    narrower = not map and not search and total >= _LONG * n
-    columns = min(triton.next_power_of_2(width), _COLUMNS_OF_SUMS if narrower else _COLUMNS)
+    most, search = triton.next_power_of_2(width), op in (ARGMAX.value, ARGMIN.value)
+    same = dict(OP=op, MAP=map, IDENTITY=identity, C=width, READS=2 if dtypes[1] else int(map != shares.COPY.value),
+                HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, ACC=_TYPES[acc], KEPT=_TYPES[held])
+    columns = min(most, _ROW_BYTES // size)
     blocks = -(-width // columns)
-    lanes = 32 * _WARPS * min(_BYTES // size, columns) // columns
-    reads = 2 if dtypes[1] else int(map != shares.COPY.value)
+    longest = total if max_length is None else max_length
+    fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
+    fits = longest * multiprocessors(device) <= total * blocks and longest * width <= _LONGEST
+    if op and n and fewest <= total <= most_tokens and fits:
+        warps, steps = _ROW_SHAPES[total >= many]
+        tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
+        return _Plan(_launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0)
+    columns = min(most, _COLUMNS)
+    blocks = -(-width // columns)
+    lanes = _lane_count(_WARPS, columns, size)
     items = total + n + 1
     share = max(-(-items * blocks // (multiprocessors(device) * _PROGRAMS)), _SHORTEST * lanes)
     share = max(min(share, _LONGEST // (blocks * columns)), 1)
@@ -547,16 +590,16 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
         stride *= _WIDE.value
     numbers = lanes if map in _SCANS else 2
     parts = ((count, 2, numbers, width), (2 * numbers * width, numbers * width, width, 1)) if cut and op else None
-    steps = _STEPS_OF_SEARCHES if search else _STEPS
-    launch = _launch(device, dtypes, op, map, cut, width, columns, lanes, steps, reads, acc, held, identity)
-    return _Plan(launch, programs, (n, total, share, count, stride), parts, count * blocks)
+    tiles = dict(CUT=cut, BC=columns, G=lanes, U=_STEPS_OF_SEARCHES if search else _STEPS, F=max(_PARTS // columns, 2))
+    launch = _launch(device, dtypes, columns_kernel, _WARPS, **same, **tiles)
+    return _Plan(launch, programs, (n, total, share, count, stride), count * blocks, parts)
+
+
+def _lane_count(warps: int, columns: int, size: int) -> int:
+    """The lanes of a program, for elements of so many bytes."""
+    return 32 * warps * min(_BYTES // size, columns) // columns
 
 
 @cache
-def _launch(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, cut: bool, width: int, columns: int, lanes: int,
-            steps: int, reads: int, acc: torch.dtype, held: torch.dtype, identity: float) -> Launch:
-    _, _, a, b, *_ = dtypes
-    constants = dict(OP=op, MAP=map, CUT=cut, IDENTITY=identity, C=width, BC=columns, G=lanes, U=steps,
-                     F=max(_PARTS // columns, 2), READS=reads, HAS_A=a is not None, HAS_B=b is not None, ACC=_TYPES[acc],
-                     KEPT=_TYPES[held])
-    return Launch(columns_kernel, constants, dict(num_warps=_WARPS))
+def _launch(device: torch.device, dtypes: tuple[Any, ...], kernel: Any, warps: int, **constants: Any) -> Launch:
+    return Launch(kernel, constants, dict(num_warps=warps))

@@ -52,13 +52,13 @@ def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES
 
 
 @triton.jit
-def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr,
-          MASKED: tl.constexpr, KEEP: tl.constexpr):
+def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, MASKED: tl.constexpr,
+          KEEP: tl.constexpr):
     """(DEEP, LANES) logits from the place `at` on in float32, and the places. KEEP asks the cache to keep them."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     POLICY: tl.constexpr = "evict_last" if KEEP else "evict_first"
     if MASKED:
-        x = _get(X, place, lead, True, V, GRAIN, EDGES, POLICY)
+        x = _get(X, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
     else:
         x = tl.load(X + place, eviction_policy=POLICY).to(tl.float32)
     return x, place
@@ -74,21 +74,21 @@ def _add(x, top, total):
 
 @triton.jit
 def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-           GRAIN: tl.constexpr, EDGES: tl.constexpr, MASKED: tl.constexpr):
+           GRAIN: tl.constexpr, MASKED: tl.constexpr):
     """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
-    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, EDGES, MASKED, False)
+    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, False)
     y = tl.exp2((x - top) * _LOG2E) * share
     y = tl.where(place - lead == target, y - factor, y).to(OUT.dtype.element_ty)
     if MASKED:
-        _put(OUT, y, place, lead, True, V, GRAIN, EDGES)
+        _put(OUT, y, place, lead, True, V, GRAIN, GRAIN > 1)
     else:
         tl.store(OUT + place, y, eviction_policy="evict_first")
 
 
 @triton.jit
-def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr):
+def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr):
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN, EDGES)
+    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN, GRAIN > 1)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
     """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
     EDGES: tl.constexpr = V % GRAIN > 0
     end = size
-    if ROWS:
+    if ROWS and (EACH or SUM):
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
     column = tl.arange(0, BLOCK)[None, :]
     losses = tl.zeros([TOKENS], tl.float32)
@@ -171,7 +171,6 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
     SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of these on.
     """
     STEP: tl.constexpr = LANES * DEEP
-    EDGES: tl.constexpr = SHIFTED or V % GRAIN > 0
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
@@ -180,12 +179,7 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         token = first + i
         target = tl.load(TARGETS + token)
-        if EACH | SUM:
-            known = (token < end) & (target != ignored)
-        else:
-            top = tl.load(STATS + token)
-            total = tl.load(STATS + size + token)
-            known = total != _NONE
+        known = (token < end) & (target != ignored)
         target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
@@ -208,11 +202,11 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if SHIFTED:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, EDGES, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, EDGES, False, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, GRADIENT)[0], lanes, totals)
                 if SHIFTED | (V % STEP > 0):
-                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, EDGES, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
                 top = tl.max(lanes, 0)
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
@@ -225,15 +219,18 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 if SAVE:
                     tl.store(STATS + token, top)
                     tl.store(STATS + size + token, total)
+            else:
+                top = tl.load(STATS + token)
+                total = tl.load(STATS + size + token)
             if GRADIENT:
                 factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
                 share = factor / total
                 if SHIFTED:
-                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, EDGES, True)
+                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
                 for at in range(begin, stop, STEP):
-                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, EDGES, False)
+                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, False)
                 if SHIFTED | (V % STEP > 0):
-                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, EDGES, True)
+                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)
@@ -241,7 +238,7 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 tl.store(STATS + size + token, _NONE)
             if GRADIENT:
                 for at in range(0, V + lead, STEP):
-                    _clear(out, at, lead, V, LANES, DEEP, GRAIN, EDGES)
+                    _clear(out, at, lead, V, LANES, DEEP, GRAIN)
     if SUM:
         tl.store(PARTS + tl.program_id(0), losses)
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
@@ -283,9 +280,8 @@ class What(NamedTuple):
 def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, grain: int, shifted: bool,
             what: What) -> tuple[Launch, int, int]:
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
-    losses = what.EACH or what.SUM
-    flags: dict[str, Any] = dict(ROWS=losses and dtypes[2] is not None, **what._asdict())
-    both, power = what.GRADIENT and losses, max(16, triton.next_power_of_2(classes))
+    flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
+    both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
     if classes <= (WHOLE_OF_BOTH if both else WHOLE):
         held, warps = HELD[what.GRADIENT] if power < 1024 else (power, power // 1024)
         tokens = held // power

@@ -1,7 +1,7 @@
 """The backward of attention on Hopper, float16 and bfloat16, head_dim up to 256: one kernel for dq, one for dk and dv."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .hopper import (
     _COUNTS,
@@ -24,6 +24,7 @@ from .hopper import (
     _ring,
     _start_scores,
     _start_sums,
+    _store,
     _store_tile,
     _tile,
     _wait_sums,
@@ -32,10 +33,16 @@ from .hopper import (
 
 
 @gluon.jit
+def _fields(tile):
+    """Of a tile's entry in the map: row start and length, those of the other side, first token."""
+    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4)
+
+
+@gluon.jit
 def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
                  COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left, right, BLOCK_M: gl.constexpr,
-                 BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                 WINDOW: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr):
+                 BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     count = gl.load(TILES)
     total_tiles = count * heads
@@ -44,20 +51,17 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
     c = 0
     while t >= 0:
         tile, head = _tile(TILES, t, count, total_tiles, group)
-        start = gl.load(tile)
-        length = gl.load(tile + 1)
-        other_start = gl.load(tile + 2)
-        other = gl.load(tile + 3)
-        first = gl.load(tile + 4)
+        start, length, other_start, other, first = _fields(tile)
         qs = i % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
         _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(q_full.index(qs), 2 * (_bytes(q_s, PARTS) + _bytes(do_s, PARTS_V)))
-            for w in gl.static_range(2):
-                row = first + w * (BLOCK_M // 2)
-                _load(qd, start, length, row, _column(head, q_head, q_s), q_full.index(qs), q_s, qs * 2 + w, PARTS)
-                _load(dod, start, length, row, _column(head, do_head, do_s), q_full.index(qs), do_s, qs * 2 + w, PARTS_V)
+            mbarrier.expect(q_full.index(qs), CONSUMERS * (_bytes(q_s, PARTS) + _bytes(do_s, PARTS_V)))
+            for w in gl.static_range(CONSUMERS):
+                row = first + w * (BLOCK_M // CONSUMERS)
+                slot = qs * CONSUMERS + w
+                _load(qd, start, length, row, _column(head, q_head, q_s), q_full.index(qs), q_s, slot, PARTS)
+                _load(dod, start, length, row, _column(head, do_head, do_s), q_full.index(qs), do_s, slot, PARTS_V)
             t = _claim(COUNTER, total_tiles)
             k_column = _column(head // group_size, k_head, k_s)
             v_column = _column(head // group_size, v_head, v_s)
@@ -83,6 +87,20 @@ def _scores(a, ring, full, c, PARTS: gl.constexpr, LAYOUT: gl.constexpr, STAGES:
     """Start a @ b^T with tile c of a ring, as soon as it is there."""
     mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
     return _start_scores(a, ring, c % STAGES, PARTS, LAYOUT)
+
+
+@gluon.jit
+def _pass_over(tiles, a_full, a_empty, b_full, b_empty, c, STAGES: gl.constexpr):
+    """Give back tiles that this warpgroup has no use for; where the ring then stands."""
+    for _ in range(tiles):
+        stage = c % STAGES
+        phase = (c // STAGES) & 1
+        mbarrier.wait(a_full.index(stage), phase)
+        mbarrier.arrive(a_empty.index(stage), count=1)
+        mbarrier.wait(b_full.index(stage), phase)
+        mbarrier.arrive(b_empty.index(stage), count=1)
+        c += 1
+    return c
 
 
 @gluon.jit
@@ -113,16 +131,15 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, 
 
 
 @gluon.jit
-def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
-                 OUT, LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, left, right, scale,
-                 softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-                 DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
-                 Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-                 HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
-    ROWS: gl.constexpr = BLOCK_M // 2
+def _dq_consumer(w: gl.constexpr, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
+                 OUT, LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, right, scale, softcap,
+                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr,
+                 DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
+                 STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
+                 WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HAS_DLSE: gl.constexpr):
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     LAYOUT_OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
@@ -130,99 +147,120 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        q = _parts(q_s, (i % Q_STAGES) * 2 + w, PARTS)
-        do = _parts(do_s, (i % Q_STAGES) * 2 + w, PARTS_V)
+        slot = (i % Q_STAGES) * CONSUMERS + w
+        q = _parts(q_s, slot, PARTS)
+        do = _parts(do_s, slot, PARTS_V)
         shift = other - length
-        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
+        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
+        inside = query < length
+        place = head.to(gl.int64) * total + start + query
         # delta = sum(out * dout) - dlse, a row each; queries beyond the row read zeros.
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_OUT))
         cols = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
         delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT_S))
         for p in gl.static_range(PARTS_V):
-            out = gl.load(OUT + (start + rows)[:, None].to(gl.int64) * out_stride + (head * DIM_V + p * BLOCK_DV + cols)[None, :],
+            out = gl.load(OUT + (start + rows)[:, None].to(gl.int64) * out_stride
+                          + (head * DIM_V + p * BLOCK_DV + cols)[None, :],
                           mask=_inside(rows, length, cols, DIM_V - p * BLOCK_DV, BLOCK_DV), other=0.0)
             part = gl.sum(out.to(gl.float32) * do[p].load(LAYOUT_OUT).to(gl.float32), 1)
             delta += gl.convert_layout(part, gl.SliceLayout(1, LAYOUT_S))
-        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        inside = query < length
         if HAS_DLSE:
             delta -= gl.load(DLSE + (start + query).to(gl.int64) * dlse_stride + head.to(gl.int64) * dlse_head,
                              mask=inside, other=0.0)
-        place = head.to(gl.int64) * total + start + query
         lse = gl.load(LSE + place, mask=inside, other=0.0) * LOG2E
         gl.store(STATS + place, lse, mask=inside)
         gl.store(STATS + plane + place, delta, mask=inside)
+        if Q_STAGES > 1 and i > 0:
+            # By now the tile before has left the shared memory.
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index((i - 1) % Q_STAGES), count=1)
         own = query + shift
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        limit, full = _key_bounds(row + shift, own, other, right, tiles, BLOCK_N, CAUSAL, WINDOW)
-        if HELD:
-            q = (q[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
-            do = (do[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
-        dq = _zeros(ROWS, PARTS, LAYOUT_O)
+        # Tiles behind this warpgroup's last key are passed over, and all where it has no queries.
+        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+        low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
+        most = low
+        if row < length:
+            most = gl.maximum(_key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), low)
+        c = _pass_over(tiles - most, k_full, k_empty, v_full, v_empty, c, STAGES)
+        limit, full = _key_bounds(row + shift, own, other, right, most, BLOCK_N, CAUSAL, WINDOW)
+        # Tiles before `inner` begin before the first key of some query.
+        inner = 0
         if WINDOW:
-            # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
             inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
-                dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N,
-                              own - j * BLOCK_N, left, offs_n, scale, softcap, slope, (j >= full) | (j < inner), WINDOW,
-                              SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O)
-                c += 1
-        else:
-            for j in range(tiles - 1, full - 1, -1):
-                dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N, own,
-                              left, offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S,
-                              LAYOUT_O)
-                c += 1
-            for _ in range(full):
-                dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, own, left, offs_n,
-                              scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O)
-                c += 1
-        mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
-        place = start.to(gl.int64) * dq_stride + head * DIM
+        dq = _zeros(ROWS, PARTS, LAYOUT_O)
+        for j in range(most - 1, low - 1, -1):
+            dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit - j * BLOCK_N,
+                          own - j * BLOCK_N, left, offs_n, scale, softcap, slope, (j >= full) | (j < inner), WINDOW,
+                          SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O)
+            c += 1
         for p in gl.static_range(PARTS):
-            _store_tile(DQ + place + p * BLOCK_D, dq[p] * _derivative(scale, softcap, SOFTCAP), row, length, dq_stride,
-                        DIM - p * BLOCK_D, LAYOUT_STORE)
+            q[p].store((dq[p] * _derivative(scale, softcap, SOFTCAP)).to(q_s.dtype))
+        fence_async_shared()
+        _store(dqd, start, length, row, _column(head, DIM, q_s), q_s, slot, PARTS)
+        if Q_STAGES == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(0), count=1)
         i += 1
         mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
         start, length, other, first, head = _entry(queue.index(i % Q_STAGES))
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def dq_kernel(qd, kd, vd, dod, SLOPES, OUT, LSE, DLSE, STATS, DQ, TILES, COUNTER, q_head, k_head, v_head, do_head, out_stride,
-              dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, left, right, scale, softcap,
-              BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr,
-              BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-              ALIBI: gl.constexpr, HAS_DLSE: gl.constexpr, HELD: gl.constexpr):
-    """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta.
-
-    HELD: queries and their gradients stay in registers, which spares the shared memory half of its reads for the scores.
-    """
-    q_s = _ring(qd, 2 * Q_STAGES * PARTS)
-    do_s = _ring(dod, 2 * Q_STAGES * PARTS_V)
+def dq_kernel(qd, kd, vd, dod, dqd, SLOPES, OUT, LSE, DLSE, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, out_stride,
+              dlse_stride, dlse_head, total, plane, heads, group_size, group, left, right, scale, softcap, BLOCK_M: gl.constexpr,
+              BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr,
+              PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+              CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
+              HAS_DLSE: gl.constexpr):
+    """dQ, by its descriptor, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta."""
+    q_s = _ring(qd, CONSUMERS * Q_STAGES * PARTS)
+    do_s = _ring(dod, CONSUMERS * Q_STAGES * PARTS_V)
     k_s = _ring(kd, STAGES * PARTS)
     v_s = _ring(vd, STAGES * PARTS_V)
     queue = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = _barriers(Q_STAGES, 1)
-    q_empty = _barriers(Q_STAGES, 2)
+    q_empty = _barriers(Q_STAGES, CONSUMERS)
     k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, 2)
+    k_empty = _barriers(STAGES, CONSUMERS)
     v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, 2)
-    gl.warp_specialize([
-        (_dq_consumer, (0, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                        LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, left,
-                        0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                        STAGES, Q_STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE, HELD)),
-        (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                        LSE, DLSE, STATS, DQ, out_stride, dq_stride, dlse_stride, dlse_head, total, plane, left,
-                        0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                        STAGES, Q_STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE, HELD)),
-        (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                        TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left,
-                        0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, CAUSAL, WINDOW, PARTS, PARTS_V)),
-    ], [4, 1], [240, 24])
+    v_empty = _barriers(STAGES, CONSUMERS)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_dq_consumer, (0, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
+                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
+                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
+                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_consumer, (1, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
+                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
+                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
+                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                            TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left,
+                            0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, PARTS,
+                            PARTS_V)),
+        ], [4, 1], [240, 24])
+    elif CONSUMERS == 3:
+        gl.warp_specialize([
+            (_dq_consumer, (0, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
+                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
+                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
+                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_consumer, (1, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
+                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
+                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
+                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_consumer, (2, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
+                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
+                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
+                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                            TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left,
+                            0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, PARTS,
+                            PARTS_V)),
+        ], [4, 4, 1], [160, 160, 24])
 
 
 @gluon.jit
@@ -242,8 +280,8 @@ def _query_tiles(first, length, other, left, right, BLOCK_M: gl.constexpr, BLOCK
 def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
                    do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
                    group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-                   K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr,
-                   PARTS_V: gl.constexpr):
+                   K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+                   PARTS: gl.constexpr, PARTS_V: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
@@ -263,11 +301,12 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
         _post(queue.index(ks), tile, t, total_tiles, head, LAYOUT)
         if t < total_tiles:
-            mbarrier.expect(k_full.index(ks), 2 * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V)))
-            for w in gl.static_range(2):
-                row = first + w * (BLOCK_N // 2)
-                _load(kd, start, length, row, _column(head, k_head, k_s), k_full.index(ks), k_s, ks * 2 + w, PARTS)
-                _load(vd, start, length, row, _column(head, v_head, v_s), k_full.index(ks), v_s, ks * 2 + w, PARTS_V)
+            mbarrier.expect(k_full.index(ks), CONSUMERS * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V)))
+            for w in gl.static_range(CONSUMERS):
+                row = first + w * (BLOCK_N // CONSUMERS)
+                slot = ks * CONSUMERS + w
+                _load(kd, start, length, row, _column(head, k_head, k_s), k_full.index(ks), k_s, slot, PARTS)
+                _load(vd, start, length, row, _column(head, v_head, v_s), k_full.index(ks), v_s, slot, PARTS_V)
             t = _claim(COUNTER, total_tiles)
             low, high = _query_tiles(first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             for h in range(head * group_size, head * group_size + group_size):
@@ -344,10 +383,10 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
                    do_full, do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, right, scale, softcap,
                    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr,
                    BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_DK: gl.constexpr,
-                   HAS_DV: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                   WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-                   ALIBI: gl.constexpr, HELD: gl.constexpr):
-    ROWS: gl.constexpr = BLOCK_N // 2
+                   HAS_DV: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HELD: gl.constexpr,
+                   PASS: gl.constexpr):
+    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -359,39 +398,50 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     mbarrier.wait(k_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:
-        k = _parts(k_s, (i % K_STAGES) * 2 + w, PARTS)
-        v = _parts(v_s, (i % K_STAGES) * 2 + w, PARTS_V)
+        k = _parts(k_s, (i % K_STAGES) * CONSUMERS + w, PARTS)
+        v = _parts(v_s, (i % K_STAGES) * CONSUMERS + w, PARTS_V)
         if HELD:
             k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
             v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)), )
         low, high = _query_tiles(first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
         # Where each key stands among the queries, and the tiles, from `full` up to `end`, of which every query attends all keys
-        # of this warpgroup.
+        # of this warpgroup; before `begin` and from `stop` on none attends any.
         own = row + (other - length) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        full = low
+        begin = low
+        stop = high
+        if PASS:
+            begin, stop = _query_tiles(row, length, other, left, right, BLOCK_M, ROWS, CAUSAL, WINDOW)
+            begin = gl.where(row < length, gl.minimum(begin, high), high)
+            if WINDOW:
+                stop = gl.maximum(gl.minimum(stop, high), begin)
+            else:
+                stop = high
+        full = begin
         if CAUSAL or WINDOW:
-            full = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high)
+            full = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high), begin)
         end = gl.maximum(row + other - length + left + 1, 0) // BLOCK_M
         dk = _zeros(ROWS, PARTS if HAS_DK else 0, LAYOUT_DK)
         dv = _zeros(ROWS, PARTS_V if HAS_DV else 0, LAYOUT_DV)
         for g in range(group_size):
             slope = gl.load(SLOPES + head * group_size + g) * LOG2E if ALIBI else 0.0
+            c = _pass_over(begin - low, q_full, q_empty, do_full, do_empty, c, STAGES)
             if WINDOW:
-                for j in range(low, high):
+                for j in range(begin, stop):
                     dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
                                         own - j * BLOCK_M, other - j * BLOCK_M, left, right, offs_m, scale, softcap, slope,
                                         (j < full) | (j >= end), WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, HAS_DK, HAS_DV,
                                         STAGES, LAYOUT_S)
                     c += 1
+                c = _pass_over(high - stop, q_full, q_empty, do_full, do_empty, c, STAGES)
             else:
                 if CAUSAL:
-                    for j in range(low, full):
+                    for j in range(begin, full):
                         dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c,
                                             own - j * BLOCK_M, other, left, right, offs_m, scale, softcap, slope, True, WINDOW,
                                             SOFTCAP, ALIBI, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, LAYOUT_S)
                         c += 1
-                for j in range(full, high):
+                for _ in range(full, stop):
                     dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, own,
                                         other, left, right, offs_m, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI,
                                         PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, LAYOUT_S)
@@ -416,37 +466,58 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, q_head, 
                 dv_stride, total, plane, heads, group_size, group, left, right, scale, softcap, BLOCK_M: gl.constexpr,
                 BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr,
                 PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_DK: gl.constexpr, HAS_DV: gl.constexpr, STAGES: gl.constexpr,
-                K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-                HELD: gl.constexpr):
+                K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+                SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HELD: gl.constexpr, PASS: gl.constexpr):
     """DK and DV, or one of them, one key tile and key head at a time, over all query heads that share the key head.
 
-    HELD: keys and values stay in registers, which spares the shared memory half of its reads for the scores.
+    HELD: keys and values stay in registers, which spares the shared memory half of its reads for the scores. PASS: a warpgroup
+    passes over tiles of which it needs nothing.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = _ring(qd, STAGES * PARTS)
     do_s = _ring(dod, STAGES * PARTS_V)
-    k_s = _ring(kd, 2 * K_STAGES * PARTS)
-    v_s = _ring(vd, 2 * K_STAGES * PARTS_V)
+    k_s = _ring(kd, CONSUMERS * K_STAGES * PARTS)
+    v_s = _ring(vd, CONSUMERS * K_STAGES * PARTS_V)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     queue = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], STATS_S)
     k_full = _barriers(K_STAGES, 1)
-    k_empty = _barriers(K_STAGES, 2)
+    k_empty = _barriers(K_STAGES, CONSUMERS)
     q_full = _barriers(STAGES, 1)
-    q_empty = _barriers(STAGES, 2)
+    q_empty = _barriers(STAGES, CONSUMERS)
     do_full = _barriers(STAGES, 1)
-    do_empty = _barriers(STAGES, 2)
-    gl.warp_specialize([
-        (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                          do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale, softcap,
-                          BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, K_STAGES,
-                          CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD)),
-        (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                          do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale, softcap,
-                          BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES, K_STAGES,
-                          CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD)),
-        (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                          do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                          group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, K_STAGES,
-                          CAUSAL, WINDOW, PARTS, PARTS_V)),
-    ], [4, 1], [240, 24])
+    do_empty = _barriers(STAGES, CONSUMERS)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
+                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
+                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
+                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
+                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
+                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
+                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
+                              do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
+                              group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, K_STAGES, CONSUMERS,
+                              CAUSAL, WINDOW, PARTS, PARTS_V)),
+        ], [4, 1], [240, 24])
+    elif CONSUMERS == 3:
+        gl.warp_specialize([
+            (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
+                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
+                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
+                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
+                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
+                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
+                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_consumer, (2, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
+                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
+                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
+                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
+                              do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
+                              group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, K_STAGES, CONSUMERS,
+                              CAUSAL, WINDOW, PARTS, PARTS_V)),
+        ], [4, 4, 1], [160, 160, 24])

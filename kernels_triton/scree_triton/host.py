@@ -1,4 +1,4 @@
-"""What the kernels beside attention share on the host side."""
+"""What the kernels share on the host side."""
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -11,7 +11,7 @@ from .host import on_its_device, start
 from .launch import Launch, contiguous, empty
 
 _FEW = 1 << 17  # slots, up to which every program counts all marks before its own
-_TILES = {True: (512, 16), False: (2048, 4)}  # by whether they are few: the slots of a program, and its warps
+_TILES = {True: (512, 16), False: (1024, 2)}  # by whether they are few: the slots of a program, and its warps
 _SIDE = 8  # neighbors in a thread
 _BEFORE = 8192  # of those before, at a time
 

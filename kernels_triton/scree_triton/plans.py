@@ -15,7 +15,7 @@ from . import portable
 from .host import on_device
 from .launch import Launch, contiguous, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, LONG, GluonTiles, Tile, Tiles, portable_tiles
+from .tuned import GLUON, GluonTiles, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
@@ -112,7 +112,7 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
     window = left or (right and not causal)
     half = dtype != torch.float32
     hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-              and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned and v.dim % 8 == 0
+              and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned and q.dim % 8 == v.dim % 8 == 0
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper and half:
         return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same)
@@ -148,10 +148,8 @@ def _reachable(stride: int, head: int, heads: int) -> bool:
     return stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31 and 0 < heads * head < 1 << 31
 
 
-def _head_group(heads: int, dim: int, most: int = 8) -> int:
-    """Heads that run side by side. Wide heads fill the L2 cache, so few at a time; narrow ones all at once."""
-    if dim < 128:
-        return heads
+def _head_group(heads: int, most: int) -> int:
+    """Heads that run side by side, as the L2 cache holds the keys of few."""
     return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if g <= most and heads % g == 0)
 
 
@@ -165,8 +163,8 @@ class Plan:
         self.heads, self.k_heads = self.q.heads, self.k.heads
         shared = self.heads // self.k_heads
         dim = max(self.q.dim, self.v.dim)
-        self.q_counts = self.heads, shared, _head_group(self.heads, dim)
-        self.k_counts = self.heads, shared, _head_group(self.k_heads, dim)
+        self.q_counts, self.k_counts = ((self.heads, shared, heads if dim < 128 else _head_group(heads, 8))
+                                        for heads in (self.heads, self.k_heads))
         self.out_stride = self.heads * self.v.dim
         self.empty = empty(device.type)
 
@@ -318,28 +316,23 @@ class HopperPlan(Plan):
         self.columns = self.q.head, self.k.head, self.v.head
         values = dict(DIM_V=self.v.dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        options = dict(num_warps=4, maxnreg=_registers(1, 2))
-        self.forward_counts = *self.q_counts[:2], _head_group(self.heads, self.q.dim, most=4)
-        # The forward for rows that are short on average, and for long ones.
-        self.forwards = []
-        for m, n, stages, own, shared in (self.tiles.forward, self.tiles.long or self.tiles.forward):
-            consumers = m // 64
-            self.forwards.append((m, shared * self.programs, Launch(hopper_forward.forward_kernel, dict(
-                BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, THROUGH=own > 1 and self.q.dim == self.v.dim,
-                CONSUMERS=consumers, SAME=same and causal, **features),
-                dict(num_warps=4, maxnreg=_registers(shared, consumers)), (64, n, n, 64))))
+        self.forward_counts = *self.q_counts[:2], _head_group(self.heads, 4 if width >= 128 else 8)
+        m, n, stages, own, self.shared = self.tiles.forward
+        self.forward_launch = Launch(hopper_forward.forward_kernel, dict(
+            BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, THROUGH=own > 1 and self.q.dim == self.v.dim,
+            CONSUMERS=m // 64, SAME=same and causal, **features),
+            dict(num_warps=4, maxnreg=_registers(self.shared, m // 64)), (64, n, n, 64))
         values = dict(DIM=self.q.dim, BLOCK_D=block_d, **values)
         m, n, stages, own = self.tiles.dq
-        # Not held at head_dim 64, with tiles of 128 keys, ptxas makes the descriptor of the queries for the masked loop alone. Held
-        # where there is one loop, it puts what is in registers to another use while that is still needed.
         self.dq_launches = [Launch(hopper_backward.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, **features, HAS_DLSE=x,
-            HELD=width <= 64 and not window), options, (m // 2, n, n, m // 2)) for x in (False, True)]
+            BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, CONSUMERS=m // 64, **features, HAS_DLSE=x),
+            dict(num_warps=4, maxnreg=_registers(1, m // 64)), (64, n, n, 64, 64)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
-        held = (width == 32 and not window) or (width == 64 and causal)
+        # To pass over tiles takes registers, which at head_dim 128 the loops need themselves.
         self.dkdv_launches = [Launch(hopper_backward.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, **values, HAS_DK=dk, HAS_DV=dv, STAGES=stages, K_STAGES=own, **features, HELD=held), options,
-            (m, n // 2, n // 2, m)) for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])]
+            BLOCK_M=m, BLOCK_N=n, **values, HAS_DK=dk, HAS_DV=dv, STAGES=stages, K_STAGES=own, CONSUMERS=n // 64, **features,
+            HELD=width == 64 and causal, PASS=width != 128), dict(num_warps=4, maxnreg=_registers(1, n // 64)), (m, 64, 64, m))
+            for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])]
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
@@ -348,8 +341,9 @@ class HopperPlan(Plan):
     def _forward(self, rows, total, spec):
         n, counter, device = rows.q.shape[0] - 1, self.counter, self.device
         described = *self.described, ragged(self.heads, self.v.dim, self.out_stride, self.v.dim, *_tiled(self.v.dim))
-        block, most, launch = self.forwards[total >= LONG * n]
-        tiles, programs = rows.query_tiles(total, block, spec), min(most, tile_bound(total, n, block) * self.heads)
+        block, launch = self.tiles.forward[0], self.forward_launch
+        tiles = rows.query_tiles(total, block, spec)
+        programs = min(self.shared * self.programs, tile_bound(total, n, block) * self.heads)
         strides, numbers = (*self.columns, self.out_stride), (total, *self.forward_counts, *_numbers(spec))
         return lambda q, k, v, slopes, out, lse: launch(
             programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, k, v, out), described)
@@ -365,15 +359,16 @@ class HopperPlan(Plan):
         def prepare(dout_strides, dlse_strides):
             stride, head, _ = dout_strides
             shapes = *self.described, ragged(self.heads, self.v.dim, stride, head, *_tiled(self.v.dim))
+            dq_shapes = *shapes, ragged(self.heads, self.q.dim, self.heads * self.q.dim, self.q.dim, *_tiled(self.q.dim))
             columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
-            dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride, self.heads * self.q.dim)
+            dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride)
             dq_numbers = dlse_stride, dlse_head, total, plane, *self.q_counts, *numbers
             dkdv_strides = *columns, self.k_heads * self.q.dim, self.k_heads * self.v.dim
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 described, count = (q, k, v, dout), counter(device)
-                dq_launch(dq_programs, (slopes, out, lse, dlse, stats, dq, query_tiles, count), dq_strides, dq_numbers,
-                          described, shapes)
+                dq_launch(dq_programs, (slopes, out, lse, dlse, stats, query_tiles, count), dq_strides, dq_numbers,
+                          (*described, dq), dq_shapes)
                 for dkdv_launch in dkdv_launches:
                     dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, count), dkdv_strides, dkdv_numbers, described,
                                 shapes)
@@ -389,21 +384,21 @@ class SplitPlan(Plan):
     BLOCK = 32  # numbers of heads that a program of the kernels that split takes
 
     def __init__(self, device: torch.device, shapes: tuple[_Shape, ...], causal: bool, window: bool, softcap: bool, alibi: bool):
-        from . import hopper, hopper_float32
+        from . import hopper, hopper_float32, planes
 
         super().__init__(device, torch.float32, shapes)
-        dim, planes = self.q.dim, hopper_float32.PLANES.value
-        self.counter, self.planes = hopper.counter, planes
+        dim, count = self.q.dim, planes.PLANES.value
+        self.counter, self.planes = hopper.counter, count
         self.tiles = GLUON[4, dim]
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
-        described = [ragged(planes * x.heads, dim, planes * x.heads * dim, dim) for x in shapes]
+        described = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in shapes]
         self.described = *described, described[0]
         self.described_q = ragged(*self.q)
         window = window or softcap or alibi
         features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         split, options = dict(DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
-        self.split_launch = Launch(hopper_float32.split_kernel, split, options)
-        self.split_dout_launches = [Launch(hopper_float32.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
+        self.split_launch = Launch(planes.split_kernel, split, options)
+        self.split_dout_launches = [Launch(planes.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
                                     for x in (False, True)]
         options = dict(num_warps=4, maxnreg=_registers(1, 2))
         m, n, stages, *_ = self.tiles.forward

@@ -21,6 +21,7 @@ _SHARE = 2  # tiles in a share
 _MOST_TILES = 16  # that a program reads one after another rather than cut a row
 _PART = 8192  # places at least in a part of a row that is cut
 _PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
+_AHEAD = 2  # parts that are reduced ahead of those of the longest row
 _BOUNDARIES = 128  # of shares, that one program finds
 _WIDEST = 1 << 20  # so that places in a share fit 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
@@ -119,7 +120,8 @@ class _Plan(NamedTuple):
     identity: float
     cut: "_Cut"
     whole: Launch | None  # None for wide tokens
-    parts: tuple[Launch, ...]  # the visits to rows that are cut
+    parts: Launch | None  # for rows that are cut; None where it is known that there is none
+    visits: int  # to each of their parts
 
     @on_its_device
     def run(self, x: torch.Tensor, rows: Rows, y: torch.Tensor | None = None, a: torch.Tensor | None = None,
@@ -136,10 +138,10 @@ class _Plan(NamedTuple):
         pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets,
                     rows.first(cut.share, cut.shares))
         self.whole(cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most))
-        if self.parts:
+        if self.parts is not None:
             between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
-            for visit in self.parts:
-                visit(cut.parts, (*pointers, between), (), (cut.shares, cut.share, cut.most))
+            self.parts(cut.parts * self.visits, (*pointers, between, columns.counters(x.device, cut.parts)), (),
+                       (cut.shares, cut.share, cut.most, cut.parts, cut.lag))
         return out
 
 
@@ -153,17 +155,22 @@ class _Cut(NamedTuple):
     most: int  # tokens of a row that is not cut into parts
     together: int  # shares in a part
     parts: int  # 0 where it is known that no row is cut
+    lag: int  # parts between the first visit to one and the second
 
 
 def _cut(total: int, n: int, max_length: int | None) -> _Cut:
     longest = total if max_length is None else min(max_length, total)
-    width = min(triton.next_power_of_2(max(-(-total // max(n, 1)), 1)), _MOST_WARPS * _TOKENS)
+    rest, others = total, max(n, 1)
+    if longest > _MOST_TILES * _TOKENS and total - longest >= n - 1 > 0:  # a row as long as many says nothing of the others
+        rest, others = total - longest, n - 1
+    width = min(triton.next_power_of_2(max(-(-rest // others), 1)), _MOST_WARPS * _TOKENS)
     if width < _TOKENS and width < longest <= _MOST_TILES * _TOKENS:
         width *= 2  # room for rows that are longer than others, but not cut
     warps = max(width // _TOKENS, 1)
     share, most = _SHARE * warps * _TOKENS, _MOST_TILES * warps * _TOKENS
     shares, together = -(-(total + n) // share), max(_PART // share, 1)
-    return _Cut(width, warps, share, shares, most, together, -(-shares // together) if longest > most else 0)
+    parts = -(-shares // together) if longest > most else 0
+    return _Cut(width, warps, share, shares, most, together, parts, min(longest // (together * share) + _AHEAD, parts))
 
 
 @lru_cache(1024)
@@ -181,7 +188,7 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     index = device.index if device.type == "cuda" else None
     fixed = index, empty(device.type), tl.constexpr(op), tl.constexpr(map), out, acc, held, identity, cut
     if strides[0] >= columns.LEAST:
-        return _Plan(*fixed, None, ())
+        return _Plan(*fixed, None, None, 0)
     reads = 2 if dtypes[1] else int(map != shares.COPY.value)
     what = dict(OP=op, MAP=map)
     same = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, IDENTITY=identity,
@@ -194,11 +201,9 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     key = device, dtypes, out and out[2]
     whole = _launch(key, shares.share_kernel, _items(what | tiles | same), _items(options))
     tiles = dict(K=cut.together, F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
-    visits = () if not cut.parts else (False, True) if op else (True,)
-    parts = tuple(_launch(key, shares.part_kernel, _items(what | dict(AGAIN=again) | tiles | same),
-                          _items(dict(num_warps=_PART_WARPS)))
-                  for again in visits)
-    return _Plan(*fixed, whole, parts)
+    options = dict(num_warps=_PART_WARPS)
+    parts = _launch(key, shares.part_kernel, _items(what | tiles | same), _items(options)) if cut.parts else None
+    return _Plan(*fixed, whole, parts, 2 if op and map else 1)
 
 
 def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -133,8 +133,8 @@ def _join(u0, v0, u, v, OP: tl.constexpr):
 
 
 @triton.jit
-def _reduce(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """Reduce tokens (K, G, L), at these places in their rows, to (1, G, 1)."""
+def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """What each token, at these places in their rows, reduces to alone."""
     if (OP == ARGMAX) | (OP == ARGMIN):
         x = tl.where(valid, _key(x, place, OP), IDENTITY)
     elif (OP == ANY) | (OP == ALL):
@@ -145,7 +145,20 @@ def _reduce(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, KEP
         x = y
     elif OP == EQUAL:
         x = (valid & (x == a)).to(KEPT)
-    return _gather(x, 1.0, OP)
+    return x
+
+
+@triton.jit
+def add_tokens(u, v, x, OP: tl.constexpr):
+    """What lanes reduce to so far, with more tokens of each along the first axis."""
+    if OP == LSE:
+        m = tl.maximum(u, tl.max(x, 0, keep_dims=True))
+        low = _finite(m)
+        v = v * _exp(u - low) + tl.sum(_exp(x - low), 0, keep_dims=True)
+        u = m
+    else:
+        u, v = _join(u, v, _fold(x, 0, OP), v, OP)
+    return u, v
 
 
 @triton.jit
@@ -230,14 +243,14 @@ def _lines(K: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def _chunk(X, Y, at, t0, t1, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr, READS: tl.constexpr,
-           OTHER: tl.constexpr, ACC: tl.constexpr):
+           OTHER: tl.constexpr, ACC: tl.constexpr, KEEP: tl.constexpr):
     """Tokens [at, at + F) as (F / L, 1, L), and which are in [t0, t1)."""
     line, step = _lines(F // L, L)
     valid = (line + step >= tl.maximum(t0 - at, 0).to(tl.int32)) & (line + step < tl.minimum(t1 - at, F).to(tl.int32))
     if VECTOR and READS > 0:
         if (at >= t0) & (at + F <= t1):  # without a mask a lane loads 16 bytes at once
-            x = tl.load(X + at + line + step).to(ACC)
-            y = tl.load((Y if READS == 2 else X) + at + line + step).to(ACC)
+            x = tl.load(X + at + line + step, eviction_policy=KEEP).to(ACC)
+            y = tl.load((Y if READS == 2 else X) + at + line + step, eviction_policy=KEEP).to(ACC)
         else:
             x, y = _read(X + at, Y + at, line, step, valid, READS, OTHER, ACC)
     else:
@@ -249,22 +262,23 @@ def _chunk(X, Y, at, t0, t1, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.conste
 def _reduce_tokens(X, Y, a, start, t0, t1, OP: tl.constexpr, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr,
                    READS: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
     """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
-    u, v = _nothing(1, IDENTITY, KEPT)
+    u = tl.full([1, 1, L], IDENTITY, KEPT)  # a number a lane: they meet only at the end
+    v = tl.zeros([1, 1, L], KEPT)
     line, step = _lines(F // L, L)
     begin = t0 - t0 % 32  # not t0 // 32 * 32: where Triton sees that it is aligned, masked loads take a token of every four
     for done in range(0, t1 - begin, F):
         at = begin + done
         if VECTOR:
             at = tl.multiple_of(at, 32)
-        x, y, valid = _chunk(X, Y, at, t0, t1, F, L, VECTOR, READS, OTHER, ACC)
-        more_u, more_v = _reduce(x, y, a, valid, at - start + line + step, OP, IDENTITY, KEPT)
-        u, v = _join(u, v, more_u, more_v, OP)
-    return u, v
+        x, y, valid = _chunk(X, Y, at, t0, t1, F, L, VECTOR, READS, OTHER, ACC, "")
+        u, v = add_tokens(u, v, _alone(x, y, a, valid, at - start + line + step, OP, IDENTITY, KEPT), OP)
+    return _gather(u, v, OP)
 
 
 @triton.jit
 def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
-                VECTOR: tl.constexpr, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
+                VECTOR: tl.constexpr, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr,
+                KEEP: tl.constexpr):
     """Write what the tokens [t0, t1) of one row become."""
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = F if RUN else L
@@ -276,7 +290,7 @@ def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constex
             at = begin + (t1 - begin - 1) // F * F - done
         if VECTOR:
             at = tl.multiple_of(at, 32)
-        x, y, valid = _chunk(X, Y, at, t0, t1, F, LANES, VECTOR, READS, OTHER, ACC)
+        x, y, valid = _chunk(X, Y, at, t0, t1, F, LANES, VECTOR, READS, OTHER, ACC, KEEP)
         if RUN:
             made, u = _run(x, u, MAP, OP)
         else:
@@ -284,7 +298,7 @@ def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constex
         made = made.to(OUT.dtype.element_ty)
         if VECTOR:
             if (at >= t0) & (at + F <= t1):
-                tl.store(OUT + at + line + step, made)
+                tl.store(OUT + at + line + step, made, cache_modifier=".cs" if KEEP != "" else "")
             else:
                 tl.store(OUT + at + line + step, made, mask=valid)
         else:
@@ -314,7 +328,7 @@ def _row(X, Y, A, B, OUT, OFFSETS, row, OP: tl.constexpr, MAP: tl.constexpr, F: 
     else:
         if OP == LSE:
             u = _finite(u)
-        _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC)
+        _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC, "")
 
 
 @triton.jit
@@ -373,7 +387,7 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, OP: tl.
         if RUN:
             made, u = _run(x, u, MAP, OP)
         elif OP != NONE:
-            u, v = _reduce(x, y, a, valid, line + step, OP, IDENTITY, KEPT)
+            u, v = _gather(_alone(x, y, a, valid, line + step, OP, IDENTITY, KEPT), 1.0, OP)
         if MAP == NONE:
             _keep(OUT, u, v, rows, short, OP, IDENTITY)
         else:
@@ -389,52 +403,86 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, OP: tl.
             _row(X, Y, A, B, OUT, OFFSETS, group + i, OP, MAP, G * W, FL, VECTOR, READS, HAS_A, HAS_B, IDENTITY, OTHER, ACC, KEPT)
 
 
-@triton.jit(do_not_specialize=("count", "share", "most"))
-def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, count, share, most, OP: tl.constexpr, MAP: tl.constexpr,
-                AGAIN: tl.constexpr, K: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
+@triton.jit
+def turn(slot, count, lag):
+    """Which of `count` shares the program in this slot visits, and whether again.
+
+    The first `lag` slots are first visits. Then first and second visits take turns, so that each share is visited again `lag`
+    shares later, and finds in the cache what was read before; what is left are second visits.
+    """
+    early = tl.minimum(slot, lag)
+    turns = tl.minimum(slot - early, 2 * (count - lag))
+    again = (slot >= lag) & ((turns % 2 == 1) | (turns == 2 * (count - lag)))
+    return tl.where(again, slot - early - turns + turns // 2, early + turns // 2), again
+
+
+@triton.jit
+def _put_together(PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """What the parts [first, stop) of a row that begins in part `begin` reduce to."""
+    u, v = _nothing(1, IDENTITY, KEPT)
+    for q in range(first, stop, 1024):
+        parts = q + tl.arange(0, 1024)[None, None, :]
+        here = PARTS + (parts * 2 + (parts == begin)) * 2
+        us = tl.load(here, mask=parts < stop, other=IDENTITY)
+        vs = tl.load(here + 1, mask=parts < stop, other=0)
+        more_u, more_v = _gather(us, vs, OP)
+        u, v = _join(u, v, more_u, more_v, OP)
+    return u, v
+
+
+@triton.jit(do_not_specialize=("count", "share", "most", "parts", "lag"))
+def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, count, share, most, parts, lag, OP: tl.constexpr,
+                MAP: tl.constexpr, K: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
                 HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
                 ACC: tl.constexpr, KEPT: tl.constexpr):
     """Rows of more than `most` tokens in the K shares of one part; no part has more than `most` tokens.
 
     The first visit leaves in PARTS (parts, 2, 2) what the part's end of an earlier row (0) and its beginning of a later one
-    (1) reduce to. The second visit, AGAIN, does with whole rows what `share_kernel` does.
+    (1) reduce to, and counts it in COUNTS (parts,), at the part where the row begins. Once all parts of the row are there, the
+    last program puts them together, or those of the second visit do, and go over the tokens again. COUNTS is zero before and after.
     """
+    TWICE: tl.constexpr = OP != NONE and MAP != NONE
     part = share * K
     p = tl.program_id(0)
-    if AGAIN:  # backwards: what was read last is still in the cache
-        p = tl.num_programs(0) - 1 - p
+    again = OP == NONE
+    if TWICE:
+        p, again = turn(p, parts, lag)
     first = tl.load(FIRST + p * K)
     last = tl.load(FIRST + tl.minimum(p * K + K, count))
-    for side in tl.static_range(1 if AGAIN and MAP == NONE else 0, 2):
+    for side in tl.static_range(2):
         row = first - 1 if side == 0 else last - 1
         if (first > 0 if side == 0 else last > first):
             start, end = _bounds(OFFSETS, row)
-            t0 = p.to(tl.int64) * part - row - 1 if side == 0 else start
-            t1 = tl.minimum(end, (p.to(tl.int64) + 1) * part - row - 1)
-            if (end - start > most) & (t0 <= t1):
+            begin = ((start + row) // part).to(tl.int32)
+            final = ((end + row) // part).to(tl.int32)
+            if (end - start > most) & (p <= final):
+                t0 = p.to(tl.int64) * part - row - 1 if side == 0 else start
+                t1 = tl.minimum(end, (p.to(tl.int64) + 1) * part - row - 1)
                 one = row + tl.zeros([1], tl.int32)
                 a, b = _operands(A, B, one, one >= 0, HAS_A, HAS_B, ACC)
-                if not AGAIN:
+                counter = COUNTS + begin
+                u, v = _nothing(1, IDENTITY, KEPT)
+                if not again:
                     u, v = _reduce_tokens(X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT)
                     here = PARTS + (p.to(tl.int64) * 2 + side) * 2 + tl.zeros([1, 1, 1], tl.int32)
                     tl.store(here, u)
                     tl.store(here + 1, v)
-                else:
-                    u, v = _nothing(1, IDENTITY, KEPT)
-                    if OP != NONE:
-                        begin = (start + row) // part
-                        at = p + 1 if MAP == RUNNING_BACK else begin
-                        stop = p if MAP == RUNNING else (end + row) // part + 1
-                        for q in range(at, stop, 1024):
-                            parts = q + tl.arange(0, 1024)[None, None, :]
-                            here = PARTS + (parts * 2 + (parts == begin)) * 2
-                            us = tl.load(here, mask=parts < stop, other=IDENTITY)
-                            vs = tl.load(here + 1, mask=parts < stop, other=0)
-                            more_u, more_v = _gather(us, vs, OP)
-                            u, v = _join(u, v, more_u, more_v, OP)
-                    if MAP == NONE:
+                    tl.debug_barrier()
+                    full = tl.atomic_add(counter, 1, sem="acq_rel") == final - begin
+                    if MAP == NONE and full:
+                        tl.debug_barrier()
+                        u, v = _put_together(PARTS, begin, begin, final + 1, OP, IDENTITY, KEPT)
                         _keep(OUT, u, v, one, one >= 0, OP, IDENTITY)
-                    else:
-                        if OP == LSE:
-                            u = _finite(u)
-                        _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC)
+                        tl.store(counter, 0)
+                else:
+                    if TWICE:
+                        while tl.atomic_add(counter, 0, sem="acquire") <= final - begin:
+                            pass
+                        tl.debug_barrier()
+                        u, v = _put_together(PARTS, begin, p + 1 if MAP == RUNNING_BACK else begin,
+                                             p if MAP == RUNNING else final + 1, OP, IDENTITY, KEPT)
+                    if OP == LSE:
+                        u = _finite(u)
+                    _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC, "evict_first")
+                    if TWICE and tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1:  # all have seen them
+                        tl.store(counter, 0)

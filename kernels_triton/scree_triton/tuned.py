@@ -22,23 +22,21 @@ class Tiles(NamedTuple):
 class GluonTiles(NamedTuple):
     """Queries, keys and stages of the three Gluon kernels, and the stages of the side that a program owns.
 
-    Further, of the forward the programs that share a multiprocessor. `long` is the forward for rows of at least `LONG` tokens on
-    average, where it is another. `apart`: dk and dv come from two launches, as registers have no room for both.
+    Further, of the forward the programs that share a multiprocessor. `apart`: dk and dv come from two launches, as registers have
+    no room for both.
     """
 
     forward: tuple[int, int, int, int, int]
     dq: tuple[int, int, int, int]
     dkdv: tuple[int, int, int, int]
-    long: tuple[int, int, int, int, int] | None = None
     apart: bool = False
 
 
-LONG = 1000
 # By bytes of an element and the width of a head in shared memory, or those of q and of v; measured on an H100.
 GLUON = {
-    (2, 32): GluonTiles((64, 64, 3, 2, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
-    (2, 64): GluonTiles((64, 64, 3, 2, 3), (128, 64, 4, 2), (64, 128, 4, 2), long=(192, 64, 6, 2, 1)),
-    (2, 128): GluonTiles((128, 128, 2, 2, 1), (128, 64, 3, 1), (64, 128, 3, 1)),
+    (2, 32): GluonTiles((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
+    (2, 64): GluonTiles((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2)),
+    (2, 128): GluonTiles((128, 128, 2, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
     (2, 192, 128): GluonTiles((192, 64, 3, 1, 1), (128, 64, 3, 1), (32, 128, 4, 1)),
     (2, 192): GluonTiles((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 3, 1), apart=True),
     (2, 256): GluonTiles((128, 64, 2, 1, 1), (128, 32, 2, 1), (32, 128, 2, 1), apart=True),

@@ -15,7 +15,7 @@ f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
 LONG = (900, 1, 1, 640, 2, 1000)
-FEW = (2100, 1, 999)  # long enough on average for the forward of long rows
+FEW = (2100, 1, 999)
 MASKS = [dict(), dict(causal=True), dict(causal=True, window=(70, None)), dict(window=(33, 20)),
          dict(window=(None, 5)), dict(causal=True, softcap=15.0), dict(causal=True, window=(100, None), softcap=30.0)]
 CASES = [

@@ -2,6 +2,7 @@
 import copy
 import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -189,3 +190,19 @@ def test_what_needs_a_gradient():
     once = torch.autograd.grad(attention(*every, cu, cu, causal=True, scale=0.25)[0].square().sum(), every, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         once[0].sum().backward()
+
+
+def test_what_is_kept_goes_with_the_rows():
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn((sum(LENGTHS), 2, 16), device=DEVICE, requires_grad=True)
+        rows = scree.from_cu_seqlens(x, offsets(LENGTHS, DEVICE), max_length=max(LENGTHS))
+        for _ in range(2):
+            y = scree.attention(rows, rows.with_values(x * 1), rows.with_values(x * 2), causal=True, kernel="triton")
+            y.values.sum().backward()
+        layout, kept = weakref.ref(rows.layout), len(rows.layout.memo)
+        del rows, y
+        assert layout() is None and kept
+    finally:
+        gc.enable()

@@ -15,6 +15,7 @@ CASES = [
     *(Case(name, f32, (24,), (70,)) for name in ("logsumexp", "cumulative_sum")),  # parts of one row alone
     Case("max", f16, (130,), (130, 3)),  # narrower blocks of columns
     *(Case(name, f32, (2, 16), (3,) * 20, bounded=True) for name in ("log_softmax", "mean", "cumulative_sum")),  # nothing is cut
+    *(Case(name, f32, (50,), (70, 90, 66, 40), bounded=True) for name in NAMES),  # a program a row
 ]
 
 
@@ -36,7 +37,7 @@ def test_error(case):
 def test_counts_are_left_as_found(map, monkeypatch):
     """The next call on the stream finds zeros."""
     counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(columns, "_counts", lambda device, number: counts[:number])
+    monkeypatch.setattr(columns, "counters", lambda device, number: counts[:number])
     x = torch.randn(180, 130, device=DEVICE)
     rows = segments.Rows(torch.tensor([0, 100, 101, 180], dtype=torch.int32, device=DEVICE), None)
     first = segments.over_rows(x, rows, shares.LSE, map)

@@ -39,7 +39,7 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
         given = *options.values(),
         types: tuple[Any, ...] = *map(type, given),  # 1 == 1.0 == True
         if tuple in types:
-            types += *[(*map(type, x),) for x in given if type(x) is tuple],
+            types = *types, *((*map(type, x),) for x in given if type(x) is tuple)
         kept = _kept(rows, (operation, kernel, given, types), arrays, values)
         for seen in kept or ():
             if seen.kernels is kernels and seen.alike(*values):
