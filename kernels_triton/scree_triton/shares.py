@@ -5,9 +5,9 @@ into shares of equal length, one a program (Merrill and Garland, Merge-based par
 2016), so that neither one long row nor a million empty ones keep a program busy alone. A row goes to the program in whose
 share it begins, which reads it once: short rows stand side by side in a tile of G rows and W tokens, the lanes of a warp
 sharing few rows, so that most of a reduction stays inside a lane. A row longer than W is read in several steps, and again
-from the cache where its tokens become something. Rows too long for one program are cut into parts: one launch reduces each
-part, the next one adds the parts of a row up in a fixed order and goes over the tokens again. Nothing is added with
-atomics: equal inputs give equal bits.
+from the cache where its tokens become something. Rows too long for one program are cut into parts, which are reduced, put
+together in a fixed order and visited again, in one launch: the programs of second visits have higher numbers than those that
+they wait for. Equal inputs give equal bits.
 
 Values have the shape (total,). Tokens behind the last row are written as 0.
 """

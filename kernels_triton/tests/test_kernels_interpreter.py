@@ -23,6 +23,8 @@ LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
         for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()),
                            ("cumulative_sum", ()), ("cumulative_sum", (3,)))]
 LONG += [Case(name, f32, (), (300, 200, 0, 90)) for name in ("softmax", "sum", "cumulative_sum")]  # several warps a program
+LONG += [Case(name, f32, (), (150, 140, 0, 160, 130), bounded=True)  # second visits close behind the first
+         for name in ("softmax", "max", "cumulative_sum")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -97,6 +99,25 @@ def cut_small(monkeypatch):
     monkeypatch.setattr(columns, "_SHORTEST", 0)
     for module in (segments, columns):
         monkeypatch.setattr(module, "_plan", module._plan.__wrapped__)
+
+
+def test_one_long_row_says_nothing_of_the_others():
+    """Tiles are as wide as the other rows, where the host knows a long one; a bound that is no row's length is none."""
+    assert segments._cut(14_000_000, 1_000_001, 10_000_000).width == segments._cut(4_000_000, 1_000_000, 4).width == 4
+    assert segments._cut(14_000_000, 1_000_001, 14_000_000).width == 16
+
+
+@pytest.mark.parametrize("map", [shares.NONE, shares.SOFTMAX], ids=["reduced", "mapped"])
+def test_counts_of_parts_are_left_as_found(map, monkeypatch):
+    """The next call on the stream finds zeros."""
+    cut_small(monkeypatch)
+    counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(columns, "counters", lambda device, number: counts[:number])
+    x = torch.randn(580, device=DEVICE)
+    rows = segments.Rows(torch.tensor([0, 150, 290, 450, 580], dtype=torch.int32, device=DEVICE), 160)
+    first = segments.over_rows(x, rows, shares.LSE, map)
+    assert not counts.any()
+    assert torch.equal(first, segments.over_rows(x, rows, shares.LSE, map))
 
 
 def test_rows_before_shares():
