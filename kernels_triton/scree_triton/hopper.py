@@ -271,6 +271,12 @@ def _tile(TILES, t, count, total_tiles, group):
 
 
 @gluon.jit
+def _fields(tile):
+    """Of a tile's entry in the map: row start and length, those of the other side, first token."""
+    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4)
+
+
+@gluon.jit
 def _inside(rows, length, cols, DIM: gl.constexpr, BLOCK_D: gl.constexpr):
     """Where a tile has tokens of its row and numbers of its head."""
     inside = (rows < length)[:, None]

@@ -14,6 +14,7 @@ from .hopper import (
     _column,
     _derivative,
     _entry,
+    _fields,
     _first_tile,
     _inside,
     _key_bounds,
@@ -30,12 +31,6 @@ from .hopper import (
     _wait_sums,
     _zeros,
 )
-
-
-@gluon.jit
-def _fields(tile):
-    """Of a tile's entry in the map: row start and length, those of the other side, first token."""
-    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4)
 
 
 @gluon.jit
@@ -292,11 +287,7 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     c = 0
     while t >= 0:
         tile, head = _tile(TILES, t, count, total_tiles, group)
-        start = gl.load(tile)
-        length = gl.load(tile + 1)
-        other_start = gl.load(tile + 2)
-        other = gl.load(tile + 3)
-        first = gl.load(tile + 4)
+        start, length, other_start, other, first = _fields(tile)
         ks = i % K_STAGES
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
         _post(queue.index(ks), tile, t, total_tiles, head, LAYOUT)

@@ -21,6 +21,7 @@ from .hopper import (
     _claim,
     _column,
     _entry,
+    _fields,
     _first_tile,
     _key_bounds,
     _key_tiles,
@@ -38,12 +39,6 @@ from .hopper import (
     _wait_sums,
     _zeros,
 )
-
-
-@gluon.jit
-def _fields(tile):
-    """Of a tile's entry in the map: row start and length, those of the other side, first query."""
-    return gl.load(tile), gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4)
 
 
 @gluon.jit
