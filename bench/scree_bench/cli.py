@@ -6,6 +6,7 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
 import typer
 
@@ -27,7 +28,10 @@ for name, command in COMMANDS.items():
 
 
 @app.command("all")
-def everything(out: Path, device: Device = "auto", quick: Quick = False) -> None:
+def everything(
+    out: Annotated[Path, typer.Argument(help="Folder for the JSON and the pictures.")],
+    device: Device = "auto", quick: Quick = False,
+) -> None:  # fmt: skip
     """Run every subcommand, each in a process of its own, with its results in the folder OUT.
 
     The exit status is 1 if one of them has another one than 0. Ctrl-C ends the one that runs, which keeps what it has, and no

@@ -1,7 +1,9 @@
 """How a number comes about: calls in turn, medians with every sample kept, and failures that are results.
 
 Contenders are measured in turn, one after the other in every round, so that a drift of the machine meets all of them alike; one
-whose time is used up leaves the rounds. The first call of each warms up (and compiles) and is not counted.
+whose time is used up leaves the rounds. The first call of each warms up (and compiles) and is not counted. A device that works
+behind the host has rounds of its own, a single call between rests, and the host has its loops of calls after them: the device's
+heat and clock rate behind a loop of one contender would meet the next one's sample.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ Thunk = Callable[[], Any]
 SHORTEST = 2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
 FEWEST = 5  # samples of each contender even where they exceed the budget; two where they do so tenfold, or with `--quick`
 PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
-LONGEST_SLEEP = 0.02  # seconds that a device waits for the host
-COLD = 3e-4  # of them beside the host's time: the first call after a synchronization takes longer
+NAP, LONGEST_NAP = 3e-4, 0.02  # seconds that a device sleeps while the host launches a call: at first, and at most
 QUEUED, QUEUED_SECONDS = 30, 0.01  # calls in the loop that times the host, and how long they may take it or the device
-SLOW = 10 * LONGEST_SLEEP  # seconds; of longer calls there is no such loop: beside them the wait for a sleeping device is little
+SLOW = 10 * LONGEST_NAP  # seconds; beside a longer call the host is not timed
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
 
 OUT_OF_MEMORY = "out of memory"
@@ -64,7 +65,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 class Times(NamedTuple):
-    """Seconds a call, all samples; and those that the host alone was busy with, where a device works behind it."""
+    """Seconds a call, all samples; and those of the host alone, where a device works behind it."""
 
     seconds: list[float]
     host: list[float]
@@ -81,11 +82,11 @@ def interleaved(
     thunks
         The contenders. One that raises is left out of the rounds that follow, and does not stop the others.
     budget
-        Seconds for each contender, after which it leaves the rounds.
+        Seconds for the samples of each contender, after which it leaves the rounds; on "cuda" for those of the host as many again.
     wait
         Waits until the result of a thunk has been computed, for libraries that run behind.
     device
-        On "cuda" calls are timed by events: see `_device_clock`.
+        On "cuda" the device is timed, and then the host: see `_device_samples` and `_host_samples`.
     fewest
         Samples of each contender, even where they exceed the budget; two where they would exceed it tenfold.
     patience
@@ -99,38 +100,41 @@ def interleaved(
     >>> len(found["sum"].seconds) >= 5, found["bad"]
     (True, Failure(status='failed', why='division by zero'))
     """
-    clock = _device_clock() if device.startswith("cuda") else _host_clock(wait)
     out = {} if out is None else out
-    inner: dict[str, int] = {}
-
-    def sample(name: str, patience: float | None = None) -> tuple[float, float | None]:
+    for name, thunk in thunks.items():
         try:
             with within(patience):
-                return clock(thunks[name], inner[name])
+                wait(thunk())  # warm-up
+            out[name] = Times([], [])
         except Exception as error:  # a contender that fails is a result, and the others still run
             out[name] = Failure.of(error)
-            inner.pop(name, None)
-            return 0.0, None
 
-    for name in thunks:
-        inner[name] = 1
-        sample(name, patience)  # warm-up
-    times = {name: Times([], []) for name in inner}
-    out |= times
-    spent = dict.fromkeys(inner, 0.0)
-    while inner:
-        for name in list(inner):
-            start = time.perf_counter()
-            seconds, host = sample(name)
-            spent[name] += time.perf_counter() - start
-            if host is None and name in inner and inner[name] == 1 and seconds < SHORTEST:
-                inner[name] = math.ceil(SHORTEST / max(seconds, 1e-9))  # a sample are so many calls from now on
-                continue
-            times[name].seconds.append(seconds)
-            times[name].host.extend(() if host is None else (host,))
-            count = len(times[name].seconds)
-            if count >= 2 and spent[name] >= (budget if count >= fewest else 10 * budget):
-                inner.pop(name, None)
+    def rounds(samples: Mapping[str, Iterator[float]], kind: str) -> None:
+        spent = dict.fromkeys(samples, 0.0)
+        while spent:
+            for name in list(spent):
+                start = time.perf_counter()
+                try:
+                    kept: list[float] = getattr(out[name], kind)
+                    kept.append(next(samples[name]))
+                except Exception as error:
+                    out[name] = Failure.of(error)
+                    del spent[name]
+                    continue
+                spent[name] += time.perf_counter() - start
+                if len(kept) >= 2 and spent[name] >= (budget if len(kept) >= fewest else 10 * budget):
+                    del spent[name]
+
+    def there() -> dict[str, Times]:
+        return {name: found for name in thunks if isinstance(found := out[name], Times)}
+
+    if not device.startswith("cuda"):
+        rounds({name: _samples(thunks[name], wait) for name in there()}, "seconds")
+        return out
+    on_device = _device_samples()
+    rounds({name: on_device(thunks[name]) for name in there()}, "seconds")
+    took = {name: median(found.seconds) for name, found in there().items()}
+    rounds({name: _host_samples(thunks[name], seconds) for name, seconds in took.items() if seconds < SLOW}, "host")
     return out
 
 
@@ -153,68 +157,82 @@ def within(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-#: Times a thunk called so many times: seconds a call, and those of the host alone where it is not the host that works.
-Clock = Callable[[Thunk, int], tuple[float, float | None]]
-
-
-def _host_clock(wait: Callable[[Any], Any]) -> Clock:
-    def clock(thunk: Thunk, count: int) -> tuple[float, None]:
+def _samples(thunk: Thunk, wait: Callable[[Any], Any]) -> Iterator[float]:
+    """Seconds a call, each waited for; a sample is the mean of so many that it lasts long enough to be told from noise."""
+    count = 1
+    while True:
         start = time.perf_counter()
         for _ in range(count):
             wait(thunk())
-        return (time.perf_counter() - start) / count, None
+        seconds = (time.perf_counter() - start) / count
+        if count == 1 and seconds < SHORTEST:
+            count = math.ceil(SHORTEST / max(seconds, 1e-9))
+        else:
+            yield seconds
 
-    return clock
 
+def _device_samples() -> Callable[[Thunk], Iterator[float]]:
+    """Seconds of the device alone for a call, by events, from an overwritten second-level cache.
 
-def _device_clock() -> Clock:
-    """Seconds of the device alone, from a cold second-level cache; and those of the host alone, in a loop of calls.
-
-    The device sleeps until the host has launched all that a call consists of, so that no kernel comes late: the time is that of
-    a captured graph, also for calls that cannot be captured. Then the host makes some calls one after another without waiting
-    for any, few enough that the device's queue takes them all: its time is that of a call in a program that is busy.
+    The device sleeps until the host has launched all that the call consists of, so that no kernel comes late: the time is that
+    of a captured graph, also for calls that cannot be captured. Where the device woke up before, the sample does not count, and
+    the next sleep is longer; unless the call waits for the device itself, or its launch is longer than any sleep.
     """
     import torch
 
     cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
-    last: dict[int, tuple[float, float]] = {}  # of each thunk: seconds of the host and of the device
 
-    def events() -> tuple[Any, Any]:
-        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def event() -> Any:
+        found = torch.cuda.Event(enable_timing=True)
+        found.record()
+        return found
 
     def sleep(cycles: float) -> None:
         torch.cuda._sleep(int(cycles))
 
     sleep(1)
-    begin, end = events()
-    begin.record()
+    begin = event()
     sleep(1e6)
-    end.record()
+    end = event()
     torch.cuda.synchronize()
     rate = 1e9 / begin.elapsed_time(end)  # cycles a second
 
-    def clock(thunk: Thunk, count: int) -> tuple[float, float]:
-        host, seconds = last.get(id(thunk), (0.0, QUEUED_SECONDS))
-        known = max(host, seconds)
-        calls = 0 if known > SLOW else max(1, min(QUEUED, int(QUEUED_SECONDS / known)))
-        begin, end = events()
-        cache.zero_()
-        sleep(rate * min(1.5 * host + COLD, LONGEST_SLEEP))
-        begin.record()
-        start = time.perf_counter()
-        thunk()
-        host = time.perf_counter() - start
-        end.record()
-        start = time.perf_counter()
-        for _ in range(calls):
+    def samples(thunk: Thunk) -> Iterator[float]:
+        nap = NAP
+        while True:
+            cache.zero_()
+            sleep(rate * nap)
+            begin, start = event(), time.perf_counter()
             thunk()
-        host = (time.perf_counter() - start) / calls if calls else host
-        torch.cuda.synchronize()
-        seconds = begin.elapsed_time(end) / 1e3
-        last[id(thunk)] = host, max(seconds, 1e-6)
-        return seconds, host
+            known = max(nap, time.perf_counter() - start)
+            end = event()
+            late = begin.query()
+            torch.cuda.synchronize()
+            if late and known < LONGEST_NAP:
+                nap = 2 * known
+            else:
+                yield begin.elapsed_time(end) / 1e3
 
-    return clock
+    return samples
+
+
+def _host_samples(thunk: Thunk, seconds: float) -> Iterator[float]:
+    """Seconds of the host alone for a call that takes the device so many: the time of a call in a program that is busy.
+
+    The host makes some calls one after another without waiting for any, few enough that the device's queue takes them all.
+    """
+    import torch
+
+    most = max(1, min(QUEUED, int(QUEUED_SECONDS / max(seconds, 1e-6))))
+    while True:
+        thunk()  # the first after a wait takes longer
+        calls, start = 0, time.perf_counter()
+        while calls < most and time.perf_counter() - start < QUEUED_SECONDS:
+            thunk()
+            calls += 1
+        took = time.perf_counter() - start
+        torch.cuda.synchronize()
+        yield took / calls
 
 
 # ---------------------------------------------------------------------------------------------------- memory

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from scree_bench import results
@@ -380,6 +381,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, arguments, name):
     found = results.read(path)
     assert not found.complete and found.rows
     assert [path.stem for path in tmp_path.glob("*.json")] == [f"{name}-cpu"]
+
+
+def test_every_option_is_explained():
+    commands = typer.main.get_command(app).commands
+    assert commands.keys() == {*MEASURING, "all", "report", "compare"}
+    for name, command in commands.items():
+        assert command.help, name
+        assert not [option.name for option in command.params if not option.help], name
 
 
 def test_report_without_results(tmp_path):

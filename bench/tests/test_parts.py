@@ -6,6 +6,8 @@ import json
 import math
 import signal
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,9 +29,9 @@ from scree_bench.work import BACKWARD, Work, distance, reference
 def test_contenders_take_turns():
     calls = []
     found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
-    assert calls[:4] == ["a", "b", "a", "b"]  # warm-up, then one call to see how long it takes
-    turns = [x for i, x in enumerate(calls[4:]) if i == 0 or calls[4:][i - 1] != x]
-    assert turns == ["a", "b"] * 2
+    assert calls[:2] == ["a", "b"]  # warm-up; in the rounds behind it a sample is many calls of one
+    turns = [x for i, x in enumerate(calls) if i == 0 or calls[i - 1] != x]
+    assert turns == ["a", "b"] * 3
     assert all(len(times.seconds) == 2 and not times.host for times in found.values())
 
 
@@ -72,6 +74,66 @@ def test_each_result_is_waited_for():
     waited = []
     interleaved({"a": lambda: "result"}, 0.0, wait=waited.append, fewest=1)
     assert waited and set(waited) == {"result"}
+
+
+class Device:
+    """A device that works behind the host, in the words of PyTorch; both clocks stand still but for what is called."""
+
+    def __init__(self):
+        self.host = self.done = 0.0  # what the host's clock says, and when the device has done all
+
+    def launch(self, host, device):
+        self.host += host
+        self.done = max(self.done, self.host) + device
+
+    def synchronize(self):
+        self.host = max(self.host, self.done)
+
+    def event(self, enable_timing):
+        found = SimpleNamespace()
+        found.record = lambda: setattr(found, "at", max(self.host, self.done))
+        found.query = lambda: found.at <= self.host
+        found.elapsed_time = lambda other: (other.at - found.at) * 1e3
+        return found
+
+
+@pytest.fixture
+def device(monkeypatch):
+    import torch
+
+    found = Device()
+    cache = SimpleNamespace(zero_=lambda: found.launch(1e-5, 1e-4))
+    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.launch(1e-5, cycles / 1e9))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: cache)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: found.host))
+    return found
+
+
+@pytest.mark.needs("torch")
+def test_the_device_is_timed_alone_and_the_host_behind_it(device):
+    """Ten kernels of 5 us whose launches take the host 100 us each: the device sleeps longer until none comes late."""
+    calls = []
+
+    def many(name):
+        calls.append(name)
+        for _ in range(10):
+            device.launch(1e-4, 5e-6)
+
+    def waits():
+        calls.append("waits")
+        device.synchronize()
+        device.launch(1e-5, 2e-5)
+
+    thunks = {"a": partial(many, "a"), "b": partial(many, "b"), "waits": waits}
+    found = interleaved(thunks, 0.0, wait=lambda _: device.synchronize(), device="cuda", fewest=3)
+    for who in ("a", "b"):
+        assert found[who].seconds == pytest.approx([5e-5] * 2) and found[who].host == pytest.approx([1e-3] * 2)
+    assert found["waits"].seconds == pytest.approx([3e-5] * 2)
+    assert calls[:5] == ["a", "b", "waits", "a", "a"]  # warm-up; the first sample of a came late
+    turns = [x for i, x in enumerate(calls) if calls[i - 1] != x]
+    assert turns == ["a", "b", "waits"] * 5  # of the device, two samples each, and of the host
 
 
 @pytest.mark.parametrize(
@@ -398,6 +460,20 @@ def test_the_block_is_compiled_in_one_piece():
     function, x = case.ours()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, *case.weights), function(x, *case.weights))
+
+
+def test_kernels_belong_to_the_mark_behind_them_and_then_to_the_one_before():
+    from scree_bench import trace
+
+    lengths = [1, "a", 2, 3, "b", 4, "b", 5, "a", 6, 7]  # numbers are kernels of so many seconds, 1 second apart
+    kernels, at = [], 0.0
+    for x in lengths:
+        seconds = 0.5 if isinstance(x, str) else float(x)
+        kernels.append(trace.Kernel(at, at + seconds, isinstance(x, str)))
+        at += seconds + 1
+    assert trace.by_mark(kernels, ["a", "b", "b", "a"]) == {"a": 1 + 6 + 7, "b": 2 + 3 + 4 + 5}
+    assert trace.by_mark(kernels[:6], ["a", "b"]) == {"a": 1, "b": 2 + 3 + 4}
+    assert trace.between(kernels) == len(kernels) - 1
 
 
 @pytest.mark.needs("torch")

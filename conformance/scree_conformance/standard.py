@@ -194,8 +194,8 @@ DRAW = {"all": "bool", "any": "bool", "count_nonzero": "natural", "prod": "near1
 NUMBERS = (*DTYPES, "int32", "int8", "uint8")
 REDUCTIONS = {
     **dict.fromkeys("max min mean prod std sum var".split(), NUMBERS),
-    **dict.fromkeys("all any".split(), ("bool", "float32", "int32")),
-    "count_nonzero": ("int32", "float32", "bool"),
+    **dict.fromkeys("all any".split(), ("bool", "float32", "int32", "complex64")),
+    "count_nonzero": ("int32", "float32", "bool", "complex64"),
 }
 
 
@@ -226,6 +226,20 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
 
 for _name, _dtypes in REDUCTIONS.items():
     operation(_name, ALL, _dtypes)(partial(reduction, name=_name))
+
+
+@operation("all any max mean min prod sum: elements of size 0", SHORT, ("float32", "int32"))
+def of_no_elements(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Rows, and arrays, whose tokens have no elements have the values of empty ones."""
+    for dim in (0, 1):
+        x = bench.ragged(layout, (0,), dtype, "natural", dim)
+        for name in ("all", "any", "max", "min", "prod", "sum", *(["mean"] if dtype == "float32" else [])):
+            f = getattr(bench.xp, name)
+            out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
+            for axis, keepdims in (((1, 2), False), ((1, 2), True), (None, False), ((0, dim + 1), False)):
+                bench.check(lambda a: f(a, axis=axis, keepdims=keepdims),
+                            lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, ragged=dim + 1), x, dtype=out,
+                            note=f"{name}, ragged_dim={dim}, axis={axis}, keepdims={keepdims}: ")
 
 
 @operation("sum cumulative_sum: dtype=", SHORT, ("float16", "bfloat16", "int8", "uint8"))

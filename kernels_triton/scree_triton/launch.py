@@ -12,8 +12,10 @@ from triton import knobs
 INTERPRETED = knobs.runtime.interpret
 _MOST_ENCODED = 4096
 _address = torch.Tensor.data_ptr
-# The interface of the launcher that Triton generates in C is its own affair; this is the one that is known here.
-_KNOWN = triton.__version__.startswith("3.6.")
+# The interface of the launcher in C is Triton's own affair; these are the ones that are known here.
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+_KNOWN = (3, 6), (3, 7)
+_CUTS = _VERSION > (3, 6)  # numbers that do not fit into 32 bits, where the older one raises OverflowError
 # What torch.cuda calls, without its check that CUDA is initialized: tensors on the device are there already.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -115,14 +117,38 @@ class _Described(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
+def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """The launcher in C of a compiled variant, and what it wants between the stream and the kernel's arguments."""
+    run, launch = compiled.run, compiled.run.launch
+    if described:  # what Triton wraps around it encodes the descriptors
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    fixed = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    if _VERSION == (3, 6):  # scratch memory, metadata, hooks
+        return launch, (*fixed, None, None, compiled.packed_metadata, None, None, None)
+    fixed = *fixed, compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+    n = 4 + len(fixed)
+    return lambda *args: launch(*args[:n], args[n:]), fixed
+
+
+def _large(*numbers: int | float) -> bool:
+    """Whether a number needs more than 32 bits, and with it another variant."""
+    return max(0, *numbers) >= 1 << 31
+
+
+def _kind(x: int) -> int:
+    """What the JIT looks at in a pointer or a stride, beside its type."""
+    return 0 if x % 16 == 0 else 1 if x == 1 else 2
 
 
 class Launch:
     """A Triton kernel with its constants fixed.
 
     One is made for one device. The JIT inspects every argument at every call to choose a variant, and Triton encodes every
-    descriptor anew. Here one variant is kept for the common case, all pointers and strides multiples of 16 and all numbers fit
-    for 32 bits, and launched directly, with descriptors that are encoded once for each tensor they describe; other calls go through
+    descriptor anew. Here the variants are kept by which pointers and strides are multiples of 16, as mostly all are, and launched
+    directly, with descriptors that are encoded once for each tensor they describe. Calls with numbers beyond 32 bits go through
     the JIT.
 
     Parameters
@@ -136,12 +162,12 @@ class Launch:
         The rows of a tile of each descriptor.
     """
 
-    __slots__ = ("constants", "encoded", "fixed", "index", "kernel", "launch", "metadata", "options", "rows", "values")
+    __slots__ = ("constants", "encoded", "index", "kernel", "metadata", "options", "rows", "values", "variants")
 
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any], rows: tuple[int, ...] = ()):
         self.kernel, self.constants, self.options, self.rows = kernel, constants, options, rows
         self.values = tuple(constants.values())
-        self.launch: Any = None
+        self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
 
     def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
@@ -151,37 +177,34 @@ class Launch:
 
         The kernel reads the tensors `described` through descriptors, each of its shape.
         """
-        addresses = [*map(_address, pointers)]
-        aligned = gcd(16, *addresses, *strides) == 16
-        if aligned and self.launch is not None:
+        addresses = [*map(_address, pointers), *strides]
+        kind: int | tuple[int, ...] = gcd(16, *addresses)
+        if kind != 16:
+            kind = tuple(map(_kind, addresses))
+        variant = self.variants.get(kind)
+        if variant is not None and not (_CUTS and _large(*strides, *numbers)):
+            launch, fixed = variant
             descriptors = ()
             if shapes:
                 key = *map(_address, described), *shapes
                 descriptors = self.encoded.get(key) or self._encode(key, described, shapes)
             try:
-                self.launch(programs, 1, 1, current_stream(self.index), *self.fixed, *descriptors, *addresses, *strides,
-                            *numbers, *self.values)
+                launch(programs, 1, 1, current_stream(self.index), *fixed, *descriptors, *addresses, *numbers, *self.values)
                 return
-            except OverflowError:  # a number that does not fit into 32 bits: another variant
+            except OverflowError:
                 pass
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
-        if aligned and max((0, *strides, *numbers)) < 1 << 31 and _KNOWN and not INTERPRETED:
-            self._keep(compiled, pointers[0].get_device())
+        if not _large(*strides, *numbers) and _VERSION in _KNOWN and not INTERPRETED:
+            self._keep(kind, compiled, pointers[0].get_device())
 
-    def _keep(self, compiled: Any, index: int) -> None:
-        """Remember a variant, and the launcher that Triton built for it in C."""
+    def _keep(self, kind: int | tuple[int, ...], compiled: Any, index: int) -> None:
+        """Remember a variant, unless it needs scratch memory or somebody listens to launches."""
         run = compiled.run
         scratch = run.global_scratch_size or run.profile_scratch_size
-        if scratch or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
-            return
-        launch = run.launch
-        if self.rows:  # what Triton wraps around it encodes the descriptors
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-        self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
-        self.fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
-                      None, None, None)
-        self.launch = launch
+        if not (scratch or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls):
+            self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
+            self.variants[kind] = _launcher(compiled, bool(self.rows))
 
     def _encode(self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:
         """The launcher's arguments for the descriptors, kept together, and each by itself: mostly one of them is new."""

@@ -1,6 +1,6 @@
 """Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist at a time.
 
-The product writes them, `cross_entropy.visit` turns them into their own gradient, and two more products make of that the gradients
+The product writes them, `logits.visit` turns them into their own gradient, and two more products make of that the gradients
 of hidden states and weight. Where there are many classes, a few tokens have as many logits as the weight has numbers; there it
 takes two visits. The first goes by tokens, with their logits in the memory where the gradient of the weight will stand, and gives
 the losses and the gradient of the hidden states; the second goes by classes, makes their logits once more, and gives the gradient
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from . import cross_entropy
-from .cross_entropy import rowwise, visit
 from .host import Function, once_differentiable, start
 from .launch import Launch
+from .logits import rowwise, visit
 from .losses import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
 
 LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight

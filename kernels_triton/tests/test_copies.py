@@ -62,6 +62,16 @@ def test_every_dtype(dtype, dim):
         assert equal(scree.gather(x, index, kernel="triton"), [everything[[60, 0]], everything[[0, 7, 60]]])
 
 
+def test_taken_again():
+    """Calls alike on a device are not checked again: other numbers, and other dtypes of them, on the same rows."""
+    x, like = scree.from_lengths(numbers(61, 3), LENGTHS), scree.from_lengths(torch.zeros(5, device=DEVICE), [2, 0, 3])
+    for y in (x, x.values):
+        for dtype in (torch.uint8, torch.int64, torch.uint8):
+            for chosen in ([60, 0, 0, 7, 60], [1, 2, 3, 4, 5]):
+                index = like.with_values(torch.tensor(chosen, dtype=dtype, device=DEVICE))
+                assert torch.equal(scree.gather(y, index, kernel="triton").values, x.values[chosen])
+
+
 @pytest.mark.parametrize(("token", "long"), [((), False), ((2,), False), ((), True)])
 def test_many_rows(token, long, monkeypatch):
     """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""

@@ -14,7 +14,8 @@ class Jit:
 
     def __init__(self, **run):
         self.asked, self.launched = [], []
-        plain = dict(launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0)
+        plain = dict(launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0,
+                     arg_annotations="annotations", kernel_signature="signature")
         self.run = SimpleNamespace(**plain | run, launch=self.launch)
 
     def __getitem__(self, grid):
@@ -25,7 +26,7 @@ class Jit:
         return run
 
     def launch(self, *args):
-        if any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
+        if not module._CUTS and any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
             raise OverflowError
         self.launched.append(args)
 
@@ -33,7 +34,8 @@ class Jit:
 @pytest.fixture
 def jit(monkeypatch):
     monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(module, "_KNOWN", True)
+    monkeypatch.setattr(module, "_VERSION", (3, 6))
+    monkeypatch.setattr(module, "_CUTS", False)
     monkeypatch.setattr(module, "current_stream", lambda index: "stream")
     return Jit
 
@@ -58,25 +60,49 @@ def test_the_common_variant_is_asked_for_once(jit):
         "function", False, False, None, None, "metadata", None, None, None, X.data_ptr(), 16, 3, 64)
 
 
-@pytest.mark.parametrize(("pointer", "stride", "number"), [(X[1:], 16, 3), (X, 8, 3), (X, 16, 1 << 31)])
-def test_other_variants_are_asked_for_each_time(jit, pointer, stride, number):
+@pytest.mark.parametrize(("pointer", "stride"), [(X[1:], 16), (X, 8), (X, 1), (X[1:], 8)])
+def test_each_alignment_is_asked_for_once(jit, pointer, stride):
     kernel = jit()
     launch = launch_of(kernel)
+    for _ in range(3):
+        launch(5, (X,), (16,), (3,))
+        launch(5, (pointer,), (stride,), (3,))
+    assert len(kernel.asked) == 2
+    assert [args[-4:-2] for args in kernel.launched] == [(X.data_ptr(), 16), (pointer.data_ptr(), stride)] * 2
+
+
+def test_a_stride_of_one_is_a_variant_of_its_own(jit):
+    kernel = jit()
+    launch = launch_of(kernel)
+    for stride in (1, 17, 1, 33):
+        launch(5, (X,), (stride,), (3,))
+    assert [args[1] for _, args, _ in kernel.asked] == [1, 17]
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize(("stride", "number"), [(16, 1 << 31), (1 << 31, 3)])
+def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, number):
+    monkeypatch.setattr(module, "_CUTS", cuts)
+    kernel = jit()
+    launch = launch_of(kernel)
+    for _ in range(2):
+        launch(5, (X,), (stride,), (number,))
+    assert not launch.variants
     launch(5, (X,), (16,), (3,))
     for _ in range(2):
-        launch(5, (pointer,), (stride,), (number,))
+        launch(5, (X,), (stride,), (number,))
     launch(5, (X,), (16,), (3,))
-    assert len(kernel.asked) == 3 and len(kernel.launched) == 1
+    assert len(kernel.asked) == 5 and len(kernel.launched) == 1
 
 
-@pytest.mark.parametrize("number", [3, 1 << 31])
-def test_only_the_common_variant_is_kept(jit, number):
+def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
+    monkeypatch.setattr(module, "_VERSION", (3, 7))
     kernel = jit()
     launch = launch_of(kernel)
-    launch(5, (X,), (16,), (1 << 31,))
-    assert launch.launch is None
-    launch(5, (X,), (16,), (number,))
-    assert (launch.launch is None) == (number != 3)
+    for _ in range(2):
+        launch(5, (X,), (16,), (3,))
+    assert kernel.launched == [(5, 1, 1, "stream", "function", False, False, "metadata", None, None, None, None, None,
+                                "annotations", "signature", (X.data_ptr(), 16, 3, 64))]
 
 
 def test_a_cooperative_launch_stays_one(jit):
@@ -96,7 +122,7 @@ def test_kernels_that_need_scratch_memory_go_through_the_jit(jit):
 
 
 def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
-    monkeypatch.setattr(module, "_KNOWN", False)
+    monkeypatch.setattr(module, "_VERSION", (4, 0))
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(3):
@@ -110,7 +136,7 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
     kernel = jit()
     launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16))
-    launch.launch, launch.index, launch.fixed, launch.metadata = kernel.launch, 0, (), ("first", "second")
+    launch.variants[16], launch.index, launch.metadata = (kernel.launch, ()), 0, ("first", "second")
     shape, y = module.tiled((16, 16), (16, 1), 16), X.clone()
     for described in ((X, y), (X, y), (X, X), (y, X)):
         launch(5, (X,), (16,), (3,), described, (shape, shape))

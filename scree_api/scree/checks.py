@@ -47,6 +47,19 @@ def floating(name: str, x: Any) -> None:
         raise TypeError(f"{name}: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
 
 
+def real(function: str, xp: Any, dtype: Any) -> None:
+    """Raise for complex numbers, which have no order."""
+    if xp.isdtype(dtype, "complex floating"):
+        raise TypeError(f"x: expected real numbers for {function}, got {dtype}; see xp.abs, xp.real and xp.imag")
+
+
+def flag(name: str, x: Any) -> bool:
+    """`x` as a Python boolean; raises unless it is True or False."""
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name}: expected True or False, got {x!r}")
+    return bool(x)
+
+
 def scalar(name: str, x: Any, like: Any) -> Any:
     """`x` as a Python scalar; raises unless it is one that the dtype of the array `like` holds."""
     x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype

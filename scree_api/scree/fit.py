@@ -89,8 +89,12 @@ def stretches(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = Fals
 
 
 def against(name: str, x: Any, like: Array) -> Any:
-    """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`."""
-    if isinstance(x, bool | int | float | complex) or not is_array(x) or x.ndim == 0:
+    """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`; None stays None."""
+    if x is None or isinstance(x, bool | int | float | complex):
+        return x
+    if not is_array(x):
+        raise TypeError(f"{name}: expected an array or a Python scalar, got {type(x).__name__}; convert it with asarray")
+    if x.ndim == 0:
         return x
     if type(x) is not type(like.values):
         checks.dense(name, x, like.values)
@@ -154,6 +158,11 @@ def accumulator(xp: Any, dtype: Any) -> Any:
         half = xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32
         _ACCUMULATORS[xp, dtype] = xp.float32 if half else dtype
     return _ACCUMULATORS[xp, dtype]
+
+
+def truth(xp: Any, values: Any) -> Any:
+    """Which of the values are not 0; by comparison, as the standard casts no complex number to a boolean."""
+    return values if xp.isdtype(values.dtype, "bool") else values != 0
 
 
 def real_of(xp: Any, dtype: Any) -> Any:

@@ -16,7 +16,7 @@ from . import checks
 from .array import Array
 from .backends import backend, is_array
 from .fit import by_token, moved
-from .layout import Layout, same
+from .layout import Layout
 from .registry import declare, run
 from .segments import spread
 
@@ -275,7 +275,7 @@ def _mask(arr: Array, mask: Array) -> Array:
     """The tokens, or elements, of each row where the mask holds. Reads the mask."""
     if mask.ndim > arr.ndim or arr.ragged_dim or mask.ragged_dim or mask.values.shape != arr.values.shape[: mask.values.ndim]:
         raise IndexError(f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}")
-    if same(arr.layout, mask.layout) is False:
+    if mask.layout is not arr.layout and not np.array_equal(mask.layout.read(), arr.layout.read()):
         raise IndexError("index: expected a mask with the rows of the array, got other lengths")
     xp, lib = arr.layout.xp, arr.layout.backend
     real = lib.read(mask.values)

@@ -316,7 +316,7 @@ class Layout:
 
 def counter(xp: Any, last: int, like: Any = None) -> Any:
     """The dtype of numbers up to `last`: that of `like`, or else int32, where that suffices."""
-    if last > np.iinfo(np.int32).max:
+    if last >= 2**31:
         return xp.int64
     return xp.int32 if like is None else like.dtype
 

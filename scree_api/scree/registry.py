@@ -79,7 +79,7 @@ def register_kernel(
         for all calls on the same rows that differ from this one in the contents of their arrays alone, and kept as long as the
         rows are, so it must not hold arrays itself. Whoever gives it promises that `rejects` answers from options and from
         dtypes, shapes, strides, devices and `requires_grad` of arrays. It gives None where each call is to be checked, as
-        where targets are in host memory and looked at. On PyTorch attention, norms, rope, softmax, the gate, split,
+        where targets are in host memory and looked at. On PyTorch attention, norms, rope, softmax, the gate, split, gather,
         cross-entropy, grouped products, and reductions and scans of rows ask for it.
 
     Examples
@@ -117,12 +117,14 @@ def unregister_kernel(operation: str, provider: str) -> None:
 
 
 def _declared(operation: str) -> None:
-    if operation not in _DESCRIBE:
+    if not isinstance(operation, str) or operation not in _DESCRIBE:
         raise ValueError(f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}")
 
 
 def _select(name: str, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
     rejected: dict[str, str] = {}
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel: expected the name of a provider or None, got {kernel!r}")
     for candidate in _KERNELS[name]:
         if kernel is not None and candidate.provider != kernel:
             continue

@@ -9,7 +9,7 @@ from typing import Any
 
 from . import again
 from .backends import backend
-from .fit import accumulator
+from .fit import accumulator, truth
 from .layout import Layout, Tiles
 from .registry import declare
 
@@ -43,7 +43,8 @@ class SegmentCall:
     @property
     def converted(self) -> Any:
         """The values in `wide`."""
-        return self.layout.xp.astype(self.values, self.wide, copy=False)
+        xp = self.layout.xp
+        return truth(xp, self.values) if self.op in ("any", "all") else xp.astype(self.values, self.wide, copy=False)
 
 
 def identity(xp: Any, op: str, dtype: Any) -> Any:

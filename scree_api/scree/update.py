@@ -7,8 +7,8 @@ from typing import Any
 
 from .array import Array
 from .checks import dense, scalar
-from .fit import accumulator, against, difference, ragged, stretches, values_of
-from .layout import Layout, counter, same
+from .fit import accumulator, against, ragged, shared_layout, stretches, values_of
+from .layout import Layout, counter
 from .segments import segment_reduce
 
 
@@ -76,8 +76,7 @@ class Update:
         if isinstance(value, Array):
             if not isinstance(chosen, Array):
                 raise ValueError(f"value: expected a dense array for entries of shape {places.shape}, got {value.shape}")
-            if same(chosen.layout, value.layout) is False:
-                raise ValueError(f"value: expected the rows of the entries, got {difference(chosen, value)}")
+            shared_layout("value", (chosen, value))
             value = value.values
         elif isinstance(chosen, Array):
             value = against("value", value, chosen)

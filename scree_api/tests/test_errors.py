@@ -176,6 +176,8 @@ CASES: dict[str, Case] = {
     "too many": (lambda x: x.r(ROWS)[:, :, 0], IndexError, ("at most 2 entries", "(3, None)", "got 3")),
     "axis before the batch": (lambda x: x.r(ROWS)[None], ValueError, ("a new axis cannot stand before the batch",)),
     "ragged mask, other rows": (lambda x: x.r(ROWS)[x.r([3, 0, 2]) > 0], IndexError, ("a mask with the rows of the array",)),
+    "ragged mask, other rows, read": (lambda x: scree.Array(x.f(5), x.i([0, 2, 5]))[scree.Array(x.b([True] * 5), x.i([0, 3, 5]))],
+                                      IndexError, ("a mask with the rows of the array",)),
     "ragged mask among others": (lambda x: x.r(ROWS)[x.r(ROWS) > 0, 0], TypeError, ("ragged mask", "alone")),
     "positions beyond*": (lambda x: x.r(ROWS)[x.r([1, 1, 1], dtype="int32")], IndexError, ("positions within the rows",)),
     "positions float": (lambda x: x.r(ROWS)[x.r([1, 0, 1])], TypeError, ("index: expected integers", "float32")),
@@ -187,7 +189,9 @@ CASES: dict[str, Case] = {
     "update loses": (lambda x: scree.at(x.r(ROWS, dtype="int32"))[0].add(0.5), TypeError,
                      ("value: expected a number that", "0.5")),
     "update rows": (lambda x: scree.at(x.r(ROWS))[:2].set(x.r([1, 1])), ValueError,
-                    ("the rows of the entries", "2 and 1 tokens")),
+                    ("value: expected rows of equal lengths", "2 and 1 tokens")),
+    "update axes": (lambda x: scree.at(x.r(ROWS, 5))[:].set(x.r(ROWS)), ValueError,
+                    ("value: expected ragged arrays with the same axes", "(3, None, 5) and (3, None)")),
     # ------------------------------------------------------------------------------------------- fitting together
     "other rows": (lambda x: x.r(ROWS) + x.r([3, 0, 2]), ValueError,
                    ("add: expected rows of equal lengths", "2 and 3", "row 0")),
@@ -200,6 +204,10 @@ CASES: dict[str, Case] = {
     "dense tokens": (lambda x: x.r(ROWS) + x.f(3, 2), ValueError, ("shape (3, 2) does not broadcast", "(3, None)")),
     "dense batch": (lambda x: x.r(ROWS) + x.f(2, 1), ValueError, ("shape (2, 1) does not broadcast", "(3, None)")),
     "dense elements": (lambda x: x.r(ROWS, 4) + x.f(3, 1, 3), ValueError, ("shape (3, 1, 3) does not broadcast",)),
+    **{f"{operand!r} as an operand": (lambda x, y=operand: x.xp.add(x.r(ROWS), y), TypeError,
+                                      (f"add: expected an array or a Python scalar, got {type(operand).__name__}", "asarray"))
+       for operand in ([1.0] * 5, "1", {})},
+    "where of a list": (lambda x: x.xp.where(x.r(ROWS) > 0, x.r(ROWS), [1.0] * 5), TypeError, ("where: expected an array or",)),
     "dense of another library": (lambda x: x.r(ROWS) + x.other.f(1), TypeError, ("add: expected a dense array of {lib}",)),
     "ragged of another library": (lambda x: x.r(ROWS) + x.other.r(ROWS), TypeError, ("of {lib}, got one of {other}",)),
     "align": (lambda x: scree.align(x.r(ROWS), like=x.r([3, 0, 2])), ValueError, ("arr: expected the rows of like", "2 and 3")),
@@ -223,7 +231,7 @@ CASES: dict[str, Case] = {
     "sum of the batch": (lambda x: x.xp.sum(x.r(ROWS), axis=0), ValueError, ("axis: sum over the batch alone", "axis=(0, 1)")),
     **{f"{name} of complex numbers": (lambda x, name=name: getattr(x.xp, name)(x.r(ROWS, dtype="complex64"), axis=1), TypeError,
                                       (f"x: expected real numbers for {name}, got ", "xp.abs"))
-       for name in ("max", "min", "std", "var")},
+       for name in ("max", "min", "std", "var", "sort", "argsort", "argmax", "argmin")},
     "sort along two": (lambda x: x.xp.sort(x.r(ROWS, 4), axis=(1, 2)), ValueError, ("axis: expected one axis for sort", "(1, 2)")),
     "sort of the batch": (lambda x: x.xp.sort(x.r(ROWS), axis=0), ValueError,
                           ("axis: sort runs over rows or elements", "axis 0")),
@@ -306,6 +314,10 @@ CASES: dict[str, Case] = {
     "softcap text": (lambda x: qkv(x, softcap="1"), TypeError, ("softcap: expected a Python number, got '1'",)),
     "scale NaN": (lambda x: qkv(x, scale=float("nan")), ValueError, ("scale: expected a finite number, got nan",)),
     "scale an array": (lambda x: qkv(x, scale=x.f(1)), TypeError, ("scale: expected a Python number",)),
+    **{f"{name} {value!r}": (lambda x, name=name, value=value: qkv(x, **{name: value}), TypeError,
+                             (f"{name}: expected True or False, got {value!r}",))
+       for name in ("causal", "deterministic", "return_lse") for value in ("False", 1)},
+    "kernels": (lambda x: qkv(x, kernel=["triton"]), TypeError, ("kernel: expected the name of a provider", "['triton']")),
     "kernel": (lambda x: qkv(x, kernel="fast"), ValueError, ("kernel: expected one of", "'standard'", "attention, got 'fast'")),
     "softmax of a dense array": (lambda x: scree.softmax(x.f(3)), TypeError, ("x: expected a ragged array", "scree.pack")),
     "softmax of integers": (lambda x: scree.softmax(x.r(ROWS, dtype="int32")), TypeError,
@@ -369,6 +381,7 @@ CASES: dict[str, Case] = {
     "rope odd": (lambda x: scree.rope(x.r(ROWS, 3)), ValueError, ("x: expected an even head_dim of at least 2, got 3",)),
     "rope of rows": (lambda x: scree.rope(x.r(ROWS)), ValueError, ("x: expected a ragged array (n, None, ..., head_dim)",)),
     "rope theta": (lambda x: scree.rope(x.r(ROWS, 4), theta=0), ValueError, ("theta: expected a finite number > 0, got 0",)),
+    "rope pairs": (lambda x: scree.rope(x.r(ROWS, 4), interleaved="no"), TypeError, ("interleaved: expected True or", "'no'")),
     "rope start": (lambda x: scree.rope(x.r(ROWS, 4), start=x.i([0])), ValueError, ("start: expected shape (3,)", "got (1,)")),
     "rope start float": (lambda x: scree.rope(x.r(ROWS, 4), start=x.f(3)), TypeError, ("start: expected integers", "float32")),
     "rope k dense": (lambda x: scree.rope(x.r(ROWS, 4), x.f(5, 4)), TypeError, ("k: expected a ragged array",)),
@@ -412,6 +425,7 @@ CASES: dict[str, Case] = {
     "api_version": (lambda x: x.r(ROWS).__array_namespace__(api_version="2020.01"), ValueError,
                     ("api_version: expected one of", "2024.12", "got '2020.01'")),
     "explain": (lambda x: scree.explain("flashing", x.r(ROWS)), ValueError, ("operation: expected one of", "'flashing'")),
+    "explain two": (lambda x: scree.explain(["softmax"], x.r(ROWS)), ValueError, ("operation: expected one of", "['softmax']")),
     "explain a bad call": (lambda x: scree.explain("softmax", x.f(3)), TypeError, ("x: expected a ragged array",)),
 }  # fmt: skip
 

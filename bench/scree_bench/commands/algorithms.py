@@ -29,8 +29,9 @@ def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[
 
 def command(
     lengths: Annotated[str, typer.Option(help=f"Sequence lengths; {LENGTHS['cuda']}, on the CPU up to 2048.")] = "",
-    batch: Annotated[int | None, typer.Option(help="4 on CUDA, 1 on the CPU.")] = None,
-    heads: Annotated[int | None, typer.Option(help="12 on CUDA, 4 on the CPU.")] = None, dim: int = 64,
+    batch: Annotated[int | None, typer.Option(help="Sequences; 4 on CUDA, 1 on the CPU.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Heads of the queries; 12 on CUDA, 4 on the CPU.")] = None,
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
     seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip

@@ -17,10 +17,11 @@ import typer
 
 from .. import lengths as draws
 from .. import plots, results
+from ..attentions import Prepared, ours
 from ..libraries import Library, wanted, where
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
 from ..options import DTYPES, Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed, numbers, words
-from ..peers import Prepared, contenders, ours
+from ..peers import contenders
 from ..results import OK, Result, Row, Table
 from ..session import SECONDS, Session
 from ..work import BACKWARD, Work, reference, worst

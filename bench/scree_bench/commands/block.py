@@ -12,11 +12,10 @@ import typer
 
 import scree
 
-from .. import plots, results
+from .. import plots, results, trace
 from ..lengths import adding_up
 from ..libraries import Function, Library, Step, torch_compiled, wanted, where
-from ..measure import PATIENCE
-from ..operations import step as pass_of
+from ..measure import PATIENCE, median
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
 from ..peers import NO_TIME, PEERS, compiler
 from ..results import Result, Row, Table
@@ -27,8 +26,12 @@ EPS = 1e-6
 PHASES = ("forward", "both")
 WHOLE = "the whole block"
 SHOWN = ("forward_s", "both_s", "forward_host_s", "both_host_s", "real_tokens", "forward_error", "gradient_error")
-SHOWN_OF_TERMS = ("forward_s", "forward_limit_s", "forward_of_limit_share", "both_s", "both_limit_s", "both_of_limit_share",
-                  "both_host_s")  # fmt: skip
+SHOWN_OF_TERMS = ("forward_s", "forward_inside_s", "forward_limit_s", "forward_of_limit_share", "both_s", "both_inside_s",
+                  "both_limit_s", "both_of_limit_share")  # fmt: skip
+BETWEEN = "between kernels"
+
+#: ``mark(name, y)`` is told what came out of a term, and gives it back.
+Mark = Callable[[str, Any], Any]
 
 
 class Sizes(NamedTuple):
@@ -60,16 +63,20 @@ class Weights(NamedTuple):
     down: Any
 
 
-def block(x: scree.Array, w: Weights, s: Sizes) -> scree.Array:
+def block(x: scree.Array, w: Weights, s: Sizes, mark: Mark = lambda _, y: y) -> scree.Array:
     """(n, None, width): norm, attention with rotary positions, norm, gated feed-forward network, on any library."""
     xp = scree.namespace(x)
-    y = xp.ragged.rms_norm(x, w.norm1, eps=EPS) @ w.qkv
+    y = mark("norm", xp.ragged.rms_norm(x, w.norm1, eps=EPS))
+    y = mark("product: queries, keys, values", y @ w.qkv)
     y = y.with_values(xp.reshape(y.values, (y.total_length, -1, s.dim)))
-    q, k, v = xp.ragged.split(y, (s.heads, s.kv_heads, s.kv_heads), axis=2)
-    y = xp.ragged.attention(*xp.ragged.rope(q, k), v, causal=True)
-    y = y.with_values(xp.reshape(y.values, (y.total_length, -1))) @ w.out
-    y, x = xp.ragged.rms_norm(y, w.norm2, residual=x, eps=EPS)
-    return x + xp.ragged.swiglu(y @ w.up) @ w.down
+    q, k, v = mark("queries, keys, values apart", xp.ragged.split(y, (s.heads, s.kv_heads, s.kv_heads), axis=2))
+    q, k = mark("rope", xp.ragged.rope(q, k))
+    y = mark("attention", xp.ragged.attention(q, k, v, causal=True))
+    y = mark("product: output", y.with_values(xp.reshape(y.values, (y.total_length, -1))) @ w.out)
+    y, x = mark("norm of a sum", xp.ragged.rms_norm(y, w.norm2, residual=x, eps=EPS))
+    y = mark("gate", xp.ragged.swiglu(mark("product: gate and up", y @ w.up)))
+    y = mark("product: down", y @ w.down)
+    return mark("sum", x + y)
 
 
 def plain(x: Any, w: Weights, s: Sizes, turn: Function, attend: Function) -> Any:
@@ -90,21 +97,21 @@ class Case:
         self.lib, self.s, self.dtype = lib, s, dtype
         self.lengths = adding_up(rows, s.tokens, np.random.default_rng(seed))
         self.work = Work(tuple(map(int, self.lengths)), s.heads, s.kv_heads, s.dim, dtype, True, seed)
-        normal = lib.normal(seed, dtype)
+        self.normal = normal = lib.normal(seed, dtype)
         ones, features = lib.make(np.ones(s.width, np.float32), dtype), (s.heads + 2 * s.kv_heads) * s.dim
         shapes = {"qkv": (s.width, features), "out": (s.heads * s.dim, s.width), "up": (s.width, 2 * s.hidden),
                   "down": (s.hidden, s.width)}  # fmt: skip
         self.weights = Weights(
             norm1=ones, norm2=ones.clone(), **{name: normal(*shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
         )
-        self.x = normal(self.work.total, s.width)
+        self.x, self.gradient = normal(self.work.total, s.width), 0.01 * normal(self.work.total, s.width)
         self.like = scree.Array(self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.longest)
         self.tokens, self.real = (lib.make(x, kind) for x, kind in zip(self.work.tokens, ("int64", "bool"), strict=True))
 
-    def ours(self) -> tuple[Function, Any]:
+    def ours(self, **marks: Mark) -> tuple[Function, Any]:
         """On ragged arrays."""
         offsets, longest, s = self.like.offsets, self.work.longest, self.s
-        return lambda x, *w: block(scree.Array(x, offsets, max_length=longest), Weights(*w), s).values, self.x
+        return lambda x, *w: block(scree.Array(x, offsets, max_length=longest), Weights(*w), s, **marks).values, self.x
 
     def padded(self) -> tuple[Function, Any]:
         """On a padded batch."""
@@ -154,7 +161,7 @@ class Case:
         leaves = [self.lib.wide(x).requires_grad_() for x in (self.x, *self.weights)]
         turn = self._turn(scree.positions(self.like), "float64")
         out = plain(leaves[0], Weights(*leaves[1:]), self.s, turn, attend)
-        return (out.detach(), *torch.autograd.grad(out, leaves, torch.full_like(out, 0.01)))
+        return (out.detach(), *torch.autograd.grad(out, leaves, self.lib.wide(self.gradient)))
 
     def packed(self, x: Any) -> Any:
         """A padded result as rows end to end; weights and packed results as they are."""
@@ -162,12 +169,10 @@ class Case:
 
 
 def step(case: Case, form: Callable[[], tuple[Function, Any]], phase: str) -> Step:
-    """A pass through a form of the block; the gradient sent back is a hundredth for every number of a real token."""
+    """A pass through a form of the block; random numbers are sent back to every real token."""
     function, x = form()
-    cotangent = x.new_full(x.shape, 0.01)
-    if x.ndim == 3:
-        cotangent *= case.real[:, :, None]
-    return case.lib.steps(function, (x, *case.weights), cotangent)[phase]()
+    back = case.gradient if x.ndim == 2 else case.gradient[case.tokens] * case.real[:, :, None]
+    return case.lib.steps(function, (x, *case.weights), back)[phase]()
 
 
 def compiled(form: Callable[[], tuple[Function, Any]]) -> tuple[Function, Any]:
@@ -197,7 +202,10 @@ def captured(ready: Callable[[], Step]) -> Step:
 
 
 class Term(NamedTuple):
-    """A part of the block: ``run(*args)``, and its least bytes and operations forward and backward."""
+    """A part of the block: ``run(*args)``, and its least bytes and operations forward and backward.
+
+    Its arrays are random as those of the block are: a product of ones takes a device less power, and so less time.
+    """
 
     run: Function
     args: tuple[Any, ...]
@@ -208,14 +216,18 @@ class Term(NamedTuple):
 def terms(case: Case) -> dict[str, Term]:
     """What the block consists of, by name."""
     s, w, like = case.s, case.weights, case.like
-    t, item = case.work.total, case.x.element_size()
-
-    def tokens(*shape: int) -> Any:
-        return case.x.new_ones((t, *shape))
+    t, item, heads = case.work.total, case.x.element_size(), s.heads + 2 * s.kv_heads
+    tokens = partial(case.normal, t)
 
     def product(weight: Any) -> Term:
         flops = 2.0 * t * weight.shape[0] * weight.shape[1]
         return Term(lambda x, w: (like.with_values(x) @ w).values, (tokens(weight.shape[0]), weight), flops=(flops, 2 * flops))
+
+    def norm(x: Any, w: Any) -> Any:
+        return scree.rms_norm(like.with_values(x), w, eps=EPS).values, x  # which meets its gradient behind the attention again
+
+    def apart(y: Any) -> Any:
+        return tuple(x.values for x in scree.split(like.with_values(y), (s.heads, s.kv_heads, s.kv_heads), axis=2))
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return scree.attention(*(like.with_values(x) for x in (q, k, v)), causal=True).values
@@ -227,8 +239,9 @@ def terms(case: Case) -> dict[str, Term]:
     row, turned = float(t * s.width * item), float(t * (s.heads + s.kv_heads) * s.dim * item)
     hidden, kv = float(t * s.hidden * item), (s.kv_heads, s.dim)
     return {
-        "norm": Term(lambda x, w: scree.rms_norm(like.with_values(x), w, eps=EPS).values, (case.x, w.norm1), (2 * row, 3 * row)),
+        "norm": Term(norm, (case.x, w.norm1), (2 * row, 6 * row)),
         "product: queries, keys, values": product(w.qkv),
+        "queries, keys, values apart": Term(apart, (tokens(heads, s.dim),)),
         "rope": Term(lambda x: scree.rope(like.with_values(x)).values, (tokens(s.heads + s.kv_heads, s.dim),), (2 * turned,) * 2),
         "attention": Term(attend, (tokens(s.heads, s.dim), tokens(*kv), tokens(*kv)),
                           flops=(case.work.flops, BACKWARD * case.work.flops)),
@@ -237,7 +250,7 @@ def terms(case: Case) -> dict[str, Term]:
         "product: gate and up": product(w.up),
         "gate": Term(lambda y: scree.swiglu(like.with_values(y)).values, (tokens(2 * s.hidden),), (3 * hidden, 5 * hidden)),
         "product: down": product(w.down),
-        "sum": Term(lambda x, y: x + y, (case.x, tokens(s.width)), (3 * row, 3 * row)),
+        "sum": Term(lambda x, y: x + y, (case.x, tokens(s.width)), (3 * row, 0)),
     }  # fmt: skip
 
 
@@ -303,28 +316,63 @@ def _error(case: Case, ready: Callable[[], Step], truth: tuple[Any, ...]) -> flo
 def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
     limits = session.limits()
     peak, copy = limits[f"matmul_{case.dtype}_flops"], limits["copy_rate"]
+    parts = terms(case)
     total = Row({"part": "the sum of the terms", **about}, "scree")
-    for name, term in terms(case).items():
-        at = {"part": name, **about}
-        for phase in PHASES:
-            builds = {"scree": partial(_part, case, term, phase)}
-            row = session.time(at, f"{phase}_s", builds, wait=case.lib.wait)["scree"]
-            passes = 1 if phase == "forward" else 2
-            least = sum(term.flops[:passes]) / peak + sum(term.moved[:passes]) / copy
-            row.values[f"{phase}_limit_s"] = least
-            for key in (f"{phase}_s", f"{phase}_limit_s"):
-                total.values[key] = total.values.get(key, 0.0) + row.values.get(key, float("nan"))
-            for any_row in (row, total):
-                if f"{phase}_s" in any_row.values:
-                    reached = any_row.values[f"{phase}_limit_s"] / any_row.values[f"{phase}_s"]
-                    any_row.values[f"{phase}_of_limit_share"] = reached
+    for phase in PHASES:
+        found = inside(case, phase) if session.device == "cuda" else {}
+        for name in (*parts, *({BETWEEN} & found.keys())):
+            row, values = session.row({"part": name, **about}, "scree"), {}
+            if name in found:
+                values[f"{phase}_inside_s"] = found[name]
+            if name in parts:
+                builds = {"scree": partial(_part, case, parts[name], phase)}
+                session.time(row.case, f"{phase}_s", builds, wait=case.lib.wait)
+                _, _, moved, flops = parts[name]
+                passes = 1 if phase == "forward" else 2
+                values |= {f"{phase}_s": row.values.get(f"{phase}_s", float("nan")),
+                           f"{phase}_limit_s": sum(flops[:passes]) / peak + sum(moved[:passes]) / copy}  # fmt: skip
+            row.values |= values
+            for key, value in values.items():
+                total.values[key] = total.values.get(key, 0.0) + value
     session.result.rows.append(total)
+    for row in session.result.rows:
+        for phase in PHASES:
+            taken = row.values.get(f"{phase}_inside_s", row.values.get(f"{phase}_s"))
+            if taken and f"{phase}_limit_s" in row.values:
+                row.values[f"{phase}_of_limit_share"] = row.values[f"{phase}_limit_s"] / taken
     limit = session.row({"part": WHOLE, **about}, "limit")
     limit.values |= {f"{phase}_s": total.values[f"{phase}_limit_s"] for phase in PHASES}
 
 
 def _part(case: Case, term: Term, phase: str) -> Step:
-    return pass_of(case.lib, lambda: (term.run, term.args), phase)
+    out = term.run(*term.args)
+    back = tuple(0.01 * case.normal(*x.shape) for x in (out if isinstance(out, tuple) else (out,)))
+    return case.lib.steps(term.run, term.args, back if isinstance(out, tuple) else back[0])[phase]()
+
+
+def inside(case: Case, phase: str) -> dict[str, float]:
+    """Seconds of the kernels of each term in a pass through the whole block, and between all kernels; by PyTorch's profiler."""
+    marks: list[str] = []
+
+    def mark(name: str, y: Any) -> Any:
+        def tell(_: Any = None) -> None:
+            marks.append(name)
+            trace.mark()
+
+        tell()
+        values = (y[0] if isinstance(y, tuple) else y).values
+        if values.requires_grad:
+            values.register_hook(tell)
+        return y
+
+    def marked() -> None:
+        marks.clear()
+        run()
+
+    between = [trace.between(kernels) for kernels in trace.of(step(case, case.ours, phase))]
+    run = step(case, partial(case.ours, mark=mark), phase)
+    found = [trace.by_mark(kernels, marks) for kernels in trace.of(marked)]
+    return {name: median([taken[name] for taken in found]) for name in dict.fromkeys(marks)} | {BETWEEN: median(between)}
 
 
 def tables(result: Result) -> list[Table]:
@@ -337,7 +385,7 @@ def pictures(result: Result) -> plots.Pictures:
     """The whole block by everyone, and each term beside its limit."""
     rows = [row for row in result.rows if "both_s" in row.values]
     whole = {WHOLE: {row.who: row.values["both_s"] for row in rows if row.case["part"] == WHOLE}}
-    parts = {row.case["part"]: {"scree": row.values["both_s"], "limit": row.values["both_limit_s"]}
+    parts = {row.case["part"]: {"scree": row.values.get("both_inside_s", row.values["both_s"]), "limit": row.values["both_limit_s"]}
              for row in rows if "both_limit_s" in row.values}  # fmt: skip
     titles = {"block": (whole, "A transformer block, forward and backward: less is better"),
               "block-terms": (parts, "Its terms, forward and backward, beside the limit of the machine")}  # fmt: skip

@@ -88,7 +88,8 @@ def _seconds(call: Any, calls: int, dist: Any, torch: Any, device: str) -> float
 def command(
     sizes: Annotated[str, typer.Option(help="Megabytes of the buffers, with commas between them.")] = "1,10,100,1000",
     worlds: Annotated[str, typer.Option(help="Processes of a group, with commas between them.")] = "2,4",
-    samples: int = 10, device: Device = "auto", quick: Quick = False, out: Out = None,
+    samples: Annotated[int, typer.Option(min=2, help="Samples of each; of large buffers on the CPU three at most.")] = 10,
+    device: Device = "auto", quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """All-reduce, all-gather, reduce-scatter, all-to-all: time and bus bandwidth, by buffer and number of processes.
 

@@ -168,7 +168,9 @@ def command(
     mean_len: Annotated[float, typer.Option(help="Median length of the log-normal lengths.")] = 256,
     sigma: Annotated[float, typer.Option(help="Standard deviation of their logarithms.")] = 0.8,
     batches: Annotated[int | None, typer.Option(help="Batches to work through; 4 on CUDA, 2 on the CPU.")] = None,
-    heads: int = 4, dim: int = 32, backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
+    heads: Annotated[int, typer.Option(help="Heads of attention; a token has that many times --dim numbers.")] = 4,
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 32,
+    backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
     seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
     """Attention, rms_norm, softmax and reductions: ragged, padded, sorted, nested, and by a loop over rows.

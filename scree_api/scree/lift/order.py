@@ -89,6 +89,7 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
         return xp.reshape(first, (1,) * x.ndim) if keepdims else first
 
     def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
+        checks.real(name, xp, x.dtype)
         if axis is None:
             return whole(x, keepdims)
         axis = axis_of(name, axis, x.ndim)
@@ -160,6 +161,7 @@ def _within_rows(f: Function, name: str, rows: Function) -> Function:
 
     def ragged(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
         axis = axis_of(name, axis, x.ndim)
+        checks.real(name, x.layout.xp, x.dtype)
         if axis != x.ragged_dim + 1 or 0 in (x.batch_size, x.total_length):
             return x.with_values(f(x.values, axis=axis - 1, descending=descending, stable=stable))
         return x.with_values(rows(x, descending))

@@ -89,16 +89,18 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
     def ragged(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         arrays = [x for x in (x1, x2) if isinstance(x, Array)]
         first = shared_layout(name, arrays)
+        for x in (x1, x2):
+            checks.dense(name, values_of(x), first.values)
         at = axis_of(name, axis, first.ndim)
         a, b = (x.values if isinstance(x, Array) else against(name, x, first) for x in (x1, x2))
         if at != first.ragged_dim + 1:
             dim = first.ragged_dim - (at <= first.ragged_dim)
             return first.with_values(f(a, b, axis=at - 1 - first.values.ndim), ragged_dim=dim)
-        xp = lib.xp
-        a = xp.conj(a) if xp.isdtype(first.dtype, "complex floating") else a
-        product = moved(xp, in_rows(first, a) * in_rows(first, b), first.ragged_dim, 0)
-        wide = xp.astype(product, accumulator(xp, product.dtype), copy=False)
-        return xp.astype(segment_reduce("sum", wide, first.layout), product.dtype, copy=False)
+        xp, dtype = lib.xp, lib.xp.result_type(a, b)
+        wide = accumulator(xp, dtype)
+        a, b = (in_rows(first, xp.astype(x, wide, copy=False)) for x in (a, b))
+        a = xp.conj(a) if xp.isdtype(wide, "complex floating") else a
+        return segment_reduce("sum", moved(xp, a * b, first.ragged_dim, 0), first.layout, dtype=dtype)
 
     return unless_either_ragged(f, ragged)
 

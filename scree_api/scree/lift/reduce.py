@@ -9,10 +9,10 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, constant
-from ..checks import number
-from ..fit import Function, accumulator, against, axes_of, axis_of, in_rows, moved, real_of, unless_ragged
+from ..checks import number, real
+from ..fit import Function, accumulator, against, axes_of, axis_of, in_rows, moved, real_of, truth, unless_ragged
 from ..layout import Layout
-from ..segments import divide, identity, root, segment_reduce, segment_scan, spread
+from ..segments import SCANS, divide, identity, root, segment_reduce, segment_scan, spread
 
 #: Reductions that divide: an integer input gives a floating-point result.
 AVERAGES = ("mean", "std", "var")
@@ -30,8 +30,8 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
         """What the library makes of this dtype, asked once: its promotion is ours."""
         key = (dtype, *options.values())
         if key not in results:
-            if name in REAL and xp.isdtype(dtype, "complex floating"):
-                raise TypeError(f"x: expected real numbers for {name}, got {dtype}; see xp.abs, xp.real and xp.imag")
+            if name in REAL:
+                real(name, xp, dtype)
             if name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
                 results[key] = xp.__array_namespace_info__().default_dtypes()["real floating"]
             else:
@@ -49,21 +49,23 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
             )
         inner = tuple(a - 1 for a in axes if a)
         dtype = result_dtype(x.dtype, options)
-        wide = accumulator(xp, dtype if name in AVERAGES else x.dtype)
+        adds = name in AVERAGES or name in SCANS
+        wide = accumulator(xp, dtype if name in AVERAGES else x.dtype) if adds else x.dtype
         if options.get("dtype") is not None:
             options["dtype"] = accumulator(xp, dtype)
         if along not in axes:
             gone = 0 if keepdims else sum(a < x.ragged_dim for a in inner)
             out = f(xp.astype(x.values, wide, copy=False), axis=inner, keepdims=keepdims, **options)
             return x.with_values(xp.astype(out, dtype, copy=False), ragged_dim=x.ragged_dim - gone)
-        if 0 in axes and x.total_length:
+        if 0 in axes and x.size:
             out = _everything(f, name, x, inner, keepdims, wide, options)
             out = xp.expand_dims(out, axis=0) if keepdims else out
             return xp.astype(out, dtype, copy=False)
-        whole = 0 in axes  # of no tokens: the value of an empty row
+        whole = 0 in axes  # of no elements: the value of an empty row
         if whole:
             nothing = Layout.from_host(lib, np.zeros(1, np.int64), like=x.offsets)
-            x, axes = Array._of(x.values, nothing, x.ragged_dim), axes[1:]
+            values = x.values[(slice(None),) * x.ragged_dim + (slice(0, 0), ...)]
+            x, axes = Array._of(values, nothing, x.ragged_dim), axes[1:]
         out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))
         out = out[0, ...] if whole and not keepdims else out
         return out if out.dtype == dtype else xp.astype(out, dtype)
@@ -78,8 +80,7 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
     if x.layout.real is None:
         return f(values, axis=axes, keepdims=keepdims, **options)
     if name not in AVERAGES:
-        truth = name in ("any", "all", "count_nonzero")
-        values = xp.astype(values, xp.bool) if truth else values
+        values = truth(xp, values) if name in ("any", "all", "count_nonzero") else values
         least = identity(xp, "any" if name == "count_nonzero" else name, values.dtype)
         nothing = xp.full((), least, dtype=values.dtype, device=x.layout.device)
         return f(in_rows(x, values, nothing), axis=axes, keepdims=keepdims, **options)
@@ -103,10 +104,14 @@ def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bo
     """(n, ...) reduction over the ragged axis and the element axes in `axes`, of `dtype`."""
     values = moved(xp, x.values, x.ragged_dim, 0)
     inner = tuple(a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1)
-    if inner:
+    if 0 in (values.shape[a] for a in inner):  # of no elements: the value of an empty row
+        shape = [n for a, n in enumerate(values.shape) if a not in inner]
+        values = xp.full(tuple(shape), identity(xp, op, dtype), dtype=dtype, device=x.layout.device)
+    elif inner and op in SCANS:
         wide = accumulator(xp, dtype)
-        options = {"dtype": wide} if op in ("sum", "prod") else {}
-        values = getattr(xp, op)(xp.astype(values, wide, copy=False), axis=inner, **options)
+        values = getattr(xp, op)(xp.astype(values, wide, copy=False), axis=inner, dtype=wide)
+    elif inner:
+        values = getattr(xp, op)(values, axis=inner)
     out = segment_reduce(op, values, x.layout, dtype=dtype)
     return xp.reshape(out, _kept(x, axes)) if keepdims else out
 
@@ -141,7 +146,7 @@ def _deviation(xp: Any, *args: Any) -> Any:
 
 
 def _count(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
-    return _reduce_rows(xp, "sum", x.with_values(xp.astype(x.values, xp.bool)), axes, keepdims, dtype)
+    return _reduce_rows(xp, "sum", x.with_values(truth(xp, x.values)), axes, keepdims, dtype)
 
 
 ROWS: dict[str, Function] = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import again
 from ..array import Array
-from ..checks import dense, floating, integer, number
+from ..checks import dense, flag, floating, integer, number
 from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare, run
 from ..segments import tiled
@@ -116,6 +116,7 @@ class AttentionCall:
             raise ValueError(f"v: expected {kv_heads} heads as k, got {v_heads}")
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}")
+        causal, deterministic = flag("causal", causal), flag("deterministic", deterministic)
         softcap = None if softcap is None else number("softcap", softcap, above=0)
         scale = 1 / math.sqrt(dim) if scale is None else number("scale", scale)
         for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -123,8 +124,8 @@ class AttentionCall:
                 dense(name, x, q.values)
                 if tuple(x.shape) != (heads,):
                     raise ValueError(f"{name}: expected an array of shape ({heads},), one number a head, got {tuple(x.shape)}")
-        return cls(q, k, v, bool(causal), _window(window, causal), scale, softcap, return_lse or sinks is not None,
-                   alibi_slopes, bool(deterministic))
+        return cls(q, k, v, causal, _window(window, causal), scale, softcap, flag("return_lse", return_lse) or sinks is not None,
+                   alibi_slopes, deterministic)
 
 
 def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import again
 from ..array import Array
-from ..checks import floating, integers, number
+from ..checks import flag, floating, integers, number
 from ..fit import accumulator, ragged, shared_layout
 from ..registry import declare
 
@@ -41,6 +41,7 @@ class RopeCall:
                     f"{self.k.dtype}"
                 )
         number("theta", self.theta, above=0)
+        flag("interleaved", self.interleaved)
         if self.start is not None:
             integers("start", self.start, x.values)
             if tuple(self.start.shape) != (x.batch_size,):

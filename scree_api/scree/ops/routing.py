@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import again
 from ..array import Array
 from ..backends import backend
 from ..checks import integer, integers
@@ -47,9 +48,8 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     if _axis(axis) == 0:
         integers("index", index, ragged("x", x).values)
         return take_rows(x, row_numbers(index, x.batch_size), kernel)
-    call = GatherCall.make(x, index)
-    tokens: Array = index.with_values(run("gather", call, kernel))
-    return tokens
+    found = again.run("gather", {"index": index, "x": x}, {}, kernel)
+    return Array._of(found, index.layout)
 
 
 @dataclass(frozen=True, slots=True)

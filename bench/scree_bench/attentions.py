@@ -1,0 +1,351 @@
+"""How each attention is called: ours, each library's own on padded batches, and the kernels that can be imported.
+
+Each is made for a `Work` on a library, and prepares its own form of it: what is converted there, padding for instance, is not
+timed. Its results come back packed, so that all are compared with the same float64 reference. Who may run where stands in `peers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import scree
+
+from .formulas import softmax
+from .libraries import Function, Library, nesting, torch_compiled
+from .measure import available, require
+from .work import Work, inputs
+
+#: ``make(lib, work)`` gives ``attend(q, k, v)``.
+Make = Callable[[Library, Work], Function]
+
+
+class Prepared(NamedTuple):
+    """What a peer runs: ``function(*args)``, the gradient to send back, and how a result or gradient becomes packed."""
+
+    function: Function
+    args: tuple[Any, ...]
+    cotangent: Any
+    packed: Callable[[Any], Any] = lambda x: x
+
+
+Prepare = Callable[[Library, Work], Prepared]
+
+
+def packed(make: Make) -> Prepare:
+    """An attention on rows end to end."""
+    return lambda lib, work: Prepared(make(lib, work), *inputs(lib, work))
+
+
+def padded(make: Make) -> Prepare:
+    """An attention on a padded batch, (rows, heads, longest, dim)."""
+    return lambda lib, work: Prepared(make(lib, work), *_dense(lib, work))
+
+
+# ------------------------------------------------------------------------------------------------------ ours
+def ours(kernel: str | None) -> Prepare:
+    """`scree.attention` on the kernel that is named, or on the first that accepts."""
+
+    def make(lib: Library, work: Work) -> Function:
+        (q, _, _), _ = inputs(lib, work)
+        like = scree.Array(q, lib.make(work.offsets, "int32"), max_length=work.longest)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            rows = (like.with_values(x) for x in (q, k, v))
+            return scree.attention(*rows, causal=work.causal, kernel=kernel).values
+
+        return attend
+
+    return packed(make)
+
+
+def ours_traced(lib: Library, work: Work) -> Function:
+    """Under `jit`, where the offsets are an argument as they are in training: another batch does not compile again."""
+    import jax
+
+    offsets = lib.make(work.offsets, "int32")
+
+    @jax.jit
+    def run(offsets: Any, q: Any, k: Any, v: Any) -> Any:
+        like = scree.Array(q, offsets, max_length=work.longest)
+        return scree.attention(like, like.with_values(k), like.with_values(v), causal=work.causal).values
+
+    return partial(run, offsets)
+
+
+# ------------------------------------------------------------------------------------------- padded batches
+def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
+    """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
+    require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim, lib.device)
+    (q, k, v), cotangent = inputs(lib, work)
+    tokens, real = (lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True))
+    xp = lib.xp
+
+    def pad(x: Any) -> Any:
+        found = xp.reshape(xp.take(x, xp.reshape(tokens, (-1,)), axis=0), (*tokens.shape, *x.shape[1:]))
+        found = xp.permute_dims(xp.where(real[:, :, None, None], found, xp.zeros_like(found)), (0, 2, 1, 3))
+        return np.ascontiguousarray(found) if lib.name == "numpy" else getattr(found, "contiguous", lambda: found)()
+
+    slots = lib.make(np.flatnonzero(work.tokens[1].reshape(-1)), "int32")
+
+    def back(x: Any) -> Any:
+        x = xp.permute_dims(x, (0, 2, 1, 3))
+        return xp.take(xp.reshape(x, (-1, *x.shape[2:])), slots, axis=0)
+
+    return (pad(q), pad(k), pad(v)), pad(cotangent), back
+
+
+def visible(work: Work) -> np.ndarray:
+    """(rows, 1, longest, longest) which query may see which key; a query in the padding sees the first key, to stay finite."""
+    _, real = work.tokens
+    seen = real[:, None, None, :] & np.ones((work.longest, 1), bool)
+    if work.causal:
+        seen = seen & np.tri(work.longest, dtype=bool)
+    seen[:, :, :, 0] |= ~seen.any(-1)
+    return seen
+
+
+def naive(lib: Library, work: Work) -> Function:
+    require(3 * work.padded_scores, lib.device)
+    xp, groups = lib.xp, work.heads // work.kv_heads
+    mask = lib.make(visible(work), "bool")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if groups > 1:
+            k, v = xp.repeat(k, groups, axis=1), xp.repeat(v, groups, axis=1)
+        scores = xp.matmul(q, xp.matrix_transpose(k)) * (1 / math.sqrt(work.dim))
+        return xp.matmul(softmax(xp, xp.where(mask, scores, -math.inf)), v)
+
+    return attend
+
+
+def einsum(lib: Library, work: Work) -> Function:
+    """What a first try in NumPy looks like."""
+    require(3 * work.padded_scores)
+    mask = visible(work)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        scores = np.where(mask, np.einsum("nhid,nhjd->nhij", q, k) / math.sqrt(work.dim), -np.inf)
+        return np.einsum("nhij,nhjd->nhid", softmax(np, scores), v)
+
+    return attend
+
+
+def rows(lib: Library, work: Work) -> Function:
+    """A Python loop over rows: the plain form, without padding."""
+    xp, groups, bounds = lib.xp, work.heads // work.kv_heads, work.offsets.tolist()
+    hidden = lib.make(~np.tri(work.longest, dtype=bool), "bool") if work.causal else None
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        outs = []
+        for a, b in zip(bounds, bounds[1:], strict=False):
+            x, y, z = (xp.permute_dims(t[a:b], (1, 0, 2)) for t in (q, k, v))
+            if groups > 1:
+                y, z = xp.repeat(y, groups, axis=0), xp.repeat(z, groups, axis=0)
+            scores = xp.matmul(x, xp.matrix_transpose(y)) * (1 / math.sqrt(work.dim))
+            if hidden is not None:
+                scores = xp.where(hidden[: b - a, : b - a], -math.inf, scores)
+            outs.append(xp.permute_dims(xp.matmul(softmax(xp, scores), z), (1, 0, 2)))
+        return xp.concat(outs, axis=0)
+
+    return attend
+
+
+def torch_sdpa(backend: str | None) -> Make:
+    """Padded batches in PyTorch. A causal call needs no mask: real tokens come before the padding."""
+
+    def make(lib: Library, work: Work) -> Function:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        mask = None if work.causal else lib.make(visible(work), "bool")
+        chosen = partial(sdpa_kernel, getattr(SDPBackend, backend)) if backend else nullcontext
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            with chosen():
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+                )
+
+        return attend
+
+    return make
+
+
+def torch_rows(lib: Library, work: Work) -> Function:
+    import torch
+
+    lengths = list(work.lengths)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        outs = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(t.transpose(0, 1)[None] for t in row), is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+            )[0].transpose(0, 1)
+            for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        ]
+        return torch.cat(outs)
+
+    return attend
+
+
+def torch_nested(lib: Library, work: Work) -> Function:
+    import torch
+
+    nested = nesting(lib, work.lengths)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        rows = (nested(x).transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=work.causal).transpose(1, 2).values()
+
+    return attend
+
+
+def torch_flex(lib: Library, work: Work) -> Function:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    row = lib.make(np.repeat(np.arange(len(work.lengths)), work.lengths), "int32")
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        same = row[i] == row[j]
+        return same & (i >= j) if work.causal else same
+
+    large = 4 * 8.0 * work.total**2 > available(lib.device)  # an int64 for each pair, a few at once, unless it is compiled
+    mask = create_block_mask(seen, None, None, work.total, work.total, device=row.device, _compile=large)
+    if lib.device == "cpu":
+        torch.compiler.reset()  # it has no backward there, and after one that failed it would not be compiled again
+    run = torch_compiled(flex_attention)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return run(q, k, v, block_mask=mask, enable_gqa=work.heads != work.kv_heads)[0].transpose(0, 1)
+
+    return attend
+
+
+# ---------------------------------------------------------------------------------------- kernels for CUDA
+def _bounds(lib: Library, work: Work) -> tuple[Any, int]:
+    return lib.make(work.offsets, "int32"), work.longest
+
+
+def _differentiated(forward: Function, backward: Function) -> Function:
+    """Two operators as one function: `forward` gives the result and what ``backward(dout, q, k, v, out, ...)`` takes behind it."""
+    import torch
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            out, *ctx.rest = forward(q, k, v)
+            ctx.save_for_backward(q, k, v, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            return backward(dout, *ctx.saved_tensors, *ctx.rest)
+
+    found: Function = Attend.apply
+    return found
+
+
+def fa2(lib: Library, work: Work) -> Function:
+    """FlashAttention-2 as PyTorch carries it, without what PyTorch puts around it."""
+    import torch
+
+    cu, longest = _bounds(lib, work)
+    aten, rows = torch.ops.aten, (cu, cu, longest, longest, 0.0, work.causal)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return aten._flash_attention_forward(q, k, v, *rows, False)[:4]
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng: Any, unused: Any) -> Any:
+        return aten._flash_attention_backward(dout, q, k, v, out, lse, *rows, rng, unused)
+
+    return _differentiated(forward, backward)
+
+
+def varlen(lib: Library, work: Work) -> Function:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu, longest = _bounds(lib, work)
+    window = (-1, 0) if work.causal else (-1, -1)
+    known = signature(varlen_attn).parameters
+    grouped = {"enable_gqa": True} if work.heads != work.kv_heads and "enable_gqa" in known else {}
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window, **grouped)
+
+    return attend
+
+
+def flash(module: str) -> Make:
+    """FlashAttention-3 and -4, which share the names of their arguments."""
+
+    def make(lib: Library, work: Work) -> Function:
+        run = import_module(module).flash_attn_varlen_func
+        cu, longest = _bounds(lib, work)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            out = run(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=work.causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return attend
+
+    return make
+
+
+def efficient(lib: Library, work: Work) -> Function:
+    """The memory-efficient kernel of xFormers on packed rows: the one that takes float32."""
+    import torch
+
+    cu, longest = _bounds(lib, work)
+    aten, mask = torch.ops.aten, int(work.causal)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        found = aten._efficient_attention_forward(q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True)
+        return found[0][0], *found[1:]
+
+    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seed: Any, offset: Any, most_q: int, most_k: int) -> Any:
+        found = aten._efficient_attention_backward(
+            *(x[None] for x in (dout, q, k, v)), None, out[None], cu, cu, most_q, most_k, lse, 0.0, seed, offset, mask, False
+        )
+        return tuple(x[0] for x in found[:3])
+
+    return _differentiated(forward, backward)
+
+
+# ---------------------------------------------------------------------------------------------- JAX and MLX
+def jax_own(lib: Library, work: Work) -> Prepared:
+    import jax
+
+    tokens, real = work.tokens
+    q, k, v, cotangent = (lib.make(np.where(real[:, :, None, None], x[tokens], 0), work.dtype) for x in work.arrays)
+    lengths, slots = lib.make(np.asarray(work.lengths), "int32"), lib.make(np.flatnonzero(real.reshape(-1)), "int32")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=work.causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+        )
+
+    def back(x: Any) -> Any:
+        return x.reshape(-1, *x.shape[2:])[slots]
+
+    return Prepared(attend, (q, k, v), cotangent, back)
+
+
+def mlx_own(lib: Library, work: Work) -> Function:
+    import mlx.core as mx
+
+    mask = "causal" if work.causal else lib.make(visible(work), "bool")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(work.dim), mask=mask)
+
+    return attend

@@ -1,0 +1,71 @@
+"""What a CUDA device does during a call, kernel by kernel, by PyTorch's profiler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+CALLS = 5  # in a profile
+SLEEP = 20_000_000  # cycles that the device sleeps before each, until the host is ahead
+LONG = 1e-3  # seconds of such a sleep, at least
+
+
+class Kernel(NamedTuple):
+    """From when to when it ran, in seconds, and whether it is a mark."""
+
+    start: float
+    end: float
+    marks: bool = False
+
+
+def mark() -> None:
+    """Run a kernel that does nothing."""
+    import torch
+
+    torch.cuda._sleep(1)
+
+
+def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
+    """The kernels of some calls, in order."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    thunk()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(CALLS):
+            torch.cuda._sleep(SLEEP)
+            thunk()
+            torch.cuda.synchronize()
+    calls: list[list[Kernel]] = []
+    for kernel in sorted(Kernel(e.time_range.start / 1e6, e.time_range.end / 1e6, "spin" in e.name)
+                         for e in found.events() if e.device_type == DeviceType.CUDA):  # fmt: skip
+        if kernel.marks and kernel.end - kernel.start > LONG:
+            calls.append([])
+        else:
+            calls[-1].append(kernel)
+    return calls
+
+
+def between(kernels: Sequence[Kernel]) -> float:
+    """Seconds in which no kernel runs, from the first to the last."""
+    return sum(after.start - before.end for before, after in pairwise(kernels))
+
+
+def by_mark(kernels: Sequence[Kernel], marks: Sequence[str]) -> dict[str, float]:
+    """Seconds of the kernels of each part of a call.
+
+    `marks` are the names of the parts, in the order of their marks: each part has one behind its kernels of the forward pass, and
+    then, where there is a backward pass, one before its kernels of that.
+    """
+    found: dict[str, float] = defaultdict(float)
+    forward, passed = len(set(marks)), 0
+    for kernel in kernels:
+        if kernel.marks:
+            passed += 1
+        else:
+            found[marks[passed if passed < forward else passed - 1]] += kernel.end - kernel.start
+    return found
