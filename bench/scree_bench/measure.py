@@ -2,8 +2,8 @@
 
 Contenders are measured in turn, one after the other in every round, so that a drift of the machine meets all of them alike; one
 whose time is used up leaves the rounds. The first call of each warms up (and compiles) and is not counted. A device that works
-behind the host has rounds of its own, a single call between rests, and the host has its loops of calls after them: the device's
-heat and clock rate behind a loop of one contender would meet the next one's sample.
+behind the host has rounds of its own, a single call between rests, and the host has its loops of calls behind them: what such a
+loop leaves in the cache, and of the clock rate, would meet the next one's sample.
 """
 
 from __future__ import annotations

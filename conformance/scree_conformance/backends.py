@@ -96,6 +96,8 @@ _ALL = ("bool", *FLOATS, *INTEGERS, "uint16", "uint32", "uint64", *COMPLEX, "com
 
 
 def _numpy(device: str | None) -> Library:
+    if device not in (None, "cpu"):
+        raise ValueError(f"device: expected 'cpu', the only one of NumPy, got {device!r}")
     dtypes = {name: np.dtype(name) for name in _ALL if name != "bfloat16"}
     return Library(
         "numpy", dtypes, lambda x, dtype: np.array(x, dtype=dtype), lambda x: _wide(np.asarray(x)),

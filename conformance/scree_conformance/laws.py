@@ -202,8 +202,8 @@ def no_overflow(bench: Bench, layout: Layout, dtype: str) -> None:
         "softmax": xp.ragged.softmax(x), "log_softmax": xp.ragged.log_softmax(x), "logsumexp": xp.ragged.logsumexp(x),
         "rms_norm": xp.ragged.rms_norm(x), "layer_norm": xp.ragged.layer_norm(x), "rope": xp.ragged.rope(x),
     }  # fmt: skip
-    turned = x.with_values(xp.concat([x.values[:, 2:], -x.values[:, :2]], axis=1))  # of each token at a right angle to it
-    calls["vecdot"] = xp.vecdot(xp.concat([x, x], axis=1), xp.concat([turned, -turned], axis=1), axis=1)
+    twice = xp.concat([x, x], axis=1)
+    calls["vecdot"] = xp.vecdot(twice, scree.align(xp.concat([x, -x], axis=1), like=twice), axis=1)  # 0
     q = x.with_values(xp.expand_dims(x.values, axis=1))
     calls["attention"] = xp.ragged.attention(q, q, q)
     filled = np.asarray(lengths_of(layout)) > 0

@@ -90,6 +90,11 @@ def test_coverage_wants_all_operations(tmp_path: Path, capsys: pytest.CaptureFix
     assert "without --only" in capsys.readouterr().err
 
 
+def test_a_library_runs_where_it_is_told_to() -> None:
+    with pytest.raises(ValueError, match="device: expected 'cpu', the only one of NumPy, got 'cuda'"):
+        run("numpy", "cuda")
+
+
 def test_nothing_to_run_ends_with_status_1() -> None:
     assert main(["--only", "no case has this name"]) == 1
 

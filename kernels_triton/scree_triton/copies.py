@@ -21,7 +21,8 @@ from .host import on_its_device
 from .launch import Launch, contiguous, empty
 
 _UNITS = 1024  # that a program moves
-_SLOTS = 512  # the same where it pads
+_SLOTS = 512  # the same where it pads or takes by number;
+_APART = 128  # and takes single units from anywhere: with more on their way a thread, they wait for each other
 # Tokens of one unit of so many bytes that a program writes to neighboring places, those side by side in a thread, and the warps.
 _STREAMS = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _WARPS = 4
@@ -177,8 +178,8 @@ class Plan:
 class Copier:
     """A kernel for the tokens of some arrays, each with its axis of tokens, and 1 where an axis of rows stands in front, or 0.
 
-    `tokens` is what they are numbered up to; `streams` says that tokens go to neighboring places; then the dtypes of the other
-    pointers, and what the kernel does. Its `steps` are those of the arrays in units, one array after another.
+    `tokens` is what they are numbered up to; `streams` says that tokens go to neighboring places, mostly from such; then the
+    dtypes of the other pointers, and what the kernel does. Its `steps` are those of the arrays in units, one array after another.
     """
 
     def __init__(self, kernel: Any, tokens: int, streams: bool, arrays: Sequence[tuple[Seen, int, int]],
@@ -208,11 +209,12 @@ class Copier:
 def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], pieces: int, units: int, align: int, long: bool,
             streams: bool, *flags: bool | int) -> tuple[Launch, int, int]:
     """A kernel for pieces of so many units at multiples of `align`; the tokens of a program and the programs of a token."""
-    unit = min(align, 8)
-    if streams and pieces == units == 1:
+    unit, single = min(align, 8), pieces == units == 1
+    if streams and single:
         block, (tokens, side, warps) = 1, _STREAMS[unit]
     else:
-        most, side, warps = _SLOTS if "MARKS" in kernel.arg_names else _UNITS, 1, _WARPS
+        taken, padded = "INDEX" in kernel.arg_names, "MARKS" in kernel.arg_names
+        most, side, warps = _APART if taken and single else _SLOTS if taken or padded else _UNITS, 1, _WARPS
         block = units & -units  # a power of two that divides it, if that is not too small
         block = min(block if block >= 32 else triton.next_power_of_2(units), most)
         tokens = most // block

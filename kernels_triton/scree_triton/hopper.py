@@ -124,15 +124,6 @@ def _zeros(rows: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _times(parts, factor, PARTS: gl.constexpr):
-    """The parts of an output, each times a factor."""
-    products = ()
-    for p in gl.static_range(PARTS):
-        products += (parts[p] * factor, )
-    return products
-
-
-@gluon.jit
 def _start_scores(a, ring, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     """Start a @ b^T, b in a slot of a ring, both in parts of their columns."""
     ROWS: gl.constexpr = a[0].shape[0]
@@ -168,12 +159,19 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def _post(slot, tile, t, total_tiles, head, LAYOUT: gl.constexpr):
+def _queue(slots: gl.constexpr):
+    """Room for entries of tiles, a copy of each for every lane of the producer."""
+    return gl.allocate_shared_memory(gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _post(slot, tile, t, total_tiles, head):
     """Copy a tile's entry to the consumers' queue; a length of 0 stops them.
 
-    All lanes write the same, so that the arrival of one lane, which comes after its own write, is enough for the readers.
+    Every lane writes a copy of its own. The consumers read that of the first lane, which is the one that arrives at barriers: an
+    arrival orders what its own thread wrote, and nothing else.
     """
-    e = gl.arange(0, 8, LAYOUT)
+    e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8
     entry = gl.load(tile + e)
     entry = gl.where(e == 5, head, entry)
     slot.store(gl.where(t < total_tiles, entry, 0))
@@ -187,7 +185,7 @@ def _field(entry, i: gl.constexpr):
 @gluon.jit
 def _entry(slot):
     """Row start, row length, the other side's length, first token and head, from the queue."""
-    x = slot.load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    x = slot.slice(0, 8).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     return _field(x, 0), _field(x, 1), _field(x, 3), _field(x, 4), _field(x, 5)
 
 

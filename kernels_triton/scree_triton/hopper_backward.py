@@ -22,6 +22,7 @@ from .hopper import (
     _load,
     _parts,
     _post,
+    _queue,
     _ring,
     _start_scores,
     _start_sums,
@@ -34,11 +35,11 @@ from .hopper import (
 
 
 @gluon.jit
-def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                 COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left, right, BLOCK_M: gl.constexpr,
-                 BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+def _dq_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr,
+                 PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                 CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    qd, kd, vd, dod, TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group = read
     count = gl.load(TILES)
     total_tiles = count * heads
     t = gl.program_id(0)
@@ -49,7 +50,7 @@ def _dq_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         start, length, other_start, other, first = _fields(tile)
         qs = i % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
-        _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
+        _post(queue.index(qs), tile, t, total_tiles, head)
         if t < total_tiles:
             mbarrier.expect(q_full.index(qs), CONSUMERS * (_bytes(q_s, PARTS) + _bytes(do_s, PARTS_V)))
             for w in gl.static_range(CONSUMERS):
@@ -126,16 +127,16 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, 
 
 
 @gluon.jit
-def _dq_consumer(w: gl.constexpr, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
-                 OUT, LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, right, scale, softcap,
-                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr,
-                 DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
+def _dq_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+                 BLOCK_D: gl.constexpr, DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr,
                  STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
                  WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HAS_DLSE: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    dqd, SLOPES, OUT, LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, scale, softcap = written
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
@@ -215,46 +216,36 @@ def dq_kernel(qd, kd, vd, dod, dqd, SLOPES, OUT, LSE, DLSE, STATS, TILES, COUNTE
     do_s = _ring(dod, CONSUMERS * Q_STAGES * PARTS_V)
     k_s = _ring(kd, STAGES * PARTS)
     v_s = _ring(vd, STAGES * PARTS_V)
-    queue = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = _queue(Q_STAGES)
     q_full = _barriers(Q_STAGES, 1)
     q_empty = _barriers(Q_STAGES, CONSUMERS)
     k_full = _barriers(STAGES, 1)
     k_empty = _barriers(STAGES, CONSUMERS)
     v_full = _barriers(STAGES, 1)
     v_empty = _barriers(STAGES, CONSUMERS)
+    rings = q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty
+    read = qd, kd, vd, dod, TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group
+    written = dqd, SLOPES, OUT, LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, scale, softcap
+    right = 0 if CAUSAL else right
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_dq_consumer, (0, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
-                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
-                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
-            (_dq_consumer, (1, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
-                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
-                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
-            (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                            TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left,
-                            0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, PARTS,
-                            PARTS_V)),
+            (_dq_consumer, (0, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                            STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_consumer, (1, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                            STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_producer, (rings, read, left, right, BLOCK_M, BLOCK_N, PARTS, PARTS_V, STAGES, Q_STAGES, CONSUMERS, CAUSAL,
+                            WINDOW)),
         ], [4, 1], [240, 24])
     elif CONSUMERS == 3:
         gl.warp_specialize([
-            (_dq_consumer, (0, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
-                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
-                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
-            (_dq_consumer, (1, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
-                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
-                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
-            (_dq_consumer, (2, dqd, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, OUT,
-                            LSE, DLSE, STATS, out_stride, dlse_stride, dlse_head, total, plane, left, 0 if CAUSAL else right,
-                            scale, softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, STAGES, Q_STAGES,
-                            CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
-            (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                            TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group, left,
-                            0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, PARTS,
-                            PARTS_V)),
+            (_dq_consumer, (0, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                            STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_consumer, (1, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                            STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_consumer, (2, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                            STAGES, Q_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HAS_DLSE)),
+            (_dq_producer, (rings, read, left, right, BLOCK_M, BLOCK_N, PARTS, PARTS_V, STAGES, Q_STAGES, CONSUMERS, CAUSAL,
+                            WINDOW)),
         ], [4, 4, 1], [160, 160, 24])
 
 
@@ -272,12 +263,11 @@ def _query_tiles(first, length, other, left, right, BLOCK_M: gl.constexpr, BLOCK
 
 
 @gluon.jit
-def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                   do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                   group_size, group, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-                   K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                   PARTS: gl.constexpr, PARTS_V: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+def _dkdv_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr,
+                   PARTS_V: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty = rings
+    qd, kd, vd, dod, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads, group_size, group = read
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
     count = gl.load(TILES)
@@ -290,7 +280,7 @@ def _dkdv_producer(qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         start, length, other_start, other, first = _fields(tile)
         ks = i % K_STAGES
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
-        _post(queue.index(ks), tile, t, total_tiles, head, LAYOUT)
+        _post(queue.index(ks), tile, t, total_tiles, head)
         if t < total_tiles:
             mbarrier.expect(k_full.index(ks), CONSUMERS * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V)))
             for w in gl.static_range(CONSUMERS):
@@ -370,19 +360,19 @@ def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_emp
 
 
 @gluon.jit
-def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                   do_full, do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, right, scale, softcap,
-                   BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr,
-                   BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, HAS_DK: gl.constexpr,
-                   HAS_DV: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HELD: gl.constexpr,
-                   PASS: gl.constexpr):
+def _dkdv_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                   DIM: gl.constexpr, BLOCK_D: gl.constexpr, DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr,
+                   PARTS_V: gl.constexpr, HAS_DK: gl.constexpr, HAS_DV: gl.constexpr, STAGES: gl.constexpr,
+                   K_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+                   SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, HELD: gl.constexpr, PASS: gl.constexpr):
     ROWS: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     LAYOUT_STORE_V: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty = rings
+    DK, DV, SLOPES, dk_stride, dv_stride, group_size, scale, softcap = written
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
@@ -471,44 +461,34 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, q_head, 
     v_s = _ring(vd, CONSUMERS * K_STAGES * PARTS_V)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], STATS_S)
+    queue = _queue(K_STAGES)
     k_full = _barriers(K_STAGES, 1)
     k_empty = _barriers(K_STAGES, CONSUMERS)
     q_full = _barriers(STAGES, 1)
     q_empty = _barriers(STAGES, CONSUMERS)
     do_full = _barriers(STAGES, 1)
     do_empty = _barriers(STAGES, CONSUMERS)
+    rings = q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty
+    read = qd, kd, vd, dod, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads, group_size, group
+    written = DK, DV, SLOPES, dk_stride, dv_stride, group_size, scale, softcap
+    right = 0 if CAUSAL else right
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
-                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
-                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
-            (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
-                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
-                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
-            (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                              do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                              group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, K_STAGES, CONSUMERS,
-                              CAUSAL, WINDOW, PARTS, PARTS_V)),
+            (_dkdv_consumer, (0, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                              HAS_DK, HAS_DV, STAGES, K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_consumer, (1, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                              HAS_DK, HAS_DV, STAGES, K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_producer, (rings, read, left, right, BLOCK_M, BLOCK_N, PARTS, PARTS_V, STAGES, K_STAGES, CONSUMERS, CAUSAL,
+                              WINDOW)),
         ], [4, 1], [240, 24])
     elif CONSUMERS == 3:
         gl.warp_specialize([
-            (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
-                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
-                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
-            (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
-                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
-                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
-            (_dkdv_consumer, (2, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                              do_empty, SLOPES, DK, DV, dk_stride, dv_stride, group_size, left, 0 if CAUSAL else right, scale,
-                              softcap, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V, HAS_DK, HAS_DV, STAGES,
-                              K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
-            (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                              do_full, do_empty, STATS, TILES, COUNTER, q_head, k_head, v_head, do_head, total, plane, heads,
-                              group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, K_STAGES, CONSUMERS,
-                              CAUSAL, WINDOW, PARTS, PARTS_V)),
+            (_dkdv_consumer, (0, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                              HAS_DK, HAS_DV, STAGES, K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_consumer, (1, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                              HAS_DK, HAS_DV, STAGES, K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_consumer, (2, rings, written, left, right, BLOCK_M, BLOCK_N, DIM, BLOCK_D, DIM_V, BLOCK_DV, PARTS, PARTS_V,
+                              HAS_DK, HAS_DV, STAGES, K_STAGES, CONSUMERS, CAUSAL, WINDOW, SOFTCAP, ALIBI, HELD, PASS)),
+            (_dkdv_producer, (rings, read, left, right, BLOCK_M, BLOCK_N, PARTS, PARTS_V, STAGES, K_STAGES, CONSUMERS, CAUSAL,
+                              WINDOW)),
         ], [4, 4, 1], [160, 160, 24])

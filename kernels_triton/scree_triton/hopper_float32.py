@@ -22,6 +22,7 @@ from .hopper import (
     _key_bounds,
     _key_tiles,
     _parts,
+    _queue,
     _ring,
     _rows,
     _store_tile,
@@ -100,23 +101,21 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         p = _split(y, OPERAND_O)
         acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         c += 1
-        if WINDOW:
-            inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-            for j in range(tiles - 2, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
-                acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit - j * BLOCK_N,
-                                             own - j * BLOCK_N, left, offs_n, scale, softcap, slope, (j >= whole) | (j < inner),
-                                             WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
-                c += 1
-        else:
-            for j in range(tiles - 2, whole - 1, -1):
-                acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit - j * BLOCK_N, own, left,
-                                             offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S,
-                                             LAYOUT_O)
-                c += 1
-            for _ in range(whole - 1, -1, -1):
-                acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit, own, left, offs_n, scale,
-                                             softcap, slope, False, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
-                c += 1
+        low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
+        whole = gl.maximum(whole, low)
+        # Tiles before `inner` begin before the first key of some query. In one loop over all tiles ptxas would serialize
+        # the products.
+        inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
+        for j in range(tiles - 2, whole - 1, -1):
+            acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit - j * BLOCK_N, own - j * BLOCK_N,
+                                         left, offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S,
+                                         LAYOUT_O)
+            c += 1
+        for j in range(whole - 1, low - 1, -1):
+            acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit - j * BLOCK_N, own - j * BLOCK_N,
+                                         left, offs_n, scale, softcap, slope, WINDOW and j < inner, WINDOW, SOFTCAP, ALIBI,
+                                         STAGES, LAYOUT_S, LAYOUT_O)
+            c += 1
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         o = _product(p, v_s, c % STAGES, LAYOUT_O, False)
         l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
@@ -141,7 +140,7 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, out_str
     q_s = _ring(qd, 2)
     k_s = _ring(kd, STAGES * PLANES)
     v_s = _ring(vd, STAGES * PLANES)
-    queue = gl.allocate_shared_memory(gl.int32, [1, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = _queue(1)
     q_full = _barriers(1, 1)
     q_empty = _barriers(1, 2)
     full = _barriers(STAGES, 1)
@@ -252,7 +251,7 @@ def dq_kernel(qd, kd, vd, dod, SLOPES, STATS, DQ, TILES, COUNTER, dq_stride, tot
     do_s = _ring(dod, 2 * PLANES)
     k_s = _ring(kd, STAGES * PLANES)
     v_s = _ring(vd, STAGES * PLANES)
-    queue = gl.allocate_shared_memory(gl.int32, [1, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = _queue(1)
     q_full = _barriers(1, 1)
     q_empty = _barriers(1, 2)
     k_full = _barriers(STAGES, 1)
@@ -266,9 +265,10 @@ def dq_kernel(qd, kd, vd, dod, SLOPES, STATS, DQ, TILES, COUNTER, dq_stride, tot
         (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, STATS, DQ,
                         dq_stride, total, plane, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, STAGES,
                         CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_dq_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, TILES,
-                        COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, heads, group_size, group, left,
-                        0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, 1, 2, CAUSAL, WINDOW, PLANES, PLANES)),
+        (_dq_producer, ((q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty),
+                        (qd, kd, vd, dod, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, heads,
+                         group_size, group),
+                        left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PLANES, PLANES, STAGES, 1, 2, CAUSAL, WINDOW)),
     ], [4, 1], [232, 40])
 
 
@@ -373,7 +373,7 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_strid
     v_s = _ring(vd, 2 * PLANES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = gl.allocate_shared_memory(gl.int32, [1, 8], STATS_S)
+    queue = _queue(1)
     k_full = _barriers(1, 1)
     k_empty = _barriers(1, 2)
     q_full = _barriers(STAGES, 1)
@@ -387,8 +387,8 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_strid
         (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty,
                           SLOPES, DK, DV, dk_stride, group_size, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M,
                           BLOCK_N, DIM, STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_dkdv_producer, (qd, kd, vd, dod, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty,
-                          do_full, do_empty, STATS, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM,
-                          total, plane, heads, group_size, group, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, STAGES, 1, 2,
-                          CAUSAL, WINDOW, PLANES, PLANES)),
+        (_dkdv_producer, ((q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty),
+                          (qd, kd, vd, dod, STATS, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, total,
+                           plane, heads, group_size, group),
+                          left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PLANES, PLANES, STAGES, 1, 2, CAUSAL, WINDOW)),
     ], [4, 1], [232, 40])

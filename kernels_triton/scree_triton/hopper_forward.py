@@ -28,6 +28,7 @@ from .hopper import (
     _load,
     _parts,
     _post,
+    _queue,
     _ring,
     _rows,
     _start_scores,
@@ -35,7 +36,6 @@ from .hopper import (
     _store,
     _store_tile,
     _tile,
-    _times,
     _wait_sums,
     _zeros,
 )
@@ -49,7 +49,6 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
 
     The next tile is claimed and looked up before the last keys of this one are waited for, so that nobody waits for that.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     q_s, k_s, v_s, queue, q_full, q_empty, full, empty = rings
     qd, kd, vd, TILES, COUNTER, q_head, k_head, v_head, heads, group_size, group = read
     count = gl.load(TILES)
@@ -66,7 +65,7 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
     while t >= 0:
         qs = i % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
-        _post(queue.index(qs), tile, t, total_tiles, head, LAYOUT)
+        _post(queue.index(qs), tile, t, total_tiles, head)
         if t < total_tiles:
             mbarrier.expect(q_full.index(qs), CONSUMERS * _bytes(q_s, PARTS_Q))
             for w in gl.static_range(CONSUMERS):
@@ -141,6 +140,20 @@ def _attended(x, limit, own, left, offs_n, WINDOW: gl.constexpr):
 
 
 @gluon.jit
+def _rescaled(parts, factor, PARTS: gl.constexpr):
+    """The parts of an output, each times a factor.
+
+    Most factors are 1. What is not multiplied takes no power, and power is what bounds long rows.
+    """
+    products = ()
+    for p in gl.static_range(PARTS):
+        products += (gl.inline_asm_elementwise(
+            "{.reg .pred other; setp.neu.f32 other, $2, 0f3F800000; mov.b32 $0, $1; @other mul.f32 $0, $1, $2;}",
+            "=f,f,f", [parts[p], factor], gl.float32, True, 1), )
+    return products
+
+
+@gluon.jit
 def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own, left,
                   offs_n, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
                   PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
@@ -164,7 +177,7 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, li
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
     acc = _wait_sums(0, acc, p, PARTS_V)
     mbarrier.arrive(empty.index(stage), count=1)
-    acc = _times(acc, gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None], PARTS_V)
+    acc = _rescaled(acc, gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None], PARTS_V)
     return acc, y, m_new, l
 
 
@@ -297,7 +310,7 @@ def forward_kernel(qd, kd, vd, od, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_h
     q_s = _ring(qd, Q_STAGES * CONSUMERS * PARTS)
     k_s = _ring(kd, STAGES * PARTS)
     v_s = _ring(vd, STAGES * PARTS_V)
-    queue = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queue = _queue(Q_STAGES)
     q_full = _barriers(Q_STAGES, 1)
     q_empty = _barriers(Q_STAGES, CONSUMERS)
     full = _barriers(STAGES, 1)

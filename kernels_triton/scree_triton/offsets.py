@@ -9,8 +9,9 @@ import triton.language as tl
 from .host import start
 from .launch import Launch
 
-_BLOCK = 1024  # rows at a time
-_MOST_ROWS = 1 << 16  # that one program goes over
+_BLOCK = 1024  # rows of a program
+_BEFORE = 8192  # rows at a time, of those before
+_MOST_ROWS = 1 << 16  # beyond, a scan is faster than programs that each look at all rows before their own
 _DTYPES = (torch.int32, torch.int64)
 
 
@@ -28,28 +29,34 @@ def row_of(OFFSETS, tokens, n, bisections):
 
 
 @triton.jit(do_not_specialize=("n",))
-def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr):
-    """OFFSETS (n + 1,): the sums of what stands before each of LENGTHS (n,), and of all."""
-    total = tl.cast(0, tl.int64)
-    for first in range(0, n, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        length = tl.load(LENGTHS + row, mask=row < n, other=0).to(tl.int64)
-        tl.store(OFFSETS + row, total + tl.cumsum(length, 0) - length, mask=row < n)
-        total += tl.sum(length, 0)
-    tl.store(OFFSETS + n, total)
+def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, BEFORE: tl.constexpr):
+    """OFFSETS (n + 1,): the sums of what stands before each of LENGTHS (n,), and of all.
+
+    A program does BLOCK of them, and adds up by itself what stands before these, BEFORE lengths at a time.
+    """
+    number: tl.constexpr = OFFSETS.dtype.element_ty
+    first = tl.program_id(0) * BLOCK
+    whole = first // BEFORE * BEFORE
+    each = tl.arange(0, BEFORE)
+    before = tl.load(LENGTHS + whole + each, mask=whole + each < first, other=0).to(number)
+    for at in range(0, whole, BEFORE):
+        before += tl.load(LENGTHS + at + each).to(number)
+    row = first + tl.arange(0, BLOCK)
+    length = tl.load(LENGTHS + row, mask=row < n, other=0).to(number)
+    tl.store(OFFSETS + row, tl.sum(before, 0) + tl.cumsum(length, 0) - length, mask=row <= n)
 
 
 def offsets(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(n + 1,) of a dtype: where rows of these lengths begin, and where the last one ends."""
     n = lengths.shape[0]
     found = torch.empty((n + 1,), dtype=dtype, device=lengths.device)
-    start(_launch(lengths.device, lengths.dtype, dtype), 1, (lengths.contiguous(), found), (), (n,))
+    start(_launch(lengths.device, lengths.dtype, dtype), n // _BLOCK + 1, (lengths.contiguous(), found), (), (n,))
     return found
 
 
 @cache
 def _launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
-    return Launch(offsets_kernel, dict(BLOCK=_BLOCK), dict(num_warps=4))
+    return Launch(offsets_kernel, dict(BLOCK=_BLOCK, BEFORE=_BEFORE), dict(num_warps=16))
 
 
 _op = torch.library.custom_op("scree_triton::offsets", offsets, mutates_args=())

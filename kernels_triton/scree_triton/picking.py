@@ -19,7 +19,7 @@ def take_kernel(OUT, X, INDEX, CHECK, count, size, x_token, x_piece, y_token, y_
     """Token i of OUT from token INDEX[i] of X, if there is one; with CHECK, if CHECK[INDEX[i]] is i."""
     _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
     exists = token < count
-    source = tl.load(INDEX + token, mask=exists, other=-1)
+    source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy="evict_first")
     real = (source >= 0) & (source < size)
     if CHECKED:
         real &= tl.load(CHECK + source, mask=real, other=-1) == token
@@ -54,23 +54,23 @@ def select_kernel(TO, FROM, OFFSETS, STARTS, n, total, size, step, low, high, x_
 
 
 @lru_cache(MOST_PLANS)
-def _take_plan(x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None, count: int) -> Plan:
+def _take_plan(x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None, count: int, ordered: bool) -> Plan:
     x = Seen(*x)
     out = x.made(resized(x.shape, 0, count))
     made = [(out.shape, out.dtype)]
     if not math.prod(out.shape):
         return Plan(x.device, made)
-    copier = Copier(take_kernel, count, True, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None)
+    copier = Copier(take_kernel, count, ordered, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None)
     return copier.plan(made, copier.blocks(count), count, x.shape[0])
 
 
 def take(x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, distinct: bool) -> torch.Tensor:
     """The tokens of x, (tokens, ...), at `index`; 0 where there is none, or `check` there does not lead back.
 
-    `distinct` says that none is taken twice, which is good to know for the gradient.
+    `distinct` says that none is taken twice, which is good to know for the gradient; they mostly come in order then.
     """
     x = laid(x, 0)
-    plan = _take_plan(seen(x), index.dtype, None if check is None else check.dtype, index.shape[0])
+    plan = _take_plan(seen(x), index.dtype, None if check is None else check.dtype, index.shape[0], distinct)
     return plan.run(x, index, index if check is None else check)[0]
 
 

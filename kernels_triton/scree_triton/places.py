@@ -9,19 +9,32 @@ import triton.language as tl
 
 from .host import on_its_device, start
 from .launch import Launch, contiguous, empty
+from .offsets import offsets
 
 _FEW = 1 << 17  # slots, up to which every program counts all marks before its own
 _TILES = {True: (512, 16), False: (1024, 2)}  # by whether they are few: the slots of a program, and its warps
+_EACH = 4  # blocks that a program counts
 _SIDE = 8  # neighbors in a thread
 _BEFORE = 8192  # of those before, at a time
 
 
+@triton.jit
+def _marks(MASK, slot, slots, ends):
+    """1 for the slots that are marked, 0 for others and behind the last one, where a block `ends`."""
+    if ends:
+        real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
+    else:
+        real = (tl.load(MASK + slot) != 0).to(tl.int32)
+    return real
+
+
 @triton.jit(do_not_specialize=("slots",))
-def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr):
-    """COUNTS (blocks,): how many slots of each block are marked."""
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = tl.load(MASK + slot, mask=slot < slots, other=0) != 0
-    tl.store(COUNTS + tl.program_id(0), tl.sum(real.to(tl.int32), 0))
+def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, EACH: tl.constexpr):
+    """COUNTS (blocks,): how many slots of each block are marked, EACH blocks a program."""
+    block = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    slot = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    real = _marks(MASK, slot, slots, (tl.program_id(0) + 1).to(tl.int64) * EACH * BLOCK > slots)
+    tl.store(COUNTS + block, tl.sum(real, 1), mask=block < slots // BLOCK + 1)
 
 
 @triton.jit(do_not_specialize=("slots", "length", "total"))
@@ -29,16 +42,18 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.
                 BLOCK: tl.constexpr, SIDE: tl.constexpr, BEFORE: tl.constexpr):
     """SLOTS (total,): the marked slots, and `slots` behind the last one; and the OFFSETS of rows of `length` slots each.
 
-    A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it say the sums
-    COUNTS, or, where not COUNTED, the program counts it: of booleans eight at a time, as WORDS, whose multiple by ones has their
-    sum in its highest byte.
+    A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
+    sums COUNTS, so that a block of which all or nothing is marked is not read. Where not COUNTED, the program counts what is
+    marked before it: of booleans eight at a time, as WORDS, whose multiple by ones has their sum in its highest byte.
     """
     number: tl.constexpr = SLOTS.dtype.element_ty
     first = tl.program_id(0).to(number) * BLOCK
     each = tl.arange(0, BEFORE)
     if COUNTED:
-        token = tl.load(COUNTS + tl.program_id(0) - 1, mask=tl.program_id(0) > 0, other=0).to(number)
+        token = tl.load(COUNTS + tl.program_id(0)).to(number)
+        found = tl.load(COUNTS + tl.program_id(0) + 1).to(number) - token
     else:
+        found = tl.cast(-1, number)  # not known yet
         marks = tl.zeros([BEFORE], number)
         if WORDS:
             EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -51,17 +66,25 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.
         token = tl.sum(marks, 0)
     side = first + tl.arange(0, BLOCK // SIDE) * SIDE
     slot = side[:, None] + tl.arange(0, SIDE)[None, :]
-    real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
-    count = tl.sum(real, 1)
-    before = token + (tl.cumsum(count, 0) - count).to(number)
-    rank = before[:, None] + (tl.cumsum(real, 1) - real).to(number)
-    tl.store(SLOTS + rank, slot, mask=(real > 0) & (rank < total))
     row = (side + (length - 1)) // length  # that begins here, if one does
     begin = row * length
-    before += tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number)
-    tl.store(OFFSETS + row, before, mask=(begin < side + SIDE) & (begin <= slots))
+    begins = (begin < side + SIDE) & (begin <= slots)
+    if found == 0:
+        tl.store(OFFSETS + row, token + side * 0, mask=begins)
+    elif found == BLOCK:
+        rank = token + (slot - first)
+        tl.store(SLOTS + rank, slot, mask=rank < total)
+        tl.store(OFFSETS + row, token + (begin - first), mask=begins)
+    else:
+        real = _marks(MASK, slot, slots, first + BLOCK > slots)
+        count = tl.sum(real, 1)
+        before = token + (tl.cumsum(count, 0) - count).to(number)
+        rank = before[:, None] + (tl.cumsum(real, 1) - real).to(number)
+        tl.store(SLOTS + rank, slot, mask=(real > 0) & (rank < total))
+        tl.store(OFFSETS + row, before + tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number), mask=begins)
+        found = tl.sum(count, 0).to(number)
     if first + BLOCK > slots:
-        for rest in range(token + tl.sum(count, 0).to(number), total, BEFORE):
+        for rest in range(token + found, total, BEFORE):
             tl.store(SLOTS + rest + each, slots, mask=rest + each < total)
 
 
@@ -95,23 +118,23 @@ class _Mark:
         (block, warps), side = _TILES[self.few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
         self.programs, self.numbers = slots // block + 1, (slots, length, total)
         self.counts = *contiguous((self.programs,)), torch.int32
-        self.count = _launch(count_kernel, device, (marks,), 4, BLOCK=block)
+        self.count = _launch(count_kernel, device, (marks,), 2, BLOCK=block, EACH=_EACH)
         self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), warps, COUNTED=not self.few, WORDS=words,
                             BLOCK=block, SIDE=side, BEFORE=_BEFORE)
 
     @on_its_device
     def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The offsets and the slots of a contiguous mask."""
-        offsets, found = self.new(*self.offsets), self.new(*self.found)
+        begins, found = self.new(*self.offsets), self.new(*self.found)
         if self.slots == 0:
-            return offsets.zero_(), found.zero_()
-        counts = offsets
+            return begins.zero_(), found.zero_()
+        counts = begins
         if not self.few:
             counts = self.new(*self.counts)
-            self.count(self.programs, (mask, counts), (), (self.slots,))
-            counts = counts.cumsum(0)
-        self.mark(self.programs, (mask, counts, offsets, found), (), self.numbers)
-        return offsets, found
+            self.count(-(-self.programs // _EACH), (mask, counts), (), (self.slots,))
+            counts = offsets(counts, self.found[2])
+        self.mark(self.programs, (mask, counts, begins, found), (), self.numbers)
+        return begins, found
 
 
 _marking = lru_cache(1024)(_Mark)

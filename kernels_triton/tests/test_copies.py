@@ -207,7 +207,7 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     monkeypatch.setattr(places, "_FEW", few)
     places._marking.cache_clear()
     mask = (torch.rand(4, 2000, generator=torch.Generator().manual_seed(0)) < 0.3).to(DEVICE)
-    mask[1] = False
+    mask[1], mask[2] = False, True  # and with them whole blocks
     padded = numbers(*((4, 2000, 2), (4, 2, 2000))[dim]).requires_grad_()
     count = int(mask.sum())
     rows = [np.moveaxis(p, dim, 0)[m] for p, m in zip(padded.detach().cpu().numpy(), mask.cpu().numpy())]
@@ -243,7 +243,7 @@ def test_groups_and_back():
     assert torch.equal(dx, dy)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1500])
+@pytest.mark.parametrize("count", [0, 1, 1024, 20_000])
 def test_offsets_from_lengths(count):
     """On any device, without a look at the lengths."""
     given = torch.arange(count, device=DEVICE) % 7

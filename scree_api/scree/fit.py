@@ -90,14 +90,14 @@ def stretches(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = Fals
 
 def against(name: str, x: Any, like: Array) -> Any:
     """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`; None stays None."""
-    if x is None or isinstance(x, bool | int | float | complex):
+    if x is None or isinstance(x, bool | int | float | complex | np.generic):
         return x
     if not is_array(x):
         raise TypeError(f"{name}: expected an array or a Python scalar, got {type(x).__name__}; convert it with asarray")
-    if x.ndim == 0:
-        return x
     if type(x) is not type(like.values):
         checks.dense(name, x, like.values)
+    if x.ndim == 0:
+        return x
     shape, target = tuple(x.shape), like.shape
     if not stretches(shape, target, both=True):
         new = ", None" * (like.ndim - 1)

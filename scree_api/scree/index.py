@@ -23,14 +23,14 @@ from .segments import spread
 FULL = slice(None)
 
 
-def getitem(arr: Array, key: Any) -> Any:
-    """The rows, slices or tokens that `key` names; see `Array`."""
+def getitem(arr: Array, key: Any, missing: Any = None) -> Any:
+    """The rows, slices or tokens that `key` names; see `Array`. `missing` is what `_token` gives for a row that is too short."""
     if isinstance(key, Array):
         checks.dense("index", key.values, arr.values)
         return _mask(arr, key) if key.layout.xp.isdtype(key.dtype, "bool") else _positions(arr, key)
     keys = key if isinstance(key, tuple) else (key,)
     if any(k is None for k in keys):
-        return _new_axes(arr, keys)
+        return _new_axes(arr, keys, missing)
     batch, *inner = _expand(arr, keys)
     if _is_integer(batch):
         row = _row(arr, operator.index(batch))
@@ -40,7 +40,7 @@ def getitem(arr: Array, key: Any) -> Any:
     ragged = inner[arr.ragged_dim]
     arr = _elements(arr, inner)
     if _is_integer(ragged):
-        return _token(arr, operator.index(ragged))
+        return _token(arr, operator.index(ragged), missing)
     if not isinstance(ragged, slice):
         raise TypeError(
             f"index: expected an integer or a slice on the ragged axis, got {type(ragged).__name__}; for some positions of each "
@@ -188,8 +188,8 @@ def _take_pieces(call: SelectCall) -> Any:
     return xp.take(arr.values, arr.layout.clip(tokens), axis=arr.ragged_dim)
 
 
-def _token(arr: Array, i: int) -> Any:
-    """(n, ...) token i of each row. Where the offsets are not read for free, a row that is too short gives NaN."""
+def _token(arr: Array, i: int, missing: Any) -> Any:
+    """(n, ...) token i of each row. Where the offsets are not read for free, a row that is too short gives `missing`, or NaN."""
     layout, xp = arr.layout, arr.layout.xp
     need = i + 1 if i >= 0 else -i
     if layout.host is not None:
@@ -197,20 +197,22 @@ def _token(arr: Array, i: int) -> Any:
         if short.size:
             names = ", ".join(map(str, short[:5].tolist())) + (" ..." if short.size > 5 else "")
             raise IndexError(f"index: expected rows of at least {need} tokens for [:, {i}], got shorter rows: {names}")
-    elif not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
+    elif missing is None and not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
         raise TypeError(
             f"index: [:, {i}] of {arr.dtype} needs offsets that are readable without waiting: a row that is too short has no "
             "NaN to give; arr.validate() reads them once"
         )
     values = moved(xp, arr.values, arr.ragged_dim, 0)
-    if layout.num_rows == 0 or layout.total == 0:
-        missing = 0 if layout.num_rows == 0 else float("nan")
+    if layout.num_rows == 0:  # nothing to ask for, of any dtype
+        return xp.zeros((0, *values.shape[1:]), dtype=arr.dtype, device=layout.device)
+    missing = float("nan") if missing is None else missing
+    if layout.total == 0:
         return xp.full((layout.num_rows, *values.shape[1:]), missing, dtype=arr.dtype, device=layout.device)
     tokens = layout.offsets[:-1] + i if i >= 0 else layout.offsets[1:] + i
     found = xp.take(values, layout.clip(tokens), axis=0)
     if layout.host is None:
-        nan = xp.full((), float("nan"), dtype=arr.dtype, device=layout.device)
-        found = xp.where(spread(xp, layout.lengths >= need, found.ndim), found, nan)
+        fill = xp.full((), missing, dtype=arr.dtype, device=layout.device)
+        found = xp.where(spread(xp, layout.lengths >= need, found.ndim), found, fill)
     return found
 
 
@@ -252,10 +254,10 @@ def entries(arr: Array, key: Any, axis: int) -> Any:
     return xp.where(key < 0, key + size, key)
 
 
-def _new_axes(arr: Array, keys: tuple[Any, ...]) -> Any:
+def _new_axes(arr: Array, keys: tuple[Any, ...], missing: Any) -> Any:
     """The other entries first, then an element axis of size 1 for every None."""
     plain = tuple(k for k in keys if k is not None)
-    found = getitem(arr, plain)
+    found = getitem(arr, plain, missing)
     missing = (FULL,) * (arr.ndim - sum(k is not Ellipsis for k in plain))
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     whole = (*keys[:at], *missing, *keys[at + 1 :])

@@ -8,6 +8,7 @@ from typing import Any
 from .array import Array
 from .checks import dense, scalar
 from .fit import accumulator, against, ragged, shared_layout, stretches, values_of
+from .index import getitem
 from .layout import Layout, counter
 from .segments import segment_reduce
 
@@ -16,7 +17,8 @@ def at(arr: Array) -> At:
     """Name entries of a ragged array to update: ``scree.at(arr)[key].set(value)``; `arr` itself stays as it is.
 
     `key` is any index that `arr` takes. The updates are ``set``, ``add``, ``multiply``, ``min`` and ``max``; entries that are
-    named more than once meet all their values, and `set` keeps the last.
+    named more than once meet all their values, and `set` keeps the last. Where the offsets are not read for free, nothing happens
+    to a row that is too short for ``[:, i]``.
 
     Examples
     --------
@@ -71,7 +73,7 @@ class Update:
         arr, layout = self.array, self.array.layout
         xp, device = layout.xp, layout.device
         numbers = xp.reshape(xp.arange(arr.size, dtype=counter(xp, arr.size, layout.offsets), device=device), arr.values.shape)
-        chosen = arr.with_values(numbers)[self.key]
+        chosen = getitem(arr.with_values(numbers), self.key, missing=arr.size)  # a number beyond all entries
         places = values_of(chosen)
         if isinstance(value, Array):
             if not isinstance(chosen, Array):

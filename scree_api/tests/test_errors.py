@@ -207,6 +207,7 @@ CASES: dict[str, Case] = {
     **{f"{operand!r} as an operand": (lambda x, y=operand: x.xp.add(x.r(ROWS), y), TypeError,
                                       (f"add: expected an array or a Python scalar, got {type(operand).__name__}", "asarray"))
        for operand in ([1.0] * 5, "1", {})},
+    "0-D of another library": (lambda x: x.r(ROWS) + x.other.f(), TypeError, ("add: expected a dense array of {lib}, got one of",)),
     "where of a list": (lambda x: x.xp.where(x.r(ROWS) > 0, x.r(ROWS), [1.0] * 5), TypeError, ("where: expected an array or",)),
     "dense of another library": (lambda x: x.r(ROWS) + x.other.f(1), TypeError, ("add: expected a dense array of {lib}",)),
     "ragged of another library": (lambda x: x.r(ROWS) + x.other.r(ROWS), TypeError, ("of {lib}, got one of {other}",)),

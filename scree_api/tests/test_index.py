@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import NAMES, load
 
 import scree
 
@@ -175,6 +177,25 @@ def test_updates_take_ragged_values() -> None:
     got = scree.at(arr)[1:, ::-1].set(arr[1:] * 10)
     assert [row.tolist() for row in got] == [[0], [30, 20, 10], [50, 40]]
     assert [row.tolist() for row in scree.at(arr)[arr > 3].add(arr[arr > 3])] == [[0], [1, 2, 3], [8, 10]]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax", "mlx")])
+def test_updates_of_tokens_read_nothing(name: str) -> None:
+    """Where the offsets are not known, nothing happens to a row that has no such token."""
+    lib = load(name)
+
+    def step(values: Any, offsets: Any, numbers: Any) -> list[Any]:
+        x = scree.from_offsets(values, offsets)
+        return [scree.at(x)[:, i].add(numbers).values for i in (0, -2, 5)] + [scree.at(x)[:, 1].set(0.0).values]
+
+    if name == "torch":
+        step = importlib.import_module("torch").compile(step, backend="eager", fullgraph=True)
+    elif name == "jax":
+        step = importlib.import_module("jax").jit(step)
+    found = step(lib.f(6), lib.i([0, 3, 3, 4, 6]), lib.make(np.asarray([10.0, 20.0, 30.0, 40.0], np.float32)))
+    assert [np.asarray(x).tolist() for x in found] == [
+        [10, 1, 2, 33, 44, 5], [0, 11, 2, 3, 44, 5], [0, 1, 2, 3, 4, 5], [0, 0, 2, 3, 4, 0],
+    ]  # fmt: skip
 
 
 def test_short_rows_are_named() -> None:

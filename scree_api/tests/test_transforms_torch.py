@@ -113,6 +113,18 @@ def test_the_functions_of_the_standard_compile_for_sizes_that_vary(name: str) ->
     assert counters["stats"]["unique_graphs"] == 1 or name == "experts"  # as many steps as their tiles need
 
 
+def test_reductions_of_no_tokens_compile() -> None:
+    def reduced(values: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+        x = scree.from_offsets(values, offsets, max_length=2)
+        xp = scree.namespace(x)
+        return [getattr(xp, name)(x, axis=axis) for name in ("sum", "max", "mean", "any") for axis in (None, 1, (0, 1))]
+
+    for rows in (0, 3):
+        inputs = torch.zeros(0, 2), torch.zeros(rows + 1, dtype=torch.int32)
+        for found, right in zip(torch.compile(reduced, backend="eager", fullgraph=True)(*inputs), reduced(*inputs), strict=True):
+            torch.testing.assert_close(found, right, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", STANDARD)
 def test_the_functions_of_the_standard_under_vmap(name: str) -> None:
     v, index = torch.stack([tensors()[0], -tensors()[0]]), tensors()[2]

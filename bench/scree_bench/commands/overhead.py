@@ -21,6 +21,7 @@ from ..results import Result, Table
 from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
+HEADS, WIDTH = 4, 64  # of what a layer of a model calls
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
 LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
 
@@ -55,7 +56,8 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
     """What a layer of a model calls, forward alone and with its gradients: ours, and PyTorch's own on the values.
 
     Beside the gradients stands "empty", an autograd function in Python that only allocates: what no such function can go below.
-    PyTorch's own attention, on CUDA, is the bare operator of FlashAttention-2, whose gradients are called for without autograd.
+    PyTorch's own attention, on CUDA, is the operator of FlashAttention-2: with gradients through PyTorch's autograd, which knows it
+    in C++, and as `varlen_attn`, the function that calls it; without autograd its two halves one after the other, and ours.
     """
     import torch
 
@@ -70,46 +72,75 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
             return tuple(map(torch.empty_like, ctx.saved_tensors))
 
     rng, half = np.random.default_rng(0), "float16" if lib.device == "cuda" else "float32"
-    values = [lib.make(rng.standard_normal((sum(LENGTHS), 2, 16)), half) for _ in range(3)]
-    plain: list[Any] = [*values, lib.make(np.ones(16), half)]
+    values = [lib.make(rng.standard_normal((sum(LENGTHS), HEADS, WIDTH)), half) for _ in range(3)]
+    plain: list[Any] = [*values, lib.make(np.ones(WIDTH), half)]
     leaves = [x.clone().requires_grad_() for x in plain]
-    (q, *others), grad = (scree.from_lengths(x, LENGTHS) for x in (leaves[0], plain[0])), torch.ones_like(plain[0])
-    bare_q, own, xp = others[0], torch.nn.functional, scree.namespace(q).ragged
-    offsets, longest, aten = q.offsets.to(torch.int32), max(LENGTHS), torch.ops.aten
+    (q, bare_q), grad = (scree.from_lengths(x, LENGTHS) for x in (leaves[0], plain[0])), torch.ones_like(plain[0])
+    own, xp = torch.nn.functional, scree.namespace(q).ragged
 
     def attention(q: Any, k: Any, v: Any) -> Any:
         return xp.attention(q, q.with_values(k), q.with_values(v), causal=True).values
 
-    def flash() -> Any:
-        return aten._flash_attention_forward(*plain[:3], offsets, offsets, longest, longest, 0.0, True, False)
-
-    def flash_both() -> Any:
-        out, lse, seed, counter, _ = flash()
-        return aten._flash_attention_backward(
-            grad, *plain[:3], out, lse, offsets, offsets, longest, longest, 0.0, True, seed, counter
-        )
-
     def both(f: Thunk, *inputs: Any) -> Thunk:
         return lambda: torch.autograd.grad(f(), inputs, grad)
 
-    def gradients(ours: Thunk, bare: Thunk | None, *inputs: Any) -> dict[str, Thunk]:
-        found = {"scree": both(ours, *inputs), "empty": both(lambda: Empty.apply(*inputs), *inputs)}
-        return found if bare is None else found | {"bare": bare}
+    def gradients(ours: Thunk, bare: Thunk | None, *inputs: Any) -> dict[str, Thunk | None]:
+        empty = both(lambda: Empty.apply(*inputs), *inputs)
+        return {"scree": both(ours, *inputs), "bare": None if bare is None else both(bare, *inputs), "empty": empty}
 
     x, y, z, weight = leaves
-    flashes = (flash, flash_both) if lib.device == "cuda" else (None, None)
-    forwards: dict[str, dict[str, Thunk | None]] = {
-        "attention": {"scree": lambda: attention(bare_q, *plain[1:3]), "bare": flashes[0]},
-        "rms_norm": {"scree": lambda: xp.rms_norm(bare_q, plain[3]), "bare": lambda: own.rms_norm(plain[0], (16,), plain[3])},
-        "softmax": {"scree": lambda: xp.softmax(bare_q), "bare": lambda: own.softmax(plain[0], 0)},
-    }
-    return {f"{name} in a layer": {who: f for who, f in each.items() if f} for name, each in forwards.items()} | {
-        "attention with gradients": gradients(lambda: attention(q, y, z), flashes[1], x, y, z),
+    flash = _flash(bare_q, (plain[0], plain[1], plain[2]), leaves[:3], grad) if lib.device == "cuda" else {}
+    found: dict[str, dict[str, Thunk | None]] = {
+        "attention in a layer": {"scree": lambda: attention(bare_q, *plain[1:3]), "bare": flash.get("forward")},
+        "rms_norm in a layer": {
+            "scree": lambda: xp.rms_norm(bare_q, plain[3]), "bare": lambda: own.rms_norm(plain[0], (WIDTH,), plain[3])
+        },
+        "softmax in a layer": {"scree": lambda: xp.softmax(bare_q), "bare": lambda: own.softmax(plain[0], 0)},
+        "attention with gradients": gradients(lambda: attention(q, y, z), flash.get("autograd"), x, y, z)
+        | {"varlen_attn": both(flash["varlen_attn"], x, y, z) if "varlen_attn" in flash else None},
+        "attention and its gradients, without autograd": {"scree": flash.get("ours"), "bare": flash.get("both")},
         "rms_norm with gradients": gradients(
-            lambda: xp.rms_norm(q, weight).values, both(lambda: own.rms_norm(x, (16,), weight), x, weight), x, weight
+            lambda: xp.rms_norm(q, weight).values, lambda: own.rms_norm(x, (WIDTH,), weight), x, weight
         ),
-        "softmax with gradients": gradients(lambda: xp.softmax(q).values, both(lambda: own.softmax(x, 0), x), x),
+        "softmax with gradients": gradients(lambda: xp.softmax(q).values, lambda: own.softmax(x, 0), x),
     }
+    some = {name: {who: f for who, f in each.items() if f is not None} for name, each in found.items()}
+    return {name: each for name, each in some.items() if each}
+
+
+def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) -> dict[str, Thunk]:
+    """FlashAttention-2 in PyTorch, on values and on leaves of autograd; and our two halves without autograd."""
+    import torch
+
+    from scree_triton.attention import spec_of
+    from scree_triton.plans import Rows, plan
+
+    aten, offsets, longest = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
+    rows, spec = Rows(q.offsets, q.offsets, q.layout.memo), spec_of(True, None, None, WIDTH**-0.5, None)
+    backward = plan(*plain, rows, spec, False).backward_on(rows, q.total_length, q.total_length, spec)
+    others = [q.with_values(x) for x in plain[1:]]
+
+    def forward(*inputs: Any) -> Any:
+        return aten._flash_attention_forward(*inputs, offsets, offsets, longest, longest, 0.0, True, False)
+
+    def both() -> Any:
+        out, lse, seed, counter, _ = forward(*plain)
+        return aten._flash_attention_backward(
+            grad, *plain, out, lse, offsets, offsets, longest, longest, 0.0, True, seed, counter
+        )
+
+    def ours() -> Any:
+        out, lse = scree.attention(q, *others, causal=True, return_lse=True)
+        return backward(*plain, None, out.values, lse.values.t(), grad, None)
+
+    found: dict[str, Thunk] = {
+        "forward": lambda: forward(*plain), "autograd": lambda: forward(*leaves)[0], "both": both, "ours": ours
+    }
+    if find_spec("torch.nn.attention.varlen") is not None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        found["varlen_attn"] = lambda: varlen_attn(*leaves, offsets, offsets, longest, longest, window_size=(-1, 0))
+    return found
 
 
 def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:

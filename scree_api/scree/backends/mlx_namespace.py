@@ -1,4 +1,6 @@
-"""The Python Array API standard over ``mlx.core``: what MLX has right is MLX's own object, the gaps are filled below.
+"""The Python Array API standard over ``mlx.core``: what MLX has right is MLX's own object, the gaps are filled.
+
+Sums and their like are in `mlx_sums`, linear algebra in `mlx_linalg`, all else below.
 
 - Lazy: only ``nonzero``, ``unique_*`` and ``repeat`` with an array of counts compute; they raise under ``mx.compile``.
 - Default dtypes are float32, complex64, int32; indices and counts are int32, for an MLX axis is never longer.
@@ -15,16 +17,16 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import math
-import warnings
 from collections import namedtuple
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+
+from .mlx_linalg import extension, linalg, matmul, narrowing, tensordot, vecdot  # noqa: F401 (parts of the namespace)
+from .mlx_sums import all, any, axes_of, cumulative_prod, cumulative_sum, mean, prod, std, sum, var  # noqa: F401
 
 Array: TypeAlias = mx.array
 Dtype: TypeAlias = mx.Dtype
@@ -48,10 +50,7 @@ __array_api_version__ = "2024.12"
 
 _KINDS = "bool", "signed integer", "unsigned integer", "real floating", "complex floating"
 _DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()
-_HALF = (mx.float16, mx.bfloat16)
-_LIFT = {mx.bool_: mx.int32, mx.int8: mx.int32, mx.int16: mx.int32, mx.uint8: mx.uint32, mx.uint16: mx.uint32}
 _BITS = {1: mx.int8, 2: mx.int16, 4: mx.int32, 8: mx.int64}
-_LONG, _FOLD = 1024, 32  # a sum of more than _LONG terms is folded, _FOLD terms at a time
 
 
 # ---------------------------------------------------------------- devices and inspection
@@ -277,110 +276,6 @@ def expm1(x: Array, /) -> Array:
     return _complex(mx.expm1(re) * mx.cos(im) - 2 * half * half, mx.where(im == 0, im, mx.exp(re) * mx.sin(im)))
 
 
-# ---------------------------------------------------------------- reductions and scans
-
-def _accumulate(x: Array, dtype: Dtype | None) -> tuple[Array, Dtype]:
-    """``x`` in the dtype to accumulate in (float32 for half precision), and the dtype of the result."""
-    out = _LIFT.get(x.dtype, x.dtype) if dtype is None else dtype
-    return x.astype(mx.float32 if out in _HALF else out), out
-
-
-def _axes(x: Array, axis: Any) -> tuple[int, ...]:
-    axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-    if not builtins.all(-x.ndim <= a < x.ndim for a in axes):
-        raise IndexError(f"axis {axis} is out of bounds for an array of {x.ndim} dimensions")
-    return tuple(a + x.ndim if a < 0 else a for a in axes)
-
-
-def _reduce(fn: Callable[..., Array], first: Any, x: Array, axis: Any, keepdims: bool) -> Array:
-    """``fn``; over nothing ``first``, where MLX itself may give anything or not return."""
-    if x.size:
-        return fn(x, axis, keepdims)
-    axes = _axes(x, axis)
-    out = mx.full([1 if a in axes else n for a, n in enumerate(x.shape)], first, x.dtype)
-    return out if keepdims else mx.squeeze(out, axes)
-
-
-def _fold(x: Array, axis: int) -> Array:
-    """Sum along ``axis``, kept as length 1, ``_FOLD`` terms at a time."""
-    n = x.shape[axis]
-    if n <= _FOLD:
-        return mx.sum(x, axis, True)
-    head, tail = mx.split(x, [n - n % _FOLD], axis)
-    parts = mx.sum(mx.unflatten(head, axis, (_FOLD, -1)), axis)
-    return _fold(mx.concat([parts, tail], axis), axis)
-
-
-def _total(x: Array, axis: Any, keepdims: bool = False) -> Array:
-    """``mx.sum``; over many float32 terms folded, where MLX by itself may add them one after the other."""
-    axes = _axes(x, axis)
-    if x.dtype not in (mx.float32, mx.complex64) or math.prod(x.shape[a] for a in axes) <= _LONG:
-        return _reduce(mx.sum, 0, x, axes, keepdims)
-    out = functools.reduce(_fold, axes, x)
-    return out if keepdims else mx.squeeze(out, axes)
-
-
-def sum(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
-    """Accurate over long float axes; half precision accumulates in float32."""
-    x, out = _accumulate(x, dtype)
-    return _total(x, axis, keepdims).astype(out)
-
-
-def prod(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
-    """Half precision accumulates in float32."""
-    x, out = _accumulate(x, dtype)
-    return _reduce(mx.prod, 1, x, axis, keepdims).astype(out)
-
-
-def mean(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
-    """Accurate over long float axes; integers give float32."""
-    x, out = _accumulate(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
-    return (_total(x, axis, keepdims) / math.prod(x.shape[a] for a in _axes(x, axis))).astype(out)
-
-
-def var(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Two-pass, accurate over long float axes; integers give float32."""
-    x, out = _accumulate(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
-    n = math.prod(x.shape[a] for a in _axes(x, axis))
-    squares = _total(mx.square(x - _total(x, axis, True) / n), axis, keepdims)
-    return (squares / builtins.max(n - correction, 0)).astype(out)
-
-
-def std(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
-    """Return the root of ``var``."""
-    return mx.sqrt(var(x, axis=axis, correction=correction, keepdims=keepdims))
-
-
-def all(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
-    """True over nothing."""
-    return _reduce(mx.all, True, x.astype(mx.bool_), axis, keepdims)
-
-
-def any(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
-    """False over nothing."""
-    return _reduce(mx.any, False, x.astype(mx.bool_), axis, keepdims)
-
-
-def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:
-    def scan(x: Array, /, *, axis: int | None = None, dtype: Dtype | None = None,
-             include_initial: bool = False) -> Array:
-        """Add ``dtype`` promotion and ``include_initial``; sums float32 in order, so cast long axes to float64."""
-        if axis is None and x.ndim != 1:
-            raise ValueError("axis is needed unless x has one dimension")
-        axis = -1 if axis is None else axis
-        x, out = _accumulate(x, dtype)
-        y = fn(x, axis).astype(out)
-        if not include_initial:
-            return y
-        shape = list(x.shape)
-        shape[axis] = 1
-        return mx.concat([mx.full(shape, first, out), y], axis)
-    return scan
-
-
-cumulative_sum, cumulative_prod = _scan(mx.cumsum, 0), _scan(mx.cumprod, 1)
-
-
 # ---------------------------------------------------------------- order, search, sets
 
 def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
@@ -463,7 +358,7 @@ def reshape(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
 
 def moveaxis(x: Array, source: Any, destination: Any, /) -> Array:
     """Take tuples of axes."""
-    source, destination = _axes(x, source), _axes(x, destination)
+    source, destination = axes_of(x, source), axes_of(x, destination)
     order = [a for a in range(x.ndim) if a not in source]
     for to, a in sorted(zip(destination, source, strict=True)):
         order.insert(to, a)
@@ -486,142 +381,7 @@ def diff(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = Non
     return mx.diff(mx.concat(parts, axis) if len(parts) > 1 else x, n, axis)
 
 
-# ---------------------------------------------------------------- linear algebra
-
-def matmul(x1: Array, x2: Array, /) -> Array:
-    """Take integers, by a broadcast product: O(n k m) memory."""
-    dtype = mx.result_type(x1, x2)
-    if mx.issubdtype(dtype, mx.inexact):
-        return mx.matmul(x1, x2)
-    a, b = x1[None] if x1.ndim == 1 else x1, x2[:, None] if x2.ndim == 1 else x2
-    if a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"matmul of shapes {x1.shape} and {x2.shape}: the inner sizes differ")
-    out = mx.sum(a[..., :, :, None] * b[..., None, :, :], -2).astype(dtype)
-    return mx.squeeze(out, tuple(i for i, x in ((-2, x1), (-1, x2)) if x.ndim == 1))
-
-
-def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
-    """Take integers."""
-    in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
-    in1, in2 = _axes(x1, tuple(in1)), _axes(x2, tuple(in2))
-    out1, out2 = ([a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2)))
-    rows, cols = [x1.shape[a] for a in out1], [x2.shape[a] for a in out2]
-    inner = math.prod(x1.shape[a] for a in in1)
-    a = mx.reshape(mx.transpose(x1, [*out1, *in1]), (math.prod(rows), inner))
-    b = mx.reshape(mx.transpose(x2, [*in2, *out2]), (inner, math.prod(cols)))
-    return mx.reshape(matmul(a, b), (*rows, *cols))
-
-
-def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Take integers; accurate over long float axes."""
-    if x1.shape[axis] != x2.shape[axis]:
-        raise ValueError(f"vecdot of shapes {x1.shape} and {x2.shape}: the sizes of axis {axis} differ")
-    return sum(mx.conj(x1) * x2, axis=axis, dtype=mx.result_type(x1, x2))
-
-
-def _diagonal(x: Array, /, *, offset: int = 0) -> Array:
-    return mx.diagonal(x, offset, -2, -1)
-
-
-def _trace(x: Array, /, *, offset: int = 0, dtype: Dtype | None = None) -> Array:
-    return sum(_diagonal(x, offset=offset), axis=-1, dtype=dtype)
-
-
-def _outer(x1: Array, x2: Array, /) -> Array:
-    return x1[:, None] * x2[None, :]
-
-
-def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Array:
-    a = mx.abs(x)
-    if math.isinf(ord):
-        return (mx.max if ord > 0 else mx.min)(a, axis, keepdims)
-    if ord == 0:
-        return sum((a != 0).astype(a.dtype), axis=axis, keepdims=keepdims)
-    total = sum(mx.square(a) if ord == 2 else a if ord == 1 else a**ord, axis=axis, keepdims=keepdims)
-    return mx.sqrt(total) if ord == 2 else total if ord == 1 else total ** (1 / ord)
-
-
-def _matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
-    return mx.linalg.norm(x if ord in ("nuc", 2, -2) else mx.abs(x), ord, [-2, -1], keepdims)
-
-
-def _matrix_power(x: Array, n: int, /) -> Array:
-    x, n = (mx.linalg.inv(x), -n) if n < 0 else (x, n)
-    out = mx.broadcast_to(mx.eye(x.shape[-1], dtype=x.dtype), x.shape)
-    while n:
-        out, x, n = matmul(out, x) if n & 1 else out, matmul(x, x) if n > 1 else x, n >> 1
-    return out
-
-
-_QR = namedtuple("_QR", "Q R")
-_SVD = namedtuple("_SVD", "U S Vh")
-_EIG = namedtuple("_EIG", "eigenvalues eigenvectors")
-_SLOGDET = namedtuple("_SLOGDET", "sign logabsdet")
-
-
-def _named(fn: Callable[..., Any], kind: Any) -> Callable[..., Any]:
-    return functools.wraps(fn)(lambda x, /: kind(*fn(x)))
-
-
-def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
-    """``complete`` is the reduced one of ``[x, identity]``, whose R is cut."""
-    rows, cols = x.shape[-2:]
-    if mode == "complete" and rows > cols:
-        one = mx.broadcast_to(mx.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
-        q, r = mx.linalg.qr(mx.concat([x, one], -1))
-        r = r[..., :cols]
-    else:
-        q, r = mx.linalg.qr(x)
-    return _QR(q, r)
-
-
-def _svd(x: Array, /, *, full_matrices: bool = True) -> Any:
-    u, s, vh = mx.linalg.svd(x)
-    k = s.shape[-1]
-    return _SVD(u, s, vh) if full_matrices else _SVD(u[..., :k], s, vh[..., :k, :])
-
-
-def _svdvals(x: Array, /) -> Any:
-    return mx.linalg.svd(x, compute_uv=False)
-
-
-def _large(x: Array, s: Array, rtol: Any) -> Array:
-    """Which singular values ``s`` of ``x`` are not noise."""
-    rtol = builtins.max(x.shape[-2:]) * mx.finfo(s.dtype).eps if rtol is None else rtol
-    return s > mx.max(s, -1, True) * (rtol[..., None] if isinstance(rtol, mx.array) else rtol)
-
-
-def _matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
-    return mx.sum(_large(x, _svdvals(x), rtol), -1)
-
-
-def _pinv(x: Array, /, *, rtol: Any = None) -> Array:
-    u, s, vh = _svd(x, full_matrices=False)
-    keep = _large(x, s, rtol)
-    inverse = mx.where(keep, 1 / mx.where(keep, s, mx.ones_like(s)), mx.zeros_like(s))
-    return mx.matmul(mx.conj(vh).mT * inverse[..., None, :], mx.conj(u).mT)
-
-
-def _solve(x1: Array, x2: Array, /) -> Array:
-    """Broadcast the stacks."""
-    b = x2[..., None] if x2.ndim == 1 else x2
-    stack = mx.broadcast_shapes(x1.shape[:-2], b.shape[:-2])
-    out = mx.linalg.solve(*(mx.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (x1, b)))
-    return out[..., 0] if x2.ndim == 1 else out
-
-
 # ---------------------------------------------------------------- fft
-
-def _single(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``fn`` warn of float64, where MLX narrows the result to complex64 without a word."""
-    @functools.wraps(fn)
-    def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
-        if x.dtype == mx.float64:
-            warnings.warn(f"MLX has no complex128: {fn.__name__.lstrip('_')} of float64 gives complex64; use "
-                          "astype(x, float32)", RuntimeWarning, stacklevel=2)
-        return fn(x, *args, **kwargs)
-    return checked
-
 
 _SWAP = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
@@ -643,29 +403,13 @@ def _fftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: A
     return mx.where(up < (n + 1) // 2, up, up - n) / (n * d)
 
 
-# ---------------------------------------------------------------- the extensions
+fft = extension(
+    mx.fft, "fftshift ifftshift", _fftfreq, _rfftfreq, narrowing(_hfft), narrowing(_ihfft),
+    *(narrowing(getattr(mx.fft, f"{i}{r}fft{n}")) for i in ("", "i") for r in ("", "r") for n in ("", "n")))
 
-def _extension(library: Any, same: str, *functions: Callable[..., Any]) -> ModuleType:
-    name = library.__name__.rpartition(".")[2]
-    module = ModuleType(f"{__name__}.{name}", f"The {name} extension of the standard over mlx.core.")
-    table = {key: getattr(library, key) for key in same.split()} | {f.__name__.lstrip("_"): f for f in functions}
-    vars(module).update(table, __all__=sorted(table))
-    return module
-
-
-linalg = _extension(
-    mx.linalg, "cholesky cross det eigvalsh inv", mx.matrix_transpose, matmul, tensordot, vecdot, _diagonal,
-    _matrix_norm, _matrix_power, _matrix_rank, _outer, _pinv, _qr, _solve, _svd, _svdvals, _trace, _vector_norm,
-    _named(mx.linalg.eigh, _EIG), _named(mx.linalg.slogdet, _SLOGDET), _named(_single(mx.linalg.eig), _EIG),
-    _single(mx.linalg.eigvals))
-
-fft = _extension(
-    mx.fft, "fftshift ifftshift", _fftfreq, _rfftfreq, _single(_hfft), _single(_ihfft),
-    *(_single(getattr(mx.fft, f"{i}{r}fft{n}")) for i in ("", "i") for r in ("", "r") for n in ("", "n")))
-
-__all__ = sorted({*_SAME, *(name for name in globals() if name[0] != "_"), "__array_api_version__",
-                  "__array_namespace_info__"} - {"annotations", "builtins", "functools", "math", "namedtuple", "warnings", "mx",
-                                                 "np", "Any", "Array", "Callable", "Dtype", "ModuleType", "TypeAlias"})
+_TOOLS = """annotations axes_of builtins extension math mx namedtuple narrowing np Any Array Callable Dtype TypeAlias""".split()
+__all__ = sorted({*_SAME, "__array_api_version__", "__array_namespace_info__",
+                  *(name for name in globals() if name[0] != "_" and name not in _TOOLS)})
 
 
 def __dir__() -> list[str]:

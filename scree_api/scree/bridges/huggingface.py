@@ -49,6 +49,8 @@ def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
     if mask is None:
         raise ValueError(f"attention_mask: expected one beside or in the batch, got the names {', '.join(batch)}")
     lib = backend(mask, "attention_mask")
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask: expected shape (n, L), got {tuple(mask.shape)}")
     n, length = mask.shape
     grid = lib.xp.reshape(lib.xp.arange(n * length, device=lib.device(mask)), (n, length))
     slots = from_padded(grid, mask)

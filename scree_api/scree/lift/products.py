@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import again, checks
 from ..array import Array
-from ..backends import Backend, is_array
+from ..backends import Backend, constant, is_array
 from ..fit import (
     Function,
     accumulator,
@@ -86,6 +86,10 @@ def _grouped(call: GroupedCall) -> Array:
 def vecdot(f: Function, name: str, lib: Backend) -> Function:
     """The product of vectors along an element axis, or of rows along the ragged axis."""
 
+    @constant
+    def promoted(a: Any, b: Any) -> Any:
+        return lib.xp.result_type(a, b)
+
     def ragged(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
         arrays = [x for x in (x1, x2) if isinstance(x, Array)]
         first = shared_layout(name, arrays)
@@ -96,7 +100,7 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
         if at != first.ragged_dim + 1:
             dim = first.ragged_dim - (at <= first.ragged_dim)
             return first.with_values(f(a, b, axis=at - 1 - first.values.ndim), ragged_dim=dim)
-        xp, dtype = lib.xp, lib.xp.result_type(a, b)
+        xp, dtype = lib.xp, promoted(a.dtype, b.dtype)
         wide = accumulator(xp, dtype)
         a, b = (in_rows(first, xp.astype(x, wide, copy=False)) for x in (a, b))
         a = xp.conj(a) if xp.isdtype(wide, "complex floating") else a

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from ..array import Array
 from ..backends import Backend, constant
 from ..checks import number, real
@@ -63,7 +61,7 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
             return xp.astype(out, dtype, copy=False)
         whole = 0 in axes  # of no elements: the value of an empty row
         if whole:
-            nothing = Layout.from_host(lib, np.zeros(1, np.int64), like=x.offsets)
+            nothing = Layout(lib, xp.zeros((2,), dtype=x.offsets.dtype, device=x.layout.device), 0, 0)
             values = x.values[(slice(None),) * x.ragged_dim + (slice(0, 0), ...)]
             x, axes = Array._of(values, nothing, x.ragged_dim), axes[1:]
         out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))

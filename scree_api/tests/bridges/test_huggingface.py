@@ -146,6 +146,8 @@ def test_what_does_not_fit_raises() -> None:
         from_hf_padded(padded)
     with pytest.raises(ValueError, match="attention_mask: expected one beside or in the batch, got the names input_ids"):
         from_hf_padded({"input_ids": padded})
+    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(n, L\), got \(4, 5, 1\)"):
+        from_hf_padded({"input_ids": padded, "attention_mask": mask[..., None]})
     with pytest.raises(ValueError, match=r"labels: expected shape \(4, 5\)"):
         from_hf_padded({"input_ids": padded, "labels": mask[0]}, mask)
     with pytest.raises(ValueError, match="cu_seq_lens_q or position_ids"):

@@ -1,0 +1,27 @@
+"""Attention and its gradients on a few short rows, by every kind of kernels, for compute-sanitizer: `nox -s sanitize`."""
+import torch
+from attention_reference import Case, problem
+
+from scree_triton.attention import spec_of
+from scree_triton.plans import Rows, plan
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+ROWS, OTHERS = (165, 0, 130, 7), (70, 5, 164, 1)
+CASES = [
+    *(Case(dtype, dim, dim_v, 2, 1, ROWS, causal=True, slack=20) for dtype, dim, dim_v in (
+        (F16, 32, 32), (F16, 64, 64), (BF16, 128, 128), (F32, 64, 64), (F16, 96, 96), (BF16, 192, 128), (BF16, 256, 256),
+        (F16, 16, 16), (F32, 128, 128))),
+    *(Case(dtype, dim, dim_v, 2, 1, ROWS, OTHERS, window=(33, 20), softcap=15.0, alibi=True) for dtype, dim, dim_v in (
+        (F16, 64, 64), (BF16, 128, 128), (F32, 32, 32), (F16, 40, 24), (F16, 256, 256), (F16, 16, 16))),
+    Case(F16, 64, 64, 2, 2, ROWS, OTHERS),
+]
+
+for case in CASES:
+    p = problem(case, "cuda")
+    rows, spec = Rows(p.cu_q, p.cu_k, {}), spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap)
+    way = plan(p.q, p.k, p.v, rows, spec, case.alibi)
+    way.programs = 3  # so that each takes several tiles, one after another
+    out, lse = way.forward(p.q, p.k, p.v, p.slopes, rows, spec)
+    way.backward(p.q, p.k, p.v, p.slopes, out, lse, p.dout, p.dlse.t(), rows, spec)
+    torch.cuda.synchronize()
+    print(case.name, type(way).__name__, flush=True)
