@@ -103,6 +103,7 @@ def device(monkeypatch):
 
     found = Device()
     cache = SimpleNamespace(zero_=lambda: found.launch(1e-5, 1e-4))
+    monkeypatch.setattr(torch.version, "cuda", None)  # a driver that is not there
     monkeypatch.setattr(torch.cuda, "Event", found.event)
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.launch(1e-5, cycles / 1e9))

@@ -36,13 +36,15 @@ _rings: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
 
 
 def counter(device: torch.device) -> torch.Tensor:
-    """A tile counter at 0 for launches one after another, each of which leaves it at 0.
+    """Tile counters at 0 for launches one after another, each of which leaves its own at 0.
+
+    The first is for all kernels but that of dK and dV, which may begin before the one of dQ ends and has the second.
 
     Streams run beside each other, so each has its own, from a ring that is far longer than a device's queue. A captured graph
     may be replayed at any time, so its counter is its own for good.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(4, dtype=torch.int32, device=device)
     key = device.index, current_stream(device.index)
     ring = _rings.get(key)
     if ring is None:
@@ -159,9 +161,9 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def _queue(slots: gl.constexpr):
-    """Room for entries of tiles, a copy of each for every lane of the producer."""
-    return gl.allocate_shared_memory(gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def _queue():
+    """Room for the entries of two tiles, this one's and the next one's, and a copy of each for every lane of the producer."""
+    return gl.allocate_shared_memory(gl.int32, [2, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -249,6 +251,18 @@ def _derivative(scale, softcap, SOFTCAP: gl.constexpr):
         return scale * softcap * LN2
     else:
         return scale * LN2
+
+
+@gluon.jit
+def _let_follow(x):
+    """Let the next kernel, if it is launched so, begin where this one leaves multiprocessors. (x: inline assembly wants a number.)"""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _follow(x):
+    """Wait for the end of the kernel before this one."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -16,9 +16,11 @@ from .hopper import (
     _entry,
     _fields,
     _first_tile,
+    _follow,
     _inside,
     _key_bounds,
     _key_tiles,
+    _let_follow,
     _load,
     _parts,
     _post,
@@ -45,12 +47,13 @@ def _dq_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
     t = gl.program_id(0)
     i = 0
     c = 0
+    _let_follow(c)
     while t >= 0:
         tile, head = _tile(TILES, t, count, total_tiles, group)
         start, length, other_start, other, first = _fields(tile)
         qs = i % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
-        _post(queue.index(qs), tile, t, total_tiles, head)
+        _post(queue.index(i % 2), tile, t, total_tiles, head)
         if t < total_tiles:
             mbarrier.expect(q_full.index(qs), CONSUMERS * (_bytes(q_s, PARTS) + _bytes(do_s, PARTS_V)))
             for w in gl.static_range(CONSUMERS):
@@ -200,7 +203,7 @@ def _dq_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.const
             mbarrier.arrive(q_empty.index(0), count=1)
         i += 1
         mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
-        start, length, other, first, head = _entry(queue.index(i % Q_STAGES))
+        start, length, other, first, head = _entry(queue.index(i % 2))
     tma.store_wait(0)
 
 
@@ -216,7 +219,7 @@ def dq_kernel(qd, kd, vd, dod, dqd, SLOPES, OUT, LSE, DLSE, STATS, TILES, COUNTE
     do_s = _ring(dod, CONSUMERS * Q_STAGES * PARTS_V)
     k_s = _ring(kd, STAGES * PARTS)
     v_s = _ring(vd, STAGES * PARTS_V)
-    queue = _queue(Q_STAGES)
+    queue = _queue()
     q_full = _barriers(Q_STAGES, 1)
     q_empty = _barriers(Q_STAGES, CONSUMERS)
     k_full = _barriers(STAGES, 1)
@@ -280,7 +283,7 @@ def _dkdv_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.
         start, length, other_start, other, first = _fields(tile)
         ks = i % K_STAGES
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
-        _post(queue.index(ks), tile, t, total_tiles, head)
+        _post(queue.index(i % 2), tile, t, total_tiles, head)
         if t < total_tiles:
             mbarrier.expect(k_full.index(ks), CONSUMERS * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V)))
             for w in gl.static_range(CONSUMERS):
@@ -288,7 +291,8 @@ def _dkdv_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.
                 slot = ks * CONSUMERS + w
                 _load(kd, start, length, row, _column(head, k_head, k_s), k_full.index(ks), k_s, slot, PARTS)
                 _load(vd, start, length, row, _column(head, v_head, v_s), k_full.index(ks), v_s, slot, PARTS_V)
-            t = _claim(COUNTER, total_tiles)
+            t = _claim(COUNTER + 1, total_tiles)
+            _follow(i)  # the statistics come from the kernel of dQ
             low, high = _query_tiles(first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             for h in range(head * group_size, head * group_size + group_size):
                 stats = STATS + h.to(gl.int64) * total + other_start
@@ -310,6 +314,7 @@ def _dkdv_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.
                           PARTS_V)
                     c += 1
         else:
+            _follow(i)
             mbarrier.arrive(k_full.index(ks), count=1)
             t = -1
         i += 1
@@ -439,7 +444,7 @@ def _dkdv_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.con
                 _store_tile(DV + place + p * BLOCK_DV, dv[p], row, length, dv_stride, DIM_V - p * BLOCK_DV, LAYOUT_STORE_V)
         i += 1
         mbarrier.wait(k_full.index(i % K_STAGES), (i // K_STAGES) & 1)
-        start, length, other, first, head = _entry(queue.index(i % K_STAGES))
+        start, length, other, first, head = _entry(queue.index(i % 2))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -461,7 +466,7 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, q_head, 
     v_s = _ring(vd, CONSUMERS * K_STAGES * PARTS_V)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = _queue(K_STAGES)
+    queue = _queue()
     k_full = _barriers(K_STAGES, 1)
     k_empty = _barriers(K_STAGES, CONSUMERS)
     q_full = _barriers(STAGES, 1)

@@ -128,7 +128,7 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(0))
+        start, length, other, first, head = _entry(queue.index(i % 2))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -140,7 +140,7 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, out_str
     q_s = _ring(qd, 2)
     k_s = _ring(kd, STAGES * PLANES)
     v_s = _ring(vd, STAGES * PLANES)
-    queue = _queue(1)
+    queue = _queue()
     q_full = _barriers(1, 1)
     q_empty = _barriers(1, 2)
     full = _barriers(STAGES, 1)
@@ -239,7 +239,7 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
                     dq_stride, DIM, LAYOUT_STORE)
         i += 1
         mbarrier.wait(q_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(0))
+        start, length, other, first, head = _entry(queue.index(i % 2))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -251,7 +251,7 @@ def dq_kernel(qd, kd, vd, dod, SLOPES, STATS, DQ, TILES, COUNTER, dq_stride, tot
     do_s = _ring(dod, 2 * PLANES)
     k_s = _ring(kd, STAGES * PLANES)
     v_s = _ring(vd, STAGES * PLANES)
-    queue = _queue(1)
+    queue = _queue()
     q_full = _barriers(1, 1)
     q_empty = _barriers(1, 2)
     k_full = _barriers(STAGES, 1)
@@ -358,7 +358,7 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         _store_tile(DV + place, dv, row, length, dk_stride, DIM, LAYOUT_STORE)
         i += 1
         mbarrier.wait(k_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(0))
+        start, length, other, first, head = _entry(queue.index(i % 2))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -373,7 +373,7 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_strid
     v_s = _ring(vd, 2 * PLANES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = _queue(1)
+    queue = _queue()
     k_full = _barriers(1, 1)
     k_empty = _barriers(1, 2)
     q_full = _barriers(STAGES, 1)

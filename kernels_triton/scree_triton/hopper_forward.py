@@ -42,6 +42,18 @@ from .hopper import (
 
 
 @gluon.jit
+def _begin(first, length, BLOCK_M: gl.constexpr):
+    """Where a tile of three warpgroups begins, at or before its place in the map: the last of a row ends with the row's last 64.
+
+    So the warpgroups without queries are in the tile with the fewest keys. Two warpgroups would not gain by it.
+    """
+    if BLOCK_M > 128:
+        return first - (gl.cdiv(length, BLOCK_M) * BLOCK_M - gl.cdiv(length, 64) * 64)
+    else:
+        return first
+
+
+@gluon.jit
 def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS_Q: gl.constexpr,
                       PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
                       CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr):
@@ -65,12 +77,13 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
     while t >= 0:
         qs = i % Q_STAGES
         mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
-        _post(queue.index(qs), tile, t, total_tiles, head)
+        _post(queue.index(i % 2), tile, t, total_tiles, head)
         if t < total_tiles:
+            first = _begin(first, length, BLOCK_M)
             mbarrier.expect(q_full.index(qs), CONSUMERS * _bytes(q_s, PARTS_Q))
             for w in gl.static_range(CONSUMERS):
-                _load(qd, start, length, first + w * (BLOCK_M // CONSUMERS), _column(head, q_head, q_s), q_full.index(qs), q_s,
-                      qs * CONSUMERS + w, PARTS_Q)
+                _load(qd, start, length, gl.maximum(first + w * (BLOCK_M // CONSUMERS), 0), _column(head, q_head, q_s),
+                      q_full.index(qs), q_s, qs * CONSUMERS + w, PARTS_Q)
             tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
             k_start = other_start + 0
@@ -171,7 +184,9 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, li
     x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
     if masked:
         x = _attended(x, limit, own, left, offs_n, WINDOW)
-    m_new = gl.maximum(m, gl.max(x, 1) * factor)
+    # A maximum that grows by little stays, so that most sums need not be rescaled; weights are at most 2^8.
+    top = gl.max(x, 1) * factor
+    m_new = gl.where(top > m + 8.0, top, m)
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * factor - m_new[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
@@ -202,6 +217,7 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
     while length > 0:
         slot = (i % Q_STAGES) * CONSUMERS + w
         q = _parts(q_s, slot, PARTS)
+        first = _begin(first, length, BLOCK_M)
         shift = other - length
         tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
         row = first + w * ROWS
@@ -210,8 +226,9 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
         low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
         # Tiles behind this warpgroup's last key are passed over, and all but one where it has no queries.
+        end = gl.where(row < 0, row, length)
         most = low + 1
-        if row < length:
+        if row < end:
             most = gl.maximum(_key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), most)
         for _ in range(tiles - most):
             mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
@@ -281,16 +298,16 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
             if THROUGH:
                 _rows(q_s.index(slot * PARTS + n)).store(part.to(OUT.dtype.element_ty))
             else:
-                _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM_V + n * BLOCK_DV, part, row, length, out_stride,
+                _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM_V + n * BLOCK_DV, part, row, end, out_stride,
                             DIM_V - n * BLOCK_DV, LAYOUT_STORE)
         if THROUGH:
             fence_async_shared()
-            if row < length:
+            if row < end:
                 _store(od, start, length, row, _column(head, DIM_V, q_s), q_s, slot, PARTS)
-        gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
+        gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < end)
         i += 1
         mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
-        start, length, other, first, head = _entry(queue.index(i % Q_STAGES))
+        start, length, other, first, head = _entry(queue.index(i % 2))
     if THROUGH:
         tma.store_wait(0)
 
@@ -310,7 +327,7 @@ def forward_kernel(qd, kd, vd, od, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_h
     q_s = _ring(qd, Q_STAGES * CONSUMERS * PARTS)
     k_s = _ring(kd, STAGES * PARTS)
     v_s = _ring(vd, STAGES * PARTS_V)
-    queue = _queue(Q_STAGES)
+    queue = _queue()
     q_full = _barriers(Q_STAGES, 1)
     q_empty = _barriers(Q_STAGES, CONSUMERS)
     full = _barriers(STAGES, 1)

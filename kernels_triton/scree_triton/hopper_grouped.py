@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import BILLION, _barriers, _claim, _field, counter
+from .hopper import BILLION, _barriers, _claim, _field, _queue, counter
 from .host import multiprocessors, start
 from .launch import Launch, boxed, ragged_shape
 
@@ -36,12 +36,10 @@ GROUP = gl.constexpr(16)
 @gluon.jit
 def _tell(queue, told, read, i, more, steps, halves, left, front, first, column):
     """What the consumers need to know of the tile: whether it is one; how deep it is; how many halves of its columns are
-    wanted; how many of its rows there are; and where it stands in the output.
-
-    All lanes write the same, so that the arrival of one lane, which comes after its own write, is enough for the readers.
+    wanted; how many of its rows there are; and where it stands in the output. Every lane writes a copy: see `hopper._post`.
     """
     mbarrier.wait(read.index(i % 2), ((i // 2) & 1) ^ 1)
-    e = gl.arange(0, 8, gl.BlockedLayout([8], [32], [1], [0]))
+    e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8
     entry = gl.where(e == 0, more, gl.where(e == 1, steps, gl.where(e == 2, halves, gl.where(e == 3, left, column))))
     entry = gl.where(e == 4, front, gl.where(e == 5, first, entry))
     queue.index(i % 2).store(entry)
@@ -243,7 +241,7 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
     more = 1
     while more > 0:
         mbarrier.wait(told.index(i % 2), (i // 2) & 1)
-        entry = queue.index(i % 2).load(gl.BlockedLayout([8], [32], [4], [0]))
+        entry = queue.index(i % 2).slice(0, 8).load(gl.BlockedLayout([8], [32], [4], [0]))
         more = _field(entry, 0)
         steps = _field(entry, 1)
         halves = _field(entry, 2)
@@ -270,8 +268,7 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
 @gluon.jit
 def _signals():
     """The queue of tiles, what tells of it and that it was read; and what tells that a slot of the rings is full or empty."""
-    queue = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return queue, _barriers(2, 1), _barriers(2, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)
+    return _queue(), _barriers(2, 1), _barriers(2, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)
 
 
 @gluon.jit(do_not_specialize=("n", "total", "k", "m"))

@@ -3,7 +3,7 @@
 Two kernels do the same work. One holds all logits of a few tokens. The other, for more classes, takes one token after another:
 the losses are one pass over its logits, in which each lane keeps a maximum and a sum of its own (Milakov and Gimelshein, 2018),
 and only at the end do lanes meet; their gradient is a second pass, which finds the logits in the cache if it follows the first
-at once. Either may write where it reads. A token that does not count is not read at all.
+at once. Either may write where it reads. A token that does not count is not read, but by the first kernel for a gradient alone.
 """
 from functools import cache
 from typing import Any, NamedTuple
@@ -125,7 +125,9 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
-        logits = _get(x[:, None], column, 0, known[:, None], V, GRAIN, EDGES, "evict_first")
+        # For a gradient alone all are read: to wait until it is known which count takes longer.
+        wanted = known if EACH | SUM else i < count
+        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, "evict_first")
         if EACH | SUM:
             right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
             top = tl.max(logits, 1)
@@ -254,11 +256,10 @@ ALONE = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 4, 4, 64), 1 << 13: _Tile
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
 #: Classes up to which a program holds all logits of a token: alone, and for both.
 WHOLE, WHOLE_OF_BOTH = 2048, 1 << 14
-#: Logits of a few tokens, where one has few, that a program holds, and its warps: for losses, and where there is a gradient.
-HELD = (1024, 1), (2048, 4)
+HELD = 1024  # logits that such a program holds at least, those of a few tokens where one has few
 if INTERPRETED:  # a few numbers take every path
     ALONE = BOTH = {0: _Tile(16, 2, 1, 4)}
-    WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, ((64, 1), (64, 1))
+    WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, 64
 
 
 class What(NamedTuple):
@@ -279,8 +280,8 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
     flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
     both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
     if classes <= (WHOLE_OF_BOTH if both else WHOLE):
-        held, warps = HELD[what.GRADIENT] if power < 1024 else (power, power // 1024)
-        tokens = held // power
+        held, of_warp = max(HELD, power), 1024 if power > 2048 else 256 if what.GRADIENT and not both else 512
+        tokens, warps = held // power, max(1, held // of_warp)
         launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
                         dict(num_warps=warps))
         return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30

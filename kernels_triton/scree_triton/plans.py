@@ -20,7 +20,7 @@ from .tuned import GLUON, GluonTiles, Tile, Tiles, portable_tiles
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"  # measure the tiles of portable kernels at the first call of a kind
-GLUON_KNOWN = triton.__version__.startswith("3.6.")  # Gluon changes between versions, and so does what it compiles to
+GLUON_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))  # Gluon changes, and so does what it compiles to
 
 
 class Spec(NamedTuple):
@@ -331,7 +331,8 @@ class HopperPlan(Plan):
         # To pass over tiles takes registers, which at head_dim 128 the loops need themselves.
         self.dkdv_launches = [Launch(hopper_backward.dkdv_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, **values, HAS_DK=dk, HAS_DV=dv, STAGES=stages, K_STAGES=own, CONSUMERS=n // 64, **features,
-            HELD=width == 64 and causal, PASS=width != 128), dict(num_warps=4, maxnreg=_registers(1, n // 64)), (m, 64, 64, m))
+            HELD=width == 64 and causal, PASS=width != 128),
+            dict(num_warps=4, maxnreg=_registers(1, n // 64), launch_pdl=True), (m, 64, 64, m))
             for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])]
 
     def _takes(self, dout: torch.Tensor) -> bool:

@@ -17,9 +17,9 @@ _MOST_WARPS = 16  # of a program
 _MOST_ROWS = 256  # side by side in a tile
 _LANES = 8  # at least, which share a row
 _REGISTERS = 64  # of a thread, so that many programs run at once
-_SHARE = 2  # tiles in a share
+_SHARE = 2  # tiles in a share, where rows are not too long for one program on average
 _MOST_TILES = 16  # that a program reads one after another rather than cut a row
-_PART = 8192  # places at least in a part of a row that is cut
+_PART = 8192  # places in a part of a row that is cut
 _PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
 _AHEAD = 2  # parts that are reduced ahead of those of the longest row
 _BOUNDARIES = 128  # of shares, that one program finds
@@ -137,11 +137,11 @@ class _Plan(NamedTuple):
         x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
         pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets,
                     rows.first(cut.share, cut.shares))
-        self.whole(cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most))
+        self.whole(cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most, rows.max_length or 0))
         if self.parts is not None:
             between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
-            self.parts(cut.parts * self.visits, (*pointers, between, columns.counters(x.device, cut.parts)), (),
-                       (cut.shares, cut.share, cut.most, cut.parts, cut.lag))
+            pointers = *pointers[:-1], rows.first(_PART, cut.parts), between, columns.counters(x.device, cut.parts)
+            self.parts(cut.parts * self.visits, pointers, (), (_PART, cut.most, cut.parts, cut.lag))
         return out
 
 
@@ -153,7 +153,6 @@ class _Cut(NamedTuple):
     share: int  # places in a share
     shares: int
     most: int  # tokens of a row that is not cut into parts
-    together: int  # shares in a part
     parts: int  # 0 where it is known that no row is cut
     lag: int  # parts between the first visit to one and the second
 
@@ -167,10 +166,10 @@ def _cut(total: int, n: int, max_length: int | None) -> _Cut:
     if width < _TOKENS and width < longest <= _MOST_TILES * _TOKENS:
         width *= 2  # room for rows that are longer than others, but not cut
     warps = max(width // _TOKENS, 1)
-    share, most = _SHARE * warps * _TOKENS, _MOST_TILES * warps * _TOKENS
-    shares, together = -(-(total + n) // share), max(_PART // share, 1)
-    parts = -(-shares // together) if longest > most else 0
-    return _Cut(width, warps, share, shares, most, together, parts, min(longest // (together * share) + _AHEAD, parts))
+    most = _MOST_TILES * warps * _TOKENS
+    share = most if rest > most * others else _SHARE * warps * _TOKENS
+    parts = -(-(total + n) // _PART) if longest > most else 0
+    return _Cut(width, warps, share, -(-(total + n) // share), most, parts, min(longest // _PART + _AHEAD, parts))
 
 
 @lru_cache(1024)
@@ -195,12 +194,13 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
                 OTHER=0 if op in _ARGS else _identity(op, dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
     tile, lanes = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
     tiles = dict(G=tile // cut.width, W=cut.width, L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
-                 FL=lanes if cut.warps == 1 else min(4 * lanes, tile), VECTOR=cut.warps > 1)
+                 FL=lanes if cut.warps == 1 else min(4 * lanes, tile), VECTOR=cut.warps > 1,
+                 EVEN=bool(op) and max_length is not None and n * max_length == total)
     many = held.itemsize > 4 or (reads == 2 and cut.warps == 1)
     options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=_REGISTERS)
     key = device, dtypes, out and out[2]
     whole = _launch(key, shares.share_kernel, _items(what | tiles | same), _items(options))
-    tiles = dict(K=cut.together, F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
+    tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
     options = dict(num_warps=_PART_WARPS)
     parts = _launch(key, shares.part_kernel, _items(what | tiles | same), _items(options)) if cut.parts else None
     return _Plan(*fixed, whole, parts, 2 if op and map else 1)

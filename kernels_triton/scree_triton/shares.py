@@ -277,9 +277,8 @@ def _reduce_tokens(X, Y, a, start, t0, t1, OP: tl.constexpr, F: tl.constexpr, L:
 
 @triton.jit
 def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
-                VECTOR: tl.constexpr, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr,
-                KEEP: tl.constexpr):
-    """Write what the tokens [t0, t1) of one row become."""
+                VECTOR: tl.constexpr, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
+    """Write what the tokens [t0, t1) of one row become. What is read for the last time makes room in the cache first."""
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = F if RUN else L
     line, step = _lines(F // LANES, LANES)
@@ -290,7 +289,7 @@ def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constex
             at = begin + (t1 - begin - 1) // F * F - done
         if VECTOR:
             at = tl.multiple_of(at, 32)
-        x, y, valid = _chunk(X, Y, at, t0, t1, F, LANES, VECTOR, READS, OTHER, ACC, KEEP)
+        x, y, valid = _chunk(X, Y, at, t0, t1, F, LANES, VECTOR, READS, OTHER, ACC, "evict_first")
         if RUN:
             made, u = _run(x, u, MAP, OP)
         else:
@@ -298,7 +297,7 @@ def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constex
         made = made.to(OUT.dtype.element_ty)
         if VECTOR:
             if (at >= t0) & (at + F <= t1):
-                tl.store(OUT + at + line + step, made, cache_modifier=".cs" if KEEP != "" else "")
+                tl.store(OUT + at + line + step, made, cache_modifier=".cs")
             else:
                 tl.store(OUT + at + line + step, made, mask=valid)
         else:
@@ -328,7 +327,7 @@ def _row(X, Y, A, B, OUT, OFFSETS, row, OP: tl.constexpr, MAP: tl.constexpr, F: 
     else:
         if OP == LSE:
             u = _finite(u)
-        _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC, "")
+        _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC)
 
 
 @triton.jit
@@ -354,30 +353,39 @@ def first_kernel(OFFSETS, FIRST, n, count, share, bisections, BLOCK: tl.constexp
     tl.store(FIRST + p, low, mask=p <= count)
 
 
-@triton.jit(do_not_specialize=("n", "total", "share", "most"))
-def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, OP: tl.constexpr, MAP: tl.constexpr, G: tl.constexpr,
-                 W: tl.constexpr, L: tl.constexpr, FL: tl.constexpr, VECTOR: tl.constexpr, READS: tl.constexpr,
-                 HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
+@triton.jit(do_not_specialize=("n", "total", "share", "most", "longest"))
+def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest, OP: tl.constexpr, MAP: tl.constexpr,
+                 G: tl.constexpr, W: tl.constexpr, L: tl.constexpr, FL: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+                 READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
                  ACC: tl.constexpr, KEPT: tl.constexpr):
     """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens OUT (total,).
 
-    Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the program for itself.
+    Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the program for itself. With EVEN
+    n rows of the `longest` length would have all tokens: unless some are behind the last row, OFFSETS need not be read.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = W if RUN else L
     p = tl.program_id(0)
     first = tl.load(FIRST + p)
     last = tl.load(FIRST + p + 1)
+    even = EVEN
+    if EVEN:
+        even = tl.load(OFFSETS + n) == total
     if MAP != NONE:
         _clear(OUT, OFFSETS, p.to(tl.int64) * share - n, n, total, share, G * W)
     each = tl.arange(0, G)
     line, step = _lines(W // LANES, LANES)
     for group in range(first, last, G):
         rows = group + each
-        base = tl.load(OFFSETS + group).to(tl.int64)
-        starts = (tl.load(OFFSETS + rows, mask=rows < last, other=0) - base).to(tl.int32)
-        ends = tl.load(OFFSETS + rows + 1, mask=rows < last, other=0) - base
+        asked = (rows < last) & ~even if EVEN else rows < last
+        base = tl.load(OFFSETS + group, mask=not EVEN or not even, other=0).to(tl.int64)
+        starts = (tl.load(OFFSETS + rows, mask=asked, other=0) - base).to(tl.int32)
+        ends = tl.load(OFFSETS + rows + 1, mask=asked, other=0) - base
         lengths = tl.minimum(ends - starts, most + 1).to(tl.int32)
+        if EVEN:
+            base = tl.where(even, tl.cast(group, tl.int64) * longest, base)
+            starts = tl.where(even, each * longest, starts)
+            lengths = tl.where(even, longest, lengths)
         short = (rows < last) & (lengths <= W)
         valid = line + step < tl.where(short, lengths, 0)[None, :, None]
         at = starts[None, :, None] + line
@@ -430,25 +438,24 @@ def _put_together(PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.cons
     return u, v
 
 
-@triton.jit(do_not_specialize=("count", "share", "most", "parts", "lag"))
-def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, count, share, most, parts, lag, OP: tl.constexpr,
-                MAP: tl.constexpr, K: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
+@triton.jit(do_not_specialize=("part", "most", "parts", "lag"))
+def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, parts, lag, OP: tl.constexpr,
+                MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
                 HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
                 ACC: tl.constexpr, KEPT: tl.constexpr):
-    """Rows of more than `most` tokens in the K shares of one part; no part has more than `most` tokens.
+    """Rows of more than `most` tokens, cut into parts of up to `part` tokens, which is no more than `most`.
 
     The first visit leaves in PARTS (parts, 2, 2) what the part's end of an earlier row (0) and its beginning of a later one
     (1) reduce to, and counts it in COUNTS (parts,), at the part where the row begins. Once all parts of the row are there, the
     last program puts them together, or those of the second visit do, and go over the tokens again. COUNTS is zero before and after.
     """
     TWICE: tl.constexpr = OP != NONE and MAP != NONE
-    part = share * K
     p = tl.program_id(0)
     again = OP == NONE
     if TWICE:
         p, again = turn(p, parts, lag)
-    first = tl.load(FIRST + p * K)
-    last = tl.load(FIRST + tl.minimum(p * K + K, count))
+    first = tl.load(FIRST + p)
+    last = tl.load(FIRST + p + 1)
     for side in tl.static_range(2):
         row = first - 1 if side == 0 else last - 1
         if (first > 0 if side == 0 else last > first):
@@ -483,6 +490,6 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, count, share, mo
                                              p if MAP == RUNNING else final + 1, OP, IDENTITY, KEPT)
                     if OP == LSE:
                         u = _finite(u)
-                    _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC, "evict_first")
+                    _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC)
                     if TWICE and tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1:  # all have seen them
                         tl.store(counter, 0)

@@ -1,4 +1,9 @@
-"""Attention and its gradients on a few short rows, by every kind of kernels, for compute-sanitizer: `nox -s sanitize`."""
+"""Attention and its gradients on a few short rows, by every kind of kernels, for compute-sanitizer: `nox -s sanitize`.
+
+Arguments are the numbers of cases; all run without.
+"""
+import sys
+
 import torch
 from attention_reference import Case, problem
 
@@ -16,7 +21,7 @@ CASES = [
     Case(F16, 64, 64, 2, 2, ROWS, OTHERS),
 ]
 
-for case in CASES:
+for case in [CASES[int(i)] for i in sys.argv[1:]] or CASES:
     p = problem(case, "cuda")
     rows, spec = Rows(p.cu_q, p.cu_k, {}), spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap)
     way = plan(p.q, p.k, p.v, rows, spec, case.alibi)

@@ -146,6 +146,21 @@ def test_targets_that_do_not_exist():
     assert not dx[4].any()
 
 
+@pytest.mark.parametrize("classes", [20, 2500])  # of a program that holds them all, and of one that does not
+def test_what_does_not_count_reaches_nothing(classes):
+    """NaN and infinity in the logits of tokens without a target."""
+    x = torch.randn(5, classes, device=DEVICE)
+    x[1], x[4] = math.nan, math.inf
+    x.requires_grad_()
+    rows = scree.from_offsets(x, torch.tensor([0, 2, 5], device=DEVICE, dtype=torch.int32))
+    targets = torch.tensor([3, -100, 1, 19, -100], device=DEVICE)
+    loss = scree.cross_entropy(rows, rows.with_values(targets), kernel="triton")
+    wide = x.detach().double()[[0, 2, 3]].requires_grad_()
+    right = functional.cross_entropy(wide, targets[[0, 2, 3]])
+    (dx,), (exact,) = torch.autograd.grad(loss, x), torch.autograd.grad(right, wide)
+    assert distance(loss.detach(), right.detach()) < 1e-6 and distance(dx[[0, 2, 3]], exact) < 1e-6 and not dx[[1, 4]].any()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("ignored", [0, 1])  # all of the tokens, or half of them
 def test_the_mean_over_nothing(compiled, ignored):

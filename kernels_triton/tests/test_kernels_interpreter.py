@@ -130,6 +130,15 @@ def test_rows_before_shares():
     assert segments.rows_of(x.layout).first(16, 32) is first
 
 
+@pytest.mark.parametrize("edges", [(0, 4, 8, 12), (0, 4, 4, 8), (0, 3, 7, 11)], ids=["even", "empty", "uneven"])
+def test_rows_that_may_be_of_one_length(edges):
+    """As many tokens as if all rows were as long as the longest: where they are not, some tokens are behind the last row."""
+    rows = segments.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), 4)
+    x = torch.randn(12, device=DEVICE)
+    expected = torch.cat([*(x[a:b].softmax(0) for a, b in zip(edges, edges[1:])), 0 * x[edges[-1]:]])
+    torch.testing.assert_close(segments.over_rows(x, rows, shares.LSE, shares.SOFTMAX), expected)
+
+
 @pytest.mark.parametrize("longest", [None, 5])
 def test_tokens_behind_the_last_row(longest, monkeypatch):
     """More of them than a share has: they become 0, and are in no reduction."""

@@ -153,6 +153,8 @@ class Array:
         """
         own, rows = self.values, self.layout
         dim, device = self.ragged_dim if ragged_dim is None else ragged_dim, rows.backend.device
+        if type(dim) is not int:
+            dim = checks.integer("ragged_dim", dim)
         if type(values) is not type(own) or device(values) != device(own):
             checks.dense("values", values, own)
         if not 0 <= dim < values.ndim or values.shape[dim] != own.shape[self.ragged_dim]:

@@ -38,6 +38,13 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
         (m, None, ...) the batch and its padding, with `max_length` set; and (m,) booleans, which rows are those of `arr`. They
         come first, in their order.
 
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array, its dtype does not hold `fill_value`, or under a trace, which cannot read the offsets.
+    ValueError
+        If `growth` is not greater than 1.
+
     Examples
     --------
     >>> import numpy as np, scree

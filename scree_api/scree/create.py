@@ -96,6 +96,21 @@ def _join(call: PackCall) -> Any:
 def unpack(arr: Array) -> list[Any]:
     """The rows as a list of dense arrays, views where the library has them. Reads the offsets.
 
+    Parameters
+    ----------
+    arr
+        Ragged array.
+
+    Returns
+    -------
+    list
+        n arrays (length, ...), with the axis at `ragged_dim`.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array, or under a trace, which cannot read the offsets.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -110,7 +125,20 @@ def unpack(arr: Array) -> list[Any]:
 def from_offsets(values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None) -> Array:
     """A ragged array on given values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
 
-    See `Array` for the parameters.
+    Parameters
+    ----------
+    values, offsets, ragged_dim, max_length
+        See `Array`.
+
+    Returns
+    -------
+    Array
+        On the same memory.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See `Array`.
 
     Examples
     --------
@@ -137,6 +165,18 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
         (n,) integers, an array or a list.
     ragged_dim, max_length
         See `Array`.
+
+    Returns
+    -------
+    Array
+        On the memory of `values`; offsets are int32 (int64 from 2^31 tokens on), or of the dtype of lengths that are not read.
+
+    Raises
+    ------
+    TypeError
+        If the lengths are not one axis of integers.
+    ValueError
+        If they are negative, or do not add up to the number of tokens, where that is seen for free.
 
     Examples
     --------
@@ -194,6 +234,18 @@ def from_segment_ids(
         Number of rows; by default the last id plus one, which reads the ids.
     ragged_dim, max_length
         See `Array`.
+
+    Returns
+    -------
+    Array
+        On the memory of `values`.
+
+    Raises
+    ------
+    TypeError
+        If the ids are no integers.
+    ValueError
+        If there is not one id for each token, or they fall or are out of bounds, where that is seen for free.
 
     Examples
     --------

@@ -12,7 +12,7 @@ from .array import Array
 from .backends import backend, is_array
 from .bridges.dlpack import backend_of, convert, to_backend
 from .bridges.lists import from_lists
-from .checks import integer
+from .checks import flag, integer, read
 from .create import pack
 from .fit import ragged
 from .index import select
@@ -134,7 +134,8 @@ class TokenBudgetSampler:
         self.budget = integer("budget", budget, 1)
         self.num_ranks = integer("num_ranks", num_ranks, 1)
         self.rank = integer("rank", rank, 0, num_ranks)
-        self.seed, self.shuffle, self.drop_last = integer("seed", seed, 0), bool(shuffle), bool(drop_last)
+        self.seed = integer("seed", seed, 0)
+        self.shuffle, self.drop_last = flag("shuffle", shuffle), flag("drop_last", drop_last)
         self.epoch = self.position = 0
         self._plans: tuple[int, list[np.ndarray]] | None = None
         if self.lengths.size and self.lengths.max() > budget:
@@ -233,6 +234,11 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     The differencing method of Karmarkar and Karp (1982) for k parts: the two most uneven partial divisions are joined, the
     heavy parts of the one with the light parts of the other, until there is one.
 
+    Raises
+    ------
+    ValueError
+        If there is not one finite cost >= 0 for each row, or `k` is less than 1.
+
     Examples
     --------
     >>> import scree.data
@@ -245,7 +251,7 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
             raise ValueError(f"cost: expected 'tokens', 'attention' or one number a row, got {cost!r}")
         costs = lengths if cost == "tokens" else lengths.astype(np.float64) ** 2
     else:
-        costs = np.asarray(cost)
+        costs = read("cost", cost)
         if costs.shape != lengths.shape or costs.dtype.kind not in "iuf":
             raise ValueError(f"cost: expected {lengths.size} numbers, one a row, got {costs.dtype} of shape {costs.shape}")
         wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
@@ -304,6 +310,18 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     side
         "right" or "left": where tokens are cut off.
 
+    Returns
+    -------
+    Array
+        Rows of at most `length` tokens.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+    ValueError
+        If `length` is negative, or the side has another name.
+
     Examples
     --------
     >>> import numpy as np, scree.data
@@ -337,6 +355,13 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     -------
     windows, rows
         The windows of the first row, then of the second ...; and (windows,) the row that each is of. An empty row has none.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+    ValueError
+        If `size` is less than 1, or `overlap` not less than `size`.
 
     Examples
     --------
@@ -388,6 +413,13 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     Interleaved
         The tokens, their modality and their segment, on one layout.
 
+    Raises
+    ------
+    TypeError
+        If a modality is no integer, or arrays are of different libraries or dtypes.
+    ValueError
+        If there are no segments, or element shapes differ.
+
     Examples
     --------
     >>> import numpy as np, scree.data
@@ -399,6 +431,11 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     >>> batch.tokens.lengths, batch.tokens[batch.modality == image].values
     (array([6, 1], dtype=int32), array([90, 91, 92, 93]))
     """
+    if not isinstance(samples, Sequence):
+        raise TypeError(f"samples: expected a list of rows, got {type(samples).__name__}")
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Sequence) or not all(isinstance(part, Sequence) and len(part) == 2 for part in sample):
+            raise TypeError(f"samples[{i}]: expected pairs of a modality and an array, got {sample!r:.80}")
     kinds = np.asarray([modality for sample in samples for modality, _ in sample])
     parts = [tokens for sample in samples for _, tokens in sample]
     if not parts:
@@ -424,7 +461,7 @@ def _lengths(x: Any) -> np.ndarray:
     """Lengths of rows on the host, of a ragged array, an array or a list."""
     if isinstance(x, Array):
         return np.diff(x.layout.read()).astype(np.int64)
-    found = backend(x).read(x) if is_array(x) else np.asarray(x, dtype=None if len(x) else np.int64)
+    found = read("lengths", x)
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
         raise ValueError(f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}")
     return found.astype(np.int64)

@@ -70,7 +70,9 @@ def _expand(arr: Array, keys: tuple[Any, ...]) -> list[Any]:
 def _is_integer(key: Any) -> bool:
     if isinstance(key, slice | bool):  # not every compiler asks a slice whether it has `__index__`
         return False
-    return hasattr(key, "__index__") and getattr(key, "ndim", 0) == 0
+    if isinstance(key, int) or not is_array(key):
+        return hasattr(key, "__index__")
+    return key.ndim == 0 and backend(key).xp.isdtype(key.dtype, "integral")  # type: ignore[no-any-return]
 
 
 def _is_full(key: Any) -> bool:

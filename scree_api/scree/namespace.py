@@ -31,6 +31,13 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
         Every function of the standard, which takes ragged arrays where the table `scree.kinds.KINDS` says so and is the
         library's own on dense arrays; and the extension ``ragged`` beside ``linalg`` and ``fft``.
 
+    Raises
+    ------
+    TypeError
+        If there is no array, or arrays are of two libraries.
+    ValueError
+        If the version of the standard is not known.
+
     Examples
     --------
     >>> import numpy as np, scree

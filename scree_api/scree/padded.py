@@ -44,6 +44,18 @@ def from_padded(
     kernel
         The provider that must run it; by default the first that accepts.
 
+    Returns
+    -------
+    Array
+        The real tokens, copied, on offsets of int32 (int64 from 2^31 tokens on).
+
+    Raises
+    ------
+    TypeError
+        If the mask holds floating-point numbers, or an argument is no array.
+    ValueError
+        If neither or both of mask and lengths are given, or shapes, lengths or the total do not fit.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -214,6 +226,13 @@ def to_padded(
     -------
     padded, mask
         (n, length, ...) values and (n, length) booleans.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array, or its dtype does not hold `fill_value`.
+    ValueError
+        If a row is longer than `length`, or the side has another name.
 
     Examples
     --------

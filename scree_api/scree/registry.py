@@ -82,6 +82,16 @@ def register_kernel(
         where targets are in host memory and looked at. On PyTorch attention, norms, rope, softmax, the gate, split, gather,
         cross-entropy, grouped products, and reductions and scans of rows ask for it.
 
+    Returns
+    -------
+    function
+        The decorator, which gives back what it decorates.
+
+    Raises
+    ------
+    ValueError
+        If there is no such operation, or the provider has the name of the standard path.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -104,6 +114,16 @@ def register_kernel(
 
 def unregister_kernel(operation: str, provider: str) -> None:
     """Forget a provider's kernel for an operation, if there is one.
+
+    Parameters
+    ----------
+    operation, provider
+        As they were registered.
+
+    Raises
+    ------
+    ValueError
+        If there is no such operation, or the provider is the standard path.
 
     Examples
     --------
@@ -160,6 +180,11 @@ def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any
     -------
     Explanation
         Prints as one line for the provider that runs and one for each that rejects.
+
+    Raises
+    ------
+    TypeError, ValueError
+        What the operation itself raises for these arguments; if there is no such operation; or if `kernel` rejects them.
 
     Examples
     --------

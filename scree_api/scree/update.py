@@ -20,6 +20,21 @@ def at(arr: Array) -> At:
     named more than once meet all their values, and `set` keeps the last. Where the offsets are not read for free, nothing happens
     to a row that is too short for ``[:, i]``.
 
+    Parameters
+    ----------
+    arr
+        Ragged array.
+
+    Returns
+    -------
+    At
+        What takes the index; see `Update`.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+
     Examples
     --------
     >>> import numpy as np, scree

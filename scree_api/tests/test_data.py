@@ -136,6 +136,12 @@ def test_sampler_refuses_what_does_not_fit() -> None:
         TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(TokenBudgetSampler(LENGTHS, 20).state_dict())
     with pytest.raises(ValueError, match="rank: expected"):
         TokenBudgetSampler(LENGTHS, 20, rank=2, num_ranks=2)
+    for name in ("shuffle", "drop_last"):
+        with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
+            TokenBudgetSampler([1, 2], 8, **{name: "no"})
+    for lengths, came in ((5, "int"), ([[1], [2, 3]], "lists of different lengths"), ({}, "dict")):
+        with pytest.raises(TypeError, match=f"lengths: expected .* {came}"):
+            TokenBudgetSampler(lengths, 8)
     with pytest.raises(ValueError, match="seed: expected at least 0, got -1"):
         TokenBudgetSampler(LENGTHS, 20, seed=-1)
     with pytest.raises(ValueError, match="epoch: expected at least 0, got -1"):
@@ -168,6 +174,8 @@ def test_parts_of_few_or_free_rows() -> None:
     assert [rows()[part].total_length for part in split_balanced(rows(), 2)] == [12, 9]
     with pytest.raises(ValueError, match="cost: expected 'tokens', 'attention'"):
         split_balanced(rows(), 2, "money")
+    with pytest.raises(TypeError, match="cost: expected an array or a list of numbers, got Array"):
+        split_balanced([1], 2, scree.from_lengths(np.ones(1), [1]))
     with pytest.raises(ValueError, match="cost: expected 5 numbers, one a row"):
         split_balanced(rows(), 2, [1, 2, 3, 4])
     for wrong in (-1, np.inf, np.nan):
@@ -233,6 +241,10 @@ def test_interleaved_segments_know_what_they_are() -> None:
     assert images.lengths.tolist() == [3, 0, 2, 0]
     changed = scree.at(tokens)[modality == image].set(0.0)
     assert changed.values.sum() == tokens.values.sum() - images.values.sum()
+    with pytest.raises(TypeError, match="samples: expected a list of rows, got int"):
+        interleave(5)
+    with pytest.raises(TypeError, match=r"samples\[1\]: expected pairs of a modality and an array, got \[1\]"):
+        interleave([[(0, np.ones(2))], [1]])
     with pytest.raises(ValueError, match="samples: expected at least one segment"):
         interleave([[]])
     with pytest.raises(TypeError, match="samples: expected a number for each segment's modality"):

@@ -24,7 +24,7 @@ def qkv(lib: Library, q: Token = (2, 4), k: Token = (2, 4), v: Token = (2, 4), *
     return scree.attention(*(lib.r(ROWS, *token) for token in (q, k, v)), **options)
 
 
-Case = tuple[Callable[[Library], Any], type[Exception], tuple[str, ...]]
+Case = tuple[Callable[[Library], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]]
 
 #: Call -> error and what its message holds. Names that end in a star read values, which MLX does not give away for free.
 CASES: dict[str, Case] = {
@@ -75,6 +75,8 @@ CASES: dict[str, Case] = {
     "with_values too few": (lambda x: x.r(ROWS).with_values(x.f(4)), ValueError, ("values: expected 5 tokens", "(4,)")),
     "with_values a list": (lambda x: x.r(ROWS).with_values([1.0] * 5), TypeError, ("values: expected a dense array", "list")),
     "with_values of another library": (lambda x: x.r(ROWS).with_values(x.other.f(5)), TypeError, ("values:", "one of {other}")),
+    "with_values along no axis": (lambda x: x.r(ROWS).with_values(x.f(5), ragged_dim="0"), TypeError,
+                                  ("ragged_dim: expected a Python integer, got '0'",)),
     "mT of one axis": (lambda x: x.r(ROWS).mT, ValueError, ("mT: expected at least two axes", "(3, None)")),
     "a stream": (lambda x: x.r(ROWS).to_device(x.r(ROWS).device, stream=1), ValueError, ("stream: expected None",)),
     "truth": (lambda x: bool(x.r(ROWS)), TypeError, ("truth value of a ragged array is ambiguous", "xp.any or xp.all")),
@@ -170,6 +172,9 @@ CASES: dict[str, Case] = {
     "mask of rows": (lambda x: x.r(ROWS)[x.b([True])], IndexError, ("a mask of shape (3,), one entry a row, got (1,)",)),
     "a name": (lambda x: x.r(ROWS)["a"], TypeError, ("index: expected an integer, a slice or an array of rows, got str",)),
     "truth as a row": (lambda x: x.r(ROWS)[True], TypeError, ("index: expected an integer", "bool")),
+    **{f"{key} as a number {where}": (lambda x, i=i, k=k: x.r(ROWS, 4)[(*i, k(x))], (IndexError, TypeError), ("index: expected ",))
+       for key, k in {"0-D truth": lambda x: x.b(True), "0-D float": lambda x: x.f()}.items()
+       for where, i in {"of a row": (), "of a token": (slice(None),), "of an element": (...,)}.items()},
     "list of tokens": (lambda x: x.r(ROWS)[:, [0]], TypeError, ("an integer or a slice on the ragged axis", "list")),
     "float slice": (lambda x: x.r(ROWS)[:, :1.5], TypeError, ("index: expected integers in a slice", "1.5")),
     "slice without step": (lambda x: x.r(ROWS)[:, ::0], ValueError, ("index: expected a slice step other than 0",)),

@@ -266,6 +266,7 @@ def command(
     Norm, one product for queries, keys and values, rotary positions, attention, product, norm, gated feed-forward network: width
     2,048, 16 heads on 4 of keys, 128 each, on CUDA, and less on the CPU. Eager and compiled, and on CUDA as a captured graph too.
     The limit is the sum of the terms: operations over the measured peak of matrix products, or bytes over the measured bandwidth.
+    On CUDA each term is measured by itself, and inside of the whole block by PyTorch's profiler, with the time between kernels.
     """
     with Session("block", locals(), where(device)) as session:
         s = SIZES["quick" if quick else session.device]

@@ -38,6 +38,8 @@ def from_awkward(array: Any) -> Array:
     array([2, 0, 1])
     """
     layout = ak.to_layout(array)
+    if not isinstance(layout, ak.contents.Content):
+        raise TypeError(f"array: expected rows of numbers, n * var * T, got {type(array).__name__}")
     if layout.is_option:
         missing = int(ak.sum(ak.is_none(array)))
         if missing:
@@ -81,6 +83,8 @@ def to_awkward(arr: Array) -> Any:
 
 def from_ragged(array: Any) -> Array:
     """A ragged array on NumPy of a `ragged.array`; see `from_awkward`."""
+    if not hasattr(array, "_impl"):
+        raise TypeError(f"array: expected a ragged.array, got {type(array).__name__}")
     return from_awkward(array._impl)  # no public way leads to the memory
 
 

@@ -82,7 +82,8 @@ def to_torch(arr: Array) -> Array:
 
 def tokens_first(arr: Array) -> Array:
     """The array with the ragged axis first, as formats want it that know no other; a view where it can be one."""
-    return arr.with_values(moved(arr.layout.xp, arr.values, arr.ragged_dim, 0), ragged_dim=0) if arr.ragged_dim else arr
+    dim = ragged("arr", arr).ragged_dim
+    return arr.with_values(moved(arr.layout.xp, arr.values, dim, 0), ragged_dim=0) if dim else arr
 
 
 def on_host(arr: Array) -> Array:

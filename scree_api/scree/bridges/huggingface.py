@@ -112,6 +112,8 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
     >>> scree.bridges.from_hf_flattened(flat)["input_ids"].lengths
     array([2, 3], dtype=int32)
     """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch: expected a mapping of names to arrays, got {type(batch).__name__}")
     cu, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     first = next((x for x in batch.values() if getattr(x, "ndim", 0) >= 2), None)
     if first is None or (cu is None and positions is None):

@@ -11,6 +11,7 @@ import numpy as np
 from ..array import Array
 from ..backends import is_array
 from ..create import from_lengths, pack, unpack
+from ..fit import ragged
 from .dlpack import on_host
 
 
@@ -33,6 +34,8 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
          1: []
          2: [3]
     """
+    if not hasattr(rows, "__iter__"):
+        raise TypeError(f"rows: expected a sequence of lists, got {type(rows).__name__}")
     rows = list(rows)
     for i, row in enumerate(rows):
         if not hasattr(row, "__len__") or isinstance(row, str | bytes | dict):
@@ -55,6 +58,16 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
 def to_lists(arr: Array) -> list[Any]:
     """The rows as lists of Python numbers, or of lists of them where an element has axes.
 
+    Parameters
+    ----------
+    arr
+        Ragged array of any library. A ragged axis that is not the first becomes the first.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -67,12 +80,28 @@ def to_lists(arr: Array) -> list[Any]:
 def from_pandas(series: Any, dtype: Any = None) -> Array:
     """A ragged array on NumPy of a column of lists: shared where it is one of Arrow, copied where it holds objects.
 
+    Parameters
+    ----------
+    series
+        `pandas.Series` of lists or arrays.
+    dtype
+        The dtype; by default what NumPy finds for all elements together, or that of Arrow.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no column of rows of numbers; see `from_lists` and `from_arrow`.
+
     Examples
     --------
     >>> import pandas, scree
     >>> scree.bridges.from_pandas(pandas.Series([[1, 2], [], [3]])).lengths
     array([2, 0, 1], dtype=int32)
     """
+    import pandas
+
+    if not isinstance(series, pandas.Series):
+        raise TypeError(f"series: expected a pandas.Series, got {type(series).__name__}; see from_lists")
     if series.dtype == object:
         return from_lists(series, dtype)
     from .arrow import from_arrow
@@ -84,6 +113,18 @@ def from_pandas(series: Any, dtype: Any = None) -> Array:
 def to_pandas(arr: Array, *, index: Any = None, name: Any = None) -> Any:
     """A column of objects, each the NumPy array of one row, which is a view of the values.
 
+    Parameters
+    ----------
+    arr
+        Ragged array of any library.
+    index, name
+        Those of the `pandas.Series`.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -92,7 +133,7 @@ def to_pandas(arr: Array, *, index: Any = None, name: Any = None) -> Any:
     """
     import pandas
 
-    objects = np.empty(arr.batch_size, dtype=object)
+    objects = np.empty(ragged("arr", arr).batch_size, dtype=object)
     for i, row in enumerate(unpack(on_host(arr))):
         objects[i] = row
     return pandas.Series(objects, index=index, name=name)

@@ -11,6 +11,7 @@ from typing import Any
 from ..array import Array
 from ..backends import backend
 from ..checks import integer, integers
+from ..fit import ragged
 from ..padded import from_padded, to_padded
 from .dlpack import widest_integer
 
@@ -45,14 +46,60 @@ def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
 
 
 def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 0) -> Any:
-    """(n, width) block table of vLLM and FlashAttention; `fill_value` stands where a sequence has no page."""
-    return to_padded(pages, length=width, fill_value=fill_value)[0]
+    """The block table of vLLM and FlashAttention.
+
+    Parameters
+    ----------
+    pages
+        (n, None) numbers of pages.
+    width
+        Pages of the longest sequence that the table has room for; by default of the longest in it, which reads the offsets.
+    fill_value
+        What stands where a sequence has no page.
+
+    Returns
+    -------
+    dense array
+        (n, width) numbers of pages.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> pages = scree.from_lengths(np.asarray([7, 3, 4], dtype=np.int32), [2, 1])
+    >>> scree.bridges.to_block_table(pages, width=3, fill_value=-1)
+    array([[ 7,  3, -1],
+           [ 4, -1, -1]], dtype=int32)
+    """
+    return to_padded(ragged("pages", pages), length=width, fill_value=fill_value)[0]
 
 
 def from_flashinfer(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, page_size: int) -> tuple[Array, Any]:
-    """The pages (n, None), which shares the memory, and the (n,) tokens of each sequence in the cache."""
+    """The pages of FlashInfer's page table.
+
+    Parameters
+    ----------
+    kv_indptr, kv_indices
+        (n + 1,) offsets and (pages,) numbers of pages; both are shared.
+    kv_last_page_len
+        (n,) tokens of the last page of each sequence.
+    page_size
+        Tokens of a page.
+
+    Returns
+    -------
+    pages, seq_lens
+        (n, None) pages, and (n,) tokens of each sequence in the cache, 0 where it has no page.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> pages, seq_lens = scree.bridges.from_flashinfer(np.asarray([0, 2, 3]), np.asarray([7, 3, 4]), np.asarray([4, 16]), 16)
+    >>> pages.lengths, seq_lens
+    (array([2, 1]), array([20, 16]))
+    """
     integer("page_size", page_size, 1)
     pages = Array(kv_indices, kv_indptr)
+    kv_last_page_len = _one_a_row("kv_last_page_len", kv_last_page_len, pages)
     lengths = (pages.lengths - 1) * page_size + kv_last_page_len
     return pages, pages.layout.xp.where(pages.lengths > 0, lengths, 0)
 
@@ -77,7 +124,16 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     array([ 4, 16], dtype=int32)
     """
     integer("page_size", page_size, 1)
+    seq_lens = _one_a_row("seq_lens", seq_lens, ragged("pages", pages))
     return pages.offsets, pages.values, (seq_lens - 1) % page_size + 1
+
+
+def _one_a_row(name: str, x: Any, rows: Array) -> Any:
+    """`x` as int32 or int64; raises unless it has one integer for each row."""
+    x = integers(name, x, rows.offsets)
+    if tuple(x.shape) != (rows.batch_size,):
+        raise ValueError(f"{name}: expected shape ({rows.batch_size},), a number a row, got {tuple(x.shape)}")
+    return x
 
 
 def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0) -> Array:
@@ -109,16 +165,16 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
     array([127,  48,  64])
     """
     integer("page_size", page_size, 1)
-    rows, xp = tokens.layout, tokens.layout.xp
-    if pages.batch_size != tokens.batch_size or pages.ndim != 2:
+    rows = ragged("tokens", tokens).layout
+    xp = rows.xp
+    if ragged("pages", pages).batch_size != tokens.batch_size or pages.ndim != 2:
         raise ValueError(f"pages: expected shape ({tokens.batch_size}, None), got {pages.shape}")
     wide = widest_integer(xp)
     position = xp.astype(rows.positions, wide)
-    if not isinstance(start, int):
-        start = xp.astype(integers("start", start, rows.offsets), wide)
-        if tuple(start.shape) != (tokens.batch_size,):
-            raise ValueError(f"start: expected shape ({tokens.batch_size},), a position a row, got {tuple(start.shape)}")
-        start = xp.take(start, rows.rows, axis=0)
+    if isinstance(start, int):
+        integer("start", start, 0)
+    else:
+        start = xp.take(xp.astype(_one_a_row("start", start, tokens), wide), rows.rows, axis=0)
     position = position + start
     page: Array = pages[Array._of(position // page_size, rows)]
     return page.with_values(xp.astype(page.values, wide) * page_size + position % page_size)

@@ -9,6 +9,7 @@ import torch
 from ..array import Array
 from ..backends import backend
 from ..create import unpack
+from ..fit import ragged
 from ..index import select
 from ..layout import Layout
 
@@ -130,5 +131,5 @@ def _moved(arr: Array, values: torch.Tensor, offsets: torch.Tensor) -> Array:
 
 
 def _torch(arr: Array, name: str) -> None:
-    if arr.layout.backend.name != "torch":
+    if ragged("arr", arr).layout.backend.name != "torch":
         raise TypeError(f"{name}: expected an array on torch, got one on {arr.layout.backend.name}; use to_backend")

@@ -186,6 +186,14 @@ def attention(
         (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). A query that sees no key gives 0, and
         -inf, or its sink.
 
+    Raises
+    ------
+    TypeError
+        If q, k and v are not ragged arrays of one library and one floating-point dtype.
+    ValueError
+        If shapes, heads, rows, devices or the window do not fit; if a bound on the rows is needed that is not known without reading
+        (give `max_length`); or if the kernel that is asked for does not take the call.
+
     Examples
     --------
     >>> import numpy as np, scree

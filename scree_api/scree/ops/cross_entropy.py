@@ -211,6 +211,11 @@ def linear_cross_entropy(
     dense array or Array
         See `cross_entropy`.
 
+    Raises
+    ------
+    TypeError, ValueError
+        See `cross_entropy`; and if the weight or the bias does not fit `x`.
+
     Examples
     --------
     >>> import numpy as np, scree

@@ -27,6 +27,13 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     Array or dense array
         Like `x`.
 
+    Raises
+    ------
+    TypeError
+        If `x` holds no floating-point numbers, the key is another library's, or the library has no random numbers.
+    ValueError
+        If `rate` is not in [0, 1).
+
     Examples
     --------
     >>> import numpy as np, scree

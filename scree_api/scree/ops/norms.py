@@ -93,6 +93,13 @@ def layer_norm(
     Array or dense array, or a pair of them
         Like `x`, its dtype kept. With a residual a pair: the norm of the sum ``x + residual``, and the sum.
 
+    Raises
+    ------
+    TypeError
+        If `x` holds no floating-point numbers, or an argument is no array of its library.
+    ValueError
+        If a shape does not fit, or the last axis is the ragged one.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -114,6 +121,11 @@ def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1
     -------
     Array or dense array, or a pair of them
         As `layer_norm`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See `layer_norm`.
 
     Examples
     --------

@@ -75,6 +75,13 @@ def rope(
     Array, or a pair of them
         Like `x`, and with `k` like both; angles and products in at least float32.
 
+    Raises
+    ------
+    TypeError
+        If `x` or `k` is no ragged array of floating-point numbers, or `start` holds no integers.
+    ValueError
+        If head_dim is odd, or rows or shapes do not fit.
+
     Examples
     --------
     >>> import numpy as np, scree

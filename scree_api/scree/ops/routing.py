@@ -38,6 +38,15 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     Array
         The tokens on the layout of `index`, or the rows in the order of `index`.
 
+    Raises
+    ------
+    TypeError
+        If the index holds no integers.
+    ValueError
+        If a number is out of bounds, where that is seen for free.
+    IndexError
+        If there is no such row.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -121,6 +130,14 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
     dense array or Array
         (size, ...) tokens, or a ragged array of `size` rows.
 
+    Raises
+    ------
+    TypeError
+        If the index holds no integers.
+    ValueError
+        If there is not one place for each token or row, if a place is out of bounds (where that is seen for free), or if two rows
+        meet.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -137,7 +154,20 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
 def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> Any:
     """Add tokens up at numbered places; half precision adds in float32.
 
-    See `scatter` for the parameters.
+    Parameters
+    ----------
+    x, index, size, kernel
+        See `scatter`.
+
+    Returns
+    -------
+    dense array
+        (size, ...), 0 where nothing came to.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See `scatter`.
 
     Examples
     --------
@@ -166,6 +196,13 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     grouped, index
         The tokens as a ragged array (num_groups, None, ...), in their order within each group; and, on the same layout, the
         number that each had in `x`, which `scatter` and `scatter_add` put them back with.
+
+    Raises
+    ------
+    TypeError
+        If the ids are no integers.
+    ValueError
+        If there is not one id for each token, or one is out of bounds, where that is seen for free.
 
     Examples
     --------

@@ -12,6 +12,21 @@ from ..fit import difference, ragged
 def segment_ids(arr: Array) -> Any:
     """(total,) the row that each token belongs to.
 
+    Parameters
+    ----------
+    arr
+        Ragged array.
+
+    Returns
+    -------
+    dense array
+        (total,) numbers of rows; n for tokens behind the last row.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -24,6 +39,21 @@ def segment_ids(arr: Array) -> Any:
 def positions(arr: Array) -> Any:
     """(total,) the position of each token in its row.
 
+    Parameters
+    ----------
+    arr
+        Ragged array.
+
+    Returns
+    -------
+    dense array
+        (total,) positions, of the dtype of the offsets.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -35,6 +65,21 @@ def positions(arr: Array) -> Any:
 
 def same_layout(a: Array, b: Array) -> bool | None:
     """Whether two arrays have rows of the same lengths; None where only waiting for a device could tell.
+
+    Parameters
+    ----------
+    a, b
+        Ragged arrays.
+
+    Returns
+    -------
+    bool or None
+        Nothing is read from a device.
+
+    Raises
+    ------
+    TypeError
+        If one of them is no ragged array.
 
     Examples
     --------
@@ -49,6 +94,25 @@ def align(arr: Array, like: Array) -> Array:
     """`arr` on the layout of `like`: a promise of the caller that both have the same rows.
 
     It is checked where reading the offsets is free, and believed elsewhere.
+
+    Parameters
+    ----------
+    arr
+        Ragged array.
+    like
+        Ragged array of the same library and device, with the same rows.
+
+    Returns
+    -------
+    Array
+        The values of `arr` on the layout of `like`; nothing is copied.
+
+    Raises
+    ------
+    TypeError
+        If one of them is no ragged array, or they are of two libraries.
+    ValueError
+        If it is known that their rows differ.
 
     Examples
     --------

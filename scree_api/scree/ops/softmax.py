@@ -38,6 +38,13 @@ def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     Array
         Like `x`.
 
+    Raises
+    ------
+    TypeError
+        If `x` is no ragged array, or holds no floating-point numbers.
+    ValueError
+        If the kernel that is asked for does not take the call.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -50,6 +57,21 @@ def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
 def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     """The logarithm of `softmax`, computed without taking it of small numbers.
 
+    Parameters
+    ----------
+    x, kernel
+        See `softmax`.
+
+    Returns
+    -------
+    Array
+        Like `x`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See `softmax`.
+
     Examples
     --------
     >>> import numpy as np, scree
@@ -61,6 +83,21 @@ def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
 
 def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
     """(n, ...) the logarithm of the sum of exponentials of each row; -inf for an empty row.
+
+    Parameters
+    ----------
+    x, kernel
+        See `softmax`.
+
+    Returns
+    -------
+    dense array
+        (n, ...), of the dtype of `x`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See `softmax`.
 
     Examples
     --------

@@ -29,6 +29,27 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
+#: Bridge -> what it needs, what it is given, and what it says.
+STRANGERS = {
+    "from_lists": ("numpy", 5, "rows: expected a sequence of lists, got int"),
+    "from_pandas": ("pandas", [[1]], "series: expected a pandas.Series, got list; see from_lists"),
+    "from_ragged": ("ragged", [[1]], "array: expected a ragged.array, got list"),
+    "from_awkward": ("awkward", {}, "array: expected rows of numbers, n \\* var \\* T, got dict"),
+    "from_hf_flattened": ("numpy", [[1]], "batch: expected a mapping of names to arrays, got list"),
+    **{name: (needs, [[1]], "(arr|pages): expected a ragged array, got list; see scree.pack") for name, needs in {
+        "to_numpy": "numpy", "to_hf_padded": "numpy", "to_hf_flattened": "numpy", "to_lists": "numpy", "to_block_table": "numpy",
+        "to_pandas": "pandas", "to_torch_nested": "torch", "to_arrow": "pyarrow", "to_awkward": "awkward", "to_ragged": "ragged",
+    }.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name, (needs, *_) in STRANGERS.items() if find_spec(needs)])
+def test_what_is_no_such_thing_is_named(name: str) -> None:
+    _, stranger, words = STRANGERS[name]
+    with pytest.raises(TypeError, match=words):
+        getattr(bridges, name)(stranger)
+
+
 def test_a_name_that_is_not_there_raises() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'from_nowhere'"):
         _ = bridges.from_nowhere

@@ -63,7 +63,20 @@ def test_what_does_not_fit_raises() -> None:
         to_flashinfer(pages, np.asarray([7, 9]), 0)
     with pytest.raises(ValueError, match=r"pages: expected shape \(3, None\)"):
         slot_mapping(pages, cache([1, 2, 3], 4), 4)
-    with pytest.raises(ValueError, match=r"start: expected shape \(2,\), a position a row, got \(3,\)"):
+    with pytest.raises(ValueError, match=r"start: expected shape \(2,\), a number a row, got \(3,\)"):
         slot_mapping(pages, pages, 4, start=np.asarray([0, 1, 2]))
+    with pytest.raises(ValueError, match="start: expected at least 0, got -1"):
+        slot_mapping(pages, pages, 4, start=-1)
+    with pytest.raises(ValueError, match=r"seq_lens: expected shape \(2,\), a number a row, got \(3,\)"):
+        to_flashinfer(pages, np.asarray([7, 9, 1]), 4)
+    with pytest.raises(ValueError, match=r"kv_last_page_len: expected shape \(2,\), a number a row, got \(1,\)"):
+        from_flashinfer(pages.offsets, pages.values, np.asarray([1]), 4)
+    for name, call in {
+        "pages": lambda: to_block_table(pages.values),
+        "seq_lens": lambda: to_flashinfer(pages, [7, 9], 4),
+        "tokens": lambda: slot_mapping(pages, pages.values, 4),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name}: expected a (ragged|dense) array"):
+            call()
     with pytest.raises(IndexError, match="expected positions within the rows"):
         slot_mapping(pages, scree.from_lengths(np.zeros(18), [9, 9]), 4)
