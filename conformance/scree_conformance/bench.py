@@ -58,6 +58,7 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
     "twos": lambda rng, shape: rng.choice([1, 1, 2], shape),
     "sign": lambda rng, shape: rng.choice([-1, 1, 1], shape),
     "bool": lambda rng, shape: rng.integers(0, 2, shape).astype(bool),
+    "truth": lambda rng, shape: rng.choice([0.0, -0.0, 0.25, -0.5, 1e-6, 3.0, math.nan], shape),
     "complex": lambda rng, shape: rng.standard_normal(shape) + 1j * rng.standard_normal(shape),
 }
 

@@ -190,7 +190,7 @@ AXES = [
     (0, (1, 2), False), (0, (2, 1), True), (0, (0, 1, 2), False), (1, 2, False), (1, 2, True), (1, 1, False), (1, None, False),
     (1, (0, 2), False), (1, (1, 2), False),
 ]  # fmt: skip
-DRAW = {"all": "bool", "any": "bool", "count_nonzero": "natural", "prod": "near1"}
+DRAW = {"all": "truth", "any": "truth", "count_nonzero": "truth", "prod": "near1"}
 NUMBERS = (*DTYPES, "int32", "int8", "uint8")
 REDUCTIONS = {
     **dict.fromkeys("max min mean prod std sum var".split(), NUMBERS),
@@ -204,6 +204,8 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     f = getattr(bench.xp, name)
     integer = dtype not in DTYPES
     draw = DRAW.get(name, "natural" if integer else "any")
+    if draw == "truth" and integer:
+        draw = {"bool": "bool", "complex64": "truth"}.get(dtype, "natural")
     if name == "prod" and integer:
         draw = "twos" if dtype == "uint8" else "sign"
     for dim, axis, keepdims in bench.some(AXES):

@@ -255,13 +255,13 @@ def _derivative(scale, softcap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def _let_follow(x):
-    """Let the next kernel, if it is launched so, begin where this one leaves multiprocessors. (x: inline assembly wants a number.)"""
+    """Let the next kernel, if it is launched so, begin where this one leaves multiprocessors; x is any number."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
 def _follow(x):
-    """Wait for the end of the kernel before this one."""
+    """Wait for the end of the kernel before this one; x is any number."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 

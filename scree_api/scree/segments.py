@@ -27,7 +27,7 @@ class SegmentCall:
 
     A reduction by `op` (sum, prod, max, min, any, all) or a scan (sum, prod) gives `dtype`, and is done in `wide`, which is
     float32 where that is half precision; who runs a reduction may give that, too. For the place of an extremum (max, min) it is
-    the dtype of the values.
+    the dtype of the values. For any and all the values are booleans.
     """
 
     op: str
@@ -43,8 +43,7 @@ class SegmentCall:
     @property
     def converted(self) -> Any:
         """The values in `wide`."""
-        xp = self.layout.xp
-        return truth(xp, self.values) if self.op in ("any", "all") else xp.astype(self.values, self.wide, copy=False)
+        return self.layout.xp.astype(self.values, self.wide, copy=False)
 
 
 def identity(xp: Any, op: str, dtype: Any) -> Any:
@@ -63,6 +62,7 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
 def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None) -> Any:
     """Reduce each row of `values` (total, ...), in their own dtype unless one is given, to one entry: (n, ...)."""
     dtype = values.dtype if dtype is None else dtype
+    values = truth(layout.xp, values) if op in ("any", "all") else values
     out = again.run("segment_reduce", {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel)
     return out if out.dtype == dtype else layout.xp.astype(out, dtype)
 
