@@ -184,12 +184,14 @@ def operators(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- reductions
-#: (ragged_dim, axis, keepdims): the ragged axis, element axes, all of them, with and without the batch.
+#: (ragged_dim, axis, keepdims): the ragged axis, element axes, all of them, with and without the batch; and, on rows of single
+#: numbers, the ragged axis once more.
 AXES = [
     (0, 1, False), (0, 1, True), (0, 2, False), (0, -1, True), (0, -2, False), (0, None, False), (0, (0, 1), True),
     (0, (1, 2), False), (0, (2, 1), True), (0, (0, 1, 2), False), (1, 2, False), (1, 2, True), (1, 1, False), (1, None, False),
     (1, (0, 2), False), (1, (1, 2), False),
 ]  # fmt: skip
+NUMBERS_ALONE = (0, 1, False)
 DRAW = {"all": "truth", "any": "truth", "count_nonzero": "truth", "prod": "near1"}
 NUMBERS = (*DTYPES, "int32", "int8", "uint8")
 REDUCTIONS = {
@@ -208,9 +210,9 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
         draw = {"bool": "bool", "complex64": "truth"}.get(dtype, "natural")
     if name == "prod" and integer:
         draw = "twos" if dtype == "uint8" else "sign"
-    for dim, axis, keepdims in bench.some(AXES):
+    for token, (dim, axis, keepdims) in [*(((3,), one) for one in bench.some(AXES)), ((), NUMBERS_ALONE)]:
         ragged = dim + 1 in ((0, 1, 2) if axis is None else [a % 3 for a in np.atleast_1d(axis).tolist()])
-        x = bench.ragged(layout, (3,), dtype, draw, dim)
+        x = bench.ragged(layout, token, dtype, draw, dim)
         if name in ("mean", "std", "var"):
             out = bench.lib.default_float if integer else dtype
             x = Data(x.x, x.exact.astype(np.float64)) if integer else x
@@ -222,7 +224,7 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
                 lambda a: f(a, axis=axis, keepdims=keepdims, **more),
                 lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, correction=correction, ragged=dim + 1),
                 x, dtype=out, orders=8 if ragged and name not in ("any", "all") else 1,
-                note=f"ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
+                note=f"{token}, ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
             )  # fmt: skip
 
 

@@ -161,9 +161,9 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def _queue():
+def _queue(slots: gl.constexpr = 2):
     """Room for the entries of two tiles, this one's and the next one's, and a copy of each for every lane of the producer."""
-    return gl.allocate_shared_memory(gl.int32, [2, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

@@ -283,7 +283,7 @@ def _dkdv_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.
         start, length, other_start, other, first = _fields(tile)
         ks = i % K_STAGES
         mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
-        _post(queue.index(i % 2), tile, t, total_tiles, head)
+        _post(queue.index(i % queue.shape[0]), tile, t, total_tiles, head)
         if t < total_tiles:
             mbarrier.expect(k_full.index(ks), CONSUMERS * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V)))
             for w in gl.static_range(CONSUMERS):

@@ -358,7 +358,7 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
         _store_tile(DV + place, dv, row, length, dk_stride, DIM, LAYOUT_STORE)
         i += 1
         mbarrier.wait(k_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
+        start, length, other, first, head = _entry(queue.index(0))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
@@ -373,7 +373,7 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_strid
     v_s = _ring(vd, 2 * PLANES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = _queue()
+    queue = _queue(1)  # there is no room for two
     k_full = _barriers(1, 1)
     k_empty = _barriers(1, 2)
     q_full = _barriers(STAGES, 1)

@@ -21,12 +21,19 @@ CASES = [
     Case(F16, 64, 64, 2, 2, ROWS, OTHERS),
 ]
 
-for case in [CASES[int(i)] for i in sys.argv[1:]] or CASES:
-    p = problem(case, "cuda")
-    rows, spec = Rows(p.cu_q, p.cu_k, {}), spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap)
-    way = plan(p.q, p.k, p.v, rows, spec, case.alibi)
-    way.programs = 3  # so that each takes several tiles, one after another
-    out, lse = way.forward(p.q, p.k, p.v, p.slopes, rows, spec)
-    way.backward(p.q, p.k, p.v, p.slopes, out, lse, p.dout, p.dlse.t(), rows, spec)
-    torch.cuda.synchronize()
-    print(case.name, type(way).__name__, flush=True)
+
+def main() -> None:
+    """Run the cases."""
+    for case in [CASES[int(i)] for i in sys.argv[1:]] or CASES:
+        p = problem(case, "cuda")
+        rows, spec = Rows(p.cu_q, p.cu_k, {}), spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap)
+        way = plan(p.q, p.k, p.v, rows, spec, case.alibi)
+        way.programs = 3  # so that each takes several tiles, one after another
+        out, lse = way.forward(p.q, p.k, p.v, p.slopes, rows, spec)
+        way.backward(p.q, p.k, p.v, p.slopes, out, lse, p.dout, p.dlse.t(), rows, spec)
+        torch.cuda.synchronize()
+        print(case.name, type(way).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ CASES = [
       for dtype, token in ((f32, ()), (bf16, (24,)))),
     *(Case(name, bf16, (48,), MIXED, sliced=True) for name in OPERATIONS if "rope" not in name and name != "rms_norm of a sum"),
     *(Case(name, f32, (), (300, 0, 4), slack=200_000, bounded=True) for name in ("softmax", "cumulative_sum", "sum")),
+    *(Case(name, f32, (), (length,) * 3000, bounded=True) for name in ("softmax", "cumulative_sum", "max") for length in (1, 4)),
     Case("rms_norm of a sum", bf16, (2, 48), MIXED, sliced=True),
     *(Case(name, bf16, (3, 64), MIXED, sliced=True) for name in ("rope", "rope interleaved", "rope of q and k")),
 ]
