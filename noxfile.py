@@ -78,3 +78,14 @@ def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the torch and Triton of the machine where it has them."""
     session.install("-e", ".[test,triton]")
     session.run("pytest", "-m", "gpu", *session.posargs)
+
+
+@nox.session(venv_params=["--system-site-packages"])
+def sanitize(session: nox.Session) -> None:
+    """What compute-sanitizer finds in attention's kernels on a GPU: accesses out of bounds, and races in shared memory."""
+    session.install("-e", ".[test,triton]", "nvidia-cuda-sanitizer-api>=13.5")
+    found = session.run("python", "-c", "import nvidia; print(*nvidia.__path__)", silent=True).split()
+    program = next(p for path in found for p in Path(path).glob("*/compute-sanitizer/compute-sanitizer"))
+    for tool in ("memcheck", "racecheck"):
+        session.run(str(program), "--tool", tool, "--error-exitcode", "1", "python", "kernels_triton/tests/sanitize.py",
+                    *session.posargs, external=True)

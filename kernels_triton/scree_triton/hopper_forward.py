@@ -154,10 +154,7 @@ def _attended(x, limit, own, left, offs_n, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _rescaled(parts, factor, PARTS: gl.constexpr):
-    """The parts of an output, each times a factor.
-
-    Most factors are 1. What is not multiplied takes no power, and power is what bounds long rows.
-    """
+    """The parts of an output, each times a factor. Most factors are 1: then the predicate turns the product off."""
     products = ()
     for p in gl.static_range(PARTS):
         products += (gl.inline_asm_elementwise(

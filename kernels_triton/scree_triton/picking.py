@@ -19,7 +19,8 @@ def take_kernel(OUT, X, INDEX, CHECK, count, size, x_token, x_piece, y_token, y_
     """Token i of OUT from token INDEX[i] of X, if there is one; with CHECK, if CHECK[INDEX[i]] is i."""
     _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
     exists = token < count
-    source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy="evict_first")
+    policy: tl.constexpr = "evict_first" if SIDE == 1 else ""  # a gain where tokens come from anywhere, else a loss
+    source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy=policy)
     real = (source >= 0) & (source < size)
     if CHECKED:
         real &= tl.load(CHECK + source, mask=real, other=-1) == token
