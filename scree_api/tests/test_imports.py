@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -63,9 +64,11 @@ def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
         code = f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"
         return float(python(code, tmp_path))
 
-    both = [(cost("numpy, array_api_compat"), cost("scree")) for _ in range(7)]  # interleaved; the first ones compile
-    least, ours = map(min, zip(*both, strict=True))  # other work on the machine only adds
-    assert ours < 1.5 * least, f"import scree takes {ours:.3f} s, its dependencies {least:.3f} s"
+    def ratio() -> float:
+        return cost("scree") / cost("numpy, array_api_compat")  # one right behind the other, as the machine's speed changes
+
+    ratio()  # compiles
+    assert median(ratio() for _ in range(9)) < 1.5
 
 
 # --------------------------------------------------------------------------------------------------- architecture
