@@ -85,14 +85,16 @@ def limits(device: str, quick: bool) -> dict[str, float]:
     size, width = (1 << 24, 512) if quick else (1 << 30, 8192) if cuda else (1 << 28, 2048)
     dtypes = ("float16", "bfloat16", "float32") if cuda else ("float32",)
     if find_spec("torch") is None:
-        source, into = np.ones(size, np.int8), np.empty(size, np.int8)
+        rng = np.random.default_rng(0)
+        source, into = rng.integers(0, 256, size, np.uint8), np.empty(size, np.uint8)
         calls: dict[str, Any] = {"copy_rate": lambda: np.copyto(into, source)}
-        factors = np.ones((width, width), np.float32)
+        factors = rng.standard_normal((width, width), np.float32)
         calls["matmul_float32_flops"] = lambda: factors @ factors
     else:
         import torch
 
-        source, into = (torch.zeros(size, dtype=torch.int8, device=device) for _ in range(2))
+        source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+        into = torch.empty_like(source)
         calls = {"copy_rate": lambda: into.copy_(source)}
         for dtype in dtypes:
             factors = torch.randn(width, width, device=device).to(getattr(torch, dtype))

@@ -26,8 +26,8 @@ Thunk = Callable[[], Any]
 SHORTEST = 2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
 FEWEST = 5  # samples of each contender even where they exceed the budget; two where they do so tenfold, or with `--quick`
 PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
-NAP, LONGEST_NAP = 3e-4, 0.02  # seconds that a device sleeps while the host launches a call: at first, and at most
-QUEUED, QUEUED_SECONDS = 30, 0.01  # calls in the loop that times the host, and how long they may take it or the device
+NAP, LONGEST_NAP = 3e-4, 0.02  # seconds that a device sleeps while the host launches a call: at least, and at most
+QUEUED, QUEUED_SECONDS = 30, 0.005  # calls in the loop that times the host, and how long they may take it or the device
 SLOW = 10 * LONGEST_NAP  # seconds; beside a longer call the host is not timed
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
 
@@ -177,8 +177,9 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
     """Seconds of the device alone for a call, by events, from an overwritten second-level cache.
 
     The device sleeps until the host has launched all that the call consists of, so that no kernel comes late: the time is that
-    of a captured graph, also for calls that cannot be captured. Where the device woke up before, the sample does not count, and
-    the next sleep is longer; unless the call waits for the device itself, or its launch is longer than any sleep.
+    of a captured graph, also for calls that cannot be captured. A sleep is twice as long as the launch before took. Where the
+    device woke up too early, the sample does not count, and the next sleep is longer; unless the call waits for the device itself,
+    or its launch is longer than any sleep.
     """
     import torch
 
@@ -212,14 +213,16 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
             sleep(rate * nap)
             begin, start = event(), time.perf_counter()
             thunk()
-            known = max(nap, time.perf_counter() - start)
+            took = time.perf_counter() - start
             end = event()
             late = begin.query()
             torch.cuda.synchronize()
-            if late and known < LONGEST_NAP:
-                nap = 2 * known
-            else:
-                yield begin.elapsed_time(end) / 1e3
+            if late and max(nap, took) < LONGEST_NAP:
+                nap = 2 * max(nap, took)
+                continue
+            if not late:
+                nap = max(NAP, 2 * took)
+            yield begin.elapsed_time(end) / 1e3
 
     return samples
 

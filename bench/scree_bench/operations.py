@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .libraries import Function, Library, Step
 from .measure import Thunk
 from .session import Build, Session
@@ -16,6 +18,7 @@ Contender = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PHASES = {"forward": 0, "backward": 1, "both": 2}
 COPY = "plain copy"
+SENT_BACK = 1 << 20  # seed of the gradients that are sent back
 
 
 class Operation(NamedTuple):
@@ -85,13 +88,17 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
 
 
 def step(lib: Library, build: Contender, phase: str) -> Step:
-    """A phase of a contender, ready to be called; the gradient sent back is all ones times a hundredth."""
+    """A phase of a contender, ready to be called."""
     function, args = build()
-    cotangent = None
-    if phase != "forward":
-        out = function(*args)
-        cotangent = tuple(x * 0 + 0.01 for x in out) if isinstance(out, tuple) else out * 0 + 0.01
-    return lib.steps(function, args, cotangent)[phase]()
+    return lib.steps(function, args, None if phase == "forward" else _gradient(lib, function(*args)))[phase]()
+
+
+def _gradient(lib: Library, out: Any, seed: int = SENT_BACK) -> Any:
+    """What is sent back to a result: random numbers, the same ones to all contenders; and one to a loss."""
+    if isinstance(out, tuple):
+        return tuple(_gradient(lib, x, seed + i) for i, x in enumerate(out))
+    dtype = lib.arrays.dtype_name(out)
+    return lib.normal(seed, dtype)(*out.shape) if out.shape else lib.make(np.ones(()), dtype)
 
 
 def _peak(lib: Library, build: Contender) -> int:
@@ -102,7 +109,8 @@ def _copy(lib: Library, moved: float) -> Thunk:
     """Reads and writes so many bytes in all."""
     import torch
 
-    source, into = (torch.zeros(int(moved / 2), dtype=torch.uint8, device=lib.device) for _ in range(2))
+    source = torch.randint(256, (int(moved / 2),), dtype=torch.uint8, device=lib.device)
+    into = torch.empty_like(source)
     return lambda: into.copy_(source)
 
 

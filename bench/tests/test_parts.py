@@ -20,6 +20,7 @@ from scree_bench.commands.model import classify, step_flops
 from scree_bench.formulas import layer_norm, rms_norm, softmax
 from scree_bench.libraries import load
 from scree_bench.measure import FAILED, OUT_OF_MEMORY, Failure, interleaved, spread
+from scree_bench.operations import step
 from scree_bench.results import Result, Row
 from scree_bench.session import INTERRUPTED, Session
 from scree_bench.work import BACKWARD, Work, distance, reference
@@ -81,10 +82,15 @@ class Device:
 
     def __init__(self):
         self.host = self.done = 0.0  # what the host's clock says, and when the device has done all
+        self.naps = []
 
     def launch(self, host, device):
         self.host += host
         self.done = max(self.done, self.host) + device
+
+    def sleep(self, cycles):
+        self.naps.append(cycles / 1e9)
+        self.launch(1e-5, cycles / 1e9)
 
     def synchronize(self):
         self.host = max(self.host, self.done)
@@ -106,7 +112,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)  # a driver that is not there
     monkeypatch.setattr(torch.cuda, "Event", found.event)
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: found.launch(1e-5, cycles / 1e9))
+    monkeypatch.setattr(torch.cuda, "_sleep", found.sleep)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: cache)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: found.host))
     return found
@@ -135,6 +141,15 @@ def test_the_device_is_timed_alone_and_the_host_behind_it(device):
     assert calls[:5] == ["a", "b", "waits", "a", "a"]  # warm-up; the first sample of a came late
     turns = [x for i, x in enumerate(calls) if calls[i - 1] != x]
     assert turns == ["a", "b", "waits"] * 5  # of the device, two samples each, and of the host
+
+
+@pytest.mark.needs("torch")
+def test_a_hiccup_of_the_host_costs_one_sample_its_time(device):
+    launches = iter([1e-4, 5e-3])  # the first call warms up
+
+    found = interleaved({"a": lambda: device.launch(next(launches, 1e-4), 5e-6)}, 0.0, device="cuda", fewest=2)
+    assert found["a"].seconds == pytest.approx([5e-6] * 2)
+    assert device.naps[2:] == pytest.approx([measure.NAP, 1e-2, measure.NAP])  # behind two that tell the clock rate
 
 
 @pytest.mark.parametrize(
@@ -379,6 +394,22 @@ def test_the_reference_is_the_same_on_every_library():
 
 def test_distance_is_relative():
     assert distance(np.asarray([3.0, 4.5]), np.asarray([3.0, 4.0])) == pytest.approx(0.1)
+
+
+@pytest.mark.needs("torch")
+def test_gradients_sent_back_are_random_and_the_same_to_all():
+    lib = load("torch")
+    x = lib.make(np.zeros((1000, 4)), "float16")
+
+    def pulled(function):
+        return [found.double().numpy() for found in step(lib, lambda: (function, (x, x)), "both")()]
+
+    (a, b), (c, d) = pulled(lambda x, y: (x + 0, y + 0)), pulled(lambda x, y: (x * 1, y * 1))
+    for first, again in ((a, c), (b, d)):
+        assert (first == again).all() and first.std() == pytest.approx(1, rel=0.1) and abs(first.mean()) < 0.1
+    assert abs((a * b).mean()) < 0.1  # two results get numbers of their own
+    (e, f) = pulled(lambda x, y: (x + y).float().sum())
+    assert (e == 1).all() and (f == 1).all()  # a loss
 
 
 # ----------------------------------------------------------------------------------------------- algorithms

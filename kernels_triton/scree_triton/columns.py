@@ -28,8 +28,6 @@ from . import shares
 from .host import multiprocessors, start
 from .launch import INTERPRETED, Launch, current_stream, empty
 from .shares import (
-    ALL,
-    ANY,
     ARGMAX,
     ARGMIN,
     DOT,
@@ -125,11 +123,7 @@ def _upto(u, AXIS: tl.constexpr, OP: tl.constexpr):
 @triton.jit
 def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
     """What each token reduces to alone; those that are not there were read as what no tokens reduce to, or as 0."""
-    if OP == ANY:
-        x = (x != 0).to(KEPT)
-    elif OP == ALL:
-        x = ((x != 0) | ~valid).to(KEPT)
-    elif OP == DOT:
+    if OP == DOT:
         x = x.to(ACC) * y.to(ACC)
     elif OP == SUM_Y:
         x = y.to(ACC)

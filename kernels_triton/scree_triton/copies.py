@@ -155,8 +155,6 @@ def seen(x: torch.Tensor) -> tuple[Any, ...]:
 class Plan:
     """A launch and all that is static of it, so that a call only allocates and launches."""
 
-    __slots__ = ("index", "launch", "made", "new", "numbers", "programs", "zeros")
-
     def __init__(self, device: torch.device, made: Sequence[tuple[Sequence[int], torch.dtype]], launch: Launch | None = None,
                  programs: int = 0, numbers: tuple[int, ...] = (), zeros: bool = False):
         self.index = device.index if device.type == "cuda" else None

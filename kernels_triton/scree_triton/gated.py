@@ -1,8 +1,9 @@
 """The gate of a feed-forward network, forward and backward: every element is read once and written once."""
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -47,7 +48,8 @@ def _launch(device: torch.device, x: torch.dtype, dy: torch.dtype | None, width:
     return launch, -(-width // block), tokens
 
 
-class _Plan(NamedTuple):
+@dataclass
+class _Plan:
     """What follows from what the host knows of x (..., 2 D), and of dy (..., D) in the backward, so that a call only launches."""
 
     index: int | None  # of the CUDA device

@@ -1,6 +1,6 @@
 """What the kernels share on the host side."""
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -32,16 +32,9 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
     return there if index is not None and torch.cuda.device_count() > 1 else run
 
 
-def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a plan, run on the device `index` of the plan, whichever is the current one; None if that is no CUDA device."""
-    def there(plan: Any, *args: Any) -> Any:
-        if plan.index is None or plan.index == current_device():
-            return run(plan, *args)
-        with torch.cuda.device(plan.index):
-            return run(plan, *args)
-
-    there.__doc__ = run.__doc__
-    return there
+def on_its_device(run: Callable[..., Any]) -> Any:
+    """A method of a plan, run so on the device `index` of the plan."""
+    return cached_property(lambda plan: on_device(plan.index, run.__get__(plan)))
 
 
 def differentiated(*tensors: torch.Tensor | None) -> bool:
@@ -56,12 +49,13 @@ def differentiated(*tensors: torch.Tensor | None) -> bool:
 class Function(torch.autograd.Function):
     """A function for autograd whose `apply` goes the short way where no transform of `torch.func` is active."""
 
+    def __init_subclass__(cls) -> None:
+        cls._short = super(torch.autograd.Function, cls).apply
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """The results of `forward`, known to autograd."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)
+        return (super().apply if torch._C._are_functorch_transforms_active() else cls._short)(*args)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

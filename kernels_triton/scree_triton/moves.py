@@ -84,7 +84,16 @@ def run_select(call: Any) -> torch.Tensor:
 
 def run_join(call: Any) -> torch.Tensor:
     """Run a `JoinCall`."""
-    xs, offsets, dim = [x.values for x in call.arrays], [_offsets(x.layout) for x in call.arrays], call.arrays[0].ragged_dim
-    if len({one.dtype for one in offsets}) > 1:
-        offsets = [one.to(torch.int64) for one in offsets]
-    return join_rows(xs, offsets, dim)
+    return run_join_again(call)(**{str(i): x for i, x in enumerate(call.arrays)})
+
+
+def run_join_again(call: Any) -> Callable[..., torch.Tensor]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    dim, wide = call.arrays[0].ragged_dim, len({x.offsets.dtype for x in call.arrays}) > 1
+
+    def joined(**arrays: Any) -> torch.Tensor:
+        xs = arrays.values()
+        offsets = [x.offsets.to(torch.int64) if wide else x.offsets.contiguous() for x in xs]
+        return join_rows([x.values for x in xs], offsets, dim)
+
+    return joined

@@ -163,7 +163,7 @@ def _forward_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...]
 
 
 @cache
-def _backward_launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], dy: torch.dtype, width: int, centre: bool,
+def _backward_launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int, centre: bool, dy: torch.dtype,
                        add: bool, weight_too: bool, bias_too: bool) -> tuple[Launch, Launch, int, int]:
     """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
     x, _, weight, _ = dtypes
@@ -189,6 +189,7 @@ class _Plan:
         self.numbers = count, _ = math.prod(axes), eps
         self.programs = -(-count // rows)
         self.new = empty(device.type)
+        self.ways: dict[tuple[torch.dtype, bool, bool, bool], tuple[Any, ...]] = {}  # back
 
     @on_its_device
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
@@ -207,23 +208,30 @@ class _Plan:
     def backward(self, x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsum: torch.Tensor | None,
                  weight_too: bool, bias_too: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of x, which was normalised, of weight and bias; dsum is what reaches x besides."""
-        width, (_, _, weight_dtype, bias_dtype) = self.width, self.dtypes
-        first, second, rows, most = _backward_launches(self.device, self.dtypes, dy.dtype, width, self.centre, dsum is not None,
-                                                       weight_too, bias_too)
-        programs = min(-(-self.numbers[0] // rows), most)
+        asked = dy.dtype, dsum is not None, weight_too, bias_too
+        first, second, programs, dw_like, db_like, parts_like = self.ways.get(asked) or self._way(asked)
         dx = self.new(*self.out)
-        dw = self.new((width,), (1,), weight_dtype) if weight_too else None
-        db = self.new((width,), (1,), bias_dtype) if bias_too else None
-        parts = self.new((2, programs, width), (programs * width, width, 1), torch.float32) if weight_too or bias_too else dx
+        dw = self.new(*dw_like) if dw_like else None
+        db = self.new(*db_like) if db_like else None
+        parts = self.new(*parts_like) if parts_like else dx
         if programs:
             x, stride = even(x)
             dy, dy_stride = even(dy)
             dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
-            first(programs, (x, x if weight is None else weight, dy, dsum, dx, parts), (stride, dy_stride, dsum_stride, width),
-                  self.numbers)
-        if weight_too or bias_too:
-            second(-(-width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
+            first(programs, (x, x if weight is None else weight, dy, dsum, dx, parts),
+                  (stride, dy_stride, dsum_stride, self.width), self.numbers)
+        if parts_like:
+            second(-(-self.width // _COLUMNS), (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
         return dx, dw, db
+
+    def _way(self, asked: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
+        """The launches of a backward, the programs of the first, and what dw, db and their parts look like, if they are there."""
+        first, second, rows, most = _backward_launches(self.device, self.dtypes, self.width, self.centre, *asked)
+        programs, width = min(-(-self.numbers[0] // rows), most), self.width
+        likes = [((width,), (1,), dtype) if wanted else None for dtype, wanted in zip(self.dtypes[2:], asked[2:])]
+        parts = (*contiguous((2, programs, width)), torch.float32) if any(likes) else None
+        way = self.ways[asked] = first, second, programs, *likes, parts
+        return way
 
 
 @lru_cache(1024)

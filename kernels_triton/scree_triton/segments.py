@@ -1,6 +1,7 @@
 """Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and, for wide tokens, `columns`."""
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ _BOUNDARIES = 128  # of shares, that one program finds
 _WIDEST = 1 << 20  # so that places in a share fit 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
-OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY, "all": shares.ALL}
+OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN}
+OPS |= {"any": shares.MAX, "all": shares.MIN}  # of booleans
 _ARGS = (shares.ARGMAX.value, shares.ARGMIN.value)
 _SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
 
@@ -72,9 +74,11 @@ def _identity(op: int, dtype: torch.dtype) -> float | int:
         sign = 1 if op == shares.MIN.value else -1
         if dtype.is_floating_point:
             return sign * float("inf")
+        if dtype == torch.bool:
+            return int(sign == 1)
         info = torch.iinfo(dtype)
         return info.max if sign == 1 else info.min
-    return int(op in (shares.PROD.value, shares.ALL.value))
+    return int(op == shares.PROD.value)
 
 
 def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = shares.NONE, *,
@@ -107,7 +111,8 @@ def plan_of(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = s
     return _plan(x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length)
 
 
-class _Plan(NamedTuple):
+@dataclass
+class _Plan:
     """What of a call follows from what the host knows."""
 
     index: int | None  # of the CUDA device
@@ -179,7 +184,7 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     total, *token = shape
     acc = accumulator(dtypes[0] if dtype is None or op in _ARGS else dtype)
     held = torch.int64 if op in _ARGS else acc
-    identity, cut = _identity(op, held), _cut(total, n, max_length)
+    identity, cut = _identity(op, held if dtypes[0] != torch.bool else torch.bool), _cut(total, n, max_length)
     strides = tuple(math.prod(token[i:]) for i in range(len(token) + 1))
     out = None
     if map != shares.COPY.value:
@@ -282,8 +287,11 @@ def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SegmentCall`; None if they do."""
     if reason := refuses(call.values, _DTYPES) or too_wide(call.values):
         return reason
+    truth = call.op in ("any", "all")
+    if truth and call.values.dtype != torch.bool:
+        return f"the Triton kernels take booleans for {call.op}, not {call.values.dtype}"
     narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
-    if call.op not in ("any", "all") and (narrower or call.dtype not in (*FLOATS, *_ACC)):
+    if not truth and (narrower or call.dtype not in (*FLOATS, *_ACC)):
         return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"
     if call.op == "prod" and call.values.requires_grad:
         return "the Triton kernels have no gradient of prod"
@@ -300,7 +308,7 @@ def run(call: Any) -> torch.Tensor:
 
 def run_again(call: Any) -> Callable[..., torch.Tensor]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
-    op, wanted = call.op, call.values.requires_grad and call.op not in ("any", "all")
+    op, wanted = call.op, call.values.requires_grad
     plan = plan_of(call.values, rows_of(call.layout), OPS[op], dtype=call.dtype)
 
     def reduce(layout: Any, values: torch.Tensor) -> torch.Tensor:

@@ -20,14 +20,12 @@ SUM = tl.constexpr(1)
 PROD = tl.constexpr(2)
 MAX = tl.constexpr(3)
 MIN = tl.constexpr(4)
-ANY = tl.constexpr(5)
-ALL = tl.constexpr(6)
-LSE = tl.constexpr(7)  # two numbers: the maximum m and sum(exp(x - m))
-DOT = tl.constexpr(8)  # sum(x * y)
-SUM_Y = tl.constexpr(9)  # sum(y)
-EQUAL = tl.constexpr(10)  # how many x are a
-ARGMAX = tl.constexpr(11)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
-ARGMIN = tl.constexpr(12)
+LSE = tl.constexpr(5)  # two numbers: the maximum m and sum(exp(x - m))
+DOT = tl.constexpr(6)  # sum(x * y)
+SUM_Y = tl.constexpr(7)  # sum(y)
+EQUAL = tl.constexpr(8)  # how many x are a
+ARGMAX = tl.constexpr(9)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
+ARGMIN = tl.constexpr(10)
 
 # What each token becomes; u, v are what its row reduced to, a and b operands with one entry a row.
 COPY = tl.constexpr(1)  # a
@@ -90,10 +88,8 @@ def _fold(x, AXIS: tl.constexpr, OP: tl.constexpr):
         x = tl.reduce(x, AXIS, _greater, keep_dims=True)
     elif OP == MIN:
         x = tl.reduce(x, AXIS, _less, keep_dims=True)
-    elif (OP == LSE) | (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
+    elif (OP == LSE) | (OP == ARGMAX) | (OP == ARGMIN):
         x = tl.max(x, AXIS, keep_dims=True)
-    elif OP == ALL:
-        x = tl.min(x, AXIS, keep_dims=True)
     else:
         x = tl.sum(x, AXIS, keep_dims=True)
     return x
@@ -123,10 +119,8 @@ def _join(u0, v0, u, v, OP: tl.constexpr):
         u = _greater(u0, u)
     elif OP == MIN:
         u = _less(u0, u)
-    elif (OP == ARGMAX) | (OP == ARGMIN) | (OP == ANY):
+    elif (OP == ARGMAX) | (OP == ARGMIN):
         u = tl.maximum(u0, u)
-    elif OP == ALL:
-        u = tl.minimum(u0, u)
     else:
         u += u0
     return u, v
@@ -137,8 +131,6 @@ def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT
     """What each token, at these places in their rows, reduces to alone."""
     if (OP == ARGMAX) | (OP == ARGMIN):
         x = tl.where(valid, _key(x, place, OP), IDENTITY)
-    elif (OP == ANY) | (OP == ALL):
-        x = (x != 0).to(KEPT)
     elif OP == DOT:
         x *= y
     elif OP == SUM_Y:

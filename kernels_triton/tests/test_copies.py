@@ -117,8 +117,8 @@ def test_offsets_of_two_dtypes():
 
 def test_reasons():
     x = scree.from_lengths(numbers(5, 2), [2, 3])
-    assert "up to 4" in scree.explain("join", [x] * 5, x.layout).rejected["triton"]
-    assert "one data type" in scree.explain("join", [x, x.with_values(x.values.double())], x.layout).rejected["triton"]
+    assert "up to 4" in scree.explain("join", **{f"x{i}": x for i in range(5)}).rejected["triton"]
+    assert "one data type" in scree.explain("join", x=x, y=x.with_values(x.values.double())).rejected["triton"]
     assert "no complex64" in scree.explain("pad", x.with_values(x.values.to(torch.complex64))).rejected["triton"]
     assert "one element" in scree.explain("pad", x.with_values(x.values[:, :0])).rejected["triton"]
     places = torch.zeros(5, dtype=torch.int64, device=DEVICE)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from . import registry
 from .array import Array
+from .backends import backend
 from .layout import Layout
 
 MOST = 4096  # entries of a memo; options that never come twice shall not fill it
@@ -30,52 +31,58 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
 
     The first of the arrays is ragged, or it is the layout of the others; where it is dense nothing is kept.
     """
-    first = next(iter(arrays.values()))
-    rows = first.layout if type(first) is Array else first if type(first) is Layout else None
-    alike = None if rows is None else rows.backend.alike
-    kernels, kept = registry._KERNELS[operation], None
+    kernels = registry._KERNELS[operation]
     values: list[Any] = []
-    if rows is not None and alike is not None and kernels[0].again and not rows.backend.compiling():
-        given = *options.values(),
-        types: tuple[Any, ...] = *map(type, given),  # 1 == 1.0 == True
-        if tuple in types:
-            types = *types, *((*map(type, x),) for x in given if type(x) is tuple)
-        kept = _kept(rows, (operation, kernel, given, types), arrays, values)
-        for seen in kept or ():
-            if seen.kernels is kernels and seen.alike(*values):
-                return seen.run(**arrays)
+    kept = _kept(operation, arrays, options, kernel, values) if kernels[0].again else None
+    for seen in kept or ():
+        if seen.kernels is kernels and seen.alike(*values):
+            return seen.run(**arrays)
     call = registry._DESCRIBE[operation](**arrays, **options)
     chosen, rejected = registry._select(operation, call, kernel)
-    if kept is None or alike is None or chosen.again is None or rejected:
+    again = None if kept is None or chosen.again is None or rejected else chosen.again(call)
+    if kept is None or again is None:
         return chosen.run(call)
-    again = chosen.again(call)
-    if again is None:
-        return chosen.run(call)
-    kept[:] = *kept[1 - KINDS :], _Seen(kernels, alike(values), again)
+    kept[:] = *kept[1 - KINDS :], _Seen(kernels, backend(values[0]).alike(values), again)  # type: ignore[misc]  # it is there
     return again(**arrays)
 
 
-def _kept(rows: Layout, key: tuple[Any, ...], arrays: dict[str, Any], values: list[Any]) -> list[_Seen] | None:
-    """The calls that are remembered for `key` and arrays on such layouts, or None where none can be; fills `values`."""
-    other = rows
+def _kept(
+    operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None, values: list[Any]
+) -> list[_Seen] | None:
+    """The calls that are remembered for such options and arrays on such layouts, or None where none can be; fills `values`."""
+    rows: Layout | None = None
+    other: Layout | None = None  # a second one
     places: list[Any] = []  # of each array: on which layout, and its ragged axis
     for x in arrays.values():
-        if type(x) is Array:
+        kind = type(x)
+        if kind is Array:
             own = x.layout
+            if rows is None:
+                rows = own
             if own is rows:
                 places.append(x.ragged_dim)
-            elif other is rows or own is other:
+            elif other is None or own is other:
                 other = own
                 places.append(~x.ragged_dim)
             else:
                 return None
             values.append(x.values)
-        elif x is None or x is rows:
+        elif x is None:
             places.append(None)
-        else:
+        elif rows is not None:
             places.append("dense")
             values.append(x)
-    memo, key = rows.memo if other is rows else rows.beside(other), (*key, *places)
+        elif kind is Layout:
+            rows = x
+        else:
+            return None
+    if rows is None or rows.backend.alike is None or rows.backend.compiling():
+        return None
+    given = (*options.values(),)
+    types: tuple[Any, ...] = *map(type, given),  # 1 == 1.0 == True
+    if tuple in types:
+        types = *types, *((*map(type, x),) for x in given if type(x) is tuple)
+    memo, key = rows.memo if other is None else rows.beside(other), (operation, kernel, given, types, *places)
     try:
         found: list[_Seen] | None = memo.get(key)
     except TypeError:  # an option that is no plain value, which the check will name

@@ -349,12 +349,14 @@ def _namespace(x: Array) -> Any:
 
 
 def _operators() -> None:
+    operands = Array, *checks.NUMBERS
+
     def unary(function: str) -> Callable[[Array], Any]:
         return lambda self: getattr(_namespace(self), function)(self)
 
     def binary(function: str, reflected: bool = False) -> Callable[[Array, Any], Any]:
         def operator(self: Array, other: Any) -> Any:
-            if not isinstance(other, Array | bool | int | float | complex) and not backends.is_array(other):
+            if not isinstance(other, operands) and not backends.is_array(other):
                 return NotImplemented
             call = getattr(_namespace(self), function)
             return call(other, self) if reflected else call(self, other)

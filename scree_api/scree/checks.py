@@ -8,10 +8,13 @@ import numpy as np
 
 from .backends import backend, is_array
 
+NUMBERS = bool, int, float, complex  # for `isinstance`, which `bool | int | float | complex` would make anew in each call
+INTEGERS = int, np.integer
+
 
 def integer(name: str, x: Any, low: int | None = None, high: int | None = None, of: str = "") -> int:
     """`x` as a Python integer; raises unless it is one in [low, high), which `of` may explain."""
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+    if isinstance(x, bool) or not isinstance(x, INTEGERS):
         hint = "; use int(...), which reads the array" if is_array(x) else ""
         raise TypeError(f"{name}: expected a Python integer, got {x!r}{hint}")
     if (low is not None and x < low) or (high is not None and x >= high):
@@ -63,7 +66,7 @@ def flag(name: str, x: Any) -> bool:
 def scalar(name: str, x: Any, like: Any) -> Any:
     """`x` as a Python scalar; raises unless it is one that the dtype of the array `like` holds."""
     x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype
-    if not isinstance(x, bool | int | float | complex):
+    if not isinstance(x, NUMBERS):
         raise TypeError(f"{name}: expected a scalar, got {type(x).__name__}")
     if isinstance(x, int) and 0 <= x <= 1:  # every dtype holds these
         return x

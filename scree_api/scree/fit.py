@@ -15,6 +15,7 @@ from .backends import constant, is_array
 Function = Callable[..., Any]
 
 _ACCUMULATORS: dict[Any, Any] = {}
+_SCALARS = *checks.NUMBERS, np.generic
 
 
 def ragged(name: str, x: Any) -> Array:
@@ -90,7 +91,7 @@ def stretches(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = Fals
 
 def against(name: str, x: Any, like: Array) -> Any:
     """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`; None stays None."""
-    if x is None or isinstance(x, bool | int | float | complex | np.generic):
+    if x is None or isinstance(x, _SCALARS):
         return x
     if not is_array(x):
         raise TypeError(f"{name}: expected an array or a Python scalar, got {type(x).__name__}; convert it with asarray")
@@ -133,7 +134,7 @@ def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
         return (axis,)
     given = axis if isinstance(axis, tuple) else (axis,)
     for a in given:
-        if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -ndim <= a < ndim:
+        if isinstance(a, bool) or not isinstance(a, checks.INTEGERS) or not -ndim <= a < ndim:
             raise ValueError(f"axis: expected {name} along axes in [-{ndim}, {ndim}), got {axis!r}")
     axes = sorted(int(a) % ndim for a in given)
     if len(set(axes)) < len(axes):
@@ -158,6 +159,20 @@ def accumulator(xp: Any, dtype: Any) -> Any:
         half = xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32
         _ACCUMULATORS[xp, dtype] = xp.float32 if half else dtype
     return _ACCUMULATORS[xp, dtype]
+
+
+def by_dtype(make: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Any, dict[str, Any]], Any]:
+    """``make(dtype, options)``, asked once for each dtype and the options that come with it."""
+    known: dict[Any, Any] = {}
+
+    @constant
+    def found(dtype: Any, options: dict[str, Any]) -> Any:
+        key = (dtype, *options.values())
+        if key not in known:
+            known[key] = make(dtype, options)
+        return known[key]
+
+    return found
 
 
 def truth(xp: Any, values: Any) -> Any:

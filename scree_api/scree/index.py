@@ -82,7 +82,7 @@ def _is_full(key: Any) -> bool:
 def _in_bounds(arr: Array, shape: tuple[int, ...], keys: list[Any]) -> None:
     """Raise unless the integers among the keys lie within the axes behind the batch; some libraries would clip them."""
     for axis, (k, size) in enumerate(zip(keys, shape, strict=True), start=1):
-        if isinstance(k, int | np.integer) and not -size <= k < size:
+        if isinstance(k, checks.INTEGERS) and not -size <= k < size:
             raise IndexError(f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}")
 
 

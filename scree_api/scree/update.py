@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .array import Array
-from .checks import dense, scalar
+from .checks import NUMBERS, dense, scalar
 from .fit import accumulator, against, ragged, shared_layout, stretches, values_of
 from .index import getitem
 from .layout import Layout, counter
@@ -97,7 +97,7 @@ class Update:
             value = value.values
         elif isinstance(chosen, Array):
             value = against("value", value, chosen)
-        if isinstance(value, bool | int | float | complex):
+        if isinstance(value, NUMBERS):
             value = xp.full((), scalar("value", value, arr.values), dtype=arr.dtype, device=device)
         else:
             dense("value", value, arr.values)

@@ -17,15 +17,16 @@ from .. import plots, results
 from ..lengths import adding_up
 from ..libraries import Function, Library, nesting, torch_compiled, wanted, where
 from ..measure import PATIENCE
-from ..operations import COPY, Contender, Operation, measure
+from ..operations import COPY, PHASES, Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
 from ..peers import NO_TIME, compiler, importable, lacking
 from ..results import Result, Row, Table
 from ..session import SECONDS, Session
 
-SHOWN = ("forward_s", "forward_of_copy_share", "forward_share", "backward_s", "backward_of_copy_share", "backward_share",
-         "forward_host_s", "both_host_s", "both_peak_bytes", "relative_error")  # fmt: skip
+SHOWN = (*(f"{phase}_{value}" for phase in PHASES for value in ("s", "of_copy_share", "share")), "forward_host_s", "both_host_s",
+         "both_peak_bytes", "relative_error")  # fmt: skip
 TRANSFORMERS = "transformers.modeling_flash_attention_utils"  # where its ways in and out of padding are
+ALONG = ("softmax", "logsumexp", "of rows", "cumulative_sum")  # how the names of operations along rows end
 CHECKED = 1000  # rows up to which the truth is computed, in a loop over them
 
 
@@ -91,58 +92,78 @@ class Batch:
         """The values as a padded batch."""
         return scree.to_padded(self.like, fill_value=fill)[0]
 
-    def by_row(self, function: Callable[[Any], Any], put: str = "cat") -> Callable[[], Any] | None:
+    def by_row(self, function: Callable[[Any], Any], put: str = "cat", values: Any = None) -> Callable[[], Any] | None:
         """What a float64 loop over rows gives, on the tensors themselves; None where there are too many rows for it."""
         import torch
 
         if len(self.lengths) > CHECKED:
             return None
-        return lambda: getattr(torch, put)([function(x) for x in self.lib.wide(self.values).split(self.lengths.tolist())])
+        wide = self.lib.wide(self.values if values is None else values)
+        return lambda: getattr(torch, put)([function(x) for x in wide.split(self.lengths.tolist())])
 
 
-def _softmax(b: Batch) -> Operation:
-    import torch.nn.functional as F  # noqa: N812
+def _softmax(name: str) -> Callable[[Batch], Operation]:
+    """`softmax`, `log_softmax` or `logsumexp`, which gives a number a row."""
+    own, per_row = getattr(scree, name), name == "logsumexp"
 
-    found: dict[str, Contender] = {
-        "scree": lambda: (lambda x: scree.softmax(b.rows(x)).values, (b.values,)),
-    }
-    if b.lib.device == "cuda":  # elsewhere it is what runs anyway
-        found["scree, standard path"] = lambda: (lambda x: scree.softmax(b.rows(x), kernel="standard").values, (b.values,))
-    if b.total == b.longest * len(b.lengths):
-        shape = (len(b.lengths), b.longest, *b.values.shape[1:])
-        found["torch, dense"] = lambda: (lambda x: F.softmax(x, 1), (b.values.reshape(shape),))
-    else:
-        found["torch.nested"] = lambda: (lambda x: F.softmax(b.nested(x), 1).values(), (b.values,))
-        found["padded"] = lambda: (lambda x: F.softmax(x, 1)[b.mask], (b.padded(-np.inf),))
-    return Operation("softmax", found, (2 * b.bytes, 3 * b.bytes, 5 * b.bytes), b.by_row(lambda x: x.softmax(0)))
+    def operation(b: Batch) -> Operation:
+        import torch
+
+        bare = getattr(torch, name)
+
+        def values(x: Any) -> Any:
+            return x if per_row else x.values
+
+        found: dict[str, Contender] = {"scree": lambda: (lambda x: values(own(b.rows(x))), (b.values,))}
+        if b.lib.device == "cuda":  # elsewhere it is what runs anyway
+            found["scree, standard path"] = lambda: (lambda x: values(own(b.rows(x), kernel="standard")), (b.values,))
+        if b.total == b.longest * len(b.lengths):
+            shape = (len(b.lengths), b.longest, *b.values.shape[1:])
+            found["torch, dense"] = lambda: (lambda x: bare(x, 1), (b.values.reshape(shape),))
+        else:
+            if name == "softmax":  # PyTorch has no other of them along nested rows
+                found["torch.nested"] = lambda: (lambda x: bare(b.nested(x), 1).values(), (b.values,))
+            found["padded"] = lambda: (lambda x: bare(x, 1) if per_row else bare(x, 1)[b.mask], (b.padded(-np.inf),))
+        forward, backward = (1 if per_row else 2) * b.bytes, (2 if per_row else 3) * b.bytes
+        truth = b.by_row(lambda x: bare(x, 0), "stack" if per_row else "cat")
+        return Operation(name, found, (forward, backward, forward + backward), truth)
+
+    return operation
 
 
 def _reduction(name: str) -> Callable[[Batch], Operation]:
     def operation(b: Batch) -> Operation:
         import torch
 
-        xp, lengths, bare = b.lib.xp, b.like.lengths.long(), name if name == "sum" else f"a{name}"
-        back = b.bytes if name == "sum" else 2 * b.bytes  # a maximum looks at its input again
+        xp, lengths, bare = b.lib.xp, b.like.lengths.long(), {"max": "amax", "min": "amin"}.get(name, name)
+        values = 1 + b.values / 32 if name == "prod" else b.values  # a product of numbers about 0 is 0
+        back = (1 if name in ("sum", "mean") else 2) * b.bytes  # the others look at their input again
         found: dict[str, Contender] = {
-            "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
-            "segment_reduce": lambda: (
-                lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True), (b.values,)),
-            "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (b.values,)),
-        }  # fmt: skip
-        whole: dict[str, Contender] = {"torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (b.values,))}
-        truth = b.by_row(lambda x: getattr(x, bare)(0), "stack")
+            "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (values,)),
+            "segment_reduce": lambda: (lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True), (values,)),
+            "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (values,)),
+        }
+        whole: dict[str, Contender] = {"torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (values,))}
+        truth = b.by_row(lambda x: getattr(x, bare)(0), "stack", values)
         return Operation(f"{name} of rows", found, (b.bytes, back, b.bytes + back), truth, yardsticks=whole)
 
     return operation
 
 
-def _argmax(b: Batch) -> Operation:
-    xp = b.lib.xp
-    return Operation("argmax of rows", {
-        "scree": lambda: (lambda x: xp.argmax(b.rows(x), axis=1), (b.values,)),
-        "padded": lambda: (lambda x: x.argmax(1), (b.padded(-np.inf),)),
-    }, (b.bytes, 0, 0), b.by_row(lambda x: x.argmax(0), "stack"),
-        yardsticks={"torch, all rows as one": lambda: (lambda x: x.argmax(0), (b.values,))}, differentiable=False)  # fmt: skip
+def _search(name: str) -> Callable[[Batch], Operation]:
+    """`argmax`, `any` or `all`, which have no gradient."""
+
+    def operation(b: Batch) -> Operation:
+        xp, fill = b.lib.xp, {"argmax": -np.inf, "any": 0.0, "all": 1.0}[name]
+        found: dict[str, Contender] = {
+            "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
+            "padded": lambda: (lambda x: getattr(x, name)(1), (b.padded(fill),)),
+        }
+        whole: dict[str, Contender] = {"torch, all rows as one": lambda: (lambda x: getattr(x, name)(0), (b.values,))}
+        truth = b.by_row(lambda x: getattr(x, name)(0).double(), "stack")
+        return Operation(f"{name} of rows", found, (b.bytes, 0, 0), truth, yardsticks=whole, differentiable=False)
+
+    return operation
 
 
 def _cumulative_sum(b: Batch) -> Operation:
@@ -153,33 +174,53 @@ def _cumulative_sum(b: Batch) -> Operation:
     }, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), b.by_row(lambda x: x.cumsum(0)))  # fmt: skip
 
 
-def _rope(b: Batch) -> Operation:
-    import torch
+def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
+    """Halves of a head as pairs, or neighbors; a compiled form is given the cosines and sines, another finds them as ours does."""
 
-    dim = b.values.shape[-1] if b.values.ndim > 2 else 64
-    heads = b.values.reshape(b.total, -1, dim)
-    at = scree.positions(b.like)
-    angle = at.float()[:, None] * 10000.0 ** (-torch.arange(0, dim, 2, device=heads.device) / dim)
-    cos, sin = (t(angle)[:, None, :].to(heads.dtype) for t in (torch.cos, torch.sin))
+    def operation(b: Batch) -> Operation:
+        import torch
 
-    def by_hand(x: Any) -> Any:
-        low, high = x.chunk(2, -1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+        dim, offsets = b.values.shape[-1] if b.values.ndim > 2 else 64, b.like.offsets
+        heads = b.values.reshape(b.total, -1, dim)
+        frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=heads.device) / dim)
 
-    def truth() -> Any:
-        turn, (low, high) = angle.double()[:, None, :], b.lib.wide(heads).chunk(2, -1)
-        return torch.cat([low * turn.cos() - high * turn.sin(), high * turn.cos() + low * turn.sin()], -1)
+        def turn(x: Any, cos: Any, sin: Any) -> Any:
+            low, high = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+            found = low * cos - high * sin, high * cos + low * sin
+            return torch.stack(found, -1).flatten(-2) if interleaved else torch.cat(found, -1)
 
-    found: dict[str, Contender] = {
-        "scree": lambda: (lambda x: scree.rope(b.rows(x)).values, (heads,)),
-        "by hand, cos and sin given": lambda: (by_hand, (heads,)),
-    }
-    if b.compiles:
-        found["compiled, cos and sin given"] = lambda: (torch_compiled(by_hand), (heads,))
-    other: dict[str, Contender] = {
-        "scree, neighbors as pairs": lambda: (lambda x: scree.rope(b.rows(x), interleaved=True).values, (heads,))
-    }
-    return Operation("rope", found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth, yardsticks=other)
+        def angles() -> Any:
+            at = torch.arange(b.total, dtype=offsets.dtype, device=heads.device)
+            row = torch.searchsorted(offsets, at, right=True) - 1
+            return (at - offsets[row]).float()[:, None, None] * frequencies
+
+        def factors(angle: Any) -> tuple[Any, Any]:
+            return angle.cos().to(heads.dtype), angle.sin().to(heads.dtype)
+
+        def itself(x: Any) -> Any:
+            return turn(x, *factors(angles()))
+
+        cos, sin = factors(angles())
+
+        def given(x: Any) -> Any:
+            return turn(x, cos, sin)
+
+        def truth() -> Any:
+            angle = angles().double()
+            return turn(b.lib.wide(heads), angle.cos(), angle.sin())
+
+        found: dict[str, Contender] = {
+            "scree": lambda: (lambda x: scree.rope(b.rows(x), interleaved=interleaved).values, (heads,)),
+            "by hand": lambda: (itself, (heads,)),
+            "by hand, cos and sin given": lambda: (given, (heads,)),
+        }
+        if b.compiles:
+            found["compiled"] = lambda: (torch_compiled(itself), (heads,))
+            found["compiled, cos and sin given"] = lambda: (torch_compiled(given), (heads,))
+        name = "rope, neighbors as pairs" if interleaved else "rope"
+        return Operation(name, found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth)
+
+    return operation
 
 
 def _cross_entropy(b: Batch) -> Operation:
@@ -350,8 +391,9 @@ TEXT = "text"  # the batch of the command line
 
 #: Who does what on it.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
-    _softmax, _reduction("sum"), _reduction("max"), _argmax, _cumulative_sum, _rope, _cross_entropy, _linear_cross_entropy(),
-    _grouped(), _gather, _scatter, _pack, _concat, _to_padded, _from_padded,
+    *map(_softmax, ("softmax", "log_softmax", "logsumexp")), *map(_reduction, ("sum", "mean", "max", "min", "prod")),
+    *map(_search, ("argmax", "any", "all")), _cumulative_sum, _rope(), _rope(interleaved=True), _cross_entropy,
+    _linear_cross_entropy(), _grouped(), _gather, _scatter, _pack, _concat, _to_padded, _from_padded,
 )  # fmt: skip
 
 
@@ -371,14 +413,14 @@ def _skewed(rng: np.random.Generator) -> np.ndarray:
 
 #: What stresses some of them, on CUDA alone: lengths of rows, what a token is, and who does what.
 HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
-    **{f"rows of {n:,}": (Sizes(alike(n), (), "float32"), (_softmax,)) for n in (1, 4, 64, 500, 4096, 65_536, 1 << 20)},
-    "rows of about 500": (Sizes(about(32_768, 500), (), "float32"), (_softmax, _reduction("sum"), _reduction("max"))),
-    "rows of about 500, x 16": (Sizes(about(4096, 500), (16,), "bfloat16"), (_softmax,)),
+    **{f"rows of {n:,}": (Sizes(alike(n), (), "float32"), (_softmax("softmax"),)) for n in (1, 4, 64, 500, 4096, 65_536, 1 << 20)},
+    "rows of about 500": (Sizes(about(32_768, 500), (), "float32"), (_softmax("softmax"), _reduction("sum"), _reduction("max"))),
+    "rows of about 500, x 16": (Sizes(about(4096, 500), (16,), "bfloat16"), (_softmax("softmax"),)),
     "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"), (_reduction("sum"), _reduction("max"))),
     "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), (_reduction("sum"), _reduction("max"))),
     "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"), (_concat, _to_padded, _from_padded)),
     "numbers": (Sizes(about(512, 8192), (), "float32"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
-    "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope,)),
+    "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope(), _rope(interleaved=True))),
     **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))
        for n, k, m in ((8, 2048, 4096), (64, 2048, 1408), (128, 2048, 768))},
     **{f"{n:,} classes": (Sizes(about(16, (1 << 25) // n), (n,), "bfloat16"), (_cross_entropy,))
@@ -433,13 +475,13 @@ def tables(result: Result) -> list[Table]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Times of ours and of the two fastest others, of each operation on texts, and of what stresses some of them."""
+    """Times of ours and of the two fastest others: along rows and elsewhere, on texts and on what stresses some of them."""
     found: plots.Pictures = {}
-    for phase, hard in itertools.product(("forward", "backward"), (False, True)):
+    for phase, hard, along in itertools.product(("forward", "backward"), (False, True), (False, True)):
         rows = [row for row in result.rows if f"{phase}_s" in row.values and row.who != COPY
-                and (row.case.get("batch", TEXT) != TEXT) is hard]  # fmt: skip
+                and (row.case.get("batch", TEXT) != TEXT) is hard and row.case["operation"].endswith(ALONG) is along]  # fmt: skip
         if rows:
-            found[f"kernels-{'hard-' if hard else ''}{phase}"] = partial(_paint, rows=rows, phase=phase)
+            found[f"kernels-{'hard-' if hard else ''}{'rows-' if along else ''}{phase}"] = partial(_paint, rows=rows, phase=phase)
     return found
 
 

@@ -16,15 +16,15 @@ from .. import plots, results
 from ..formulas import EPS
 from ..libraries import Function, Library, torch_compiled, wanted, where
 from ..measure import PATIENCE
-from ..operations import Contender, Operation, measure
+from ..operations import PHASES, Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, numbers
 from ..peers import NO_TIME, compiler, lacking
 from ..results import Result, Table
 from ..session import SECONDS, Session
 
 SHAPES = {"cuda": "12160x4096,12160x1024", "cpu": "2048x4096,2048x1024"}
-SHOWN = ("forward_s", "forward_rate", "forward_of_copy_share", "backward_s", "backward_rate", "backward_of_copy_share",
-         "forward_host_s", "both_host_s", "relative_error")  # fmt: skip
+SHOWN = (*(f"{phase}_{value}" for phase in PHASES for value in ("s", "rate", "of_copy_share")), "forward_host_s", "both_host_s",
+         "relative_error")  # fmt: skip
 
 
 def _liger(name: str) -> Function:
@@ -56,13 +56,13 @@ NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
 }
 
 
-def functions(session: Session, lib: Library, name: str, dtype: str, offsets: Any, longest: int) -> dict[str, Function]:
-    """Who -> the norm of the tokens of all rows; that of a sum gives the sum too."""
+def functions(session: Session, lib: Library, name: str, dtype: str, rows: scree.Array) -> dict[str, Function]:
+    """Who -> the norm of the tokens of such rows; that of a sum gives the sum too."""
     import torch.nn.functional as F  # noqa: N812
 
     def ours(kernel: str | None) -> Function:
         def run(x: Any, w: Any, other: Any = None) -> Any:
-            arr = scree.Array(x, offsets, max_length=longest)
+            arr = rows.with_values(x)
             if name == "layer_norm":
                 return scree.layer_norm(arr, w, other, eps=EPS, kernel=kernel).values
             if name == "rms_norm":
@@ -122,14 +122,14 @@ def _operation(session: Session, lib: Library, name: str, tokens: int, width: in
     normal = lib.normal(seed, dtype)
     x, w = normal(tokens, width), normal(width)
     leaves = {"rms_norm": (x, w), "layer_norm": (x, w, normal(width))}.get(name) or (x, w, normal(tokens, width))
-    offsets = lib.make(np.asarray([0, tokens // 3, tokens]), "int32")
+    rows = scree.Array(x, lib.make(np.asarray([0, tokens // 3, tokens]), "int32"), max_length=tokens)
     plain, passes = NORMS[name]
     moved, (forward, backward) = float(x.numel() * x.element_size()), passes
 
     def contender(run: Function) -> Contender:
         return lambda: (run, leaves)
 
-    runs = functions(session, lib, name, dtype, offsets, tokens)
+    runs = functions(session, lib, name, dtype, rows)
     return Operation(
         name, {who: contender(run) for who, run in runs.items()},
         (forward * moved, backward * moved, (forward + backward) * moved), lambda: plain(F)(*map(lib.wide, leaves)),

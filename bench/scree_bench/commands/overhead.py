@@ -75,7 +75,7 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
     values = [lib.make(rng.standard_normal((sum(LENGTHS), HEADS, WIDTH)), half) for _ in range(3)]
     plain: list[Any] = [*values, lib.make(np.ones(WIDTH), half)]
     leaves = [x.clone().requires_grad_() for x in plain]
-    (q, bare_q), grad = (scree.from_lengths(x, LENGTHS) for x in (leaves[0], plain[0])), torch.ones_like(plain[0])
+    (q, bare_q), grad = (scree.from_lengths(x, LENGTHS) for x in (leaves[0], plain[0])), torch.randn_like(plain[0])
     own, xp = torch.nn.functional, scree.namespace(q).ragged
 
     def attention(q: Any, k: Any, v: Any) -> Any:

@@ -8,7 +8,19 @@ from typing import Any
 from .. import checks
 from ..array import Array
 from ..backends import Backend
-from ..fit import Function, axis_of, by_token, in_rows, like, moved, shared_layout, unless_either_ragged, unless_ragged, values_of
+from ..fit import (
+    Function,
+    axis_of,
+    by_dtype,
+    by_token,
+    in_rows,
+    like,
+    moved,
+    shared_layout,
+    unless_either_ragged,
+    unless_ragged,
+    values_of,
+)
 from ..index import any_outside, entries, select, trimmed
 from ..segments import identity, segment_arg, spread
 
@@ -78,6 +90,7 @@ def _by_position(lib: Backend, x: Array, indices: Array) -> Array:
 def arg(f: Function, name: str, lib: Backend) -> Function:
     """Argmax and argmin: along the ragged axis the position in each row, -1 for an empty one; NaN comes first."""
     xp, op = lib.xp, name.removeprefix("arg")
+    result_dtype = by_dtype(lambda dtype, options: f(xp.ones((1,), dtype=dtype)).dtype)
 
     def whole(x: Array, keepdims: bool) -> Any:
         if x.ragged_dim:
@@ -97,7 +110,7 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
             dim = x.ragged_dim - (axis - 1 < x.ragged_dim and not keepdims)
             return x.with_values(f(x.values, axis=axis - 1, keepdims=keepdims), ragged_dim=dim)
         values = moved(xp, x.values, x.ragged_dim, 0)
-        first = xp.astype(segment_arg(op, values, x.layout), f(xp.ones((1,), dtype=x.dtype)).dtype, copy=False)
+        first = xp.astype(segment_arg(op, values, x.layout), result_dtype(x.dtype, {}), copy=False)
         return xp.expand_dims(first, axis=axis) if keepdims else first
 
     return unless_ragged(f, ragged)

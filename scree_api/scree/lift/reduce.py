@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from ..array import Array
-from ..backends import Backend, constant
+from ..backends import Backend
 from ..checks import number, real
-from ..fit import Function, accumulator, against, axes_of, axis_of, in_rows, moved, real_of, truth, unless_ragged
+from ..fit import Function, accumulator, against, axes_of, axis_of, by_dtype, in_rows, moved, real_of, truth, unless_ragged
 from ..layout import Layout
 from ..segments import SCANS, divide, identity, root, segment_reduce, segment_scan, spread
 
@@ -21,20 +21,15 @@ REAL = ("max", "min", "std", "var")
 def reduction(f: Function, name: str, lib: Backend) -> Function:
     """Reductions: over element axes a ragged array again, over the ragged axis (n, ...), over the batch too a dense one."""
     xp = lib.xp
-    results: dict[Any, Any] = {}
 
-    @constant
+    @by_dtype
     def result_dtype(dtype: Any, options: dict[str, Any]) -> Any:
-        """What the library makes of this dtype, asked once: its promotion is ours."""
-        key = (dtype, *options.values())
-        if key not in results:
-            if name in REAL:
-                real(name, xp, dtype)
-            if name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
-                results[key] = xp.__array_namespace_info__().default_dtypes()["real floating"]
-            else:
-                results[key] = f(xp.ones((2,), dtype=dtype), **options).dtype
-        return results[key]
+        """What the library makes of this dtype: its promotion is ours."""
+        if name in REAL:
+            real(name, xp, dtype)
+        if name in AVERAGES and not xp.isdtype(dtype, ("real floating", "complex floating")):
+            return xp.__array_namespace_info__().default_dtypes()["real floating"]
+        return f(xp.ones((2,), dtype=dtype), **options).dtype
 
     def ragged(x: Array, /, *, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
         axes, along = axes_of(name, axis, x.ndim), x.ragged_dim + 1
@@ -118,17 +113,23 @@ def _kept(x: Array, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if a in axes else int(n or 0) for a, n in enumerate(x.shape))
 
 
-def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any, keepdims: bool) -> Any:
-    """How many elements each row reduces over, real numbers with the precision and the axes of `like`."""
-    each = 1
+def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any) -> Any:
+    """How many elements each row reduces over, NaN for none; real numbers with the precision and the axes of `like`."""
+    dtype = real_of(xp, like.dtype)
+
+    def lengths() -> Any:
+        found = xp.astype(x.lengths, dtype)
+        return xp.where(found > 0, found, float("nan"))
+
+    counts = x.layout.once(("counts", dtype), lengths)
     for a in axes:
-        each *= x.shape[a] if x.shape[a] is not None else 1  # type: ignore[operator]
-    return spread(xp, xp.astype(x.lengths, real_of(xp, like.dtype)) * each, like.ndim)
+        counts = counts if a == x.ragged_dim + 1 else counts * x.shape[a]
+    return spread(xp, counts, like.ndim)
 
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
     total = _reduce_rows(xp, "sum", x, axes, keepdims, wide)
-    return divide(xp, total, _counts(xp, x, axes, total, keepdims))
+    return total / _counts(xp, x, axes, total)
 
 
 def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
@@ -136,7 +137,7 @@ def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: An
     x = x.with_values(values)
     center = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
     total = _reduce_rows(xp, "sum", x.with_values(xp.square(in_rows(x, values - center))), axes, keepdims, wide)
-    return divide(xp, total, _counts(xp, x, axes, total, keepdims) - correction)
+    return divide(xp, total, _counts(xp, x, axes, total) - correction)
 
 
 def _deviation(xp: Any, *args: Any) -> Any:
@@ -159,10 +160,11 @@ ROWS: dict[str, Function] = {
 def scan(f: Function, name: str, lib: Backend) -> Function:
     """Running sums and products: along the ragged axis within each row."""
     xp, op = lib.xp, name.removeprefix("cumulative_")
+    result_dtype = by_dtype(lambda dtype, options: f(xp.ones((1,), dtype=dtype), axis=0, **options).dtype)
 
     def ragged(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
         axis = axis_of(name, axis, x.ndim)
-        out = f(xp.ones((1,), dtype=x.dtype), axis=0, dtype=dtype).dtype
+        out = result_dtype(x.dtype, {"dtype": dtype})
         if axis != x.ragged_dim + 1:
             wide = accumulator(xp, out)
             values = f(xp.astype(x.values, wide, copy=False), axis=axis - 1, include_initial=include_initial, dtype=wide)

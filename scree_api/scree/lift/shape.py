@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
-from .. import checks
+from .. import again, checks
 from ..array import Array
 from ..backends import Backend
 from ..create import unpack
 from ..fit import Function, against, axes_of, axis_of, equal_rows, shared_layout, stretches, unless_ragged, unless_ragged_among
 from ..index import select, take_rows
 from ..layout import Layout
-from ..registry import declare, run
+from ..registry import declare
 
 
 def concat(f: Function, name: str, lib: Backend) -> Function:
@@ -25,20 +26,25 @@ def concat(f: Function, name: str, lib: Backend) -> Function:
         if not all(isinstance(x, Array) for x in arrays):
             raise TypeError("arrays: expected ragged arrays only, got dense ones among them; make them ragged first")
         first = arrays[0]
-        axis = axis_of(name, axis, first.ndim, batch=True)
-        if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
-            raise ValueError(f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}")
-        dim = first.ragged_dim
-        _same_elements(arrays, but=axis)
-        if axis not in (0, dim + 1):
-            shared_layout(name, arrays)
-            return first.with_values(f([x.values for x in arrays], axis=axis - 1))
+        axis, dim = axis_of(name, axis, first.ndim, batch=True), first.ragged_dim
+        if axis == dim + 1:
+            found = again.run("join", {f"x{i}": x for i, x in enumerate(arrays)}, {})
+            return Array._of(found, _joined([x.layout for x in arrays]), dim)
+        _same_axes(arrays, but=axis)
         if axis == 0:
             return _stacked(arrays, f([x.values for x in arrays], axis=dim))
-        rows = _joined([x.layout for x in arrays])
-        return Array._of(run("join", JoinCall(arrays, rows)), rows, dim)
+        shared_layout(name, arrays)
+        return first.with_values(f([x.values for x in arrays], axis=axis - 1))
 
     return unless_ragged_among(f, ragged)
+
+
+def _same_axes(arrays: list[Array], but: int) -> None:
+    """Raise unless all have the axes of the first, and its element axes, one of them aside."""
+    first = arrays[0]
+    if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
+        raise ValueError(f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}")
+    _same_elements(arrays, but)
 
 
 def _same_elements(arrays: list[Array], but: int | None = None) -> None:
@@ -70,13 +76,15 @@ def _stacked(arrays: list[Array], values: Any) -> Array:
 
 def _joined(layouts: list[Layout]) -> Layout:
     """Row i of each layout end to end."""
-    first = layouts[0]
-    if any(one.num_rows != first.num_rows for one in layouts):
+    if any(one.num_rows != layouts[0].num_rows for one in layouts):
         raise ValueError(f"arrays: expected the same number of rows, got {', '.join(str(x.num_rows) for x in layouts)}")
-    longest, total = [one.max_length for one in layouts], sum(one.total for one in layouts)
-    start, *others = (one.counting(total) for one in layouts)
-    offsets = sum(others, start=start)  # without 0, which would be one more launch
-    return Layout(first.backend, offsets, total, None if None in longest else sum(longest))  # type: ignore[arg-type]
+    return reduce(lambda one, other: one.once("joined", partial(_both, one, other), other), layouts)
+
+
+def _both(one: Layout, other: Layout) -> Layout:
+    total = one.total + other.total
+    longest = None if one.max_length is None or other.max_length is None else one.max_length + other.max_length
+    return Layout(one.backend, one.counting(total) + other.counting(total), total, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +94,15 @@ class JoinCall:
     arrays: list[Array]
     layout: Layout
 
+    @classmethod
+    def make(cls, **arrays: Array) -> JoinCall:
+        """Check the arrays that `concat` joins along their ragged axis, whatever their names."""
+        found = [*arrays.values()]
+        _same_axes(found, but=found[0].ragged_dim + 1)
+        return cls(found, _joined([x.layout for x in found]))
 
-@declare("join", JoinCall)
+
+@declare("join", JoinCall.make)
 def _take_joined(call: JoinCall) -> Any:
     xp, new, dim = call.layout.xp, call.layout, call.arrays[0].ragged_dim
     tokens, position, base = None, new.positions, 0
