@@ -98,11 +98,9 @@ def ragged(rows: list[np.ndarray], device: str) -> Batch:
     import torch
 
     like = scree.pack([torch.from_numpy(x).to(device) for x in rows])
-    offsets, longest = like.offsets, max(map(len, rows))
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        arr = scree.Array(q, offsets, max_length=longest)
-        return scree.attention(arr, arr.with_values(k), arr.with_values(v), causal=True).values
+        return scree.attention(*map(like.with_values, (q, k, v)), causal=True).values
 
     at, targets = (np.concatenate(x) for x in ([np.arange(len(row)) for row in rows], _targets(rows)))
     return Batch(like.values, torch.from_numpy(at).to(device), torch.from_numpy(targets).to(device), attend)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import typer
 
 #: Lengths of sixteen rows on which the attention kernels of several projects have been timed; and log-normal ones drawn once.
 SEED = (512, 1024, 768, 256, 2048, 384, 896, 640, 1536, 320, 1152, 480, 704, 192, 832, 416)
@@ -29,7 +30,7 @@ def read(path: Path) -> np.ndarray:
 
     Raises
     ------
-    ValueError
+    typer.BadParameter
         If the file holds anything else, or no length at all.
     """
     text = path.read_text(encoding="utf-8")
@@ -37,9 +38,9 @@ def read(path: Path) -> np.ndarray:
         found = json.loads(text) if text.lstrip().startswith("[") else [int(x) for x in text.replace(",", " ").split()]
         lengths = np.asarray(found, dtype=np.int64)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--lengths: expected whole numbers in {path}, got {error}") from error
+        raise typer.BadParameter(f"--lengths: expected whole numbers in {path}, got {error}") from error
     if lengths.ndim != 1 or not lengths.size or lengths.min() < 0:
-        raise ValueError(f"--lengths: expected at least one length >= 0 in {path}, got {text[:40]!r}")
+        raise typer.BadParameter(f"--lengths: expected at least one length >= 0 in {path}, got {text[:40]!r}")
     return lengths
 
 

@@ -10,10 +10,13 @@ Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, few samples: 
 Out = Annotated[Path | None, typer.Option(help="Folder for the JSON and the pictures; without it, only the table is shown.")]
 Backend = Annotated[str, typer.Option(help="numpy, torch, jax, mlx, or all that are installed.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: cuda where PyTorch has it.")]
-Lengths = Annotated[Path | None, typer.Option(help="File with the lengths of your rows: whole numbers, or a JSON list.")]
-Seconds = Annotated[float, typer.Option(help="Seconds to measure each contender of each case; a tenth with --quick.")]
-Patience = Annotated[float, typer.Option(help="Seconds for building and first calling a contender, which may compile.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
+Lengths = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="File with the lengths of your rows: whole numbers, or a JSON list."),
+]
+Seconds = Annotated[float, typer.Option(min=0, help="Seconds to measure each contender of each case; a tenth with --quick.")]
+Patience = Annotated[float, typer.Option(min=0, help="Seconds for building and first calling a contender, which may compile.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")]
 
 
 Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16; by default bfloat16 on CUDA and float32 on the CPU.")]
@@ -21,7 +24,7 @@ Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16; by defau
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def numbers(text: str, between: str = ",", kind: type = int, least: float = 1) -> list[Any]:
+def numbers(text: str, option: str, between: str = ",", kind: type = int, least: float = 1) -> list[Any]:
     """A list option: numbers with something between them.
 
     Raises
@@ -32,9 +35,9 @@ def numbers(text: str, between: str = ",", kind: type = int, least: float = 1) -
     try:
         found = [kind(x) for x in text.split(between) if x.strip()]
     except ValueError as error:
-        raise typer.BadParameter(f"expected numbers with {between!r} between them, got {text!r}") from error
+        raise typer.BadParameter(f"{option}: expected numbers with {between!r} between them, got {text!r}") from error
     if any(x < least for x in found):
-        raise typer.BadParameter(f"expected numbers of at least {least:g}, got {text!r}")
+        raise typer.BadParameter(f"{option}: expected numbers of at least {least:g}, got {text!r}")
     return found
 
 

@@ -96,6 +96,18 @@ class Result:
     complete: bool = False
     schema: str = SCHEMA
 
+    @property
+    def where(self) -> str:
+        """The device that was measured, in words."""
+        about = self.machine
+        return str(about["gpu"]) if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
+
+    @property
+    def limits(self) -> list[str]:
+        """The limits of the machine, in words."""
+        known = self.machine.get("limits", {})
+        return [f"{name.rpartition('_')[0].replace('_', ' ')} {unit(name).show(x)}" for name, x in known.items()]
+
     def write(self, path: Path) -> None:
         """Write the JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from . import machine, plots, results
+from . import machine, plots
 from .measure import FEWEST, PATIENCE, Failure, Thunk, Times, interleaved, within
 from .results import Result, Row
 
@@ -179,9 +179,8 @@ class Session:
             self._written = time.monotonic()
 
     def _show(self) -> None:
-        result, about = self.result, self.result.machine
-        where = about["gpu"] if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
-        self.say(f"{result.command} on {where}, {result.date[:10]}")
+        result = self.result
+        self.say(f"{result.command} on {result.where}, {result.date[:10]}")
         for found in plots.tables(result):
             shown = Table(box=box.SIMPLE_HEAD, title=found.caption, title_justify="left")
             for i, title in enumerate(found.header):
@@ -191,8 +190,8 @@ class Session:
             self.console.print(shown)
             for note in found.notes:
                 self.say(f"- {note}")
-        for name, x in about.get("limits", {}).items():
-            self.say(f"limit: {name.rpartition('_')[0].replace('_', ' ')} {results.unit(name).show(x)}")
+        for limit in result.limits:
+            self.say(f"limit: {limit}")
         for entry in result.left_out:
             self.say(f"left out: {entry['what']}: {entry['why']}")
 

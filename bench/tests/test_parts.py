@@ -149,7 +149,7 @@ def test_a_hiccup_of_the_host_costs_one_sample_its_time(device):
 
     found = interleaved({"a": lambda: device.launch(next(launches, 1e-4), 5e-6)}, 0.0, device="cuda", fewest=2)
     assert found["a"].seconds == pytest.approx([5e-6] * 2)
-    assert device.naps[2:] == pytest.approx([measure.NAP, 1e-2, measure.NAP])  # behind two that tell the clock rate
+    assert device.naps[2:] == pytest.approx([measure.NAP, 1e-2, measure.NAP], rel=0.02)  # behind two that tell the clock rate
 
 
 @pytest.mark.parametrize(
@@ -287,8 +287,8 @@ def test_results_come_back_as_they_were(tmp_path):
 def test_the_schema_says_where_it_is_not_met(tmp_path, path, value, message):
     example(1.0).write(tmp_path / "a.json")
     data = at = json.loads((tmp_path / "a.json").read_text())
-    for step in path[:-1]:
-        at = at[step]
+    for name in path[:-1]:
+        at = at[name]
     at[path[-1]] = value
     (tmp_path / "a.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message):
@@ -340,7 +340,7 @@ def test_lengths_from_files(tmp_path):
         assert lengths.read(path).tolist() == [3, 1, 2, 4]
     for text in ("", "1.5", "[[1]]", "-1"):
         path.write_text(text)
-        with pytest.raises(ValueError, match="--lengths: expected"):
+        with pytest.raises(typer.BadParameter, match="--lengths: expected"):
             lengths.read(path)
 
 

@@ -2,7 +2,8 @@
 
 One kernel puts the tokens into bins, as they come; another one adds up those of each place, in their order. A place with more
 tokens than its bin holds looks for them in the index: by one program, or by one for each stretch of the tokens where they are
-very many, whichever of these comes last adding up the sums.
+very many, whichever of these comes last adding up the sums. Where the device can, each kernel is launched while the one before
+it still runs, and waits for its end when it needs what that makes.
 """
 import math
 from functools import cache
@@ -10,8 +11,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .host import multiprocessors, on_its_device
+from .host import follows, multiprocessors, on_its_device
 from .launch import Launch, contiguous, empty
 
 _MOST_TOKENS = 1 << 17  # beyond, looking for many tokens of many places takes longer than sorting all
@@ -26,6 +28,7 @@ _TILE = 2048  # elements of narrow tokens at once
 _WIDE_TOKEN = 128  # elements, from which on a tile has so many bytes, which two warps read:
 _WIDE_BYTES = 2048
 _MOST_PLACES = 128  # of a program
+_CLEARED = 1024  # counts of a program
 _TOKENS = 128  # that a program puts into bins
 _SEEN = 1024  # numbers of places that are looked at at once
 _AT_ONCE = 4
@@ -33,8 +36,17 @@ _REGISTERS = 64  # of a thread, for wide tokens: those that look for tokens must
 _NONE = tl.constexpr(0x7FFFFFFF)
 
 
+@triton.jit(do_not_specialize=("size",))
+def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, FOLLOWED: tl.constexpr):
+    """COUNTS (size,): 0."""
+    if FOLLOWED:
+        gdc_launch_dependents()
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(COUNTS + place, tl.zeros([BLOCK], tl.int32), mask=place < size)
+
+
 @triton.jit(do_not_specialize=("count", "size", "most"))
-def bin_kernel(INDEX, COUNTS, BINS, count, size, most, ROOM: tl.constexpr, BLOCK: tl.constexpr):
+def bin_kernel(INDEX, COUNTS, BINS, count, size, most, ROOM: tl.constexpr, BLOCK: tl.constexpr, FOLLOWED: tl.constexpr):
     """BINS (size, ROOM) of tokens; behind them the places with more than ROOM, and those with more than `most`.
 
     COUNTS (size + 2,): how many tokens go to each place, and how many places stand in each of the two lists.
@@ -42,6 +54,9 @@ def bin_kernel(INDEX, COUNTS, BINS, count, size, most, ROOM: tl.constexpr, BLOCK
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
     known = (place >= 0) & (place < size)
+    if FOLLOWED:
+        gdc_wait()
+        gdc_launch_dependents()
     before = tl.atomic_add(COUNTS + place, 1, mask=known, sem="relaxed")
     tl.store(BINS + place * ROOM + before, token, mask=known & (before < ROOM))
     LISTS = BINS + tl.cast(size, tl.int64) * ROOM
@@ -85,9 +100,11 @@ def _of_stretch(X, INDEX, LIST, place, begin, end, columns, C: tl.constexpr, BC:
 @triton.jit(do_not_specialize=("count", "size", "most", "helpers", "length"))
 def add_kernel(X, INDEX, COUNTS, BINS, PARTS, OUT, count, size, most, helpers, length, ROOM: tl.constexpr,
                STRETCHES: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, PLACES: tl.constexpr, AT_ONCE: tl.constexpr,
-               BLOCK: tl.constexpr, ACC: tl.constexpr):
+               BLOCK: tl.constexpr, ACC: tl.constexpr, FOLLOWS: tl.constexpr):
     """OUT (size, C): the sum of the tokens of each place. The first `helpers` programs do the places that have many."""
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
+    if FOLLOWS:
+        gdc_wait()
     if tl.program_id(0) < helpers:
         MANY = BINS + tl.cast(size, tl.int64) * ROOM
         MOST = MANY + (count // ROOM + 1)
@@ -140,18 +157,19 @@ def add_kernel(X, INDEX, COUNTS, BINS, PARTS, OUT, count, size, most, helpers, l
 
 @cache
 def _launches(device: torch.device, x: torch.dtype, index: torch.dtype, acc: tl.dtype, room: int,
-              width: int) -> tuple[Launch, Launch, int, int]:
-    """What fills the bins and what adds, the programs of a token, and the places of a program."""
+              width: int) -> tuple[Launch, Launch, Launch, int, int]:
+    """What clears the counts, what fills the bins and what adds, the programs of a token, and the places of a program."""
     if width >= _WIDE_TOKEN:
         tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_REGISTERS)
     else:
         tile, warps, options = _TILE, 4, {}
-    block = min(triton.next_power_of_2(width), tile)
+    block, follow = min(triton.next_power_of_2(width), tile), follows(device)
     places = min(tile // block, _MOST_PLACES)
-    fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS), dict(num_warps=4))
+    clear = Launch(clear_kernel, dict(BLOCK=_CLEARED, FOLLOWED=follow), dict(num_warps=4))
+    fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS, FOLLOWED=follow), dict(num_warps=4, launch_pdl=follow))
     add = Launch(add_kernel, dict(ROOM=room, STRETCHES=_STRETCHES, C=width, BC=block, PLACES=places, AT_ONCE=_AT_ONCE,
-                                  BLOCK=_SEEN, ACC=acc), dict(num_warps=warps, **options))
-    return fill, add, -(-width // block), places
+                                  BLOCK=_SEEN, ACC=acc, FOLLOWS=follow), dict(num_warps=warps, launch_pdl=follow, **options))
+    return clear, fill, add, -(-width // block), places
 
 
 def _room(count: int, size: int) -> int:
@@ -173,11 +191,12 @@ class Plan:
         room = _room(count, size)
         most = max(room, count // _MANY)  # tokens that one program adds up
         length = -(-count // _STRETCHES)
-        self.fill, self.finish, columns, places = _launches(device, x, index, acc, room, width)
+        self.clear, self.fill, self.finish, columns, places = _launches(device, x, index, acc, room, width)
         helpers, many, self.filling = _HELPERS * multiprocessors(device), count // (most + 1) + 1, -(-count // _TOKENS)
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         self.programs = helpers + -(-size // places) * columns
-        self.counts = *contiguous((size + 2 + many * columns,)), torch.int32
+        self.cleared = size + 2 + many * columns
+        self.counts = *contiguous((self.cleared,)), torch.int32
         self.bins = *contiguous((size * room + count // room + 1 + many + helpers * max(length, most),)), torch.int32
         self.parts = *contiguous((many * _STRETCHES, width)), wide
         self.out = *contiguous((size, *shape[1:])), x
@@ -188,7 +207,7 @@ class Plan:
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """(size, ...): the tokens of x, contiguous, added up at `index`."""
         counts, bins, parts, out = (self.new(*one) for one in (self.counts, self.bins, self.parts, self.out))
-        counts.zero_()
+        self.clear(-(-self.cleared // _CLEARED), (counts,), (), (self.cleared,))
         self.fill(self.filling, (index, counts, bins), (), self.numbers)
         self.finish(self.programs, (x, index, counts, bins, parts, out), (), (*self.numbers, *self.more))
         return out

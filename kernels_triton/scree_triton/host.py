@@ -8,17 +8,7 @@ import torch
 from .launch import INTERPRETED, Launch, current_device
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
-          numbers: tuple[int | float, ...], *described: Any) -> None:
-    """Launch on the device of the pointers, whichever is the current one."""
-    index = pointers[0].get_device()
-    if INTERPRETED or index == current_device():
-        launch(programs, pointers, strides, numbers, *described)
-    else:
-        with torch.cuda.device(index):
-            launch(programs, pointers, strides, numbers, *described)
+_device_count = cache(torch.cuda.device_count)  # asked where there is a tensor on a device, so that it stays
 
 
 def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,11 +19,17 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
         with torch.cuda.device(index):
             return run(*args)
 
-    return there if index is not None and torch.cuda.device_count() > 1 else run
+    return there if index is not None and _device_count() > 1 else run
+
+
+def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
+          numbers: tuple[int | float, ...], *described: Any) -> None:
+    """Launch on the device of the pointers."""
+    on_device(pointers[0].device.index, launch)(programs, pointers, strides, numbers, *described)
 
 
 def on_its_device(run: Callable[..., Any]) -> Any:
-    """A method of a plan, run so on the device `index` of the plan."""
+    """A method of a plan, run so on the device of the plan's `index`."""
     return cached_property(lambda plan: on_device(plan.index, run.__get__(plan)))
 
 
@@ -68,6 +64,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def multiprocessors(device: torch.device) -> int:
     """How many programs of the largest size run at once; a few in the interpreter."""
     return 3 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def follows(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended, whose end it waits for itself."""
+    return not INTERPRETED and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def refuses(x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> str | None:

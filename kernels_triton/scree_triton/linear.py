@@ -15,8 +15,7 @@ from .copies import resized
 from .host import Function
 from .joining import join, unjoin
 from .padding import pad, unpad
-from .picking import select, take, unselect
-from .places import last, last_op
+from .picking import keep, put, select, take, unkeep, unselect
 
 
 class _Linear(NamedTuple):
@@ -40,12 +39,19 @@ LINEAR = {
         unpad, lambda f, dy, shape, offsets, dim, total, left: f.pad(dy, offsets, dim, shape[dim + 1], left, 0, False)[0],
         lambda x, offsets, dim, total, left: x.new_empty(resized(x.shape, dim + 1, total)[1:])),
     "take": _Linear(
-        take, lambda f, dy, shape, index, check, distinct: (
-            f.take(dy, check, index, False) if check is not None else
-            f.take(dy, f.last(index, shape[0]), None, True) if distinct else f.add(dy, index, shape[0])),
+        take, lambda f, dy, shape, index, distinct: (f.put if distinct else f.add)(dy, index, shape[0]),
         lambda x, index, *_: x.new_empty((index.shape[0], *x.shape[1:]))),
+    "put": _Linear(
+        put, lambda f, dy, shape, index, size: f.take(dy, index, True),
+        lambda x, index, size: x.new_empty((size, *x.shape[1:]))),
+    "keep": _Linear(
+        keep, lambda f, dy, shape, index, kept: f.unkeep(dy, index, kept),
+        lambda x, index, kept: x.new_empty((kept.shape[0], *x.shape[1:]))),
+    "unkeep": _Linear(
+        unkeep, lambda f, dy, shape, index, kept: f.keep(dy, index, kept),
+        lambda dy, index, kept: dy.new_empty((index.shape[0], *dy.shape[1:]))),
     "add": _Linear(
-        add, lambda f, dy, shape, index, size: f.take(dy, index, None, False),
+        add, lambda f, dy, shape, index, size: f.take(dy, index, False),
         lambda x, index, size: x.new_empty((size, *x.shape[1:]))),
     "select": _Linear(
         select, lambda f, dy, shape, offsets, starts, dim, total, step, distinct, *_: f.unselect(
@@ -56,8 +62,8 @@ LINEAR = {
             dy, offsets, starts, dim, shape[dim], step, distinct),
         lambda dy, shape, *_: dy.new_empty(shape)),
 }
-_EAGER = SimpleNamespace(last=last)  # the functions of this table for eager code, which are differentiable in their turn
-_OPERATORS = SimpleNamespace(last=last_op)  # and for compiled code
+_EAGER = SimpleNamespace()  # the functions of this table for eager code, which are differentiable in their turn
+_OPERATORS = SimpleNamespace()  # and for compiled code
 
 
 class _Map(Function):

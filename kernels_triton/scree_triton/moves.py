@@ -45,13 +45,13 @@ def run_unpad(call: Any) -> torch.Tensor:
         return apply("unpad", x, offsets, dim, total, False)
     slots = mark(call.mask, total, offsets.dtype)[1] if call.slots is None else call.slots
     x = x.movedim(dim + 1, 1) if dim else x
-    out = apply("take", x.flatten(0, 1), slots, None, True)
+    out = apply("take", x.flatten(0, 1), slots, True)
     return out.movedim(0, dim) if dim else out
 
 
 def run_gather(call: Any) -> torch.Tensor:
     """Run a `GatherCall`."""
-    return apply("take", call.x, call.index.contiguous(), None, call.distinct)
+    return apply("take", call.x, call.index.contiguous(), call.distinct)
 
 
 def run_gather_again(call: Any) -> Callable[..., torch.Tensor] | None:
@@ -62,7 +62,7 @@ def run_gather_again(call: Any) -> Callable[..., torch.Tensor] | None:
 
     def take(index: Any, x: Any) -> torch.Tensor:
         x = x if isinstance(x, torch.Tensor) else x.values
-        return apply("take", x, index.values.to(dtype).contiguous(), None, distinct)  # type: ignore[no-any-return]
+        return apply("take", x, index.values.to(dtype).contiguous(), distinct)  # type: ignore[no-any-return]
 
     return take
 
@@ -72,7 +72,7 @@ def run_scatter(call: Any) -> torch.Tensor:
     index = call.index.contiguous()
     if call.add:
         return apply("add", call.x, index, call.size)
-    return apply("take", call.x, (last_op if torch.compiler.is_compiling() else last)(index, call.size), index, False)
+    return apply("keep", call.x, index, (last_op if torch.compiler.is_compiling() else last)(index, call.size))
 
 
 def run_select(call: Any) -> torch.Tensor:

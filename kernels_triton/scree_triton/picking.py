@@ -1,4 +1,4 @@
-"""Tokens by their numbers, and rows whose tokens stand at equal distances; the gradient of rows that were picked."""
+"""Tokens by their numbers, and back to their places; rows whose tokens stand at equal distances, and their gradient."""
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,6 +10,9 @@ import triton.language as tl
 
 from .addition import add
 from .copies import MOST_PLANS, Copier, Plan, Seen, copy, eight, laid, part, resized, rows_of, seen
+from .places import last
+
+_NUMBERS = 8  # bytes that are written and read for a place, where the token that goes there is looked up
 
 
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
@@ -27,6 +30,18 @@ def take_kernel(OUT, X, INDEX, CHECK, count, size, x_token, x_piece, y_token, y_
     source = source.to(token.dtype) * x_token + piece * x_piece
     target = token if SIDE > 1 else token * y_token + piece * y_piece
     copy(X, OUT, source, target, real, exists, first + TOKENS > count, 0, 0, column, WIDTH, BC, SIDE, UNIT, ALIGN)
+
+
+@triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
+def put_kernel(OUT, X, TO, count, size, y_token, y_piece, x_token, x_piece, PIECES: tl.constexpr, WIDTH: tl.constexpr,
+               BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
+               LONG: tl.constexpr):
+    """Token i of X to token TO[i] of OUT, if there is one."""
+    _, _, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    place = tl.load(TO + token, mask=token < count, other=-1)
+    real = (place >= 0) & (place < size)
+    target = place.to(token.dtype) * y_token + piece * y_piece
+    copy(X, OUT, token * x_token + piece * x_piece, target, real, real, True, 0, 0, column, WIDTH, BC, SIDE, UNIT, ALIGN)
 
 
 @triton.jit(do_not_specialize=("n", "total", "size", "step", "low", "high", "x_token", "x_piece", "y_token",
@@ -65,14 +80,48 @@ def _take_plan(x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None
     return copier.plan(made, copier.blocks(count), count, x.shape[0])
 
 
-def take(x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, distinct: bool) -> torch.Tensor:
-    """The tokens of x, (tokens, ...), at `index`; 0 where there is none, or `check` there does not lead back.
+def _taken(x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, ordered: bool) -> torch.Tensor:
+    """The tokens of x at `index`, which mostly ascends where it is `ordered`; 0 where there is none, or `check` leads elsewhere."""
+    x = laid(x, 0)
+    plan = _take_plan(seen(x), index.dtype, None if check is None else check.dtype, index.shape[0], ordered)
+    return plan.run(x, index, index if check is None else check)[0]
+
+
+def take(x: torch.Tensor, index: torch.Tensor, distinct: bool) -> torch.Tensor:
+    """The tokens of x, (tokens, ...), at `index`; 0 where there is none.
 
     `distinct` says that none is taken twice, which is good to know for the gradient; they mostly come in order then.
     """
+    return _taken(x, index, None, distinct)
+
+
+@lru_cache(MOST_PLANS)
+def _put_plan(x: tuple[Any, ...], index: torch.dtype, size: int) -> Plan:
+    x = Seen(*x)
+    out = x.made(resized(x.shape, 0, size))
+    made = [(out.shape, out.dtype)]
+    if not math.prod(x.shape) * size:
+        return Plan(x.device, made, zeros=True)
+    copier = Copier(put_kernel, x.shape[0], False, [(out, 0, 0), (x, 0, 0)], (index,))
+    return copier.plan(made, copier.blocks(x.shape[0]), x.shape[0], size, zeros=True)
+
+
+def put(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """(size, ...): the tokens of x at the places `index`, of which none comes twice; 0 elsewhere."""
+    if x.numel() * x.itemsize > _NUMBERS * size:
+        return _taken(x, last(index, size), None, True)
     x = laid(x, 0)
-    plan = _take_plan(seen(x), index.dtype, None if check is None else check.dtype, index.shape[0], distinct)
-    return plan.run(x, index, index if check is None else check)[0]
+    return _put_plan(seen(x), index.dtype, size).run(x, index)[0]
+
+
+def keep(x: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The tokens of x at the places `index`, where these meet those that are `kept`, one a place, or -1."""
+    return _taken(x, kept, None, False)
+
+
+def unkeep(dy: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The gradient of the x whose tokens were put at `index`; 0 for those that were not kept."""
+    return _taken(dy, index, kept, False)
 
 
 @lru_cache(MOST_PLANS)

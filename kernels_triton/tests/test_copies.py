@@ -226,8 +226,11 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
 def test_numbers_beyond():
     """What is no token is 0, and nothing is read or written there."""
     index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
-    assert picking.take(numbers(3, 2), index, None, False)[[0, 2, 3]].abs().max() == 0
+    assert picking.take(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
     assert addition.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
+    for x in (numbers(4, 1), numbers(4, 64)):  # put there at once, and looked up
+        found = picking.put(x, index, 3)
+        assert found[:2].abs().max() == 0 and torch.equal(found[2], x[1])
     assert places.last(index, 3).tolist() == [-1, -1, 1]
 
 

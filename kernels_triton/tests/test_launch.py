@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from scree_triton import host
 from scree_triton import launch as module
 from scree_triton.launch import Launch
 
@@ -142,3 +143,33 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
         launch(5, (X,), (16,), (3,), described, (shape, shape))
     assert [how for _, how in encoded] == ["first", "second", "second", "first"]
     assert [args[4:6] for args in kernel.launched] == [("first", "second")] * 4
+
+
+def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+
+        def __exit__(self, *error):
+            entered.append(None)
+
+    class Plan:
+        def __init__(self, index):
+            self.index = index
+
+        @host.on_its_device
+        def run(self, x):
+            return x, [*entered]
+
+    monkeypatch.setattr(host, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for devices in (1, 2):
+        monkeypatch.setattr(host, "_device_count", lambda devices=devices: devices)
+        assert Plan(None).run(3) == Plan(1).run(3) == (3, [])  # in host memory, and on the current one
+    other = Plan(0)
+    assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None

@@ -83,11 +83,14 @@ class Layout:
         A bound on the longest row that is known without reading, or None.
     host
         The offsets in host memory, where the caller has them.
+    full
+        Whether the caller knows that every token belongs to a row.
     """
 
     def __init__(
-        self, backend: Backend, offsets: Any, total: int, max_length: int | None = None, host: np.ndarray | None = None
-    ) -> None:
+        self, backend: Backend, offsets: Any, total: int, max_length: int | None = None, host: np.ndarray | None = None,
+        full: bool = False,
+    ) -> None:  # fmt: skip
         self.backend = backend
         self.xp = backend.xp
         self.offsets = offsets
@@ -95,15 +98,17 @@ class Layout:
         self.max_length = max_length
         self.memo: dict[Any, Any] = {}
         self._host = host
+        self._full = full
 
     @classmethod
     def from_host(cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None) -> Layout:
         """The layout of rows whose lengths are known on the host; offsets as `like`, or else int32 where that suffices."""
-        host = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        host = np.zeros(len(lengths) + 1, np.int64)
+        lengths.cumsum(dtype=np.int64, out=host[1:])
         dtype, device = counter(backend.xp, int(host[-1]), like), device if like is None else backend.device(like)
         host = host if dtype == backend.xp.int64 else host.astype(np.int32)
         offsets = backend.from_host(host, dtype, device)
-        longest = int(np.max(lengths)) if len(lengths) else 0
+        longest = int(lengths.max()) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
 
     def once(self, key: Any, derive: Callable[[], Any], beside: Layout | None = None) -> Any:
@@ -220,7 +225,7 @@ class Layout:
     @property
     def full(self) -> bool:
         """Whether it is known that every token belongs to a row."""
-        return self.host is not None and bool(self.host[-1] == self.total)
+        return self._full or (self.host is not None and bool(self.host[-1] == self.total))
 
     @property
     def real(self) -> Any:

@@ -29,9 +29,9 @@ def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[
 
 def command(
     lengths: Annotated[str, typer.Option(help=f"Sequence lengths; {LENGTHS['cuda']}, on the CPU up to 2048.")] = "",
-    batch: Annotated[int | None, typer.Option(help="Sequences; 4 on CUDA, 1 on the CPU.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Heads of the queries; 12 on CUDA, 4 on the CPU.")] = None,
-    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences; 4 on CUDA, 1 on the CPU.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the queries; 12 on CUDA, 4 on the CPU.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
     backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
     seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -42,7 +42,7 @@ def command(
     """
     with Session("algorithms", locals(), where(device)) as session:
         cuda = session.device == "cuda"
-        sizes = numbers(lengths or LENGTHS[session.device])
+        sizes = numbers(lengths or LENGTHS[session.device], "--lengths")
         batch, heads = batch or (4 if cuda else 1), heads or (12 if cuda else 4)
         if quick:
             sizes, batch, heads, dim = [n for n in sizes if n <= 512] or sizes[:1], 1, 4, 32

@@ -113,14 +113,15 @@ def command(
     those asked for, and the best tile of each.
     """
     with Session("attention", locals(), where(device)) as session:
-        sizes, dims, dtypes = numbers(mean_len), numbers(dim), words(dtype, "--dtype", DTYPES)
+        sizes, dims, dtypes = numbers(mean_len, "--mean-len"), numbers(dim, "--dim"), words(dtype, "--dtype", DTYPES)
         if tiles:
             return sweep(session, sizes, dims, dtypes, seed)
         if lengths or num_seqs or kv_heads or any((mean_len, sigma, heads, dim, dtype)):
             if work:
                 raise typer.BadParameter(f"--work: expected none beside options of your own workload, got {work!r}")
-            shapes = itertools.product(numbers(heads) or [8], [kv_heads], dims or [64], dtypes or ["float32"])
-            rows = own_rows(lengths, num_seqs or 16, sizes or [512], numbers(sigma, kind=float, least=0) or [0.6], seed)
+            shapes = itertools.product(numbers(heads, "--heads") or [8], [kv_heads], dims or [64], dtypes or ["float32"])
+            sigmas = numbers(sigma, "--sigma", kind=float, least=0) or [0.6]
+            rows = own_rows(lengths, num_seqs or 16, sizes or [512], sigmas, seed)
             works = [(name, Work(n, h, kv or h, d, kind, seed=seed))
                      for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)]  # fmt: skip
         else:

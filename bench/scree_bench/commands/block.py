@@ -255,8 +255,8 @@ def terms(case: Case) -> dict[str, Term]:
 
 
 def command(
-    rows: Annotated[int, typer.Option(help="Rows; lengths are log-normal.")] = 16,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows; lengths are log-normal.")] = 16,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")] = None,
     dtype: Dtype = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,

@@ -26,7 +26,6 @@ BUS = {
     "all-to-all": lambda n: (n - 1) / n,
 }
 
-
 #: A sample is the mean of so many calls that their buffers hold so many bytes.
 SAMPLE = {"cuda": 200_000_000, "cpu": 10_000_000}
 SLOW, FEW = 500_000_000, 3  # bytes of a buffer from which on, on the CPU, a call takes seconds; samples of these
@@ -52,18 +51,17 @@ def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, f
     import torch
     import torch.distributed as dist
 
-    where = {}
+    own = {}
     if device == "cuda":
         torch.cuda.set_device(rank)
-        where = {"device_id": torch.device("cuda", rank)}
+        own = {"device_id": torch.device("cuda", rank)}
     else:
         torch.set_num_threads(1)
     meeting = f"file://{folder}/meet"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", meeting, rank=rank, world_size=world, **where)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", meeting, rank=rank, world_size=world, **own)
     with open(Path(folder) / f"times-{rank}", "w", encoding="utf-8") as file:
         for size in sizes:
             for name, call in _calls(dist, torch, size, world, device).items():
-
                 try:
                     calls = -(-SAMPLE[device] // size)
                     count = min(samples, FEW) if device == "cpu" and size >= SLOW else samples
@@ -99,7 +97,7 @@ def command(
     with Session("collectives", locals(), where(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("collectives", "needs PyTorch, which is not installed")
-        megabytes, groups = numbers(sizes, kind=float, least=0.001), numbers(worlds)
+        megabytes, groups = numbers(sizes, "--sizes", kind=float, least=0.001), numbers(worlds, "--worlds")
         if quick:
             megabytes, groups, samples = megabytes[:1], groups[:1], 3
         for world in session.track(groups):

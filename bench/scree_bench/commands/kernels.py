@@ -431,9 +431,9 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
 
 
 def command(
-    rows: Annotated[int, typer.Option(help="Rows of the batch; lengths are log-normal.")] = 16,
-    tokens: Annotated[int | None, typer.Option(help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")] = None,
-    width: Annotated[int, typer.Option(help="Numbers in a token.")] = 1024,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch; lengths are log-normal.")] = 16,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")] = None,
+    width: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 1024,
     dtype: Dtype = "",
     only: Annotated[str, typer.Option(help="Batches, by the first letters of their names; text is that of these options.")] = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,

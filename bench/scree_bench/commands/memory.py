@@ -54,11 +54,11 @@ def savings(batches: list[np.ndarray], width: int) -> dict[str, dict[str, float]
 
 
 def command(
-    num_seqs: Annotated[int | None, typer.Option(help="Rows of a batch.")] = None,
-    mean_len: Annotated[float | None, typer.Option(help="Median length of the log-normal lengths.")] = None,
-    sigma: Annotated[float | None, typer.Option(help="Standard deviation of their logarithms.")] = None,
-    feature_dim: Annotated[int, typer.Option(help="Numbers in a token.")] = 512,
-    trials: Annotated[int, typer.Option(help="Batches; the published savings are those of five.")] = 5,
+    num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of a batch.")] = None,
+    mean_len: Annotated[float | None, typer.Option(min=1, help="Median length of the log-normal lengths.")] = None,
+    sigma: Annotated[float | None, typer.Option(min=0, help="Standard deviation of their logarithms.")] = None,
+    feature_dim: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 512,
+    trials: Annotated[int, typer.Option(min=1, help="Batches; the published savings are those of five.")] = 5,
     lengths: Lengths = None, backend: Backend = "all", device: Device = "auto",
     seed: Seed = 0, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -77,7 +77,8 @@ def command(
             cases = [({"rows": size, "lengths": lengths.name}, draws.batches(found, size))]
         else:
             asked = (num_seqs, mean_len, sigma)
-            kinds = PUBLISHED if asked == (None, None, None) else [tuple(a or b for a, b in zip(asked, PUBLISHED[0], strict=True))]
+            own = tuple(b if a is None else a for a, b in zip(asked, PUBLISHED[0], strict=True))
+            kinds = PUBLISHED if asked == (None, None, None) else [own]
             for rows, median, deviation in kinds:
                 rngs = (np.random.default_rng(seed + i) for i in range(max(trials, POOL)))
                 batches = [draws.lognormal(int(rows), median, deviation, rng) for rng in rngs]

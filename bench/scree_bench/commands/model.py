@@ -94,8 +94,8 @@ class Step:
 def command(
     sizes: Annotated[str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}; small on CUDA, mini on the CPU.")] = "",
     contexts: Annotated[str, typer.Option(help="Median lengths of the rows; 128,256,512 on CUDA, 64,128 on the CPU.")] = "",
-    batch: Annotated[int, typer.Option(help="Rows.")] = 4,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 4,
+    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
     lengths: Lengths = None,
     precisions: Annotated[str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")] = "fp32,tf32,bf16",
     compiled: Annotated[bool, typer.Option("--compiled", help="Compiled forms too.")] = False,
@@ -113,7 +113,7 @@ def command(
             return session.leave_out("model", "needs PyTorch, which is not installed")
         sizes = sizes or ("small" if session.device == "cuda" else "mini")
         contexts = contexts or ("128,256,512" if session.device == "cuda" else "64,128")
-        chosen, medians = words(sizes, "--sizes", gpt.SIZES), numbers(contexts)
+        chosen, medians = words(sizes, "--sizes", gpt.SIZES), numbers(contexts, "--contexts")
         asked = words(precisions, "--precisions", PRECISIONS)
         if quick:
             chosen, medians, steps = ["tiny"], [24], 3

@@ -105,7 +105,7 @@ def command(
     """
     with Session("norms", locals(), where(device)) as session:
         dtype = data_type(dtype, session.device)
-        sizes = [numbers(x, "x") for x in (shapes or SHAPES[session.device]).split(",")]
+        sizes = [numbers(x, "--shapes", "x") for x in (shapes or SHAPES[session.device]).split(",")]
         if any(len(size) != 2 for size in sizes):
             raise typer.BadParameter(f"--shapes: expected tokens x width, as 12160x4096, got {shapes!r}")
         sizes = [[64, 256]] if quick else sizes

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import scree
+from scree.fit import values_of
 
 from .. import plots, results
 from ..libraries import Library, wanted, where
@@ -63,49 +64,58 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
 
     class Empty(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
+        def forward(ctx: Any, like: Any, *inputs: Any) -> Any:
             ctx.save_for_backward(*inputs)
-            return torch.empty_like(inputs[0])
+            return torch.empty_like(like)
 
         @staticmethod
         def backward(ctx: Any, grad: Any) -> Any:
-            return tuple(map(torch.empty_like, ctx.saved_tensors))
+            return None, *map(torch.empty_like, ctx.saved_tensors)
 
     rng, half = np.random.default_rng(0), "float16" if lib.device == "cuda" else "float32"
-    values = [lib.make(rng.standard_normal((sum(LENGTHS), HEADS, WIDTH)), half) for _ in range(3)]
-    plain: list[Any] = [*values, lib.make(np.ones(WIDTH), half)]
+    shapes = *((sum(LENGTHS), HEADS, WIDTH),) * 3, (WIDTH,), (WIDTH, WIDTH)
+    plain = [lib.make(rng.standard_normal(shape), half) for shape in shapes]
     leaves = [x.clone().requires_grad_() for x in plain]
-    (q, bare_q), grad = (scree.from_lengths(x, LENGTHS) for x in (leaves[0], plain[0])), torch.randn_like(plain[0])
-    own, xp = torch.nn.functional, scree.namespace(q).ragged
+    rows: Any = scree.from_lengths(plain[0], LENGTHS)
+    own, xp = torch.nn.functional, scree.namespace(rows)
+    flash = _flash(rows, (plain[0], plain[1], plain[2]), leaves[:3], torch.randn_like(plain[0])) if lib.device == "cuda" else {}
 
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return xp.attention(q, q.with_values(k), q.with_values(v), causal=True).values
+    def layers(x: Any, y: Any, z: Any, weight: Any, matrix: Any) -> dict[str, tuple[Thunk, Thunk | None, tuple[Any, ...]]]:
+        """Name -> ours, PyTorch's own, and what they take."""
+        q, k, v = map(rows.with_values, (x, y, z))
+        attention = flash.get("autograd" if x.requires_grad else "forward")
+        return {
+            "attention": (lambda: xp.ragged.attention(q, k, v, causal=True), attention, (x, y, z)),
+            "rms_norm": (lambda: xp.ragged.rms_norm(q, weight), lambda: own.rms_norm(x, (WIDTH,), weight), (x, weight)),
+            "softmax": (lambda: xp.ragged.softmax(q), lambda: own.softmax(x, 0), (x,)),
+            "sum of rows": (lambda: xp.sum(q, axis=1), lambda: x.sum(0), (x,)),
+            "rope": (lambda: xp.ragged.rope(q), None, (x,)),
+            "swiglu": (lambda: xp.ragged.swiglu(q), None, (x,)),
+            "add": (lambda: q + k, lambda: x + y, (x, y)),
+            "product": (lambda: q @ matrix, lambda: x @ matrix, (x, matrix)),
+        }  # fmt: skip
 
-    def both(f: Thunk, *inputs: Any) -> Thunk:
-        return lambda: torch.autograd.grad(f(), inputs, grad)
+    def gradients(f: Thunk, inputs: tuple[Any, ...]) -> Thunk:
+        out = f()
+        like = torch.randn_like(values_of(out))
+        if out is values_of(out):
+            return lambda: torch.autograd.grad(f(), inputs, like)
+        return lambda: torch.autograd.grad(f().values, inputs, like)
 
-    def gradients(ours: Thunk, bare: Thunk | None, *inputs: Any) -> dict[str, Thunk | None]:
-        empty = both(lambda: Empty.apply(*inputs), *inputs)
-        return {"scree": both(ours, *inputs), "bare": None if bare is None else both(bare, *inputs), "empty": empty}
-
-    x, y, z, weight = leaves
-    flash = _flash(bare_q, (plain[0], plain[1], plain[2]), leaves[:3], grad) if lib.device == "cuda" else {}
-    found: dict[str, dict[str, Thunk | None]] = {
-        "attention in a layer": {"scree": lambda: attention(bare_q, *plain[1:3]), "bare": flash.get("forward")},
-        "rms_norm in a layer": {
-            "scree": lambda: xp.rms_norm(bare_q, plain[3]), "bare": lambda: own.rms_norm(plain[0], (WIDTH,), plain[3])
-        },
-        "softmax in a layer": {"scree": lambda: xp.softmax(bare_q), "bare": lambda: own.softmax(plain[0], 0)},
-        "attention with gradients": gradients(lambda: attention(q, y, z), flash.get("autograd"), x, y, z)
-        | {"varlen_attn": both(flash["varlen_attn"], x, y, z) if "varlen_attn" in flash else None},
-        "attention and its gradients, without autograd": {"scree": flash.get("ours"), "bare": flash.get("both")},
-        "rms_norm with gradients": gradients(
-            lambda: xp.rms_norm(q, weight).values, lambda: own.rms_norm(x, (WIDTH,), weight), x, weight
-        ),
-        "softmax with gradients": gradients(lambda: xp.softmax(q).values, lambda: own.softmax(x, 0), x),
-    }
-    some = {name: {who: f for who, f in each.items() if f is not None} for name, each in found.items()}
-    return {name: each for name, each in some.items() if each}
+    found: dict[str, dict[str, Thunk | None]] = {}
+    for name, (ours, bare, _) in layers(*plain).items():
+        found[f"{name} in a layer"] = {"scree": ours, "bare": bare}
+    for name, (ours, bare, inputs) in layers(*leaves).items():
+        like = values_of(ours()).detach()
+        found[f"{name} with gradients"] = {
+            "scree": gradients(ours, inputs), "bare": None if bare is None else gradients(bare, inputs),
+            "empty": gradients(partial(Empty.apply, like, *inputs), inputs),
+        }  # fmt: skip
+    if flash:
+        found["attention and its gradients, without autograd"] = {"scree": flash["ours"], "bare": flash["both"]}
+        if "varlen_attn" in flash:
+            found["attention with gradients"]["varlen_attn"] = gradients(flash["varlen_attn"], tuple(leaves[:3]))
+    return {name: {who: f for who, f in each.items() if f is not None} for name, each in found.items()}
 
 
 def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) -> dict[str, Thunk]:
@@ -186,9 +196,15 @@ def command(
                 if bare is not None and all("call_s" in row.values for row in rows.values()):
                     rows["scree"].values["over_s"] = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
             if lib.name == "torch":
-                for what, contenders in session.track(beside_torch(lib).items(), "beside PyTorch's own"):
-                    case = {"backend": lib.name, "call": what}
-                    session.time(case, "call_s", {who: partial(_itself, f) for who, f in contenders.items()}, device="cpu")
+                import torch
+
+                for what, thunks in session.track(beside_torch(lib).items(), "beside PyTorch's own"):
+                    builds: dict[str, Build] = {who: partial(_itself, f) for who, f in thunks.items()}
+                    session.time({"backend": lib.name, "call": what}, "call_s", builds, device="cpu")
+                    if lib.device == "cuda" and "with gradients" in what:  # elsewhere there is one thread
+                        with torch.autograd.set_multithreading_enabled(False):
+                            case = {"backend": lib.name, "call": f"{what}, on one thread"}
+                            session.time(case, "call_s", builds, device="cpu")
             if lib.name == "numpy":
                 every = list(functions())
                 for kind, name, ours, bare in session.track(every[::12] if quick else every, "every function"):

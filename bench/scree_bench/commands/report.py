@@ -72,10 +72,10 @@ def _contents(found: list[Result]) -> Iterator[str]:
     """A table of links to the sections: a line for each run, a column for each machine."""
     yield "## Results\n"
     lines = sorted({(MEASURING.index(r.command), _run(r)) for r in found})
-    machines = list(dict.fromkeys(map(_where, found)))
+    machines = list(dict.fromkeys(r.where for r in found))
     yield f"| | {' | '.join(machines)} |\n|---|{'---|' * len(machines)}"
     for _, run in lines:
-        dates = {_where(r): f"[{r.date[:10]}](#{_anchor(_title(r))})" for r in found if _run(r) == run}
+        dates = {r.where: f"[{r.date[:10]}](#{_anchor(_title(r))})" for r in found if _run(r) == run}
         yield f"| {run} | {' | '.join(dates.get(name, '') for name in machines)} |"
 
 
@@ -85,14 +85,9 @@ def _run(result: Result) -> str:
     return f"{result.command}, {part}" if part else result.command
 
 
-def _where(result: Result) -> str:
-    about = result.machine
-    return str(about["gpu"]) if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
-
-
 def _title(result: Result) -> str:
     name = _run(result)
-    return f"{name[0].upper()}{name[1:]}: {_where(result)}"
+    return f"{name[0].upper()}{name[1:]}: {result.where}"
 
 
 def _anchor(title: str) -> str:
@@ -125,10 +120,8 @@ def _section(result: Result, folder: Path, at: Path) -> Iterator[str]:
         yield "\nThe run was interrupted; this is what had been measured."
     for note in result.extra.get("notes", []):
         yield f"\n{note}"
-    if limits := result.machine.get("limits"):
-        yield "\nLimits of the machine: " + ", ".join(
-            f"{name.rpartition('_')[0].replace('_', ' ')} {results.unit(name).show(x)}" for name, x in limits.items()
-        ) + "."  # fmt: skip
+    if result.limits:
+        yield f"\nLimits of the machine: {', '.join(result.limits)}."
     for light, dark in _pictures(result, folder):
         title = light.stem.removesuffix("-light").replace("-", " ")
         yield "\n" + " ".join(

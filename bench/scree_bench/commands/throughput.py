@@ -164,12 +164,12 @@ def attention_builds(session: Session, lib: Library, stream: Stream) -> dict[str
 
 def command(
     lengths: Lengths = None,
-    num_seqs: Annotated[int, typer.Option(help="Rows of a batch.")] = 16,
-    mean_len: Annotated[float, typer.Option(help="Median length of the log-normal lengths.")] = 256,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of their logarithms.")] = 0.8,
-    batches: Annotated[int | None, typer.Option(help="Batches to work through; 4 on CUDA, 2 on the CPU.")] = None,
-    heads: Annotated[int, typer.Option(help="Heads of attention; a token has that many times --dim numbers.")] = 4,
-    dim: Annotated[int, typer.Option(help="Size of a head.")] = 32,
+    num_seqs: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 16,
+    mean_len: Annotated[float, typer.Option(min=1, help="Median length of the log-normal lengths.")] = 256,
+    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of their logarithms.")] = 0.8,
+    batches: Annotated[int | None, typer.Option(min=1, help="Batches to work through; 4 on CUDA, 2 on the CPU.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of attention; a token has that many times --dim numbers.")] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 32,
     backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
     seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip

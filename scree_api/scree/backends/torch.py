@@ -21,6 +21,8 @@ from ..registry import register_kernel
 from ..segments import LONGEST, SegmentCall, identity
 from . import UNREADABLE, Backend
 
+_AT_ONCE = 1 << 16  # bytes that CUDA takes along with the call
+
 
 def _peek(x: torch.Tensor) -> np.ndarray | None:
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.device.type != "cpu" or wrapped(x):
@@ -69,10 +71,13 @@ def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """On its way to a GPU it is pinned: a copy from other memory waits for all that the GPU has to do."""
+    """On its way to a GPU much is pinned: a copy of more than 64 KB from other memory waits for all that the GPU has to do."""
     if device is None or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
         return xp.asarray(host, dtype=dtype, device=device)
-    return torch.asarray(host, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    found = torch.asarray(host, dtype=dtype)
+    if found.nbytes > _AT_ONCE or torch.cuda.is_current_stream_capturing():  # a graph reads it later
+        found = found.pin_memory()
+    return found.to(device, non_blocking=True)
 
 
 def _traits(x: Any) -> tuple[Any, ...]:

@@ -217,7 +217,8 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     values, num_groups = _tokens(x), integer("num_groups", num_groups, 0)
     lib, total = backend(values), int(values.shape[0])
     order, offsets = _sorted(lib.xp, _numbers("ids", x, ids, num_groups), num_groups, lib.device(values))
-    groups = Layout(lib, lib.xp.astype(offsets, counter(lib.xp, total)), total)
+    full = all(one.layout.full for one in (x, ids) if isinstance(one, Array))
+    groups = Layout(lib, lib.xp.astype(offsets, counter(lib.xp, total)), total, full=full)
     grouped = Array._of(run("gather", GatherCall(values, order, distinct=True)), groups)
     return grouped, grouped.with_values(order)
 
