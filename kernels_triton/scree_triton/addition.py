@@ -1,9 +1,9 @@
 """Tokens added up at numbered places: half precision in float32, in one of three ways.
 
-Single numbers and other narrow tokens are added as they come, by atomic instructions. That is exact for integers; the sum of
-floating-point numbers depends on an order that nobody knows in its last bits, so that it is not done where
-`torch.use_deterministic_algorithms` asks for equal bits. All else is added in the order of the tokens: see `binned` for places of
-few tokens each, and `sorting` for the rest.
+Single numbers and other narrow tokens are added as they come, by atomic instructions. That is exact for integers, of which wider
+tokens are added so, too, where there are very many; the sum of floating-point numbers depends on an order that nobody knows in
+its last bits, so that it is not done where `torch.use_deterministic_algorithms` asks for equal bits. All else is added in the
+order of the tokens: see `binned` for places of few tokens each, and `sorting` for the rest.
 """
 import math
 from functools import cache, lru_cache
@@ -18,28 +18,29 @@ from .host import on_its_device
 from .launch import Launch, contiguous, empty
 
 _NARROW = 16  # bytes of a token
-_TOKENS = 128  # that a program adds as they come
+_TOKENS, _ELEMENTS = 128, 1024  # that a program adds as they come, at most
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64,
        torch.int32: tl.int32, torch.int64: tl.int64}
 _WIDE = {tl.float32: torch.float32, tl.float64: torch.float64, tl.int32: torch.int32, tl.int64: torch.int64}
 
 
 @triton.jit(do_not_specialize=("count", "size"))
-def add_kernel(X, INDEX, OUT, count, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr):
-    """OUT (size, C), which held 0: the sums of the tokens X (count, C) that go to each place."""
+def add_kernel(X, INDEX, OUT, count, size, C: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr):
+    """OUT (size, WIDE), which held 0: in the first C columns the sums of the tokens X (count, C) that go to each place."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BC)[None, :]
-    there = (token < count)[:, None] & (column < C)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
-    x = tl.load(X + token[:, None] * C + column, mask=there, other=0).to(OUT.dtype.element_ty)
-    known = (place >= 0) & (place < size)
-    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=there & known[:, None], sem="relaxed")
+    x = tl.load(X + token[:, None] * C + column, mask=(token < count)[:, None] & (column < C), other=0)
+    known = ((place >= 0) & (place < size))[:, None] & (column < WIDE)
+    tl.atomic_add(OUT + place[:, None] * WIDE + column, x.to(OUT.dtype.element_ty), mask=known, sem="relaxed")
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> Launch:
+def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> tuple[Launch, int, int]:
+    """What adds, the width of its sums, and the tokens of a program. A sum in another dtype is as wide as is added at once."""
     block = triton.next_power_of_2(width)
-    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=_TOKENS), dict(num_warps=4))
+    columns, tokens = width if x == wide else block, min(_TOKENS, max(1, _ELEMENTS // block))
+    return Launch(add_kernel, dict(C=width, WIDE=columns, BC=block, TOKENS=tokens), dict(num_warps=4)), columns, tokens
 
 
 class _Coming:
@@ -48,16 +49,17 @@ class _Coming:
     def __init__(self, device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int,
                  acc: tl.dtype, wide: torch.dtype):
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.launch = _launch(device, x, index, wide, math.prod(shape[1:]))
-        self.out, self.dtype = (*contiguous((size, *shape[1:])), wide), x
-        self.programs, self.numbers = -(-shape[0] // _TOKENS), (shape[0], size)
+        self.width, self.shape, self.dtype = math.prod(shape[1:]), (size, *shape[1:]), x
+        self.launch, columns, tokens = _launch(device, x, index, wide, self.width)
+        self.out = *contiguous((size, columns)), wide
+        self.programs, self.numbers = -(-shape[0] // tokens), (shape[0], size)
 
     @on_its_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """(size, ...): the tokens of x, contiguous, added up at `index`."""
         out = self.new(*self.out).zero_()
         self.launch(self.programs, (x, index, out), (), self.numbers)
-        return out if out.dtype == self.dtype else out.to(self.dtype)
+        return (out if out.dtype == self.dtype else out[:, :self.width].to(self.dtype)).view(self.shape)
 
 
 @lru_cache(1024)
@@ -65,8 +67,13 @@ def _plan(device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple
     """What runs such an addition; None where there is nothing to add."""
     if not math.prod(shape) * size:
         return None
-    narrow = math.prod(shape[1:]) * x.itemsize <= _NARROW and not (ordered and x.is_floating_point)
-    way = _Coming if narrow else binned.Plan if binned.suits(shape[0], size) else sorting.Plan
+    width, exact = math.prod(shape[1:]), not x.is_floating_point
+    if width * x.itemsize <= _NARROW and (exact or not ordered):
+        way = _Coming
+    elif binned.suits(shape[0], size):
+        way = binned.Plan
+    else:
+        way = _Coming if exact and width <= _ELEMENTS else sorting.Plan
     return way(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
 
 

@@ -17,7 +17,7 @@ of columns, and reads it for the second time from the cache.
 Values have the shape (total, C). Tokens behind the last row are written as 0.
 """
 import math
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from . import shares
-from .host import multiprocessors, start
-from .launch import INTERPRETED, Launch, current_stream, empty
+from .host import multiprocessors
+from .launch import INTERPRETED, Launch, contiguous, current_stream, empty
 from .shares import (
     ARGMAX,
     ARGMIN,
@@ -516,21 +516,17 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                     KEPT)
 
 
-def run(x: torch.Tensor, y: torch.Tensor | None, a: torch.Tensor | None, b: torch.Tensor | None, out: torch.Tensor,
-        offsets: torch.Tensor, max_length: int | None, op: tl.constexpr, map: tl.constexpr, acc: torch.dtype, held: torch.dtype,
-        identity: float) -> None:
-    """Fill `out` as `segments.over_rows` says: tokens are read as `acc`, and reduced in `held` from `identity` on."""
-    device = x.device
-    dtypes = x.dtype, y is not None, a if a is None else a.dtype, b if b is None else b.dtype, out.dtype, offsets.dtype
-    plan = _plan(device, dtypes, op.value, map.value, acc, held, identity, x.shape, offsets.shape[0] - 1, max_length)
+def run(plan: "Plan", x: torch.Tensor, y: torch.Tensor | None, a: torch.Tensor | None, b: torch.Tensor | None,
+        out: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Fill `out` as `segments.over_rows` says, on the device of the arrays."""
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
     pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out
     if plan.shares:
         parts = counted = offsets
         if plan.parts:
-            parts, counted = empty(device.type)(*plan.parts, held), counters(device, plan.shares)
+            parts, counted = empty(x.device.type)(*plan.parts), counters(x.device, plan.shares)
         pointers += parts, counted
-    start(plan.launch, plan.programs, (*pointers, offsets), (), plan.numbers)
+    plan.launch(plan.programs, (*pointers, offsets), (), plan.numbers)
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
@@ -544,20 +540,22 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
     return found
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What of a call follows from what the host knows."""
 
     launch: Launch
     programs: int
     numbers: tuple[int, ...]
     shares: int  # and blocks of columns; 0 where a program has a row
-    parts: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and strides; None where no row is put together from parts
+    parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None  # None where no row is put together from parts
 
 
-@lru_cache(1024)
-def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc: torch.dtype, held: torch.dtype,
-          identity: float, shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
-    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes."""
+def plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc: torch.dtype, held: torch.dtype,
+         identity: float, shape: tuple[int, ...], n: int, max_length: int | None) -> Plan:
+    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes.
+
+    Tokens are read as `acc`, and reduced in `held` from `identity` on.
+    """
     total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
     most, search = triton.next_power_of_2(width), op in (ARGMAX.value, ARGMIN.value)
     same = dict(OP=op, MAP=map, IDENTITY=identity, C=width, READS=2 if dtypes[1] else int(map != shares.COPY.value),
@@ -570,7 +568,7 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
     if op and n and fewest <= total <= most_tokens and fits:
         warps, steps = (_ROW_SEARCHES if search else _ROW_SHAPES)[total >= many]
         tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
-        return _Plan(_launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0)
+        return Plan(_launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0)
     columns = min(most, _COLUMNS)
     blocks = -(-width // columns)
     lanes = _lane_count(_WARPS, columns, size)
@@ -584,10 +582,10 @@ def _plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc:
     while stride * _WIDE.value < n + 1:
         stride *= _WIDE.value
     numbers = lanes if map in _SCANS else 2
-    parts = ((count, 2, numbers, width), (2 * numbers * width, numbers * width, width, 1)) if cut and op else None
+    parts = (*contiguous((count, 2, numbers, width)), held) if cut and op else None
     tiles = dict(CUT=cut, BC=columns, G=lanes, U=_STEPS_OF_SEARCHES if search else _STEPS, F=max(_PARTS // columns, 2))
     launch = _launch(device, dtypes, columns_kernel, _WARPS, **same, **tiles)
-    return _Plan(launch, programs, (n, total, share, count, stride), count * blocks, parts)
+    return Plan(launch, programs, (n, total, share, count, stride), count * blocks, parts)
 
 
 def _lane_count(warps: int, columns: int, size: int) -> int:

@@ -117,16 +117,13 @@ class _Plan:
 
     index: int | None  # of the CUDA device
     new: Callable[..., torch.Tensor]  # makes a tensor there
-    op: tl.constexpr
-    map: tl.constexpr
     out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None  # its shape, strides and dtype; None to write into x
-    acc: torch.dtype  # as which tokens are read
-    held: torch.dtype  # in which they are reduced
-    identity: float
+    wide: columns.Plan | None  # for wide tokens, which want nothing of what follows
+    held: torch.dtype  # in which tokens are reduced
     cut: "_Cut"
-    whole: Launch | None  # None for wide tokens
-    parts: Launch | None  # for rows that are cut; None where it is known that there is none
-    visits: int  # to each of their parts
+    whole: Launch | None = None
+    parts: Launch | None = None  # for rows that are cut; None where it is known that there is none
+    visits: int = 1  # to each of their parts
 
     @on_its_device
     def run(self, x: torch.Tensor, rows: Rows, y: torch.Tensor | None = None, a: torch.Tensor | None = None,
@@ -135,8 +132,8 @@ class _Plan:
         out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
             return out
-        if self.whole is None:
-            columns.run(x, y, a, b, out, rows.offsets, rows.max_length, self.op, self.map, self.acc, self.held, self.identity)
+        if self.wide is not None:
+            columns.run(self.wide, x, y, a, b, out, rows.offsets)
             return out
         cut = self.cut
         x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
@@ -189,10 +186,11 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     out = None
     if map != shares.COPY.value:
         out = (total if map else n, *token), strides, dtype or (dtypes[0] if map else acc)
-    index = device.index if device.type == "cuda" else None
-    fixed = index, empty(device.type), tl.constexpr(op), tl.constexpr(map), out, acc, held, identity, cut
+    index, new = device.index if device.type == "cuda" else None, empty(device.type)
     if strides[0] >= columns.LEAST:
-        return _Plan(*fixed, None, None, 0)
+        kinds = dtypes[0], dtypes[1] is not None, *dtypes[2:4], out[2] if out else dtypes[0], dtypes[4]
+        wide = columns.plan(device, kinds, op, map, acc, held, identity, shape, n, max_length)
+        return _Plan(index, new, out, wide, held, cut)
     reads = 2 if dtypes[1] else int(map != shares.COPY.value)
     what = dict(OP=op, MAP=map)
     same = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, IDENTITY=identity,
@@ -208,7 +206,7 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
     options = dict(num_warps=_PART_WARPS)
     parts = _launch(key, shares.part_kernel, _items(what | tiles | same), _items(options)) if cut.parts else None
-    return _Plan(*fixed, whole, parts, 2 if op and map else 1)
+    return _Plan(index, new, out, None, held, cut, whole, parts, 2 if op and map else 1)
 
 
 def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

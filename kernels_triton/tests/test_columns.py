@@ -24,8 +24,8 @@ def short(monkeypatch):
     """Shares of a step or a few."""
     monkeypatch.setattr(columns, "_SHORTEST", 0)
     monkeypatch.setattr(columns, "_STEPS", 2)
-    for cached in (columns._plan, columns._launch):
-        monkeypatch.setattr(columns, cached.__name__, cached.__wrapped__)
+    for module, cached in ((columns, columns._launch), (segments, segments._plan)):
+        monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)

@@ -158,12 +158,13 @@ def test_places_like_words(count):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.int64])
-def test_narrow_tokens(dtype):
+@pytest.mark.parametrize("width", [1, 2, 3, 20])
+def test_narrow_tokens(dtype, width):
     """As they come: integers are exact, halves are added in float32."""
-    x, index = numbers(300, 2, dtype=dtype), torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    x, index = numbers(300, width, dtype=dtype), torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     found = addition.add(x, index, 7).cpu()
     known, wide = ((index >= 0) & (index < 7)).cpu(), torch.float64 if dtype.is_floating_point else dtype
-    exact = torch.zeros((7, 2), dtype=wide).index_add(0, index.cpu()[known], x.cpu()[known].to(wide))
+    exact = torch.zeros((7, width), dtype=wide).index_add(0, index.cpu()[known], x.cpu()[known].to(wide))
     most = x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
     assert found.dtype == dtype and (found.to(wide) - exact).abs().max() <= most
 

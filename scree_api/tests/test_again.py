@@ -195,12 +195,16 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def options_of(call: Any) -> list[str]:
     """The fields of a call that are no arrays."""
-    arrays = {"x", "k", "q", "v", "values", "layout", "weight", "bias", "residual", "start", "alibi_slopes", "targets"}
+    arrays = {"x", "k", "q", "v", "values", "layout", "weight", "bias", "residual", "start", "alibi_slopes", "targets", "index"}
     return [field for field in call.__dataclass_fields__ if field not in arrays]
 
 
 def classes_of(x: scree.Array) -> scree.Array:
     return x.with_values(torch.zeros(x.total_length, dtype=torch.int64))
+
+
+def numbers_of(x: scree.Array) -> scree.Array:
+    return x.with_values(torch.arange(x.total_length))
 
 
 def first(x: scree.Array) -> scree.Array:
@@ -246,6 +250,11 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
         lambda x: ((x, torch.ones(2, 8, 3)), {}), lambda x: ((x, torch.ones(3, 8, 3)), {}),
         lambda x: ((x, torch.ones(2, 7, 3)), {}), lambda x: ((x, torch.ones(2, 8, 3).double()), {}),
         lambda x: ((x, torch.ones(2, 8, 3, 1)), {}),
+    ]),
+    "scatter": (scree.scatter, [
+        lambda x: ((x, numbers_of(x), 9), {}), lambda x: ((x, numbers_of(x), -1), {}), lambda x: ((x, numbers_of(x), 9.0), {}),
+        lambda x: ((x, x, 9), {}), lambda x: ((x, numbers_of(rows([0, 1, 5])), 9), {}), lambda x: ((x, [1] * 5, 9), {}),
+        lambda x: ((x, numbers_of(x), 9), {"kernel": "nobody"}), lambda x: ((x, numbers_of(x), 4), {}),
     ]),
     "sum": (XP["sum"], [
         lambda x: ((x,), {"axis": 1}), lambda x: ((x,), {"axis": 7}), lambda x: ((x,), {"axis": 0}),

@@ -113,23 +113,18 @@ def _kept(x: Array, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if a in axes else int(n or 0) for a, n in enumerate(x.shape))
 
 
-def _counts(xp: Any, x: Array, axes: tuple[int, ...], like: Any) -> Any:
-    """How many elements each row reduces over, NaN for none; real numbers with the precision and the axes of `like`."""
-    dtype = real_of(xp, like.dtype)
-
-    def lengths() -> Any:
-        found = xp.astype(x.lengths, dtype)
-        return xp.where(found > 0, found, float("nan"))
-
-    counts = x.layout.once(("counts", dtype), lengths)
-    for a in axes:
-        counts = counts if a == x.ragged_dim + 1 else counts * x.shape[a]
-    return spread(xp, counts, like.ndim)
+def _elements(x: Array, axes: tuple[int, ...]) -> int:
+    """How many elements each token reduces over."""
+    return math.prod([x.values.shape[a - 1] for a in axes if a != x.ragged_dim + 1])
 
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
-    total = _reduce_rows(xp, "sum", x, axes, keepdims, wide)
-    return total / _counts(xp, x, axes, total)
+    total, rows = _reduce_rows(xp, "sum", x, axes, keepdims, wide), x.layout
+    real = real_of(xp, total.dtype)
+    # 1 for an empty row, whose gradient would else be NaN.
+    tokens = rows.once(("tokens", real), lambda: xp.astype(xp.where(rows.filled, rows.lengths, 1), real))
+    mean = total / (spread(xp, tokens, total.ndim) * _elements(x, axes))
+    return xp.where(spread(xp, rows.filled, total.ndim), mean, float("nan"))
 
 
 def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
@@ -137,7 +132,8 @@ def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: An
     x = x.with_values(values)
     center = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
     total = _reduce_rows(xp, "sum", x.with_values(xp.square(in_rows(x, values - center))), axes, keepdims, wide)
-    return divide(xp, total, _counts(xp, x, axes, total) - correction)
+    count = spread(xp, xp.astype(x.lengths, real_of(xp, total.dtype)) * _elements(x, axes), total.ndim)
+    return divide(xp, total, count - correction)
 
 
 def _deviation(xp: Any, *args: Any) -> Any:

@@ -148,7 +148,7 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
         if kernel is not None:
             raise ValueError(f"kernel: expected None for rows (axis=0), which no kernel moves, got {kernel!r}")
         return _scatter_rows(ragged("x", x), index, integer("size", size, 0))
-    return run("scatter", ScatterCall.make(x, index, size), kernel)
+    return again.run("scatter", {"x": x, "index": index}, {"size": size}, kernel)
 
 
 def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> Any:
@@ -175,7 +175,7 @@ def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> 
     >>> scree.scatter_add(np.asarray([5, 6, 7]), np.asarray([3, 0, 3]), 4)
     array([ 6,  0,  0, 12])
     """
-    return run("scatter", ScatterCall.make(x, index, size, add=True), kernel)
+    return again.run("scatter", {"x": x, "index": index}, {"size": size, "add": True}, kernel)
 
 
 def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
