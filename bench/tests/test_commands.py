@@ -221,6 +221,12 @@ def test_collectives_take_no_more_memory_than_there_is(tmp_path):
     assert entry["what"] == "2 processes, 1,000,000,000,000 bytes" and entry["why"].startswith("needs 6000.0 GB") and not rows
 
 
+@pytest.mark.needs("torch")
+def test_some_kernels_alone(tmp_path):
+    found = quick(tmp_path, "kernels", "--operations", "rope,sum")
+    assert {row.case["operation"] for row in found.rows} == {"sum of rows", "rope", "rope, neighbors as pairs"}
+
+
 def test_what_is_left_out_is_said(tmp_path):
     found = quick(tmp_path, "attention", "--backend", "numpy", "--num-seqs", "2", "--mean-len", "8")
     assert {"what": "backward on numpy", "why": "the library does not differentiate"} in found.left_out
@@ -414,7 +420,8 @@ def test_report_without_results(tmp_path):
      ("kernels", "--only", "nothing"), ("block", "--dtype", "float8"), ("attention", "--causal", "maybe"),
      ("model", "--precisions", "fp8"), ("attention", "--heads", "0,2"),
      ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0"), ("kernels", "--rows", "0"),
-     ("throughput", "--num-seqs", "-1"), ("memory", "--sigma", "-0.5")]
+     ("kernels", "--operations", "nothing", "--quick", "--device", "cpu"), ("throughput", "--num-seqs", "-1"),
+     ("memory", "--sigma", "-0.5")]
 ])  # fmt: skip
 def test_bad_options_are_named(arguments):
     assert arguments[1] in invoke(*arguments, status=2)

@@ -25,22 +25,23 @@ _WIDE = {tl.float32: torch.float32, tl.float64: torch.float64, tl.int32: torch.i
 
 
 @triton.jit(do_not_specialize=("count", "size"))
-def add_kernel(X, INDEX, OUT, count, size, C: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr):
-    """OUT (size, WIDE), which held 0: in the first C columns the sums of the tokens X (count, C) that go to each place."""
+def add_kernel(X, INDEX, OUT, count, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr):
+    """OUT (size, C), which held 0: the sums of the tokens X (count, C) that go to each place."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BC)[None, :]
+    there = (token < count)[:, None] & (column < C)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
-    x = tl.load(X + token[:, None] * C + column, mask=(token < count)[:, None] & (column < C), other=0)
-    known = ((place >= 0) & (place < size))[:, None] & (column < WIDE)
-    tl.atomic_add(OUT + place[:, None] * WIDE + column, x.to(OUT.dtype.element_ty), mask=known, sem="relaxed")
+    x = tl.load(X + token[:, None] * C + column, mask=there, other=0).to(OUT.dtype.element_ty)
+    known = (place >= 0) & (place < size)
+    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=there & known[:, None], sem="relaxed")
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> tuple[Launch, int, int]:
-    """What adds, the width of its sums, and the tokens of a program. A sum in another dtype is as wide as is added at once."""
+def _launch(device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int) -> tuple[Launch, int]:
+    """What adds, and the tokens of a program."""
     block = triton.next_power_of_2(width)
-    columns, tokens = width if x == wide else block, min(_TOKENS, max(1, _ELEMENTS // block))
-    return Launch(add_kernel, dict(C=width, WIDE=columns, BC=block, TOKENS=tokens), dict(num_warps=4)), columns, tokens
+    tokens = min(_TOKENS, max(1, _ELEMENTS // block))
+    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4)), tokens
 
 
 class _Coming:
@@ -49,9 +50,8 @@ class _Coming:
     def __init__(self, device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple[int, ...], size: int,
                  acc: tl.dtype, wide: torch.dtype):
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.width, self.shape, self.dtype = math.prod(shape[1:]), (size, *shape[1:]), x
-        self.launch, columns, tokens = _launch(device, x, index, wide, self.width)
-        self.out = *contiguous((size, columns)), wide
+        self.launch, tokens = _launch(device, x, index, wide, math.prod(shape[1:]))
+        self.out, self.dtype = (*contiguous((size, *shape[1:])), wide), x
         self.programs, self.numbers = -(-shape[0] // tokens), (shape[0], size)
 
     @on_its_device
@@ -59,7 +59,7 @@ class _Coming:
         """(size, ...): the tokens of x, contiguous, added up at `index`."""
         out = self.new(*self.out).zero_()
         self.launch(self.programs, (x, index, out), (), self.numbers)
-        return (out if out.dtype == self.dtype else out[:, :self.width].to(self.dtype)).view(self.shape)
+        return out if out.dtype == self.dtype else out.to(self.dtype)
 
 
 @lru_cache(1024)

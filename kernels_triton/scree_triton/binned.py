@@ -37,16 +37,16 @@ _NONE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=("size",))
-def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, FOLLOWED: tl.constexpr):
+def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """COUNTS (size,): 0."""
-    if FOLLOWED:
+    if CHAINED:
         gdc_launch_dependents()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(COUNTS + place, tl.zeros([BLOCK], tl.int32), mask=place < size)
 
 
 @triton.jit(do_not_specialize=("count", "size", "most"))
-def bin_kernel(INDEX, COUNTS, BINS, count, size, most, ROOM: tl.constexpr, BLOCK: tl.constexpr, FOLLOWED: tl.constexpr):
+def bin_kernel(INDEX, COUNTS, BINS, count, size, most, ROOM: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """BINS (size, ROOM) of tokens; behind them the places with more than ROOM, and those with more than `most`.
 
     COUNTS (size + 2,): how many tokens go to each place, and how many places stand in each of the two lists.
@@ -54,7 +54,7 @@ def bin_kernel(INDEX, COUNTS, BINS, count, size, most, ROOM: tl.constexpr, BLOCK
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
     known = (place >= 0) & (place < size)
-    if FOLLOWED:
+    if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     before = tl.atomic_add(COUNTS + place, 1, mask=known, sem="relaxed")
@@ -100,10 +100,10 @@ def _of_stretch(X, INDEX, LIST, place, begin, end, columns, C: tl.constexpr, BC:
 @triton.jit(do_not_specialize=("count", "size", "most", "helpers", "length"))
 def add_kernel(X, INDEX, COUNTS, BINS, PARTS, OUT, count, size, most, helpers, length, ROOM: tl.constexpr,
                STRETCHES: tl.constexpr, C: tl.constexpr, BC: tl.constexpr, PLACES: tl.constexpr, AT_ONCE: tl.constexpr,
-               BLOCK: tl.constexpr, ACC: tl.constexpr, FOLLOWS: tl.constexpr):
+               BLOCK: tl.constexpr, ACC: tl.constexpr, CHAINED: tl.constexpr):
     """OUT (size, C): the sum of the tokens of each place. The first `helpers` programs do the places that have many."""
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
-    if FOLLOWS:
+    if CHAINED:
         gdc_wait()
     if tl.program_id(0) < helpers:
         MANY = BINS + tl.cast(size, tl.int64) * ROOM
@@ -163,12 +163,12 @@ def _launches(device: torch.device, x: torch.dtype, index: torch.dtype, acc: tl.
         tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_REGISTERS)
     else:
         tile, warps, options = _TILE, 4, {}
-    block, follow = min(triton.next_power_of_2(width), tile), follows(device)
+    block, chained = min(triton.next_power_of_2(width), tile), follows(device)
     places = min(tile // block, _MOST_PLACES)
-    clear = Launch(clear_kernel, dict(BLOCK=_CLEARED, FOLLOWED=follow), dict(num_warps=4))
-    fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS, FOLLOWED=follow), dict(num_warps=4, launch_pdl=follow))
+    clear = Launch(clear_kernel, dict(BLOCK=_CLEARED, CHAINED=chained), dict(num_warps=4))
+    fill = Launch(bin_kernel, dict(ROOM=room, BLOCK=_TOKENS, CHAINED=chained), dict(num_warps=4, launch_pdl=chained))
     add = Launch(add_kernel, dict(ROOM=room, STRETCHES=_STRETCHES, C=width, BC=block, PLACES=places, AT_ONCE=_AT_ONCE,
-                                  BLOCK=_SEEN, ACC=acc, FOLLOWS=follow), dict(num_warps=warps, launch_pdl=follow, **options))
+                                  BLOCK=_SEEN, ACC=acc, CHAINED=chained), dict(num_warps=warps, launch_pdl=chained, **options))
     return clear, fill, add, -(-width // block), places
 
 

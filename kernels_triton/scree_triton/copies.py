@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .host import on_its_device
+from .host import follows, on_its_device
 from .launch import Launch, contiguous, empty
 
 _UNITS = 1024  # that a program moves
@@ -87,8 +88,10 @@ def rows_of(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, SIDE: tl.con
 
 @triton.jit
 def part(PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr,
-          LONG: tl.constexpr):
+         LONG: tl.constexpr, FOLLOWS: tl.constexpr):
     """The block of tokens, its first one, all (TOKENS // SIDE, SIDE), and the piece and the first column to copy of them."""
+    if FOLLOWS:  # the kernel before this one, whose end it waits for
+        gdc_wait()
     COLUMNS: tl.constexpr = (WIDTH + BC - 1) // BC
     program = tl.program_id(0)
     block = program // (PIECES * COLUMNS)
@@ -217,8 +220,10 @@ def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], 
         block = min(block if block >= 32 else triton.next_power_of_2(units), most)
         tokens = most // block
     names = [name for name in kernel.arg_names if name in _FLAGS]
-    tile = dict(PIECES=pieces, WIDTH=units, BC=block, TOKENS=tokens, SIDE=side, UNIT=unit, ALIGN=align // unit, LONG=long)
-    return Launch(kernel, {**dict(zip(names, flags)), **tile}, dict(num_warps=warps)), tokens, pieces * -(-units // block)
+    tile = dict(PIECES=pieces, WIDTH=units, BC=block, TOKENS=tokens, SIDE=side, UNIT=unit, ALIGN=align // unit, LONG=long,
+                FOLLOWS=follows(device))
+    options = dict(num_warps=warps, launch_pdl=follows(device))
+    return Launch(kernel, {**dict(zip(names, flags)), **tile}, options), tokens, pieces * -(-units // block)
 
 
 def _long(tokens: int, arrays: Sequence[tuple[Seen, int, int]]) -> bool:

@@ -18,7 +18,7 @@ MOST_JOINED = 4
 def join_kernel(P0, P1, P2, P3, P4, O0, O1, O2, O3, n, block1, block2, block3, total0, total1, total2, total3, y_token, y_piece,
                 token0, piece0, token1, piece1, token2, piece2, token3, piece3, COUNT: tl.constexpr, BACK: tl.constexpr,
                 PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr,
-                UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr):
+                UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr, FOLLOWS: tl.constexpr):
     """Every token of up to four arrays, X with offsets O, to its place in rows that are joined; BACK from there.
 
     The blocks of array i begin at `block<i>`. What stands behind the last row of each counts as one more row.
@@ -27,7 +27,7 @@ def join_kernel(P0, P1, P2, P3, P4, O0, O1, O2, O3, n, block1, block2, block3, t
         X0, X1, X2, X3, OUT = P0, P1, P2, P3, P4
     else:
         OUT, X0, X1, X2, X3 = P0, P1, P2, P3, P4
-    block, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    block, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     X, OFFSETS, before, total, x_token, x_piece = X0, O0, block1 * 0, total0, token0, piece0
     j = block * 0
     if COUNT > 1:

@@ -28,8 +28,8 @@ MANY = 16  # classes for each number of a hidden state beyond which there are tw
 SECOND = 4096, 2048  # tokens at least, and classes, of which the second visit makes the logits at a time
 
 
-@triton.jit(do_not_specialize=("unused",))
-def scale_kernel(X, FACTOR, OUT, count, unused, SAME: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr):
     """OUT = X * FACTOR in float32: PyTorch would round the factor to the dtype of X. Where OUT is X, 1 changes nothing."""
     factor = tl.load(FACTOR).to(tl.float32)
     if SAME & (factor == 1.0):
@@ -47,9 +47,9 @@ def _scale_launch(device: torch.device, dtype: torch.dtype, out: torch.dtype, fa
     return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
 
 
-@triton.jit(do_not_specialize=("n", "first", "size", "ignored"))
-def known_kernel(X, TARGETS, OFFSETS, OUT, x_stride, out_stride, n, first, size, ignored, WIDTH: tl.constexpr,
-                 BLOCK: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=("n", "first", "ignored"))
+def known_kernel(X, TARGETS, OFFSETS, OUT, x_stride, out_stride, n, first, ignored, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                 ROWS: tl.constexpr):
     """OUT = X where a token counts, and 0 where it does not; a token a program."""
     i = tl.program_id(0)
     token = first + i
@@ -66,14 +66,6 @@ def known_kernel(X, TARGETS, OFFSETS, OUT, x_stride, out_stride, n, first, size,
 def _known_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int) -> Launch:
     block = min(triton.next_power_of_2(width), 2048)
     return Launch(known_kernel, dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None), dict(num_warps=max(1, block // 512)))
-
-
-def _known(x: torch.Tensor, targets: Targets, first: int, out: torch.Tensor) -> torch.Tensor:
-    """On `out`, x (count, width), the tokens from `first` on, with 0 for those that do not count."""
-    offsets, n = targets.rows
-    start(_known_launch(x.device, (x.dtype, *targets.dtypes), x.shape[1]), x.shape[0], (x, targets.classes, offsets, out),
-          (x.stride(0), out.stride(0)), (n, first, targets.classes.shape[0], targets.ignored))
-    return out
 
 
 class Wanted(NamedTuple):
@@ -109,7 +101,10 @@ class _Head(NamedTuple):
 
     def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
         """On `out`, x from the token `first` on, with 0 for what does not count, so that it meets no gradient."""
-        return _known(self.x[first : first + out.shape[0]], self.targets, first, out)
+        x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
+        start(_known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]), x.shape[0],
+              (x, self.targets.classes, offsets, out), (x.stride(0), out.stride(0)), (n, first, self.targets.ignored))
+        return out
 
 
 def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, reduction: str,
@@ -213,7 +208,7 @@ def _finished(gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype:
         return out.copy_(gradient)
     if out.numel():
         launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
-        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), (0,))
+        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), ())
     return out
 
 

@@ -35,16 +35,16 @@ def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.
 
 
 @triton.jit
-def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr):
+def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr, POLICY: tl.constexpr):
     """Write them where they belong: GRAIN at once, but for the first and last ones."""
     if EDGES:
         group = place // GRAIN * GRAIN
         whole = (group >= lead) & (group + GRAIN <= lead + V)
         edge = (place >= lead) & (place < lead + V) & (whole == 0)
-        tl.store(OUT + place, y, mask=known & edge, eviction_policy="evict_first")
+        tl.store(OUT + place, y, mask=known & edge, eviction_policy=POLICY)
     else:
         whole = place < V
-    tl.store(OUT + place, y, mask=known & whole, eviction_policy="evict_first")
+    tl.store(OUT + place, y, mask=known & whole, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES:
     y = tl.exp2((x - top) * _LOG2E) * share
     y = tl.where(place - lead == target, y - factor, y).to(OUT.dtype.element_ty)
     if MASKED:
-        _put(OUT, y, place, lead, True, V, GRAIN, GRAIN > 1)
+        _put(OUT, y, place, lead, True, V, GRAIN, GRAIN > 1, "evict_first")
     else:
         tl.store(OUT + place, y, eviction_policy="evict_first")
 
@@ -84,7 +84,7 @@ def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES:
 @triton.jit
 def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr):
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN, GRAIN > 1)
+    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN, GRAIN > 1, "evict_first")
 
 
 @triton.jit
@@ -103,7 +103,10 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
                   size, ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
                   ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
                   SCALED: tl.constexpr, SHARED: tl.constexpr):
-    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
+    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once.
+
+    The gradient stays in the cache, for the products that read it next.
+    """
     EDGES: tl.constexpr = V % GRAIN > 0
     end = size
     if ROWS and (EACH or SUM):
@@ -127,7 +130,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         x = X + i.to(tl.int64) * x_stride
         # For a gradient alone all are read: to wait until it is known which count takes longer.
         wanted = known if EACH | SUM else i < count
-        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, "evict_first")
+        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, "" if GRADIENT else "evict_first")
         if EACH | SUM:
             right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
             top = tl.max(logits, 1)
@@ -145,12 +148,12 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         else:
             powers = tl.exp2((logits - top[:, None]) * _LOG2E)
         if GRADIENT:
-            factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
+            factor = _factor(DLOSSES, SHARE, token, i < count, d_stride, SCALED, SHARED)
             y = powers * (factor / total)[:, None]
             y = tl.where(column == target[:, None], y - factor[:, None], y)
             y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
-            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN, EDGES)
+            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN, EDGES, "evict_last")
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))

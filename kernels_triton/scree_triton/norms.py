@@ -23,14 +23,15 @@ _PARTS = 128  # and how many parts it reads at a time
 
 
 @triton.jit
-def _load(X, tokens, columns, stride, count, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _load(X, tokens, columns, stride, count, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr = ""):
     """(ROWS, BLOCK) elements in float32, and which of the columns exist."""
     pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     if ROWS == 1:
         if D == BLOCK:
-            return tl.load(pointers).to(tl.float32)
-        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0).to(tl.float32)
-    return tl.load(pointers, mask=(tokens < count)[:, None] & (columns < D)[None, :], other=0.0).to(tl.float32)
+            return tl.load(pointers, eviction_policy=HINT).to(tl.float32)
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0, eviction_policy=HINT).to(tl.float32)
+    inside = (tokens < count)[:, None] & (columns < D)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0, eviction_policy=HINT).to(tl.float32)
 
 
 @triton.jit
@@ -66,9 +67,11 @@ def forward_kernel(X, RESIDUAL, W, B, Y, SUM, x_stride, residual_stride, y_strid
     """Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens a program; with ADD of SUM = X + RESIDUAL instead of X."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    x = _load(X, tokens, columns, x_stride, count, D, BLOCK, ROWS)
+    # The hint takes 1 to 2% off; in a row of kernels, too. The backward gains nothing by it.
+    x = _load(X, tokens, columns, x_stride, count, D, BLOCK, ROWS, "evict_last")
     if ADD:
-        total = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D, BLOCK, ROWS)).to(SUM.dtype.element_ty)
+        residual = _load(RESIDUAL, tokens, columns, residual_stride, count, D, BLOCK, ROWS, "evict_last")
+        total = (x + residual).to(SUM.dtype.element_ty)
         x = total.to(tl.float32)
     if WEIGHT:
         w = _vector(W, columns, D)

@@ -15,9 +15,10 @@ _LEAST_LENGTH = 8  # of a padded row, so that tokens side by side are of two row
 @triton.jit(do_not_specialize=("slots", "length", "low", "high", "x_token", "x_piece", "row_units", "y_token", "y_piece"))
 def pad_kernel(PADDED, MASK, X, OFFSETS, slots, length, low, high, x_token, x_piece, row_units, y_token, y_piece,
                LEFT: tl.constexpr, MARKS: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr,
-               TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr):
+               TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr,
+               FOLLOWS: tl.constexpr):
     """Every slot of a padded batch from the token that stands there."""
-    _, first, slot, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    _, first, slot, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     exists = slot < slots
     side = (slot - first) if SIDE == 1 else (tl.arange(0, TOKENS // SIDE) * SIDE)[:, None]
     over = side.to(tl.int32) - (length - first % length).to(tl.int32)  # slots behind the row of the first one
@@ -51,9 +52,9 @@ def pad_kernel(PADDED, MASK, X, OFFSETS, slots, length, low, high, x_token, x_pi
 @triton.jit(do_not_specialize=("n", "total", "length", "x_token", "x_piece", "row_units", "y_token", "y_piece"))
 def unpad_kernel(X, PADDED, OFFSETS, n, total, length, x_token, x_piece, row_units, y_token, y_piece,
                  LEFT: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr,
-                 SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr):
+                 SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr, FOLLOWS: tl.constexpr):
     """Every token from its slot in a padded batch; strides as above."""
-    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     row, begin, _ = rows_of(OFFSETS, OFFSETS, token, first, n, TOKENS, SIDE)
     place = token - begin
     if LEFT:

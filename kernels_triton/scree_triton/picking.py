@@ -18,9 +18,9 @@ _NUMBERS = 8  # bytes that are written and read for a place, where the token tha
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
 def take_kernel(OUT, X, INDEX, CHECK, count, size, x_token, x_piece, y_token, y_piece, CHECKED: tl.constexpr, PIECES: tl.constexpr,
                 WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr,
-                ALIGN: tl.constexpr, LONG: tl.constexpr):
+                ALIGN: tl.constexpr, LONG: tl.constexpr, FOLLOWS: tl.constexpr):
     """Token i of OUT from token INDEX[i] of X, if there is one; with CHECK, if CHECK[INDEX[i]] is i."""
-    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     exists = token < count
     policy: tl.constexpr = "evict_first" if SIDE == 1 else ""  # a gain where tokens come from anywhere, else a loss
     source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy=policy)
@@ -35,9 +35,9 @@ def take_kernel(OUT, X, INDEX, CHECK, count, size, x_token, x_piece, y_token, y_
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
 def put_kernel(OUT, X, TO, count, size, y_token, y_piece, x_token, x_piece, PIECES: tl.constexpr, WIDTH: tl.constexpr,
                BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
-               LONG: tl.constexpr):
+               LONG: tl.constexpr, FOLLOWS: tl.constexpr):
     """Token i of X to token TO[i] of OUT, if there is one."""
-    _, _, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    _, _, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     place = tl.load(TO + token, mask=token < count, other=-1)
     real = (place >= 0) & (place < size)
     target = place.to(token.dtype) * y_token + piece * y_piece
@@ -48,12 +48,12 @@ def put_kernel(OUT, X, TO, count, size, y_token, y_piece, x_token, x_piece, PIEC
                                "y_piece"))
 def select_kernel(TO, FROM, OFFSETS, STARTS, n, total, size, step, low, high, x_token, x_piece, y_token, y_piece,
                   BACK: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr,
-                  SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr):
+                  SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr, FOLLOWS: tl.constexpr):
     """Rows of OUT, whose tokens stand at STARTS, STARTS + step ... in X; BACK puts them there.
 
     BACK is 2 where they fill X; then what stands behind the last row in both is set to 0.
     """
-    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG)
+    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     row, begin, start = rows_of(OFFSETS, STARTS, token, first, n, TOKENS, SIDE)
     source = start + (token - begin) * step
     if BACK:

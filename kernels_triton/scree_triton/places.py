@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .host import on_its_device, start
+from .host import follows, on_its_device, start
 from .launch import Launch, contiguous, empty
 from .offsets import offsets
 
@@ -39,7 +40,7 @@ def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit(do_not_specialize=("slots", "length", "total"))
 def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.constexpr, WORDS: tl.constexpr,
-                BLOCK: tl.constexpr, SIDE: tl.constexpr, BEFORE: tl.constexpr):
+                BLOCK: tl.constexpr, SIDE: tl.constexpr, BEFORE: tl.constexpr, FOLLOWS: tl.constexpr):
     """SLOTS (total,): the marked slots, and `slots` behind the last one; and the OFFSETS of rows of `length` slots each.
 
     A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
@@ -47,6 +48,10 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.
     marked before it: of booleans eight at a time, as WORDS, whose multiple by ones has their sum in its highest byte.
     """
     number: tl.constexpr = SLOTS.dtype.element_ty
+    if FOLLOWS:
+        gdc_wait()
+        if not COUNTED:  # else those that wait would take the room of those that count
+            gdc_launch_dependents()
     first = tl.program_id(0).to(number) * BLOCK
     each = tl.arange(0, BEFORE)
     if COUNTED:
@@ -89,8 +94,11 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.
 
 
 @triton.jit(do_not_specialize=("count", "size"))
-def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr):
+def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr):
     """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
+    if FOLLOWS:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
     tl.atomic_max(LAST + place, token.to(LAST.dtype.element_ty), mask=(place >= 0) & (place < size), sem="relaxed")
@@ -98,7 +106,7 @@ def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr):
 
 @cache
 def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int) -> Launch:
-    return Launch(kernel, constants, dict(num_warps=warps))
+    return Launch(kernel, constants, dict(num_warps=warps, launch_pdl=constants.get("FOLLOWS", False)))
 
 
 def _counter(count: int) -> torch.dtype:
@@ -120,7 +128,7 @@ class _Mark:
         self.counts = *contiguous((self.programs,)), torch.int32
         self.count = _launch(count_kernel, device, (marks,), 2, BLOCK=block, EACH=_EACH)
         self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), warps, COUNTED=not self.few, WORDS=words,
-                            BLOCK=block, SIDE=side, BEFORE=_BEFORE)
+                            BLOCK=block, SIDE=side, BEFORE=_BEFORE, FOLLOWS=follows(device))
 
     @on_its_device
     def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +160,7 @@ def last(index: torch.Tensor, size: int) -> torch.Tensor:
     count = index.shape[0]
     found = torch.full((size,), -1, dtype=_counter(count), device=index.device)
     if count and size:
-        launch = _launch(last_kernel, index.device, (index.dtype, found.dtype), 4, BLOCK=256)
+        launch = _launch(last_kernel, index.device, (index.dtype, found.dtype), 4, BLOCK=256, FOLLOWS=follows(index.device))
         start(launch, -(-count // 256), (index, found), (), (count, size))
     return found
 

@@ -1,8 +1,8 @@
 """Rotary position embedding of the rows of a ragged array, forward and backward: the same kernel, turned the other way.
 
 A program turns a few tokens, all heads of each, of the queries and of the keys; the angles of a token are computed once for
-all of them, while the first of them are read. The row of a token is found by bisection, so that positions restart in each row
-without an array of positions.
+all of them, while they are read. The row of a token is found by bisection, so that positions restart in each row without an
+array of positions.
 """
 import math
 from collections.abc import Callable
@@ -17,24 +17,31 @@ from .host import Function, on_its_device, once_differentiable, refuses
 from .launch import Launch, contiguous, empty
 from .offsets import row_of
 
-_ELEMENTS = 2048  # that a program turns at a time,
-_HEADS = 8  # of so many heads at most
+_FEWEST, _MOST = 2048, 8192  # elements that a program turns, and at a time,
+_WARP = 1024  # and of a warp
 
 
 @triton.jit
-def _angles(position, pair, BASE: tl.constexpr, HALF: tl.constexpr):
-    """Cosine and sine (tokens, HALF) of ``position * BASE**pair``.
+def _angles(OFFSETS, START, n, bisections, sign, BASE: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
+            HAS_START: tl.constexpr):
+    """Cosine and sine (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a program.
 
     An angle is an integer, of which a turn has 2**64: whole turns are what overflows. So what is left of an angle of thousands
     of turns is as exact as float32 is, and costs little. The polynomials are those of the Cephes library.
     """
-    rate = tl.full([HALF], 0.15915494309189535, tl.float64)  # turns a position
+    each = tl.arange(0, TOKENS * HALF)
+    token, pair = tl.program_id(0).to(tl.int64) * TOKENS + each // HALF, each % HALF
+    row = row_of(OFFSETS, token, n - 1, bisections)  # the last one for tokens behind it
+    position = token - tl.load(OFFSETS + row)
+    if HAS_START:
+        position += tl.load(START + row)
+    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns a position
     for bit in tl.static_range(9):
         if 1 << bit < HALF:
-            rate *= tl.where((pair >> bit) & 1 > 0, tl.full([HALF], BASE ** (1 << bit), tl.float64), 1.0)
+            rate *= tl.where((pair >> bit) & 1 > 0, tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64), 1.0)
     if BASE > 1:
         rate -= tl.floor(rate + 0.5)
-    turn = ((position.to(tl.int64)[:, None] * (rate * 18446744073709551616.0).to(tl.int64)[None, :]) >> 32).to(tl.int32)
+    turn = ((position.to(tl.int64) * (rate * 18446744073709551616.0).to(tl.int64)) >> 32).to(tl.int32)
     quarter = (turn + (1 << 29)) >> 30  # the nearest one
     x = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9
     y = x * x
@@ -42,83 +49,86 @@ def _angles(position, pair, BASE: tl.constexpr, HALF: tl.constexpr):
     cos = 1 + y * (-0.5 + y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5)))
     odd = quarter & 1 > 0
     sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
-    return tl.where((quarter + 1) & 2 > 0, -cos, cos), tl.where(quarter & 2 > 0, -sin, sin)
+    cos, sin = tl.where((quarter + 1) & 2 > 0, -cos, cos), tl.where(quarter & 2 > 0, -sin, sin) * sign
+    # As one number: else the compiler has each thread compute what it needs anew, for every head, rather than hand it on.
+    both = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(tl.uint32, bitcast=True).to(tl.int64)
+    both = tl.reshape(both, [TOKENS, HALF])[:, None, :]
+    return (both >> 32).to(tl.int32).to(tl.float32, bitcast=True), both.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _read(X, tokens, total, stride, step, first, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-          INTERLEAVED: tl.constexpr):
+def _places(tokens, total, first, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
+            HEADS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where the first elements of pairs stand, (TOKENS, HEADS, HALF), all elements where INTERLEAVED; and which exist."""
+    head = first + tl.arange(0, HEADS)[None, :, None]
+    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
+    tokens = tokens[:, None, None]
+    return tokens * stride + head * step + each, (tokens < total) & (head < heads) & (each < (DIM if INTERLEAVED else DIM // 2))
+
+
+@triton.jit
+def _read(X, tokens, total, first, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
+          HEADS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two elements of each pair, (TOKENS, HEADS, HALF), of some heads of some tokens; all of them as one where INTERLEAVED."""
-    head = first + tl.arange(0, HEADS)
-    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
-    x = X + tokens[:, None, None] * stride + (head * step)[None, :, None] + each
-    inside = (tokens < total)[:, None, None] & (head < heads)[None, :, None] & (each < (DIM if INTERLEAVED else DIM // 2))
-    a = tl.load(x, mask=inside, other=0.0)
-    return a, a if INTERLEAVED else tl.load(x + DIM // 2, mask=inside, other=0.0)
+    at, inside = _places(tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
+    a = tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    return a, a if INTERLEAVED else tl.load(X + at + DIM // 2, mask=inside, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def _write(OUT, a, b, cos, sin, tokens, total, first, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
-           TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _write(OUT, a, b, cos, sin, tokens, total, first, heads: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+           HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """What was read, turned by angles (TOKENS, 1, HALF)."""
-    head = first + tl.arange(0, HEADS)
-    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
-    out = OUT + tokens[:, None, None] * (heads * DIM) + (head * DIM)[None, :, None] + each
-    inside = (tokens < total)[:, None, None] & (head < heads)[None, :, None] & (each < (DIM if INTERLEAVED else DIM // 2))
+    at, inside = _places(tokens, total, first, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED)
     if INTERLEAVED:
         a, b = tl.split(tl.reshape(a, [TOKENS, HEADS, HALF, 2]))
     a, b = a.to(tl.float32), b.to(tl.float32)
     a, b = (a * cos - b * sin).to(OUT.dtype.element_ty), (b * cos + a * sin).to(OUT.dtype.element_ty)
     if INTERLEAVED:
-        tl.store(out, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=inside)
+        tl.store(OUT + at, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=inside)
     else:
-        tl.store(out, a, mask=inside)
-        tl.store(out + DIM // 2, b, mask=inside)
+        tl.store(OUT + at, a, mask=inside)
+        tl.store(OUT + at + DIM // 2, b, mask=inside)
 
 
 @triton.jit
-def _turn(X, OUT, a, b, cos, sin, tokens, total, stride, step, heads, DIM: tl.constexpr, HALF: tl.constexpr,
+def _turn(X, OUT, a, b, cos, sin, tokens, total, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
           HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """All heads of some tokens, of which the first HEADS were read; the next ones are read before any are written."""
+    """All heads of some tokens, of which the first HEADS were read."""
+    _write(OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
     for first in range(HEADS, heads, HEADS):
-        c, d = _read(X, tokens, total, stride, step, first, heads, DIM, HALF, HEADS, INTERLEAVED)
-        _write(OUT, a, b, cos, sin, tokens, total, first - HEADS, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
-        a, b = c, d
-    last = tl.maximum(heads - 1, 0) // HEADS * HEADS
-    _write(OUT, a, b, cos, sin, tokens, total, last, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+        a, b = _read(X, tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
+        _write(OUT, a, b, cos, sin, tokens, total, first, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
 
 
-@triton.jit(do_not_specialize=("n", "total", "bisections", "q_heads", "k_heads", "sign"))
-def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, k_head, n, total, bisections, q_heads, k_heads,
-                sign, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BASE: tl.constexpr,
-                INTERLEAVED: tl.constexpr, BOTH: tl.constexpr, HAS_START: tl.constexpr):
-    """Q_OUT (total, q_heads, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; BOTH: K too."""
+@triton.jit(do_not_specialize=("n", "total", "bisections", "sign"))
+def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, k_head, n, total, bisections, sign,
+                DIM: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_TILE: tl.constexpr,
+                K_TILE: tl.constexpr, TOKENS: tl.constexpr, BASE: tl.constexpr, INTERLEAVED: tl.constexpr,
+                HAS_START: tl.constexpr):
+    """Q_OUT (total, Q_HEADS, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; with K_HEADS K too."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     # Before the angles are found, so that these are there when the numbers come.
-    a, b = _read(Q, tokens, total, q_stride, q_head, 0, q_heads, DIM, HALF, HEADS, INTERLEAVED)
-    if BOTH:
-        c, d = _read(K, tokens, total, k_stride, k_head, 0, k_heads, DIM, HALF, HEADS, INTERLEAVED)
-    row = row_of(OFFSETS, tokens, n - 1, bisections)  # the last one for tokens behind it
-    position = tokens - tl.load(OFFSETS + row)
-    if HAS_START:
-        position += tl.load(START + row)
-    cos, sin = _angles(position, tl.arange(0, HALF), BASE, HALF)
-    cos, sin = cos[:, None, :], (sin * sign)[:, None, :]
-    _turn(Q, Q_OUT, a, b, cos, sin, tokens, total, q_stride, q_head, q_heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
-    if BOTH:
-        _turn(K, K_OUT, c, d, cos, sin, tokens, total, k_stride, k_head, k_heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+    a, b = _read(Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED)
+    if K_HEADS:
+        c, d = _read(K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED)
+    cos, sin = _angles(OFFSETS, START, n, bisections, sign, BASE, HALF, TOKENS, HAS_START)
+    _turn(Q, Q_OUT, a, b, cos, sin, tokens, total, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, TOKENS, INTERLEAVED)
+    if K_HEADS:
+        _turn(K, K_OUT, c, d, cos, sin, tokens, total, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, TOKENS, INTERLEAVED)
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None, heads: int, dim: int,
-            base: float, interleaved: bool, both: bool) -> tuple[Launch, int]:
-    """The kernel for queries, and `both` for keys, of so many heads at most; and the tokens of a program."""
+def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None,
+            heads: tuple[int, int], dim: int, base: float, interleaved: bool) -> tuple[Launch, int]:
+    """The kernel for so many heads of queries and keys, and the tokens of a program."""
     half = triton.next_power_of_2(dim // 2)
-    at_once = min(triton.next_power_of_2(heads), _HEADS, _ELEMENTS // (2 * half))
-    tokens = _ELEMENTS // (2 * half * at_once)
-    tile = dict(DIM=dim, HALF=half, HEADS=at_once, TOKENS=tokens)
-    how = dict(BASE=base, INTERLEAVED=interleaved, BOTH=both, HAS_START=start_dtype is not None)
-    return Launch(rope_kernel, {**tile, **how}, dict(num_warps=4)), tokens
+    tiles = [min(triton.next_power_of_2(max(h, 1)), _MOST // (2 * half)) for h in heads]
+    wide = 2 * half * max(tiles)
+    tokens = max(1, _FEWEST // wide)
+    constants = dict(DIM=dim, HALF=half, Q_HEADS=heads[0], K_HEADS=heads[1], Q_TILE=tiles[0], K_TILE=tiles[1], TOKENS=tokens,
+                     BASE=base, INTERLEAVED=interleaved, HAS_START=start_dtype is not None)
+    return Launch(rope_kernel, constants, dict(num_warps=wide * tokens // _WARP)), tokens
 
 
 class Turn(NamedTuple):
@@ -144,9 +154,9 @@ class _Plan:
         heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
         self.index = device.index if device.type == "cuda" else None
         self.outs = tuple(None if shape is None else (*contiguous(shape), dtype) for shape in (q, k))
-        self.launch, tokens = _launch(device, dtype, offsets, start, max(*heads, 1), dim, base, interleaved, k is not None)
+        self.launch, tokens = _launch(device, dtype, offsets, start, heads, dim, base, interleaved)
         self.programs = -(-total // tokens) if any(heads) else 0
-        self.numbers = n, total, n.bit_length(), *heads
+        self.numbers = n, total, n.bit_length()
         self.new = empty(device.type)
 
     @on_its_device

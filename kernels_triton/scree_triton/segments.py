@@ -11,7 +11,8 @@ import triton.language as tl
 
 from . import columns, shares
 from .host import FLOATS, Function, on_its_device, once_differentiable, refuses, start
-from .launch import Launch, empty
+from .launch import INTERPRETED, Launch, contiguous, empty
+from .plans import GLUON_KNOWN
 
 _TOKENS = 512  # in a tile, for each warp
 _MOST_WARPS = 16  # of a program
@@ -19,6 +20,7 @@ _MOST_ROWS = 256  # side by side in a tile
 _LANES = 8  # at least, which share a row
 _REGISTERS = 64  # of a thread, so that many programs run at once
 _SHARE = 2  # tiles in a share, where rows are not too long for one program on average
+_LONG = 1 << 14  # tokens of a row on average, beyond which clusters of programs are faster, where there are any
 _MOST_TILES = 16  # that a program reads one after another rather than cut a row
 _PART = 8192  # places in a part of a row that is cut
 _PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
@@ -122,6 +124,7 @@ class _Plan:
     held: torch.dtype  # in which tokens are reduced
     cut: "_Cut"
     whole: Launch | None = None
+    clusters: int = 0  # programs of a cluster that has a row for itself there, if so it is
     parts: Launch | None = None  # for rows that are cut; None where it is known that there is none
     visits: int = 1  # to each of their parts
 
@@ -137,12 +140,17 @@ class _Plan:
             return out
         cut = self.cut
         x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-        pointers = (x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets,
-                    rows.first(cut.share, cut.shares))
-        self.whole(cut.shares, pointers, (), (rows.offsets.shape[0] - 1, x.shape[0], cut.share, cut.most, rows.max_length or 0))
+        pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets
+        n, total = rows.offsets.shape[0] - 1, x.shape[0]
+        if self.clusters:
+            between = self.new(*contiguous((n, 2, self.clusters)), self.held)
+            self.whole(n, (*pointers, between), (), (n, total, cut.most))
+        else:
+            first = rows.first(cut.share, cut.shares)
+            self.whole(cut.shares, (*pointers, first), (), (n, total, cut.share, cut.most, rows.max_length or 0))
         if self.parts is not None:
             between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
-            pointers = *pointers[:-1], rows.first(_PART, cut.parts), between, columns.counters(x.device, cut.parts)
+            pointers = *pointers, rows.first(_PART, cut.parts), between, columns.counters(x.device, cut.parts)
             self.parts(cut.parts * self.visits, pointers, (), (_PART, cut.most, cut.parts, cut.lag))
         return out
 
@@ -150,6 +158,7 @@ class _Plan:
 class _Cut(NamedTuple):
     """How rows are cut into tiles, shares and parts."""
 
+    mean: int  # tokens of a row, without one that is much longer than the others
     width: int  # tokens of a row in a tile
     warps: int  # of a program
     share: int  # places in a share
@@ -164,14 +173,15 @@ def _cut(total: int, n: int, max_length: int | None) -> _Cut:
     rest, others = total, max(n, 1)
     if longest > _MOST_TILES * _TOKENS and total - longest >= n - 1 > 0:  # a row as long as many says nothing of the others
         rest, others = total - longest, n - 1
-    width = min(triton.next_power_of_2(max(-(-rest // others), 1)), _MOST_WARPS * _TOKENS)
+    mean = -(-rest // others)
+    width = min(triton.next_power_of_2(max(mean, 1)), _MOST_WARPS * _TOKENS)
     if width < _TOKENS and width < longest <= _MOST_TILES * _TOKENS:
         width *= 2  # room for rows that are longer than others, but not cut
     warps = max(width // _TOKENS, 1)
     most = _MOST_TILES * warps * _TOKENS
     share = most if rest > most * others else _SHARE * warps * _TOKENS
     parts = -(-(total + n) // _PART) if longest > most else 0
-    return _Cut(width, warps, share, -(-(total + n) // share), most, parts, min(longest // _PART + _AHEAD, parts))
+    return _Cut(mean, width, warps, share, -(-(total + n) // share), most, parts, min(longest // _PART + _AHEAD, parts))
 
 
 @lru_cache(1024)
@@ -202,11 +212,26 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
     many = held.itemsize > 4 or (reads == 2 and cut.warps == 1)
     options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=_REGISTERS)
     key = device, dtypes, out and out[2]
-    whole = _launch(key, shares.share_kernel, _items(what | tiles | same), _items(options))
+    twice, long = op and map and map not in _SCANS, n and cut.mean > _LONG
+    clusters = _clusters(device) if twice and long and acc == torch.float32 else None
+    if clusters:
+        whole = clusters.launch(cut.mean, what | {name: same[name] for name in ("READS", "HAS_A", "HAS_B")})
+    else:
+        whole = _launch(key, shares.share_kernel, _items(what | tiles | same), _items(options))
     tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
     options = dict(num_warps=_PART_WARPS)
     parts = _launch(key, shares.part_kernel, _items(what | tiles | same), _items(options)) if cut.parts else None
-    return _Plan(index, new, out, None, held, cut, whole, parts, 2 if op and map else 1)
+    return _Plan(index, new, out, None, held, cut, whole, clusters.PROGRAMS if clusters else 0, parts, 2 if op and map else 1)
+
+
+@cache
+def _clusters(device: torch.device) -> Any:
+    """The kernel of this device for clusters of programs, if there is one."""
+    if INTERPRETED or not GLUON_KNOWN or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    from . import clusters
+
+    return clusters
 
 
 def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -70,6 +70,15 @@ def test_taken_again():
             for chosen in ([60, 0, 0, 7, 60], [1, 2, 3, 4, 5]):
                 index = like.with_values(torch.tensor(chosen, dtype=dtype, device=DEVICE))
                 assert torch.equal(scree.gather(y, index, kernel="triton").values, x.values[chosen])
+    xp, joined = scree.namespace(x), scree.from_lengths(numbers(61, 3, seed=1), LENGTHS[::-1])
+    for seed in range(2, 5):
+        one, other = x.with_values(numbers(61, 3, seed=seed)), joined.with_values(numbers(61, 3, seed=seed + 5))
+        for pair in ((one, other), (one, one), (other, one)):
+            found = xp.concat(pair, axis=1)
+            assert equal(found, [np.concatenate(parts) for parts in zip(*map(rows_of, pair))])
+            assert found.layout is xp.concat(pair, axis=1).layout  # counted once
+    with pytest.raises(ValueError, match=r"arrays\[1\]: expected the element axes"):
+        xp.concat([x, joined.with_values(numbers(61, 4))], axis=1)
 
 
 @pytest.mark.parametrize(("token", "long"), [((), False), ((2,), False), ((), True)])

@@ -21,6 +21,8 @@ CASES = [
       for name in ("softmax", "log_softmax", "sum", "max", "cumulative_sum")
       for dtype, token, slack in ((f32, (), 0), (bf16, (24,), 100))
       for lengths in ((70000, *(4,) * 900, 0, 0, 300), (4,) * 3000, (20000, 3, 9000), (1,), (0,) * 5000 + (9,))),
+    *(Case(name, dtype, (), (70000, 65536, 30000, 20000, 0, 16385, 40001), slack=slack)
+      for name in ("softmax", "log_softmax", "logsumexp", "max") for dtype, slack in ((f32, 0), (f16, 100))),
     *(Case(name, dtype, token, MIXED, slack=100) for name in ("pad", "pad left", "pad and unpad", "gather", "flip")
       for dtype, token in ((f32, ()), (bf16, (24,)))),
     *(Case(name, bf16, (48,), MIXED, sliced=True) for name in OPERATIONS if "rope" not in name and name != "rms_norm of a sum"),

@@ -18,6 +18,7 @@ CASES = [
     *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "swiglu", "softmax", "sum")),
     *(Case(name, f32, (2, 16), (4, 3), sliced=True) for name in ("rms_norm of a sum", "rope", "rope of q and k")),
     Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
+    *(Case(name, f32, (10, 1024), (3, 0, 2)) for name in ("rope interleaved", "rope of q and k")),  # more heads than at a time
 ]
 LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
         for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()),

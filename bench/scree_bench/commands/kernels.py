@@ -436,6 +436,7 @@ def command(
     width: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 1024,
     dtype: Dtype = "",
     only: Annotated[str, typer.Option(help="Batches, by the first letters of their names; text is that of these options.")] = "",
+    operations: Annotated[str, typer.Option(help="Operations, by the first letters of their names.")] = "",
     device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
     quick: Quick = False, out: Out = None,
 ) -> None:  # fmt: skip
@@ -454,24 +455,34 @@ def command(
         batches = {TEXT: (base, OPERATIONS), **(HARD if session.device == "cuda" and not quick else {})}
         if len(batches) == 1:
             session.leave_out(f"{len(HARD)} batches that stress some kernels", NO_TIME if quick else "run on CUDA devices only")
-        beginnings = tuple(x.strip() for x in only.split(",") if x.strip()) or ("",)
-        chosen = {name: found for name, found in batches.items() if name.startswith(beginnings)}
+        chosen = {name: found for name, found in batches.items() if name.startswith(_words(only))}
         if not chosen:
             raise typer.BadParameter(f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}")
+        there: list[str] = []
         for lib in wanted(session, "torch", ("torch",)):
-            for what, (sizes, operations) in session.track(chosen.items()):
+            for what, (sizes, makers) in session.track(chosen.items()):
                 batch = Batch(lib, sizes, seed, quick)
                 case = {"rows": len(batch.lengths), "tokens": batch.total, "width": batch.width, "dtype": sizes.dtype}
-                for operation in operations:
-                    made = operation(batch)
-                    for who, why in batch.left_out.items():
-                        session.leave_out(who, why)
-                    measure(session, lib, {"batch": what, **case}, made)
+                for operation in (make(batch) for make in makers):
+                    there.append(operation.name)
+                    if operation.name.startswith(_words(operations)):
+                        measure(session, lib, {"batch": what, **case}, operation)
+                for who, why in batch.left_out.items():
+                    session.leave_out(who, why)
+        if there and not session.result.rows:
+            raise typer.BadParameter(f"--operations: expected the beginnings of some of {', '.join(there)}, got {operations!r}")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The beginnings that a list option names; every name has one of none."""
+    return tuple(x.strip() for x in text.split(",") if x.strip()) or ("",)
 
 
 def tables(result: Result) -> list[Table]:
-    """The values that say most."""
-    return results.tables(result.rows, SHOWN)
+    """The values that say most: of what moves bytes, and of products."""
+    products = {repr(row.case) for row in result.rows if "forward_flops" in row.values}
+    kinds = ([row for row in result.rows if (repr(row.case) in products) is kind] for kind in (False, True))
+    return [table for rows in kinds for table in results.tables(rows, SHOWN)]
 
 
 def pictures(result: Result) -> plots.Pictures:

@@ -36,12 +36,12 @@ On GPUs the device is timed by events, a single call between rests. While it sle
 of, so that no kernel comes late; where one did, the sample is taken again. Before that, zeros overwrite the second-level cache, as
 `triton.testing.do_bench` does it: a call finds lines of others to write back and leaves its own, as in a program. On an H100 a
 rope of 34 MB takes 0.93 of that time in a loop without rests or zeros, and 0.79 behind a cache that was only read, where it need
-not write back as much as it leaves. Lines that a kernel marked to stay, as compiled forms do, outlive zeros, and the next reader of
-the same tensor would take 0.88 of its time: the driver is asked to release them before. Attention with 128-wide heads takes 1.07
-of that time by `do_bench`, where nothing rests: the ratio to a peer's is the same. All arrays are random numbers, and so are the
-gradients that are sent back, the same ones to all contenders (to a loss, one): multiplying numbers that are all alike takes a
-device less power, and so less time. *Host*, in rounds of its own behind, is how long the host takes to prepare and launch a call,
-in a loop of up to 30 that waits for none of them. A call that waits for both takes the longer of the two.
+not write back as much as it leaves. Lines that a kernel marked to stay, as compiled forms do and some of ours, outlive zeros, and
+the next reader of the same tensor would take 0.88 of its time: the driver is asked to release them before. Attention with 128-wide
+heads takes 1.07 of that time by `do_bench`, where nothing rests: the ratio to a peer's is the same. All arrays are random numbers,
+and so are the gradients that are sent back, the same ones to all contenders (to a loss, one): multiplying numbers that are all
+alike takes a device less power, and so less time. *Host*, in rounds of its own behind, is how long the host takes to prepare and
+launch a call, in a loop of up to 30 that waits for none of them. A call that waits for both takes the longer of the two.
 """
 
 

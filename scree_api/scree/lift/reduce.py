@@ -40,7 +40,7 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
                 f"axis: {name} over the batch alone would add up unrelated positions of rows of different lengths; use "
                 "axis=(0, 1), or scree.to_padded(x) and its mask for columns"
             )
-        inner = tuple(a - 1 for a in axes if a)
+        inner = tuple([a - 1 for a in axes if a])
         dtype = result_dtype(x.dtype, options)
         adds = name in AVERAGES or name in SCANS
         wide = accumulator(xp, dtype if name in AVERAGES else x.dtype) if adds else x.dtype
@@ -96,8 +96,8 @@ def _monoid(op: str) -> Function:
 def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
     """(n, ...) reduction over the ragged axis and the element axes in `axes`, of `dtype`."""
     values = moved(xp, x.values, x.ragged_dim, 0)
-    inner = tuple(a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1)
-    if 0 in (values.shape[a] for a in inner):  # of no elements: the value of an empty row
+    inner = tuple([a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1])
+    if inner and 0 in [values.shape[a] for a in inner]:  # of no elements: the value of an empty row
         shape = [n for a, n in enumerate(values.shape) if a not in inner]
         values = xp.full(tuple(shape), identity(xp, op, dtype), dtype=dtype, device=x.layout.device)
     elif inner and op in SCANS:
@@ -120,11 +120,15 @@ def _elements(x: Array, axes: tuple[int, ...]) -> int:
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
     total, rows = _reduce_rows(xp, "sum", x, axes, keepdims, wide), x.layout
-    real = real_of(xp, total.dtype)
-    # 1 for an empty row, whose gradient would else be NaN.
-    tokens = rows.once(("tokens", real), lambda: xp.astype(xp.where(rows.filled, rows.lengths, 1), real))
-    mean = total / (spread(xp, tokens, total.ndim) * _elements(x, axes))
-    return xp.where(spread(xp, rows.filled, total.ndim), mean, float("nan"))
+    real, ndim = real_of(xp, total.dtype), total.ndim
+
+    def tokens() -> tuple[Any, Any]:  # 1 for an empty row, whose gradient would else be NaN
+        count = xp.astype(xp.where(rows.filled, rows.lengths, 1), real)
+        return spread(xp, rows.filled, ndim), spread(xp, count, ndim)
+
+    filled, count = rows.once(("tokens", real, ndim), tokens)
+    mean = total / (count * _elements(x, axes) if len(axes) > 1 else count)
+    return xp.where(filled, mean, float("nan"))
 
 
 def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
