@@ -1,9 +1,9 @@
 """Tokens added up at numbered places: half precision in float32, in one of three ways.
 
-Single numbers and other narrow tokens are added as they come, by atomic instructions. That is exact for integers, of which wider
-tokens are added so, too, where there are very many; the sum of floating-point numbers depends on an order that nobody knows in
-its last bits, so that it is not done where `torch.use_deterministic_algorithms` asks for equal bits. All else is added in the
-order of the tokens: see `binned` for places of few tokens each, and `sorting` for the rest.
+Tokens of places that have few are put into bins, and added in their order: see `binned`. Narrow ones are added as they come, by
+atomic instructions, single numbers wherever they go, others beyond what bins are for. That is exact for integers; the sum of
+floating-point numbers depends on an order that nobody knows in its last bits, so that it is not done where
+`torch.use_deterministic_algorithms` asks for equal bits. All else is sorted, and added in its order: see `sorting`.
 """
 import math
 from functools import cache, lru_cache
@@ -17,7 +17,7 @@ from . import binned, sorting
 from .host import on_its_device
 from .launch import Launch, contiguous, empty
 
-_NARROW = 16  # bytes of a token
+_NARROW, _MANY = 16, 128  # bytes of a token that is added as it comes: always, and beyond what bins are for
 _TOKENS, _ELEMENTS = 128, 1024  # that a program adds as they come, at most
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64,
        torch.int32: tl.int32, torch.int64: tl.int64}
@@ -67,13 +67,11 @@ def _plan(device: torch.device, x: torch.dtype, index: torch.dtype, shape: tuple
     """What runs such an addition; None where there is nothing to add."""
     if not math.prod(shape) * size:
         return None
-    width, exact = math.prod(shape[1:]), not x.is_floating_point
-    if width * x.itemsize <= _NARROW and (exact or not ordered):
+    few, width = binned.suits(shape[0], size), math.prod(shape[1:]) * x.itemsize
+    if width <= (_NARROW if few else _MANY) and not (ordered and x.is_floating_point):
         way = _Coming
-    elif binned.suits(shape[0], size):
-        way = binned.Plan
     else:
-        way = _Coming if exact and width <= _ELEMENTS else sorting.Plan
+        way = binned.Plan if few else sorting.Plan
     return way(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
 
 

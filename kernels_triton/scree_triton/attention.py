@@ -86,7 +86,7 @@ def run_again(call: Any) -> Callable[..., Any]:
     found: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
     def ways(q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        rows = Rows(q.offsets, k.offsets, q.layout.beside(k.layout))
+        rows = Rows(q.offsets, k.offsets, q.layout.beside(k.layout), max(q.layout.bound, k.layout.bound))
         way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
         made = way.forward_on(rows, *tokens, spec), way.backward_on(rows, *tokens, spec) if wanted else None
         if not capturing(arrays[0]):
@@ -119,7 +119,7 @@ def _spec(call: Any) -> Spec:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
               causal: bool = False, window: tuple[int | None, int | None] = (None, None), scale: float,
               softcap: float | None = None, alibi_slopes: torch.Tensor | None = None,
-              memo: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+              memo: dict | None = None, max_length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Ragged attention on packed tensors.
 
     Parameters
@@ -139,6 +139,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         softcap. Not differentiated.
     memo
         A dict that belongs to the rows of q and lives as long as they do; the tile maps are kept in it.
+    max_length
+        A bound on the longest row of q and k, where one is known: few short rows take smaller tiles.
 
     Returns
     -------
@@ -150,7 +152,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
     if torch.compiler.is_compiling():
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
-    rows = Rows(cu_q, cu_k, memo)
+    rows = Rows(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
     way, on = plan(q, k, v, rows, spec, alibi_slopes is not None), (rows, q.shape[0], k.shape[0], spec)
     forward = way.forward_on(*on)
     if differentiated(q, k, v):

@@ -10,6 +10,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .hopper import _let_follow
 from .launch import Launch
 from .shares import DOT, EQUAL, LSE, SUM_Y, _exp, _finite, _made
 
@@ -117,10 +118,13 @@ def _share(PARTS, u, v, k, OP: gl.constexpr, K: gl.constexpr, WARPS: gl.constexp
 
 @gluon.jit(do_not_specialize=("n", "total", "most"))
 def cluster_kernel(X, Y, A, B, OUT, OFFSETS, PARTS, n, total, most, OP: gl.constexpr, MAP: gl.constexpr, READS: gl.constexpr,
-                   HAS_A: gl.constexpr, HAS_B: gl.constexpr, K: gl.constexpr, R: gl.constexpr, WARPS: gl.constexpr):
+                   HAS_A: gl.constexpr, HAS_B: gl.constexpr, FOLLOWED: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
+                   WARPS: gl.constexpr):
     """The tokens OUT (total,) of rows of up to `most`; those behind the last row become 0. PARTS (n, 2, K) is for the clusters."""
     HELD: gl.constexpr = _layout(K, 32, WARPS)
     row = gl.program_id(0)
+    if FOLLOWED:
+        _let_follow(row)
     PARTS += row.to(gl.int64) * (2 * K)
     k = gl.arange(0, K, gl.SliceLayout(1, HELD))
     r = gl.arange(0, R, gl.SliceLayout(0, HELD))[None, :]

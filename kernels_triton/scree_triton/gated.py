@@ -145,6 +145,7 @@ def run_again(call: Any) -> Callable[..., Any]:
     plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
 
     def gate(x: Any) -> Any:
-        return x.with_values(_Swiglu.apply(x.values, plan) if wanted and torch.is_grad_enabled() else plan.run(x.values))
+        out = _Swiglu.apply(x.values, plan) if wanted and torch.is_grad_enabled() else plan.run(x.values)
+        return x._of(out, x.layout, x.ragged_dim)
 
     return gate

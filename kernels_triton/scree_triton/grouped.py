@@ -341,6 +341,6 @@ def run_again(call: Any) -> Callable[..., Any]:
 
     def multiply(x: Any, weight: torch.Tensor) -> Any:
         run = _Product.apply if wanted and torch.is_grad_enabled() else product
-        return x.with_values(run(x.values, weight, x.offsets.contiguous()))
+        return x._of(run(x.values, weight, x.offsets.contiguous()), x.layout)
 
     return multiply

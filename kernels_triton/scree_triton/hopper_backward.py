@@ -42,12 +42,13 @@ def _dq_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.co
                  CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     qd, kd, vd, dod, TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group = read
-    count = gl.load(TILES)
-    total_tiles = count * heads
     t = gl.program_id(0)
     i = 0
     c = 0
-    _let_follow(c)
+    _follow(c)
+    _let_follow(c)  # in this order: when the next kernel begins, what ran before this one has ended
+    count = gl.load(TILES)
+    total_tiles = count * heads
     while t >= 0:
         tile, head = _tile(TILES, t, count, total_tiles, group)
         start, length, other_start, other, first = _fields(tile)
@@ -143,6 +144,7 @@ def _dq_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.const
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
     i = 0
     c = 0
+    _follow(c)
     mbarrier.wait(q_full.index(0), 0)
     start, length, other, first, head = _entry(queue.index(0))
     while length > 0:

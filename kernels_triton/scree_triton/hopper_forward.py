@@ -25,6 +25,7 @@ from .hopper import (
     _first_tile,
     _key_bounds,
     _key_tiles,
+    _let_follow,
     _load,
     _parts,
     _post,
@@ -115,6 +116,7 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
                 mbarrier.expect(full.index(stage), _bytes(v_s, PARTS_V))
                 _load(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V)
             mbarrier.arrive(q_full.index(qs), count=1)
+            _let_follow(i)  # sooner costs more than it saves
             t = -1
         i += 1
 

@@ -113,6 +113,7 @@ def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
             for u in gl.static_range(2):
                 tma.async_copy_global_to_shared(xd, [at + u * 64, j * DEEP], full.index(stage), a_s.index(stage * 2 + u),
                                                 pred=u < rows)
+            for u in gl.static_range(2):
                 b = b_s.index(stage).slice(u * HALF, HALF, 1 if TURNED else 2)
                 part = column + u * HALF
                 if TURNED:

@@ -75,6 +75,19 @@ def run_scatter(call: Any) -> torch.Tensor:
     return apply("keep", call.x, index, (last_op if torch.compiler.is_compiling() else last)(index, call.size))
 
 
+def run_scatter_again(call: Any) -> Callable[..., torch.Tensor] | None:
+    """The same as `run_gather_again`."""
+    dtype, size, add, make = call.index.dtype, call.size, call.add, type(call)
+    if call.index.device.type == "cpu":
+        return None
+
+    def put(x: Any, index: Any) -> torch.Tensor:
+        places, real = (index if isinstance(index, torch.Tensor) else index.values).to(dtype), x.layout.real
+        return run_scatter(make(x.values, places if real is None else torch.where(real, places, size), size, add))
+
+    return put
+
+
 def run_select(call: Any) -> torch.Tensor:
     """Run a `SelectCall`."""
     x, layout = call.x, call.layout

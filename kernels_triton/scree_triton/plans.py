@@ -4,6 +4,7 @@ A plan holds what follows from a call's static facts (device, dtype, shapes but 
 mask). Plans are cached. For given rows a plan makes functions that only allocate their results and launch.
 """
 import os
+import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ from . import portable
 from .host import on_device
 from .launch import Launch, contiguous, empty, ragged
 from .tiles import UNBOUNDED, tile_bound, tile_map
-from .tuned import GLUON, GluonTiles, Tile, Tiles, portable_tiles
+from .tuned import FEW, GLUON, GLUON_FEW, SHORT, GluonTiles, Tile, Tiles, portable_tiles
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
+_MOST_READ = 40_000_000  # numbers of heads side by side, beyond which the L2 cache of an H100 loses them
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"  # measure the tiles of portable kernels at the first call of a kind
 GLUON_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))  # Gluon changes, and so does what it compiles to
 
@@ -33,11 +35,13 @@ class Spec(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of queries and keys, and the dict (or None) of the queries' rows in which the tile maps are kept."""
+    """The rows of queries and keys, the dict (or None) of the queries' rows in which the tile maps are kept, and a bound on the
+    rows' lengths that is known without reading them."""
 
     q: torch.Tensor
     k: torch.Tensor
     memo: dict | None
+    longest: int = UNBOUNDED
 
     def query_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
         """The tiles of the queries."""
@@ -83,7 +87,8 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Sp
     total_k, k_heads, dim_v = v.shape
     some = total > 0 and total_k > 0
     key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
-           right < UNBOUNDED, right == 0, softcap > 0, alibi, some and aligned(q, k, v), rows.q is rows.k, tf32(q.dtype))
+           right < UNBOUNDED, right == 0, softcap > 0, alibi, some and aligned(q, k, v), rows.q is rows.k, tf32(q.dtype),
+           rows.longest <= SHORT and total * heads <= FEW)
     found = _PLANS.get(key)
     if found is None:
         if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
@@ -107,7 +112,7 @@ def tf32(dtype: torch.dtype) -> bool:
 
 
 def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
-          softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool) -> "Plan":
+          softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool, few: bool) -> "Plan":
     q, _, v = shapes
     window = left or (right and not causal)
     half = dtype != torch.float32
@@ -115,7 +120,7 @@ def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], 
               and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned and q.dim % 8 == v.dim % 8 == 0
               and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
     if hopper and half:
-        return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same)
+        return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same, few)
     if hopper and not tf32:
         return SplitPlan(device, shapes, causal, window, softcap, alibi)
     return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
@@ -128,14 +133,15 @@ def _tiled(dim: int) -> tuple[int, int]:
     return (64, 3) if dim <= 192 else (128, 2)
 
 
-def _gluon_tiles(itemsize: int, dim: int, dim_v: int) -> GluonTiles | None:
-    """The tiles of the Gluon kernels, if there are such for heads of these widths."""
+def _gluon_tiles(itemsize: int, dim: int, dim_v: int, few: bool = False) -> GluonTiles | None:
+    """The tiles of the Gluon kernels, if there are such for heads of these widths; and where there are few of them."""
     if itemsize == 4:
         return GLUON.get((itemsize, dim)) if dim == dim_v else None
     width, width_v = (prod(_tiled(x)) for x in (dim, dim_v))
     if min(width, width_v) < 32:
         return None
-    return GLUON.get((itemsize, width, width_v)) or GLUON.get((itemsize, max(width, width_v)))
+    found = GLUON.get((itemsize, width, width_v)) or GLUON.get((itemsize, max(width, width_v)))
+    return GLUON_FEW.get(found, found) if few else found
 
 
 def _registers(programs: int, consumers: int) -> int:
@@ -148,25 +154,42 @@ def _reachable(stride: int, head: int, heads: int) -> bool:
     return stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31 and 0 < heads * head < 1 << 31
 
 
-def _head_group(heads: int, most: int) -> int:
-    """Heads that run side by side, as the L2 cache holds the keys of few."""
-    return next(g for g in (8, 4, 6, 5, 7, 3, 2, 1) if g <= most and heads % g == 0)
+def _beside(heads: int, most: int) -> int:
+    """How many heads run side by side: what divides them evenly, at most `most`, as the L2 cache holds the keys of few."""
+    return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= most)
 
 
 class Plan:
     """The common part: shapes, and what a forward and a backward allocate."""
+
+    programs = sys.maxsize  # at most, where each of them takes one tile after another
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...]):
         self.device, self.dtype = device, dtype
         self.index = device.index if device.type == "cuda" else None
         self.q, self.k, self.v = shapes
         self.heads, self.k_heads = self.q.heads, self.k.heads
-        shared = self.heads // self.k_heads
-        dim = max(self.q.dim, self.v.dim)
-        self.q_counts, self.k_counts = ((self.heads, shared, heads if dim < 128 else _head_group(heads, 8))
-                                        for heads in (self.heads, self.k_heads))
         self.out_stride = self.heads * self.v.dim
         self.empty = empty(device.type)
+
+    def _query_tiles(self, rows: Rows, total: int, block: int, spec: Spec, shared: int = 1) -> tuple[torch.Tensor, int]:
+        """The tiles of the queries, and how many programs take them, `shared` on a multiprocessor."""
+        return rows.query_tiles(total, block, spec), min(
+            shared * self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads)
+
+    def _key_tiles(self, rows: Rows, total: int, block: int, spec: Spec) -> tuple[torch.Tensor, int]:
+        """The same of the keys."""
+        return rows.key_tiles(total, block, spec), min(
+            self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.k_heads)
+
+    def _counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
+        """Of heads that read so many tokens each: the queries', those that share a key's, and how many run side by side."""
+        most = _MOST_READ // max(tokens * (self.q.dim + self.v.dim), 1)
+        return self.heads, self.heads // self.k_heads, _beside(heads, max(most, 4))
+
+    def _takes(self, dout: torch.Tensor) -> bool:
+        """Whether the kernels read a gradient of the output as it lies."""
+        return dout.stride(2) == 1
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,28 +279,23 @@ class PortablePlan(Plan):
         return make(measured((self.device, *self.kind, self.dtype, *features), make, self.tiles, q, k, v, rows, spec,
                              self.features["alibi"]))
 
-    def _takes(self, dout: torch.Tensor) -> bool:
-        return dout.stride(2) == 1
-
     def _forward(self, rows, total, spec):
-        block = self.tiles.forward.m
-        tiles = rows.query_tiles(total, block, spec)
-        programs = tile_bound(total, rows.q.shape[0] - 1, block) * self.heads
-        launch, strides, numbers = self.forward_launch, (*self.strides, self.out_stride), (total, *self.q_counts, *spec)
+        tiles, programs = self._query_tiles(rows, total, self.tiles.forward.m, spec)
+        launch, strides = self.forward_launch, (*self.strides, self.out_stride)
+        numbers = total, *self._counts(self.heads, total), *spec
         return lambda q, k, v, slopes, out, lse: launch(programs, (q, k, v, slopes, out, lse, tiles), strides, numbers)
 
     def _backward(self, rows, total, total_k, spec):
-        n, plane, block_q, block_k = rows.q.shape[0] - 1, self.heads * total, self.tiles.dq.m, self.tiles.dkdv.n
-        query_tiles = rows.query_tiles(total, block_q, spec) if total > 0 else None
-        key_tiles = rows.key_tiles(total_k, block_k, spec) if total_k > 0 else None
-        dq_programs, dkdv_programs = tile_bound(total, n, block_q) * self.heads, tile_bound(total_k, n, block_k) * self.k_heads
-        dkdv_launch, dkdv_numbers = self.dkdv_launch, (total, plane, *self.k_counts, *spec)
+        plane = self.heads * total
+        query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq.m, spec) if total > 0 else (None, 0)
+        key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv.n, spec) if total_k > 0 else (None, 0)
+        dkdv_launch, dkdv_numbers = self.dkdv_launch, (total, plane, *self._counts(self.k_heads, total), *spec)
 
         def prepare(dout_strides, dlse_strides):
             dlse_head, dlse_stride = dlse_strides or (0, 0)
             dq_launch = self.dq_launches[dlse_strides is not None]
             dq_strides = *self.strides, self.out_stride, *dout_strides[:2], self.heads * self.q.dim
-            dq_numbers = dlse_stride, dlse_head, total, plane, *self.q_counts, *spec
+            dq_numbers = dlse_stride, dlse_head, total, plane, *self._counts(self.heads, total_k), *spec
             dkdv_strides = *self.strides, *dout_strides[:2], self.k_heads * self.q.dim, self.k_heads * self.v.dim
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
@@ -301,7 +319,7 @@ class HopperPlan(Plan):
     """Gluon on Hopper: one persistent program a multiprocessor."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], causal: bool, window: bool,
-                 softcap: bool, alibi: bool, same: bool):
+                 softcap: bool, alibi: bool, same: bool, few: bool):
         from . import hopper, hopper_backward, hopper_forward
 
         super().__init__(device, dtype, shapes)
@@ -310,13 +328,13 @@ class HopperPlan(Plan):
         # What is not plain comes with a window, which may be endless.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter, self.tiles = hopper.counter, _gluon_tiles(2, self.q.dim, self.v.dim)
+        self.counter, self.tiles = hopper.counter, _gluon_tiles(2, self.q.dim, self.v.dim, few)
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
         self.described = tuple(ragged(*x, *_tiled(x.dim)) for x in shapes)
         self.columns = self.q.head, self.k.head, self.v.head
         values = dict(DIM_V=self.v.dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        self.forward_counts = *self.q_counts[:2], _head_group(self.heads, 4 if width >= 128 else 8)
+        self.forward_counts = self.heads, self.heads // self.k_heads, _beside(self.heads, 4 if width >= 128 else 8)
         m, n, stages, own, self.shared = self.tiles.forward
         self.forward_launch = Launch(hopper_forward.forward_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, THROUGH=own > 1 and self.q.dim == self.v.dim,
@@ -326,7 +344,7 @@ class HopperPlan(Plan):
         m, n, stages, own = self.tiles.dq
         self.dq_launches = [Launch(hopper_backward.dq_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, CONSUMERS=m // 64, **features, HAS_DLSE=x),
-            dict(num_warps=4, maxnreg=_registers(1, m // 64)), (64, n, n, 64, 64)) for x in (False, True)]
+            dict(num_warps=4, maxnreg=_registers(1, m // 64), launch_pdl=True), (64, n, n, 64, 64)) for x in (False, True)]
         m, n, stages, own = self.tiles.dkdv
         # To pass over tiles takes registers, which at head_dim 128 the loops need themselves.
         self.dkdv_launches = [Launch(hopper_backward.dkdv_kernel, dict(
@@ -340,22 +358,19 @@ class HopperPlan(Plan):
         return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
 
     def _forward(self, rows, total, spec):
-        n, counter, device = rows.q.shape[0] - 1, self.counter, self.device
+        counter, device = self.counter, self.device
         described = *self.described, ragged(self.heads, self.v.dim, self.out_stride, self.v.dim, *_tiled(self.v.dim))
-        block, launch = self.tiles.forward[0], self.forward_launch
-        tiles = rows.query_tiles(total, block, spec)
-        programs = min(self.shared * self.programs, tile_bound(total, n, block) * self.heads)
+        launch = self.forward_launch
+        tiles, programs = self._query_tiles(rows, total, self.tiles.forward[0], spec, self.shared)
         strides, numbers = (*self.columns, self.out_stride), (total, *self.forward_counts, *_numbers(spec))
         return lambda q, k, v, slopes, out, lse: launch(
             programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, k, v, out), described)
 
     def _backward(self, rows, total, total_k, spec):
-        n, plane, numbers = rows.q.shape[0] - 1, self.heads * total, _numbers(spec)
-        block_q, block_k, counter, device = self.tiles.dq[0], self.tiles.dkdv[1], self.counter, self.device
-        query_tiles, key_tiles = rows.query_tiles(total, block_q, spec), rows.key_tiles(total_k, block_k, spec)
-        dq_programs = min(self.programs, tile_bound(total, n, block_q) * self.heads)
-        dkdv_programs = min(self.programs, tile_bound(total_k, n, block_k) * self.k_heads)
-        dkdv_launches, dkdv_numbers = self.dkdv_launches, (total, plane, *self.k_counts, *numbers)
+        plane, numbers, counter, device = self.heads * total, _numbers(spec), self.counter, self.device
+        query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq[0], spec)
+        key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv[1], spec)
+        dkdv_launches, dkdv_numbers = self.dkdv_launches, (total, plane, *self._counts(self.k_heads, total), *numbers)
 
         def prepare(dout_strides, dlse_strides):
             stride, head, _ = dout_strides
@@ -363,7 +378,7 @@ class HopperPlan(Plan):
             dq_shapes = *shapes, ragged(self.heads, self.q.dim, self.heads * self.q.dim, self.q.dim, *_tiled(self.q.dim))
             columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
             dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride)
-            dq_numbers = dlse_stride, dlse_head, total, plane, *self.q_counts, *numbers
+            dq_numbers = dlse_stride, dlse_head, total, plane, *self._counts(self.heads, total_k), *numbers
             dkdv_strides = *columns, self.k_heads * self.q.dim, self.k_heads * self.v.dim
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
@@ -412,9 +427,6 @@ class SplitPlan(Plan):
         self.dkdv_launch = Launch(hopper_float32.dkdv_kernel, dict(
             BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m, n // 2, n // 2, m))
 
-    def _takes(self, dout: torch.Tensor) -> bool:
-        return dout.stride(2) == 1
-
     def _empty_planes(self, x: torch.Tensor) -> torch.Tensor:
         total, heads, dim = x.shape
         heads *= self.planes
@@ -426,20 +438,19 @@ class SplitPlan(Plan):
         return planes
 
     def _forward(self, rows, total, spec):
-        block, counter, device, split = self.tiles.forward[0], self.counter, self.device, self._split
-        launch, shapes, tiles = self.forward_launch, (self.described_q, *self.described[1:3]), rows.query_tiles(total, block, spec)
-        programs = min(self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads)
-        strides, numbers = (self.q.head, self.out_stride), (total, *self.q_counts, *_numbers(spec))
+        counter, device, split = self.counter, self.device, self._split
+        launch, shapes = self.forward_launch, (self.described_q, *self.described[1:3])
+        tiles, programs = self._query_tiles(rows, total, self.tiles.forward[0], spec)
+        strides, numbers = (self.q.head, self.out_stride), (total, *self._counts(self.heads, total), *_numbers(spec))
         return lambda q, k, v, slopes, out, lse: launch(
             programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, split(k), split(v)), shapes)
 
     def _backward(self, rows, total, total_k, spec):
-        n, plane, numbers = rows.q.shape[0] - 1, self.heads * total, _numbers(spec)
-        block_q, block_k, counter, device, split = self.tiles.dq[0], self.tiles.dkdv[1], self.counter, self.device, self._split
-        query_tiles, key_tiles = rows.query_tiles(total, block_q, spec), rows.key_tiles(total_k, block_k, spec)
-        dq_programs = min(self.programs, tile_bound(total, n, block_q) * self.heads)
-        dkdv_programs = min(self.programs, tile_bound(total_k, n, block_k) * self.k_heads)
-        dq_numbers, dkdv_numbers = (total, plane, *self.q_counts, *numbers), (total, plane, *self.k_counts, *numbers)
+        plane, numbers, counter, device, split = self.heads * total, _numbers(spec), self.counter, self.device, self._split
+        query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq[0], spec)
+        key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv[1], spec)
+        dq_numbers = total, plane, *self._counts(self.heads, total_k), *numbers
+        dkdv_numbers = total, plane, *self._counts(self.k_heads, total), *numbers
 
         def prepare(dout_strides, dlse_strides):
             dlse_head, dlse_stride = dlse_strides or (0, 0)

@@ -17,8 +17,8 @@ from .host import Function, on_its_device, once_differentiable, refuses
 from .launch import Launch, contiguous, empty
 from .offsets import row_of
 
-_FEWEST, _MOST = 2048, 8192  # elements that a program turns, and at a time,
-_WARP = 1024  # and of a warp
+_FEWEST, _MOST = 2048, 8192  # elements of a program at least, and that it turns at a time,
+_WARP = 1024  # of which a warp has so many
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _angles(OFFSETS, START, n, bisections, sign, BASE: tl.constexpr, HALF: tl.co
 def _places(tokens, total, first, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
             HEADS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Where the first elements of pairs stand, (TOKENS, HEADS, HALF), all elements where INTERLEAVED; and which exist."""
-    head = first + tl.arange(0, HEADS)[None, :, None]
+    head = first + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
     each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
     tokens = tokens[:, None, None]
     return tokens * stride + head * step + each, (tokens < total) & (head < heads) & (each < (DIM if INTERLEAVED else DIM // 2))
@@ -260,8 +260,8 @@ def run_again(call: Any) -> Callable[..., Any]:
         arrays = x.values, None if k is None else k.values, how
         found = _Rope.apply(*arrays, plan) if wanted and torch.is_grad_enabled() else plan.turn(*arrays, 1)
         if k is not None:
-            return x.with_values(found[0]), k.with_values(found[1])
-        return x.with_values(found[0] if type(found) is tuple else found)
+            return x._of(found[0], x.layout, x.ragged_dim), k._of(found[1], k.layout, k.ragged_dim)
+        return x._of(found[0] if type(found) is tuple else found, x.layout, x.ragged_dim)
 
     return rotate
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import columns, shares
-from .host import FLOATS, Function, on_its_device, once_differentiable, refuses, start
+from .host import FLOATS, Function, follows, on_its_device, once_differentiable, refuses, start
 from .launch import INTERPRETED, Launch, contiguous, empty
 from .plans import GLUON_KNOWN
 
@@ -18,7 +18,7 @@ _TOKENS = 512  # in a tile, for each warp
 _MOST_WARPS = 16  # of a program
 _MOST_ROWS = 256  # side by side in a tile
 _LANES = 8  # at least, which share a row
-_REGISTERS = 64  # of a thread, so that many programs run at once
+_REGISTERS, _REGISTERS_OF_COUNTS = 64, 80  # of a thread, so that many programs run at once; counts of extrema want more
 _SHARE = 2  # tiles in a share, where rows are not too long for one program on average
 _LONG = 1 << 14  # tokens of a row on average, beyond which clusters of programs are faster, where there are any
 _MOST_TILES = 16  # that a program reads one after another rather than cut a row
@@ -203,24 +203,27 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
         return _Plan(index, new, out, wide, held, cut)
     reads = 2 if dtypes[1] else int(map != shares.COPY.value)
     what = dict(OP=op, MAP=map)
-    same = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, IDENTITY=identity,
-                OTHER=0 if op in _ARGS else _identity(op, dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
+    operands = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
+    same = operands | dict(IDENTITY=identity, OTHER=0 if op in _ARGS else _identity(op, dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
     tile, lanes = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
     tiles = dict(G=tile // cut.width, W=cut.width, L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
                  FL=lanes if cut.warps == 1 else min(4 * lanes, tile), VECTOR=cut.warps > 1,
                  EVEN=bool(op) and max_length is not None and n * max_length == total)
     many = held.itemsize > 4 or (reads == 2 and cut.warps == 1)
-    options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=_REGISTERS)
+    registers = _REGISTERS_OF_COUNTS if op == shares.EQUAL.value else _REGISTERS
+    options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=registers)
     key = device, dtypes, out and out[2]
     twice, long = op and map and map not in _SCANS, n and cut.mean > _LONG
     clusters = _clusters(device) if twice and long and acc == torch.float32 else None
+    follow = bool(cut.parts) and follows(device)
     if clusters:
-        whole = clusters.launch(cut.mean, what | {name: same[name] for name in ("READS", "HAS_A", "HAS_B")})
+        whole = clusters.launch(cut.mean, what | operands | dict(FOLLOWED=follow))
     else:
-        whole = _launch(key, shares.share_kernel, _items(what | tiles | same), _items(options))
+        whole = _launch(key, shares.share_kernel, _items(what | tiles | same | dict(FOLLOWED=follow)), _items(options))
     tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
-    options = dict(num_warps=_PART_WARPS)
-    parts = _launch(key, shares.part_kernel, _items(what | tiles | same), _items(options)) if cut.parts else None
+    options = dict(num_warps=_PART_WARPS, launch_pdl=follow)
+    constants = what | tiles | same | dict(FOLLOWS=follow)
+    parts = _launch(key, shares.part_kernel, _items(constants), _items(options)) if cut.parts else None
     return _Plan(index, new, out, None, held, cut, whole, clusters.PROGRAMS if clusters else 0, parts, 2 if op and map else 1)
 
 

@@ -13,6 +13,7 @@ Values have the shape (total,). Tokens behind the last row are written as 0.
 """
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # What is reduced over the tokens of a row; x and y are the values, a an operand with one entry a row.
 NONE = tl.constexpr(0)
@@ -349,7 +350,7 @@ def first_kernel(OFFSETS, FIRST, n, count, share, bisections, BLOCK: tl.constexp
 def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest, OP: tl.constexpr, MAP: tl.constexpr,
                  G: tl.constexpr, W: tl.constexpr, L: tl.constexpr, FL: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
                  READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
-                 ACC: tl.constexpr, KEPT: tl.constexpr):
+                 ACC: tl.constexpr, KEPT: tl.constexpr, FOLLOWED: tl.constexpr):
     """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens OUT (total,).
 
     Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the program for itself. With EVEN
@@ -357,6 +358,8 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = W if RUN else L
+    if FOLLOWED:
+        gdc_launch_dependents()
     p = tl.program_id(0)
     first = tl.load(FIRST + p)
     last = tl.load(FIRST + p + 1)
@@ -381,8 +384,10 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest
         short = (rows < last) & (lengths <= W)
         valid = line + step < tl.where(short, lengths, 0)[None, :, None]
         at = starts[None, :, None] + line
-        a, b = _operands(A, B, rows, rows < last, HAS_A, HAS_B, ACC)
         x, y = _read(X + base, Y + base, at, step, valid, READS, OTHER, ACC)
+        if OP == EQUAL:  # or the assembler compares each token before it reads the next, to keep no more than what it found
+            tl.debug_barrier()
+        a, b = _operands(A, B, rows, rows < last, HAS_A, HAS_B, ACC)
         u, v = _nothing(G, IDENTITY, KEPT)
         if RUN:
             made, u = _run(x, u, MAP, OP)
@@ -434,12 +439,13 @@ def _put_together(PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.cons
 def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, parts, lag, OP: tl.constexpr,
                 MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
                 HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
-                ACC: tl.constexpr, KEPT: tl.constexpr):
+                ACC: tl.constexpr, KEPT: tl.constexpr, FOLLOWS: tl.constexpr):
     """Rows of more than `most` tokens, cut into parts of up to `part` tokens, which is no more than `most`.
 
     The first visit leaves in PARTS (parts, 2, 2) what the part's end of an earlier row (0) and its beginning of a later one
     (1) reduce to, and counts it in COUNTS (parts,), at the part where the row begins. Once all parts of the row are there, the
     last program puts them together, or those of the second visit do, and go over the tokens again. COUNTS is zero before and after.
+    With FOLLOWS the kernel runs beside that of the other rows, and ends after it.
     """
     TWICE: tl.constexpr = OP != NONE and MAP != NONE
     p = tl.program_id(0)
@@ -485,3 +491,5 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, part
                     _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC)
                     if TWICE and tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1:  # all have seen them
                         tl.store(counter, 0)
+    if FOLLOWS and tl.program_id(0) == 0:
+        gdc_wait()

@@ -107,7 +107,7 @@ def _again(call: Any, kind: str) -> Callable[..., Any]:
             out = plan.run(values.contiguous(), rows)
         if kind == "logsumexp":
             return out
-        return x.with_values(out.movedim(0, dim) if dim else out)
+        return x._of(out.movedim(0, dim) if dim else out, x.layout, dim)
 
     return run
 

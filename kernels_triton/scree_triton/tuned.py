@@ -44,6 +44,15 @@ GLUON = {
     (4, 64): GluonTiles((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
 }
 
+#: Rows are known to be short up to so many tokens, and few up to so many queries, those of all heads counted: 512 for each
+#: multiprocessor of an H100. Then the time of the last tile counts, and some kernels take smaller ones.
+SHORT, FEW = 1600, 512 * 132
+GLUON_FEW = {
+    GLUON[2, 32]: GLUON[2, 32]._replace(dkdv=(64, 128, 6, 2)),
+    GLUON[2, 64]: GLUON[2, 64]._replace(dq=(128, 64, 6, 2)),
+    GLUON[2, 128]: GLUON[2, 128]._replace(forward=(64, 64, 2, 2, 2)),
+}
+
 # By bytes of an element and padded head_dim. Measured on Hopper.
 _HOPPER = {
     (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 2, 3)),

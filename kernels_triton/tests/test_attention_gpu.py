@@ -71,22 +71,22 @@ def poison():
     del blocks
 
 
-def run(case, p):
+def run(case, p, max_length=None):
     from scree_triton.attention import attention
 
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
     out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
-                         softcap=case.softcap, alibi_slopes=p.slopes)
+                         softcap=case.softcap, alibi_slopes=p.slopes, max_length=max_length)
     return out, lse, *torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_error(case):
+def check(case, max_length=None):
+    """As near to float64 as what PyTorch computes in the same precision, and the same every time."""
     p = problem(case, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = run(case, p)
-        again = run(case, p)
+        found = run(case, p, max_length)
+        again = run(case, p, max_length)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     exact = reference(case, p, torch.float64)
@@ -96,6 +96,21 @@ def test_error(case):
         floor = {f16: 2e-4, bf16: 1.6e-3, f32: 2e-6 if name == "out" else 1e-5}[case.dtype] if name != "lse" else 5e-7
         assert distance(x, e) < 2 * distance(other, e) + floor, name
         assert torch.equal(x, y), f"{name}: two runs differ"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_error(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", [
+    Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, slack=slack, **mask)
+    for (dtype, dim, dim_v), (k_lengths, slack), mask in itertools.product(
+        ((f16, 32, 32), (bf16, 64, 64), (f16, 128, 128), (bf16, 80, 128)), ((None, 0), (LONGER, 0), (None, 70)),
+        (MASKS[1], MASKS[3], MASKS[6]))], ids=lambda c: c.name)
+def test_few_short_rows(case):
+    """Rows that are known to be short, and few, take smaller tiles."""
+    check(case, max_length=500)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -73,7 +73,8 @@ def test_negative_slopes():
         assert distance(x, exact) < 4 * 50 * 2**-23, name  # scores are that large
 
 
-CAUSAL = dict(left=False, right=True, causal=True, softcap=False, alibi=False, aligned=True, same=True, tf32=False)
+CAUSAL = dict(left=False, right=True, causal=True, softcap=False, alibi=False, aligned=True, same=True, tf32=False,
+              few=False)
 
 
 @pytest.mark.parametrize("dtype, dims, change, expected", [
@@ -97,6 +98,15 @@ def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
     shapes = tuple(plans._Shape(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
     found = plans._plan(torch.device("cuda", 0), dtype, shapes, **{**CAUSAL, **change})
     assert type(found).__name__ == expected
+
+
+def test_few_short_rows(monkeypatch):
+    """Small tiles are for rows that are known to be short, and few."""
+    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(plans, "_plan", lambda *args: args[-1])
+    x, cu, spec = torch.randn((40, 1, 16), device=DEVICE), offsets((40,), DEVICE), Spec(UNBOUNDED, 0, 0.25, 0.0)
+    for heads, longest, few in ((1, 40, True), (1, UNBOUNDED, False), (1, 1601, False), (2000, 40, False)):
+        assert plan(*[x.expand(40, heads, 16)] * 3, Rows(cu, cu, None, longest), spec, False) is few
 
 
 def test_tf32_is_a_choice(monkeypatch):

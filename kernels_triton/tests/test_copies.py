@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import scree
+from scree.backends import backend
 from scree.create import OffsetsCall
+from scree.layout import Layout
 from scree_triton import addition, binned, copies, joining, padding, picking, places
 from scree_triton.launch import INTERPRETED
 
@@ -158,8 +160,8 @@ def test_places_like_words(count):
     """The most frequent take a good part of the tokens, most take one or none: bins, single programs and shared sums at once."""
     size, generator = count // 2, torch.Generator().manual_seed(4)
     index = torch.multinomial(1 / torch.arange(1, size + 1, dtype=torch.float32), count, replacement=True, generator=generator)
-    x = numbers(count, 24)
-    exact = torch.zeros((size, 24), dtype=torch.float64).index_add(0, index, x.cpu().double())
+    x = numbers(count, 40)
+    exact = torch.zeros((size, 40), dtype=torch.float64).index_add(0, index, x.cpu().double())
     bound = torch.zeros_like(exact).index_add(0, index, x.cpu().double().abs())
     found = scree.scatter_add(x, index.to(DEVICE), size, kernel="triton")
     assert bool(((found.cpu() - exact).abs() <= 500 * 2**-24 * bound).all())
@@ -193,6 +195,19 @@ def test_the_last_of_many_stays():
         if i >= 0:
             right[i] = dy[place].cpu().numpy()
     assert np.array_equal(dx.cpu().numpy(), right)
+
+
+def test_tokens_behind_the_last_row_go_nowhere():
+    """In the first call on some rows, and in those alike."""
+    x = numbers(7, 2)
+    rows = scree.Array._of(x, Layout(backend(x), torch.tensor([0, 2, 5], device=DEVICE), 7, 4))
+    right, places = np.zeros((8, 2), np.float32), [4, 1, 1, 0, 6, 9, 2]
+    for token, place in zip(x.cpu().numpy()[:5], places):
+        right[place] += token
+    index = rows.with_values(torch.tensor(places, dtype=torch.int32, device=DEVICE))
+    for _ in range(2):
+        assert np.array_equal(scree.scatter_add(rows, index, 8).cpu().numpy(), right)
+    assert np.array_equal(scree.scatter_add(rows, index.values.to(torch.int64), 8).cpu().numpy(), right)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

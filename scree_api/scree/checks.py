@@ -26,7 +26,7 @@ def integer(name: str, x: Any, low: int | None = None, high: int | None = None, 
 def dense(name: str, x: Any, like: Any) -> None:
     """Raise unless `x` is a dense array of the library, and on the device, of the array `like`."""
     lib = backend(like)
-    if not is_array(x) or backend(x) is not lib:
+    if type(x) is not type(like) and (not is_array(x) or backend(x) is not lib):
         came = f"one of {backend(x).name}" if is_array(x) else type(x).__name__
         raise TypeError(f"{name}: expected a dense array of {lib.name}, got {came}; convert it with asarray")
     if lib.apart(x, like):

@@ -45,7 +45,7 @@ def matmul(f: Function, name: str, lib: Backend) -> Function:
         k = a.values.shape[-1]
         if b.shape[0] != k:
             raise ValueError(f"matmul: expected a matrix ({k}, m) or a vector ({k},) for {a.shape}, got {tuple(b.shape)}")
-        return a.with_values(f(a.values, b))
+        return Array._of(f(a.values, b), a.layout, a.ragged_dim)
 
     return unless_either_ragged(f, ragged)
 
