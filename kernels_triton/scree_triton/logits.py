@@ -49,10 +49,9 @@ def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES
 
 @triton.jit
 def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, MASKED: tl.constexpr,
-          KEEP: tl.constexpr):
-    """(DEEP, LANES) logits from the place `at` on in float32, and the places. KEEP asks the cache to keep them."""
+          POLICY: tl.constexpr):
+    """(DEEP, LANES) logits from the place `at` on in float32, and the places."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    POLICY: tl.constexpr = "evict_last" if KEEP else "evict_first"
     if MASKED:
         x = _get(X, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
     else:
@@ -70,15 +69,15 @@ def _add(x, top, total):
 
 @triton.jit
 def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-           GRAIN: tl.constexpr, MASKED: tl.constexpr):
+           GRAIN: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
     """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
-    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, False)
+    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, POLICY)
     y = tl.exp2((x - top) * _LOG2E) * share
     y = tl.where(place - lead == target, y - factor, y).to(OUT.dtype.element_ty)
     if MASKED:
-        _put(OUT, y, place, lead, True, V, GRAIN, GRAIN > 1, "evict_first")
+        _put(OUT, y, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
     else:
-        tl.store(OUT + place, y, eviction_policy="evict_first")
+        tl.store(OUT + place, y, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -172,6 +171,8 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
     SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of these on.
     """
     STEP: tl.constexpr = LANES * DEEP
+    FIRST: tl.constexpr = "evict_last" if GRADIENT else "evict_first"  # what a pass leaves in the cache for the next one
+    SECOND: tl.constexpr = "evict_first" if EACH | SUM else ""
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
@@ -203,11 +204,11 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if SHIFTED:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, True, FIRST)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0], lanes, totals)
                 if SHIFTED | (V % STEP > 0):
-                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, True, GRADIENT)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, True, FIRST)[0], lanes, totals)
                 top = tl.max(lanes, 0)
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
@@ -227,11 +228,11 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
                 share = factor / total
                 if SHIFTED:
-                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
+                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True, SECOND)
                 for at in range(begin, stop, STEP):
-                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, False)
+                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, False, SECOND)
                 if SHIFTED | (V % STEP > 0):
-                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True)
+                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True, SECOND)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)

@@ -418,7 +418,7 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
     "rows of about 500, x 16": (Sizes(about(4096, 500), (16,), "bfloat16"), (_softmax("softmax"),)),
     "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"), (_reduction("sum"), _reduction("max"))),
     "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), (_reduction("sum"), _reduction("max"))),
-    "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"), (_concat, _to_padded, _from_padded)),
+    "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
     "numbers": (Sizes(about(512, 8192), (), "float32"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
     "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope(), _rope(interleaved=True))),
     **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))

@@ -178,7 +178,7 @@ def _not_torch(call: SplitCall) -> str | None:
 
 def _split_again(call: SplitCall) -> Callable[..., tuple[torch.Tensor, ...]]:
     sizes, place = list(call.sizes), call.place
-    return lambda x: torch.split(x.values, sizes, place)
+    return lambda x: torch.split_with_sizes(x.values, sizes, place)
 
 
 @register_kernel("split", provider="torch", rejects=_not_torch, again=_split_again)

@@ -10,7 +10,7 @@ from .. import again
 from ..array import Array
 from ..backends import backend
 from ..checks import integer
-from ..fit import like, values_of
+from ..fit import values_of
 from ..registry import declare
 
 
@@ -84,7 +84,8 @@ def split(x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = 
            [5, 6, 7]]))
     """
     sizes = tuple(sizes) if isinstance(sizes, list) else sizes
-    return tuple(like(x, part) for part in again.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel))
+    parts = again.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel)
+    return tuple([Array._of(part, x.layout, x.ragged_dim) for part in parts] if isinstance(x, Array) else parts)
 
 
 @declare("split", SplitCall)
