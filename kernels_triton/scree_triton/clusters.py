@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .hopper import _let_follow
 from .launch import Launch
-from .shares import DOT, EQUAL, LSE, SUM_Y, _exp, _finite, _made
+from .shares import DOT, EQUAL, LSE, SUM_Y, _exp, _finite, _join, _made
 
 PROGRAMS = 8  # of a cluster
 _TOKENS = 16  # that a thread holds
@@ -75,18 +75,6 @@ def _reduce(x, y, a, valid, OP: gl.constexpr):
             x = (valid & (x == a)).to(gl.float32)
         u = gl.sum(x, 1)
         v = u
-    return u, v
-
-
-@gluon.jit
-def _join(u0, v0, u, v, OP: gl.constexpr):
-    if OP == LSE:
-        m = gl.maximum(u0, u)
-        low = _finite(m)
-        v = v0 * _exp(u0 - low) + v * _exp(u - low)
-        u = m
-    else:
-        u = u0 + u
     return u, v
 
 

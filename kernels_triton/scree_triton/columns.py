@@ -37,7 +37,7 @@ _STEPS_OF_SEARCHES = 4  # which read ahead
 _COLUMNS = 128  # of a program
 _ROW_TOKENS = 128, 512, 2048  # of a row, on average: from, with more warps from, and to, where a program has a row for itself
 _ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a lane reads at once
-_ROW_PAIRS = (4, 8), (16, 8)  # the same where it reads two arrays: so fewer rows are in work, and more of them in the cache
+_ROW_PAIRS = (4, 8), (16, 8)  # the same where it reduces two arrays: so fewer rows are in work, and more of them in the cache
 _ROW_SEARCHES = (4, 8), (8, 4)  # and where it searches: 81 registers of 16 warps would leave room for one program
 _ROW_BYTES = 64  # that it reads of a token
 _PROGRAMS = 4  # a multiprocessor
@@ -283,7 +283,7 @@ def plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc: 
     fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
     fits = longest * multiprocessors(device) <= total * blocks and longest * width <= _LONGEST
     if op and n and fewest <= total <= most_tokens and fits:
-        warps, steps = (_ROW_SEARCHES if search else _ROW_PAIRS if dtypes[1] else _ROW_SHAPES)[total >= many]
+        warps, steps = (_ROW_SEARCHES if search else _ROW_PAIRS if op == shares.DOT.value else _ROW_SHAPES)[total >= many]
         tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
         return Plan(_launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0)
     columns = min(most, _COLUMNS)

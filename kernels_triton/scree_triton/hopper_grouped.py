@@ -28,8 +28,10 @@ from .launch import Launch, boxed, ragged_shape
 
 WIDE = gl.constexpr(256)  # the long side of a tile
 HALF = gl.constexpr(128)  # the short one
-DEEP = gl.constexpr(64)
+DEEP = gl.constexpr(64)  # what a stage of the ring holds of what the product sums over
 STAGES = gl.constexpr(4)
+TOKENS = gl.constexpr(32)  # and of the tokens that its gradient sums over: rows end anywhere, and zeros behind the end cost time
+TOKEN_STAGES = gl.constexpr(8)
 GROUP = gl.constexpr(16)
 
 
@@ -47,11 +49,11 @@ def _tell(queue, told, read, i, more, steps, halves, left, front, first, column)
 
 
 @gluon.jit
-def _expect(barrier, rows, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _expect(barrier, rows, columns, DEPTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Announce the bytes of a step: so many times 64 rows, and 128 columns."""
     for r in gl.static_range(1, ROWS + 1):
         for c in gl.static_range(1, COLUMNS + 1):
-            mbarrier.expect(barrier, (r * 64 + c * HALF) * DEEP * 2, pred=(rows == r) & (columns == c))
+            mbarrier.expect(barrier, (r * 64 + c * HALF) * DEPTH * 2, pred=(rows == r) & (columns == c))
 
 
 @gluon.jit
@@ -109,7 +111,7 @@ def _product_producer(xd, wd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         for j in range(steps):
             stage = c % STAGES
             mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-            _expect(full.index(stage), rows, halves, 2, 2)
+            _expect(full.index(stage), rows, halves, DEEP, 2, 2)
             for u in gl.static_range(2):
                 tma.async_copy_global_to_shared(xd, [at + u * 64, j * DEEP], full.index(stage), a_s.index(stage * 2 + u),
                                                 pred=u < rows)
@@ -141,13 +143,13 @@ def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         depth = t % count // columns * WIDE
         left = gl.where(there, k - depth, 0)
         rows = gl.minimum(gl.cdiv(left, 64), 4)
-        steps = gl.where(there, gl.cdiv(end - start, DEEP), 0)
+        steps = gl.where(there, gl.cdiv(end - start, TOKENS), 0)
         _tell(queue, told, read, i, there.to(gl.int32), steps, 1, left, row, depth, column)
         for j in range(steps):
-            stage = c % STAGES
-            at = BILLION - end + start + j * DEEP
-            mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-            _expect(full.index(stage), rows, 1, 4, 1)
+            stage = c % TOKEN_STAGES
+            at = BILLION - end + start + j * TOKENS
+            mbarrier.wait(empty.index(stage), ((c // TOKEN_STAGES) & 1) ^ 1)
+            _expect(full.index(stage), rows, 1, TOKENS, 4, 1)
             for u in gl.static_range(4):
                 tma.async_copy_global_to_shared(xd, [BILLION, end, at, depth + u * 64], full.index(stage), a_s.index(stage * 4 + u),
                                                 pred=u < rows)
@@ -216,18 +218,18 @@ def _multiply_turned(w: gl.constexpr, outd, a_s, b_s, o, full, empty, steps, c, 
     one = _zeros(HALF)
     two = _zeros(HALF)
     for j in range(steps):
-        stage = c % STAGES
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
+        stage = c % TOKEN_STAGES
+        mbarrier.wait(full.index(stage), (c // TOKEN_STAGES) & 1)
         b = _flat(b_s.index(stage))
         one = warpgroup_mma(_flat(a_s.index(stage * 4 + w * 2)).permute((1, 0)), b, one, is_async=True)
         two = warpgroup_mma(_flat(a_s.index(stage * 4 + w * 2 + 1)).permute((1, 0)), b, two, is_async=True)
         one, two = warpgroup_mma_wait(2, deps=(one, two))
         if j > 0:
-            mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
+            mbarrier.arrive(empty.index((c - 1) % TOKEN_STAGES), count=1)
         c += 1
     one, two = warpgroup_mma_wait(0, deps=(one, two))
     if steps > 0:
-        mbarrier.arrive(empty.index((c - 1) % STAGES), count=1)
+        mbarrier.arrive(empty.index((c - 1) % TOKEN_STAGES), count=1)
     _store(outd, o, one, front, first, column, True)
     _store(outd, o, two, front, first + 64, column, True)
     return c
@@ -236,6 +238,7 @@ def _multiply_turned(w: gl.constexpr, outd, a_s, b_s, o, full, empty, steps, c, 
 @gluon.jit
 def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, empty, WEIGHT: gl.constexpr, TURNED: gl.constexpr):
     ROWS: gl.constexpr = 128 if WEIGHT else 64
+    SLOTS: gl.constexpr = full.shape[0]
     o = o_s.index(w)
     i = 0
     c = 0
@@ -253,8 +256,8 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
         mbarrier.arrive(read.index(i % 2), count=1)
         if left <= w * ROWS:
             for _ in range(steps):
-                mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-                mbarrier.arrive(empty.index(c % STAGES), count=1)
+                mbarrier.wait(full.index(c % SLOTS), (c // SLOTS) & 1)
+                mbarrier.arrive(empty.index(c % SLOTS), count=1)
                 c += 1
         elif WEIGHT:
             c = _multiply_turned(w, outd, a_s, b_s, o, full, empty, steps, c, front, first, column)
@@ -267,9 +270,9 @@ def _consumer(w: gl.constexpr, outd, a_s, b_s, o_s, queue, told, read, full, emp
 
 
 @gluon.jit
-def _signals():
+def _signals(stages: gl.constexpr):
     """The queue of tiles, what tells of it and that it was read; and what tells that a slot of the rings is full or empty."""
-    return _queue(), _barriers(2, 1), _barriers(2, 2), _barriers(STAGES, 1), _barriers(STAGES, 2)
+    return _queue(), _barriers(2, 1), _barriers(2, 2), _barriers(stages, 1), _barriers(stages, 2)
 
 
 @gluon.jit(do_not_specialize=("n", "total", "k", "m"))
@@ -278,7 +281,7 @@ def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.co
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 64, DEEP], xd.layout)
     b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, WIDE, DEEP] if TURNED else [STAGES, 1, DEEP, WIDE], wd.layout)
     o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 1, 64, HALF], outd.layout)
-    queue, told, read, full, empty = _signals()
+    queue, told, read, full, empty = _signals(STAGES)
     slots = 0
     for at in range(0, n + 1, 128):
         row = at + gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
@@ -296,10 +299,10 @@ def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.co
 @gluon.jit(do_not_specialize=("n", "k", "m"))
 def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
     """DW (n, k, m): of each row, X (tokens, k) turned over times DY (tokens, m)."""
-    a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 4, 1, 1, DEEP, 64], xd.layout)
-    b_s = gl.allocate_shared_memory(xd.dtype, [STAGES, 1, 1, DEEP, HALF], dyd.layout)
+    a_s = gl.allocate_shared_memory(xd.dtype, [TOKEN_STAGES * 4, 1, 1, TOKENS, 64], xd.layout)
+    b_s = gl.allocate_shared_memory(xd.dtype, [TOKEN_STAGES, 1, 1, TOKENS, HALF], dyd.layout)
     o_s = gl.allocate_shared_memory(xd.dtype, [2, 1, 64, HALF], dwd.layout)
-    queue, told, read, full, empty = _signals()
+    queue, told, read, full, empty = _signals(TOKEN_STAGES)
     gl.warp_specialize([
         (_consumer, (0, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
         (_consumer, (1, dwd, a_s, b_s, o_s, queue, told, read, full, empty, True, False)),
@@ -312,7 +315,7 @@ def _launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, turn
     """The product with matrices that are turned over or not, or with None the gradient of the matrices."""
     options = dict(num_warps=4, maxnreg=168)
     if turned is None:
-        return Launch(weight_kernel, {}, options, (DEEP.value, DEEP.value, 64))
+        return Launch(weight_kernel, {}, options, (TOKENS.value, TOKENS.value, 64))
     return Launch(product_kernel, dict(TURNED=turned), options, (64, HALF.value if turned else DEEP.value, 64))
 
 

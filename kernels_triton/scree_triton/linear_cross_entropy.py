@@ -25,7 +25,7 @@ from .losses import SUMMED, Targets, of_each, reduced, row_means, share_of, targ
 LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight
 PARTS = 12  # of the tokens at most, as the gradient of the weight is rounded after each of them
 MANY = 16  # classes for each number of a hidden state beyond which there are two visits
-SECOND = 4096, 2048  # tokens at least, and classes, of which the second visit makes the logits at a time
+SECOND = 4352, 4096  # tokens, or a part of PARTS, and classes, of which the second visit makes the logits at a time
 
 
 @triton.jit

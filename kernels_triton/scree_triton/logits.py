@@ -102,10 +102,10 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
                   size, ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
                   ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
                   SCALED: tl.constexpr, SHARED: tl.constexpr):
-    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once.
-
-    The gradient stays in the cache, for the products that read it next.
-    """
+    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
+    # What follows finds in the cache the logits that were read for losses whose gradient is wanted, and a gradient alone.
+    READ: tl.constexpr = "" if SAVE else "evict_first"
+    WRITE: tl.constexpr = "evict_first" if EACH | SUM else "evict_last"
     EDGES: tl.constexpr = V % GRAIN > 0
     end = size
     if ROWS and (EACH or SUM):
@@ -129,7 +129,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
         x = X + i.to(tl.int64) * x_stride
         # For a gradient alone all are read: to wait until it is known which count takes longer.
         wanted = known if EACH | SUM else i < count
-        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, "" if GRADIENT else "evict_first")
+        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, READ)
         if EACH | SUM:
             right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
             top = tl.max(logits, 1)
@@ -152,7 +152,7 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
             y = tl.where(column == target[:, None], y - factor[:, None], y)
             y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
-            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN, EDGES, "evict_last")
+            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN, EDGES, WRITE)
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
@@ -258,12 +258,13 @@ class _Tile(NamedTuple):
 #: By classes at least: for losses alone or a gradient alone, and for both, where the logits of all programs fit into the cache.
 ALONE = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 4, 4, 64), 1 << 13: _Tile(2048, 4, 8, 64)}
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
-#: Classes up to which a program holds all logits of a token: alone, and for both.
-WHOLE, WHOLE_OF_BOTH = 2048, 1 << 14
+#: Classes up to which a program holds all logits of a token: for losses, for a gradient, and for both.
+WHOLE, WHOLE_OF_GRADIENT, WHOLE_OF_BOTH = 2048, 4096, 1 << 14
 HELD = 1024  # logits that such a program holds at least, those of a few tokens where one has few
 if INTERPRETED:  # a few numbers take every path
     ALONE = BOTH = {0: _Tile(16, 2, 1, 4)}
-    WHOLE, WHOLE_OF_BOTH, HELD = 32, 32, 64
+    WHOLE = WHOLE_OF_GRADIENT = WHOLE_OF_BOTH = 32
+    HELD = 64
 
 
 class What(NamedTuple):
@@ -283,7 +284,7 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
     flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
     both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
-    if classes <= (WHOLE_OF_BOTH if both else WHOLE):
+    if classes <= (WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT else WHOLE):
         held, of_warp = max(HELD, power), 1024 if power > 2048 else 256 if what.GRADIENT and not both else 512
         tokens, warps = held // power, max(1, held // of_warp)
         launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,

@@ -184,8 +184,9 @@ class Plan:
 
     def _counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
         """Of heads that read so many tokens each: the queries', those that share a key's, and how many run side by side."""
-        most = _MOST_READ // max(tokens * (self.q.dim + self.v.dim), 1)
-        return self.heads, self.heads // self.k_heads, _beside(heads, max(most, 4))
+        room = _MOST_READ // max(tokens * (self.q.dim + self.v.dim), 1)
+        most = heads if max(self.q.dim, self.v.dim) < 128 else 8
+        return self.heads, self.heads // self.k_heads, _beside(heads, max(min(room, most), 4))
 
     def _takes(self, dout: torch.Tensor) -> bool:
         """Whether the kernels read a gradient of the output as it lies."""

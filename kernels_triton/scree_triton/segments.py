@@ -1,4 +1,7 @@
-"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and, for wide tokens, `columns`."""
+"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and, for wide tokens, `columns`.
+
+Where a device has them, `clusters` take long rows whose tokens are to become something.
+"""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,7 +127,7 @@ class _Plan:
     held: torch.dtype  # in which tokens are reduced
     cut: "_Cut"
     whole: Launch | None = None
-    clusters: int = 0  # programs of a cluster that has a row for itself there, if so it is
+    clusters: int = 0  # programs of a cluster, where that is the kernel of `clusters`
     parts: Launch | None = None  # for rows that are cut; None where it is known that there is none
     visits: int = 1  # to each of their parts
 
