@@ -25,7 +25,7 @@ from .losses import SUMMED, Targets, of_each, reduced, row_means, share_of, targ
 LEAST = 1024  # tokens whose logits exist at a time at least, for products that are worth their weight
 PARTS = 12  # of the tokens at most, as the gradient of the weight is rounded after each of them
 MANY = 16  # classes for each number of a hidden state beyond which there are two visits
-SECOND = 4352, 4096  # tokens, or a part of PARTS, and classes, of which the second visit makes the logits at a time
+SECOND = 4352, 4096  # tokens at most, but for PARTS, and classes, of which the second visit makes the logits at a time
 
 
 @triton.jit
@@ -137,8 +137,8 @@ def fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targ
         if wanted.x:
             torch.mm(logits, weight, out=dx[some])
     if twice:
-        least, wide = SECOND
-        chunk = _even(total, max(least, -(-total // PARTS)))
+        most, wide = SECOND
+        chunk = _even(total, max(most, -(-total // PARTS)))
         memory, spare = new((chunk, min(wide, classes))), new((chunk, width))
         for first in range(0, total, chunk):
             counted = head.counted(first, spare[: min(chunk, total - first)])

@@ -284,7 +284,7 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
     flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
     both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
-    if classes <= (WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT else WHOLE):
+    if classes <= (WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT and not shifted else WHOLE):
         held, of_warp = max(HELD, power), 1024 if power > 2048 else 256 if what.GRADIENT and not both else 512
         tokens, warps = held // power, max(1, held // of_warp)
         launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
