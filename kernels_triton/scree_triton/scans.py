@@ -49,6 +49,8 @@ _op.register_autograd(
 
 def rejects(call: Any) -> str | None:
     """Why the kernels do not run over the rows of a `SegmentCall`; None if they do."""
+    if call.op == "prod" and call.values.requires_grad:
+        return "the Triton kernels have no gradient of a running product"
     return segments.rejects(call)
 
 

@@ -260,6 +260,28 @@ def _pick(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows) ->
     return over_rows(x.contiguous(), rows, shares.EQUAL, shares.PICK, a=out, b=dout.contiguous())
 
 
+def _others(dout: torch.Tensor, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The gradient of a product: for each token that of its row times the tokens before it and those behind it."""
+    shape, offsets, acc = x.shape, rows.offsets.long(), accumulator(x.dtype)
+
+    def neighbors(first: int, ones: torch.Tensor) -> torch.Tensor:
+        """The tokens, from place `first` on, with 1 at some places of (total + 1, ...)."""
+        found = x.new_empty((shape[0] + 1, *shape[1:]))
+        found[first:first + shape[0]] = x
+        return found.index_fill_(0, ones, 1)
+
+    before = over_rows(neighbors(1, offsets[:-1])[:-1], rows, shares.PROD, shares.RUNNING, dtype=acc)
+    behind = over_rows(neighbors(0, offsets[1:])[1:], rows, shares.PROD, shares.RUNNING_BACK, dtype=acc)
+    return before.mul_(behind).mul_(_spread(dout, torch.empty_like(before), rows)).to(x.dtype)
+
+
+def _gradient(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
+    """That of a reduction."""
+    if op == "sum":
+        return _spread(dout, torch.empty_like(x, memory_format=torch.contiguous_format), rows)
+    return _others(dout, x, rows) if op == "prod" else _pick(dout, x, out, rows)
+
+
 class _Reduce(Function):
     @staticmethod
     def forward(ctx, x, rows, op, plan):
@@ -275,7 +297,7 @@ class _Reduce(Function):
         rows, op, shape, dtype, device = ctx.constants
         if op == "sum":
             return _spread(dout, torch.empty(shape, dtype=dtype, device=device), rows), None, None, None
-        return _pick(dout, *ctx.saved_tensors, rows), None, None, None
+        return _gradient(dout, *ctx.saved_tensors, rows, op), None, None, None
 
 
 @torch.library.custom_op("scree_triton::segment_reduce", mutates_args=())
@@ -291,10 +313,7 @@ def _(x, offsets, max_length, op, dtype):
 @torch.library.custom_op("scree_triton::segment_reduce_backward", mutates_args=())
 def _reduce_backward_op(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, max_length: int | None,
                         op: str) -> torch.Tensor:
-    rows = Rows(offsets, max_length)
-    if op == "sum":
-        return _spread(dout, torch.empty_like(x, memory_format=torch.contiguous_format), rows)
-    return _pick(dout, x, out, rows)
+    return _gradient(dout, x, out, Rows(offsets, max_length), op)
 
 
 @_reduce_backward_op.register_fake
@@ -322,8 +341,6 @@ def rejects(call: Any) -> str | None:
     narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
     if not truth and (narrower or call.dtype not in (*FLOATS, *_ACC)):
         return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"
-    if call.op == "prod" and call.values.requires_grad:
-        return "the Triton kernels have no gradient of prod"
     return None
 
 

@@ -37,7 +37,7 @@ SOFTMAX_BACKWARD = tl.constexpr(5)  # x * (y - u)
 LOG_SOFTMAX_BACKWARD = tl.constexpr(6)  # y - exp(x) * u
 PICK = tl.constexpr(7)  # b / u where x is a, else 0
 RUNNING = tl.constexpr(8)  # the SUM or PROD of the tokens up to it
-RUNNING_BACK = tl.constexpr(9)  # the SUM of it and the tokens behind it
+RUNNING_BACK = tl.constexpr(9)  # that of it and the tokens behind it
 
 @triton.jit
 def _times(a, b):
@@ -178,7 +178,7 @@ def _made(x, y, u, v, a, b, MAP: tl.constexpr):
 def _run(x, u, MAP: tl.constexpr, OP: tl.constexpr):
     """What tokens (1, G, L) become that run on from u, (1, G, 1), and what the tokens after them run on from."""
     if OP == PROD:
-        return tl.cumprod(x, 2) * u, _fold(x, 2, OP) * u
+        return tl.cumprod(x, 2, reverse=MAP == RUNNING_BACK) * u, _fold(x, 2, OP) * u
     return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, _fold(x, 2, OP) + u
 
 

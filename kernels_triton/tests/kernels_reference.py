@@ -241,3 +241,33 @@ def check(case: Case, device: str) -> None:
         got, right, rough = (p.masked_fill(nan, 0) for p in (got, right, rough))
         error, allowed = distance(got, right), 2 * distance(rough, right) + floor
         assert error <= allowed, f"result {i}: error {error:.2g}, allowed {allowed:.2g}"
+
+
+def check_product(lengths: tuple[int, ...], token: tuple[int, ...], dtype: torch.dtype, device: str, slack: int = 0,
+                  compiled: bool = False) -> None:
+    """The gradient of a product of tokens near 1 and -1, where row b has b % 3 zeros, against autograd in float64."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    total = sum(lengths)
+    shape = total + slack, *token
+    values = (0.8 + 0.4 * torch.rand(shape, generator=generator, device=device)).to(dtype)
+    values = torch.where(torch.rand(shape, generator=generator, device=device) < 0.5, -values, values)
+    for b, row in enumerate(values[:total].split(lengths)):
+        row[len(row) // 3:][:b % 3] = 0
+    values[total:] = math.nan
+    cu = offsets(lengths, device)
+    dy = torch.randn((len(lengths), *token), generator=generator, device=device).to(dtype)
+
+    def product(values: torch.Tensor) -> torch.Tensor:
+        x = scree.from_offsets(values, cu)
+        return scree.namespace(x).prod(x, axis=1)
+
+    assert scree.explain("segment_reduce", "prod", values.requires_grad_(), scree.from_offsets(values, cu).layout,
+                         dtype).provider == "triton"
+    y = torch.compile(product, fullgraph=True)(values * 1.0) if compiled else product(values)
+    found, = torch.autograd.grad(y, values, dy)
+    assert found.dtype == dtype and not found[total:].any()
+    for row, got, one in zip(values.detach()[:total].split(lengths), found.split(lengths), dy):
+        wide = row.double().requires_grad_()
+        right, = torch.autograd.grad(wide.prod(0), wide, one.double())
+        error = (got.double() - right).abs() - torch.finfo(dtype).tiny
+        assert (error <= right.abs() * (torch.finfo(dtype).eps + 2 * len(row) * torch.finfo(f32).eps)).all()

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from kernels_reference import OPERATIONS, Case, bf16, check, distance, f16, f32, inputs, offsets, run
+from kernels_reference import OPERATIONS, Case, bf16, check, check_product, distance, f16, f32, inputs, offsets, run
 
 import scree
 
@@ -50,6 +50,12 @@ def test_no_sync_and_equal_bits(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(expected, found))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype, token, slack", [(f32, (), 0), (bf16, (), 100), (f16, (24,), 100), (bf16, (1024,), 0)])
+def test_gradient_of_a_product(dtype, token, slack, compiled):
+    check_product((*MIXED, 3000, 0, 20000), token, dtype, "cuda", slack, compiled)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -1,7 +1,7 @@
 """The kernels beside attention on a small fixed set; without a GPU in Triton's interpreter."""
 import pytest
 import torch
-from kernels_reference import OPERATIONS, Case, check, f16, f32, inputs, run
+from kernels_reference import OPERATIONS, Case, check, check_product, f16, f32, inputs, run
 
 import scree
 from scree_triton import columns, segments, shares
@@ -100,6 +100,13 @@ def cut_small(monkeypatch):
         monkeypatch.setattr(segments, name, value)
     monkeypatch.setattr(columns, "_SHORTEST", 0)
     monkeypatch.setattr(segments, "_plan", segments._plan.__wrapped__)
+
+
+@pytest.mark.parametrize("dtype, token", [(f32, ()), (f16, ()), (f32, (5,)), (f16, (2, 24))])
+def test_gradient_of_a_product(dtype, token, monkeypatch):
+    check_product((3, 0, 40, 1, 0, 17, 2, 5, 33), token, dtype, DEVICE)
+    cut_small(monkeypatch)
+    check_product((0, 300, 1, 0, 210, 64, 5, 129), token, dtype, DEVICE)
 
 
 def test_one_long_row_says_nothing_of_the_others():
