@@ -104,9 +104,9 @@ def cut_small(monkeypatch):
 
 @pytest.mark.parametrize("dtype, token", [(f32, ()), (f16, ()), (f32, (5,)), (f16, (2, 24))])
 def test_gradient_of_a_product(dtype, token, monkeypatch):
-    check_product((3, 0, 40, 1, 0, 17, 2, 5, 33), token, dtype, DEVICE)
+    check_product((3, 0, 17, 1, 5), token, dtype, DEVICE)
     cut_small(monkeypatch)
-    check_product((0, 300, 1, 0, 210, 64, 5, 129), token, dtype, DEVICE)
+    check_product((0, 150, 1, 0, 70, 5), token, dtype, DEVICE)
 
 
 def test_one_long_row_says_nothing_of_the_others():
