@@ -102,11 +102,12 @@ def cut_small(monkeypatch):
     monkeypatch.setattr(segments, "_plan", segments._plan.__wrapped__)
 
 
-@pytest.mark.parametrize("dtype, token", [(f32, ()), (f16, ()), (f32, (5,)), (f16, (2, 24))])
-def test_gradient_of_a_product(dtype, token, monkeypatch):
-    check_product((3, 0, 17, 1, 5), token, dtype, DEVICE)
+@pytest.mark.parametrize("dtype, token, lengths", [
+    (f32, (), (3, 0, 40, 1, 0, 17, 2)), (f16, (), (0, 150, 1, 0, 70, 5)), (f32, (2,), (0, 40, 3)), (f16, (2,), (5, 0, 0, 21))])
+def test_gradient_of_a_product(dtype, token, lengths, monkeypatch):
+    check_product(lengths, token, dtype, DEVICE)
     cut_small(monkeypatch)
-    check_product((0, 150, 1, 0, 70, 5), token, dtype, DEVICE)
+    check_product(lengths, token, dtype, DEVICE)
 
 
 def test_one_long_row_says_nothing_of_the_others():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
 HEADS, WIDTH = 4, 64  # of what a layer of a model calls
+OF_A_LAYER = (" in a layer", " with gradients", ", on one thread", ", without autograd")  # how the names of such calls end
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
 LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
 
@@ -249,14 +251,17 @@ def tables(result: Result) -> list[Table]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """What each call costs."""
+    """What each call costs; and what those of a layer do, beside PyTorch's own."""
     found: plots.Pictures = {}
-    for name in dict.fromkeys(row.case["backend"] for row in result.rows if "backend" in row.case):
-        rows = [row for row in result.rows if row.case.get("backend") == name]
+    libraries = dict.fromkeys(row.case["backend"] for row in result.rows if "backend" in row.case)
+    for name, layer in itertools.product(libraries, (False, True)):
+        rows = [row for row in result.rows if row.case.get("backend") == name
+                and row.case["call"].endswith(OF_A_LAYER) is layer]  # fmt: skip
 
         def paint(figure: Any, rows: Any = rows, name: str = name) -> None:
             groups = plots.grouped(rows, "call_s", plots.labels(rows))
             plots.bars(figure.add_subplot(), groups, "call_s", f"A call on thirteen tokens, {name}")
 
-        found[f"overhead-{name}"] = paint
+        if rows:
+            found[f"overhead-{name}{'-layer' if layer else ''}"] = paint
     return found
