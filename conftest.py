@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs what is not there."""
+    """Skip a test that needs what is not there, on a machine with some of the libraries; CI installs all, and skips none."""
     for missing in (name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None):
         pytest.skip(f"needs {missing}")
 

@@ -229,7 +229,7 @@ def test_a_request_to_end_keeps_what_was_measured(tmp_path):
 
 def test_an_interrupt_that_a_library_swallows_comes_through(tmp_path):
     with pytest.raises(typer.Exit), Session("memory", options(tmp_path)) as session:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):  # as such a library does
             signal.raise_signal(signal.SIGINT)
         session.value({"n": 1}, "scree", "batch_bytes", lambda: 5)
         pytest.fail("it goes on")

@@ -191,7 +191,7 @@ class Launch:
             try:
                 launch(programs, 1, 1, current_stream(self.index), *fixed, *descriptors, *addresses, *numbers, *self.values)
                 return
-            except OverflowError:
+            except OverflowError:  # a number beyond 32 bits, for which the JIT below has another variant
                 pass
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
