@@ -178,8 +178,8 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
 
     The device sleeps until the host has launched all that the call consists of, so that no kernel comes late: the time is that
     of a captured graph, also for calls that cannot be captured. A sleep is twice as long as the launch before took. Where the
-    device woke up too early, the sample does not count, and the next sleep is longer; unless the call waits for the device itself,
-    or its launch is longer than any sleep.
+    device woke up too early, the sample does not count, and the next sleep is longer. Where none is long enough, the call waits
+    for the device itself, and is timed behind the shortest: a host that has waited for long takes its time to wake up.
     """
     import torch
 
@@ -207,7 +207,7 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
     rate = 1e9 / begin.elapsed_time(end)  # cycles a second
 
     def samples(thunk: Thunk) -> Iterator[float]:
-        nap = NAP
+        nap, waits = NAP, False
         while True:
             clear()
             sleep(rate * nap)
@@ -217,10 +217,12 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
             end = event()
             late = begin.query()
             torch.cuda.synchronize()
-            if late and max(nap, took) < LONGEST_NAP:
-                nap = 2 * max(nap, took)
+            if late and not waits:
+                longer = 2 * max(nap, took)
+                waits = longer > 2 * LONGEST_NAP
+                nap = NAP if waits else longer
                 continue
-            if not late:
+            if not waits:
                 nap = max(NAP, 2 * took)
             yield begin.elapsed_time(end) / 1e3
 
