@@ -414,10 +414,11 @@ def _skewed(rng: np.random.Generator) -> np.ndarray:
 #: What stresses some of them, on CUDA alone: lengths of rows, what a token is, and who does what.
 HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
     **{f"rows of {n:,}": (Sizes(alike(n), (), "float32"), (_softmax("softmax"),)) for n in (1, 4, 64, 500, 4096, 65_536, 1 << 20)},
-    "rows of about 500": (Sizes(about(32_768, 500), (), "float32"), (_softmax("softmax"), _reduction("sum"), _reduction("max"))),
+    "rows of about 500": (Sizes(about(32_768, 500), (), "float32"),
+                          (_softmax("softmax"), *map(_reduction, ("sum", "max", "prod")))),
     "rows of about 500, x 16": (Sizes(about(4096, 500), (16,), "bfloat16"), (_softmax("softmax"),)),
     "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"), (_reduction("sum"), _reduction("max"))),
-    "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), (_reduction("sum"), _reduction("max"))),
+    "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), tuple(map(_reduction, ("sum", "max", "prod")))),
     "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
     "numbers": (Sizes(about(512, 8192), (), "float32"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
     "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope(), _rope(interleaved=True))),
