@@ -25,6 +25,7 @@ KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "rope": ("rope", "run", lambda call: call.x.values),
     "scatter": ("moves", "run_scatter", lambda call: call.x),
     "segment_arg": ("extrema", "run", lambda call: call.values),
+    "segment_mean": ("segments", "run", lambda call: call.values),
     "segment_reduce": ("segments", "run", lambda call: call.values),
     "segment_scan": ("scans", "run", lambda call: call.values),
     "select": ("moves", "run_select", lambda call: call.x.values),

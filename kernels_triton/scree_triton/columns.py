@@ -27,7 +27,7 @@ from . import shares
 from .host import multiprocessors
 from .lanes import _across, _beside, _block, _clear, _keep, _lanes, _map, _nothing, _operands, _reduce, _row, _upto
 from .launch import INTERPRETED, Launch, contiguous, current_stream, empty
-from .shares import ARGMAX, ARGMIN, LSE, NONE, RUNNING, RUNNING_BACK, _fold, _join
+from .shares import ARGMAX, ARGMIN, FACTORS, LSE, NONE, RUNNING, RUNNING_BACK, _fold, _join
 
 LEAST = 2  # elements of a token that is wide
 _WARPS = 4  # of a program
@@ -38,6 +38,7 @@ _COLUMNS = 128  # of a program
 _ROW_TOKENS = 128, 512, 2048  # of a row, on average: from, with more warps from, and to, where a program has a row for itself
 _ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a lane reads at once
 _ROW_PAIRS = (4, 8), (16, 8)  # the same where it reduces two arrays: so fewer rows are in work, and more of them in the cache
+_ROW_FACTORS = (4, 8), (16, 2)  # and where it divides products, which takes registers
 _ROW_SEARCHES = (4, 8), (8, 4)  # and where it searches: 81 registers of 16 warps would leave room for one program
 _ROW_BYTES = 64  # that it reads of a token
 _PROGRAMS = 4  # a multiprocessor
@@ -47,6 +48,7 @@ _OVERHANG = 4  # shares are so many times longer than rows that are not cut
 _PARTS = 4096  # elements that are put together at once
 _FEWEST_COUNTS = 1 << 14
 _COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}  # of each stream
+SPREAD = (shares.COPY.value, shares.MEAN_BACKWARD.value)  # what tokens become that are not looked at
 _SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
 _WIDE = tl.constexpr(512)
@@ -94,13 +96,14 @@ def _part(PARTS, p, part, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _put_together(PARTS, OUT, row, p, count, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
+def _put_together(PARTS, OUT, row, length, p, count, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
                   C: tl.constexpr, BC: tl.constexpr, F: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr):
-    """What the parts of a row that begins in share p reduce to, into OUT, or where the first one stood.
+    """What the parts of a row of this length that begins in share p reduce to, into OUT, or where the first one stood.
 
     With scans what each part and all before it reduce to, where this one stood.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
+    TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
     u, v = _nothing(1 if RUN else F, BC, IDENTITY, KEPT)
     for k in range(0, count, F):
         part = k + tl.arange(0, F)[None, :, None]
@@ -115,17 +118,17 @@ def _put_together(PARTS, OUT, row, p, count, columns, inside, OP: tl.constexpr, 
             tl.store(pointers, upto, mask=exists)
             us = _fold(us, 1, OP)
             vs = us
-        elif OP == LSE:
+        elif TWO:
             vs = tl.load(pointers + C, mask=exists, other=0)
         u, v = _join(u, v, us, vs, OP)
     if not RUN:
         us, vs = _across(u, v, OP)
         if MAP == NONE:
-            _keep(OUT, us, vs, row, inside, columns, OP, IDENTITY, C)
+            _keep(OUT, us, vs, row, length, inside, columns, OP, IDENTITY, C)
         else:
             pointers = _part(PARTS, p, 0, SIZE) + columns
             tl.store(pointers, us, mask=inside)
-            if OP == LSE:
+            if TWO:
                 tl.store(pointers + C, vs, mask=inside)
 
 
@@ -143,7 +146,8 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    SIZE: tl.constexpr = (G if RUN else 2 if OP == LSE else 1) * C
+    TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
+    SIZE: tl.constexpr = (G if RUN else 2 if TWO else 1) * C
     pid = tl.program_id(0)
     p = pid // BLOCKS
     block = pid % BLOCKS
@@ -168,7 +172,7 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                 if final >= p + side:
                     t0 = tl.where(side == 0, d0 - row - 1, start)
                     length = (tl.minimum(end, d1 - row - 1) - t0).to(tl.int32)
-                    a, b = _operands(A, B, row, inside, columns, C, HAS_A, HAS_B, ACC)
+                    a, b = _operands(A, B, row, end - start, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
                     x = X + t0 * C
                     y = Y + t0 * C
                     part = _part(PARTS, begin, p - begin, SIZE)
@@ -194,7 +198,7 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                         else:
                             whole = _part(PARTS, begin, 0, SIZE) + columns
                             u = tl.load(whole, mask=inside, other=0)
-                            if OP == LSE:
+                            if TWO:
                                 v = tl.load(whole + C, mask=inside, other=0)
                         if MAP != NONE:
                             _map(x, y, OUT + t0 * C, u, v, a, b, walk, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U,
@@ -208,13 +212,13 @@ def columns_kernel(X, Y, A, B, OUT, PARTS, COUNTS, OFFSETS, n, total, share, sha
                         else:
                             us, vs = _across(us, vs, OP)
                             tl.store(part + columns, us, mask=inside)
-                            if OP == LSE:
+                            if TWO:
                                 tl.store(part + C + columns, vs, mask=inside)
                         tl.debug_barrier()
                         if tl.atomic_add(counter, 1, sem="acq_rel") == final - begin:
                             tl.debug_barrier()
-                            _put_together(PARTS, OUT, row, begin, final - begin + 1, columns, inside, OP, MAP, IDENTITY, C, BC, F,
-                                          SIZE, KEPT)
+                            _put_together(PARTS, OUT, row, end - start, begin, final - begin + 1, columns, inside, OP, MAP,
+                                          IDENTITY, C, BC, F, SIZE, KEPT)
                             tl.debug_barrier()
                             if MAP == NONE:
                                 tl.store(counter, 0)
@@ -275,7 +279,7 @@ def plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc: 
     """
     total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
     most, search = triton.next_power_of_2(width), op in (ARGMAX.value, ARGMIN.value)
-    same = dict(OP=op, MAP=map, IDENTITY=identity, C=width, READS=2 if dtypes[1] else int(map != shares.COPY.value),
+    same = dict(OP=op, MAP=map, IDENTITY=identity, C=width, READS=2 if dtypes[1] else int(map not in SPREAD),
                 HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None, ACC=_TYPES[acc], KEPT=_TYPES[held])
     columns = min(most, _ROW_BYTES // size)
     blocks = -(-width // columns)
@@ -283,7 +287,8 @@ def plan(device: torch.device, dtypes: tuple[Any, ...], op: int, map: int, acc: 
     fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
     fits = longest * multiprocessors(device) <= total * blocks and longest * width <= _LONGEST
     if op and n and fewest <= total <= most_tokens and fits:
-        warps, steps = (_ROW_SEARCHES if search else _ROW_PAIRS if op == shares.DOT.value else _ROW_SHAPES)[total >= many]
+        own = {shares.DOT.value: _ROW_PAIRS, FACTORS.value: _ROW_FACTORS, ARGMAX.value: _ROW_SEARCHES, ARGMIN.value: _ROW_SEARCHES}
+        warps, steps = own.get(op, _ROW_SHAPES)[total >= many]
         tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
         return Plan(_launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0)
     columns = min(most, _COLUMNS)

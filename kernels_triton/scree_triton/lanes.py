@@ -8,15 +8,18 @@ import triton
 import triton.language as tl
 
 from .shares import (
+    ALL,
+    ANY,
     ARGMAX,
     ARGMIN,
     DOT,
     EQUAL,
+    FACTORS,
     LOG_SOFTMAX,
     LSE,
-    MAX,
-    MIN,
+    MEAN_BACKWARD,
     NONE,
+    NOWHERE,
     PROD,
     RUNNING,
     RUNNING_BACK,
@@ -31,9 +34,8 @@ from .shares import (
     _made,
     _result,
     add_tokens,
+    first_along,
 )
-
-_NOWHERE = tl.constexpr(0x7FFFFFFF)  # no place in a row
 
 
 @triton.jit
@@ -49,6 +51,8 @@ def _across(us, vs, OP: tl.constexpr):
     v = u
     if OP == LSE:
         v = _fold(vs * _exp(us - _finite(u)), 1, SUM)
+    elif OP == FACTORS:
+        v = _fold(vs, 1, SUM)
     return u, v
 
 
@@ -71,23 +75,19 @@ def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constex
         x = y.to(ACC)
     elif OP == EQUAL:
         x = ((x.to(ACC) == a) & valid).to(KEPT)
+    elif (OP == ANY) | (OP == ALL):
+        x = (x.to(ACC) != 0).to(KEPT)
     else:
         x = x.to(ACC)
     return x
 
 
 @triton.jit
-def _further(best, place, x, places, valid, OP: tl.constexpr):
+def _further(best, place, x, places, OP: tl.constexpr):
     """The first extremum of each lane so far and its place, 32 bits each, with those of more tokens (U, G, BC) behind it."""
-    LAST: tl.constexpr = MAX if OP == ARGMAX else MIN
-    worst = -float("inf") if x.dtype.is_floating() else -(1 << 31)
-    if OP == ARGMIN:
-        worst = float("inf") if x.dtype.is_floating() else (1 << 31) - 1
-    x = tl.where(valid, x, worst)
-    m = _fold(x, 0, LAST)  # NaN, if there is one
-    found = tl.min(tl.where(valid & ((x == m) | (x != x)), places, _NOWHERE), 0, keep_dims=True)
+    m, found = first_along(x, places, 0, OP)
     better = (m > best) if OP == ARGMAX else (m < best)
-    better = (found != _NOWHERE) & (better | (place == _NOWHERE) | ((m != m) & (best == best)))
+    better = better | (place == NOWHERE) | ((m != m) & (best == best))
     return tl.where(better, m, best), tl.where(better, found, place)
 
 
@@ -124,13 +124,15 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
             BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
     """What the tokens of each lane reduce to. Their rows begin at token `zero`."""
     u, v = _nothing(G, BC, IDENTITY, KEPT)
-    OTHER: tl.constexpr = IDENTITY if (OP == LSE) | (OP == MAX) | (OP == MIN) | (OP == PROD) else 0
     SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
-    if SEARCH:  # what comes next is read before this is looked through
+    if SEARCH:  # what comes next is read before this is looked through; behind the last token there is nothing better
+        worst = -float("inf") if X.dtype.element_ty.is_floating() else -(1 << 31)
+        if OP == ARGMIN:
+            worst = float("inf") if X.dtype.element_ty.is_floating() else (1 << 31) - 1
         best = tl.zeros([1, G, BC], ACC)
-        place = tl.full([1, G, BC], _NOWHERE, tl.int32)
+        place = tl.full([1, G, BC], NOWHERE, tl.int32)
         step = tl.arange(0, U)[:, None, None]
-        ahead = tl.load(X + _elements(first + step * hop, columns, C, BC), mask=(step < counts) & inside, other=0)
+        ahead = tl.load(X + _elements(first + step * hop, columns, C, BC), mask=(step < counts) & inside, other=worst)
     for w in range(0, steps, U):
         step = w + tl.arange(0, U)[:, None, None]
         valid = step < counts
@@ -138,20 +140,20 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
         if SEARCH:
             x = ahead
             at = _elements(first + (step + U) * hop, columns, C, BC)
-            ahead = tl.load(X + at, mask=(step + U < counts) & inside, other=0)
+            ahead = tl.load(X + at, mask=(step + U < counts) & inside, other=worst)
         else:
             at = _elements(tokens, columns, C, BC)
-            x = tl.load(X + at, mask=valid & inside, other=OTHER)
+            x = tl.load(X + at, mask=valid & inside, other=IDENTITY)
         y = x
         if READS == 2:
             y = tl.load(Y + at, mask=valid & inside, other=0)
         x = _alone(x, y, a, valid, OP, ACC, KEPT)
         if SEARCH:
-            best, place = _further(best, place, x, tokens - zero, valid, OP)
+            best, place = _further(best, place, x, tokens - zero, OP)
         else:
             u, v = add_tokens(u, v, x, OP)
     if SEARCH:
-        u = tl.where(place == _NOWHERE, IDENTITY, _key(best, place, OP))
+        u = tl.where(counts > 0, _key(best, place, OP), IDENTITY)
     return u, v
 
 
@@ -199,20 +201,24 @@ def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: 
 
 
 @triton.jit
-def _operands(A, B, rows, exists, columns, C: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
-    """The entries of some rows in a and b."""
+def _operands(A, B, rows, lengths, exists, columns, MAP: tl.constexpr, C: tl.constexpr, HAS_A: tl.constexpr,
+              HAS_B: tl.constexpr, ACC: tl.constexpr):
+    """The entries of some rows, of these lengths, in a and b."""
     a = tl.zeros([1, 1, 1], ACC)
     b = tl.zeros([1, 1, 1], ACC)
     if HAS_A:
         a = tl.load(A + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
     if HAS_B:
         b = tl.load(B + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
+    if MAP == MEAN_BACKWARD:
+        a /= tl.cast(lengths, ACC)
     return a, b
 
 
 @triton.jit
-def _keep(ROWS, u, v, rows, exists, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr):
-    tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), _result(u, v, OP, IDENTITY).to(ROWS.dtype.element_ty), mask=exists)
+def _keep(ROWS, u, v, rows, lengths, exists, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr):
+    found = _result(u, v, lengths, OP, IDENTITY).to(ROWS.dtype.element_ty)
+    tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), found, mask=exists)
 
 
 @triton.jit
@@ -220,7 +226,7 @@ def _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP: tl.constexpr,
          C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
          HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
     """One whole row, by all lanes."""
-    a, b = _operands(A, B, row, inside, columns, C, HAS_A, HAS_B, ACC)
+    a, b = _operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
     x = X + start * C
     y = Y + start * C
     if (MAP != RUNNING) & (MAP != RUNNING_BACK):
@@ -234,7 +240,7 @@ def _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP: tl.constexpr,
         u, v = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
         u = _upto(u, 1, OP)
     if MAP == NONE:
-        _keep(OUT, u, v, row, inside, columns, OP, IDENTITY, C)
+        _keep(OUT, u, v, row, length, inside, columns, OP, IDENTITY, C)
     else:
         first, hop, counts, steps = _lanes(length, 0, G, MAP)
         _map(x, y, OUT + start * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
@@ -256,14 +262,14 @@ def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constex
     begins = begins[None, :, None]
     rows = each[None, :, None]
     exists = ((each < last) & (lengths <= 2 * U))[None, :, None] & inside
-    a, b = _operands(A, B, rows, exists, columns, C, HAS_A, HAS_B, ACC)
+    a, b = _operands(A, B, rows, counts, exists, columns, MAP, C, HAS_A, HAS_B, ACC)
     x = X + base * C
     y = Y + base * C
     u, v = _nothing(G, BC, IDENTITY, KEPT)
     if (OP != NONE) & (MAP != RUNNING) & (MAP != RUNNING_BACK):
         u, v = _reduce(x, y, a, begins, 1, counts, steps, begins, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
     if MAP == NONE:
-        _keep(OUT, u, v, rows, exists, columns, OP, IDENTITY, C)
+        _keep(OUT, u, v, rows, counts, exists, columns, OP, IDENTITY, C)
     else:
         hop = 1
         first = begins

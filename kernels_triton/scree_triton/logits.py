@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from .host import multiprocessors, start
+from .host import follows, multiprocessors, start
 from .launch import INTERPRETED, Launch
 from .losses import Targets
 
@@ -35,16 +36,18 @@ def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.
 
 
 @triton.jit
-def _put(OUT, y, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr, POLICY: tl.constexpr):
-    """Write them where they belong: GRAIN at once, but for the first and last ones."""
-    if EDGES:
-        group = place // GRAIN * GRAIN
-        whole = (group >= lead) & (group + GRAIN <= lead + V)
-        edge = (place >= lead) & (place < lead + V) & (whole == 0)
-        tl.store(OUT + place, y, mask=known & edge, eviction_policy=POLICY)
-    else:
-        whole = place < V
-    tl.store(OUT + place, y, mask=known & whole, eviction_policy=POLICY)
+def _whole(place, lead, V: tl.constexpr, GRAIN: tl.constexpr):
+    """Whether a place is among GRAIN, which are read and written at once, that are all a token's."""
+    group = place // GRAIN * GRAIN
+    return (group >= lead) & (group + GRAIN <= lead + V)
+
+
+@triton.jit
+def _edges(lead, V: tl.constexpr, GRAIN: tl.constexpr):
+    """The GRAIN places around the first and around the last logit of a token, and which of them `_whole` leaves out."""
+    i = tl.arange(0, 2 * GRAIN)
+    place = tl.where(i < GRAIN, lead // GRAIN * GRAIN + i, (lead + V) // GRAIN * GRAIN + i - GRAIN)
+    return place, (place >= lead) & (place < lead + V) & ((i >= GRAIN) | (lead % GRAIN > 0))
 
 
 @triton.jit
@@ -68,22 +71,21 @@ def _add(x, top, total):
 
 
 @triton.jit
-def _write(OUT, X, at, lead, target, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-           GRAIN: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
-    """The gradient of some logits: `factor` times (softmax - 1 at the target), where `share` is the factor over the sum."""
-    x, place = _read(X, at, lead, V, LANES, DEEP, GRAIN, MASKED, POLICY)
+def _slope(x, place, goal, top, factor, share):
+    """The gradient of some logits: `factor` times (softmax - 1 at the place `goal`), where `share` is the factor over the sum."""
     y = tl.exp2((x - top) * _LOG2E) * share
-    y = tl.where(place - lead == target, y - factor, y).to(OUT.dtype.element_ty)
-    if MASKED:
-        _put(OUT, y, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
-    else:
-        tl.store(OUT + place, y, eviction_policy=POLICY)
+    return tl.where(place == goal, y - factor, y)
 
 
 @triton.jit
-def _clear(OUT, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr):
+def _write(OUT, X, at, lead, goal, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
+           GRAIN: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+    """The gradient of (DEEP, LANES) logits; MASKED: but for those at the `_edges`."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    _put(OUT, tl.zeros([DEEP, LANES], OUT.dtype.element_ty), place, lead, True, V, GRAIN, GRAIN > 1, "evict_first")
+    mask = _whole(place, lead, V, GRAIN) if MASKED else None
+    x = tl.load(X + place, mask=mask, eviction_policy=POLICY).to(tl.float32)
+    y = _slope(x, place, goal, top, factor, share).to(OUT.dtype.element_ty)
+    tl.store(OUT + place, y, mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED:
 def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, low, count,
                   size, ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
                   ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
-                  SCALED: tl.constexpr, SHARED: tl.constexpr):
+                  SCALED: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr):
     """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
     # What follows finds in the cache the logits that were read for losses whose gradient is wanted, and a gradient alone.
     READ: tl.constexpr = "" if SAVE else "evict_first"
@@ -110,6 +112,8 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
     end = size
     if ROWS and (EACH or SUM):
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    if CHAINED:
+        gdc_launch_dependents()
     column = tl.arange(0, BLOCK)[None, :]
     losses = tl.zeros([TOKENS], tl.float32)
     known_tokens = tl.zeros([TOKENS], tl.int32)
@@ -152,7 +156,11 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
             y = tl.where(column == target[:, None], y - factor[:, None], y)
             y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
-            _put(out[:, None], y, column, 0, (i < count)[:, None], V, GRAIN, EDGES, WRITE)
+            whole = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
+            tl.store(out[:, None] + column, y, mask=(i < count)[:, None] & whole, eviction_policy=WRITE)
+            if EDGES:
+                edge = (column < V) & (whole == 0)
+                tl.store(out[:, None] + column, y, mask=(i < count)[:, None] & edge, eviction_policy=WRITE)
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
@@ -162,20 +170,23 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
 def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, low, count,
                    size, ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr,
                    SHIFTED: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr,
-                   GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr):
+                   GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr):
     """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
 
     SAVE: STATS (2, size), the maximum and the sum of exponentials, _NONE of a token that does not count; they are read where there
     is neither EACH nor SUM.
     It is about the tokens [first, first + count) of `size`, and the V classes from `low` on: X and OUT begin at the first of them.
-    SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of these on.
+    SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of a line of the cache on.
     """
     STEP: tl.constexpr = LANES * DEEP
-    FIRST: tl.constexpr = "evict_last" if GRADIENT else "evict_first"  # what a pass leaves in the cache for the next one
+    LINE: tl.constexpr = min(8 * GRAIN, LANES)  # of the cache: 128 bytes
+    FIRST: tl.constexpr = "evict_last" if GRADIENT else ""  # what a pass leaves in the cache for the next one
     SECOND: tl.constexpr = "evict_first" if EACH | SUM else ""
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    if CHAINED:
+        gdc_launch_dependents()
     losses = tl.full([], 0.0, tl.float32)
     known_tokens = tl.full([], 0, tl.int32)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -191,11 +202,11 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
         begin = 0
         stop = V // STEP * STEP
         if SHIFTED:
-            lead = (x_start % GRAIN).to(tl.int32)
-            begin = STEP
-            stop = tl.maximum((V + lead) // STEP * STEP, begin)
-            x_start = tl.multiple_of(x_start // GRAIN * GRAIN, GRAIN)
-            out_start = tl.multiple_of(out_start // GRAIN * GRAIN, GRAIN)
+            lead = (x_start % LINE).to(tl.int32)
+            begin = LANES
+            stop = begin + (V + lead - begin) // STEP * STEP
+            x_start = tl.multiple_of(x_start - lead, LINE)
+            out_start = x_start
         x = X + x_start
         out = OUT + out_start
         if known:
@@ -204,11 +215,11 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if SHIFTED:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, DEEP, GRAIN, True, FIRST)[0], lanes, totals)
+                    lanes, totals = _add(_read(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals)
                 for at in range(begin, stop, STEP):
                     lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0], lanes, totals)
-                if SHIFTED | (V % STEP > 0):
-                    lanes, totals = _add(_read(x, stop, lead, V, LANES, DEEP, GRAIN, True, FIRST)[0], lanes, totals)
+                for at in range(stop, V + lead, LANES):
+                    lanes, totals = _add(_read(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals)
                 top = tl.max(lanes, 0)
                 base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
@@ -227,20 +238,31 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
             if GRADIENT:
                 factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
                 share = factor / total
+                goal = tl.where(exists, lead + target, -1)
                 if SHIFTED:
-                    _write(out, x, 0, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True, SECOND)
+                    _write(out, x, 0, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND)
                 for at in range(begin, stop, STEP):
-                    _write(out, x, at, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, False, SECOND)
-                if SHIFTED | (V % STEP > 0):
-                    _write(out, x, stop, lead, target, top, factor, share, V, LANES, DEEP, GRAIN, True, SECOND)
+                    _write(out, x, at, lead, goal, top, factor, share, V, LANES, DEEP, GRAIN, False, SECOND)
+                for at in range(stop, V + lead, LANES):
+                    _write(out, x, at, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND)
+                if SHIFTED | (V % GRAIN > 0):
+                    place, edge = _edges(lead, V, GRAIN)
+                    logits = tl.load(x + place, mask=edge, other=0.0).to(tl.float32)
+                    y = _slope(logits, place, goal, top, factor, share).to(OUT.dtype.element_ty)
+                    tl.store(out + place, y, mask=edge)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)
             if SAVE:
                 tl.store(STATS + size + token, _NONE)
             if GRADIENT:
-                for at in range(0, V + lead, STEP):
-                    _clear(out, at, lead, V, LANES, DEEP, GRAIN)
+                for at in range(0, V + lead, LANES):
+                    place = at + tl.arange(0, LANES)
+                    zeros = tl.zeros([LANES], OUT.dtype.element_ty)
+                    tl.store(out + place, zeros, mask=_whole(place, lead, V, GRAIN), eviction_policy="evict_first")
+                if SHIFTED | (V % GRAIN > 0):
+                    place, edge = _edges(lead, V, GRAIN)
+                    tl.store(out + place, tl.zeros([2 * GRAIN], OUT.dtype.element_ty), mask=edge)
     if SUM:
         tl.store(PARTS + tl.program_id(0), losses)
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
@@ -255,14 +277,15 @@ class _Tile(NamedTuple):
     programs: int
 
 
-#: By classes at least: for losses alone or a gradient alone, and for both, where the logits of all programs fit into the cache.
-ALONE = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 4, 4, 64), 1 << 13: _Tile(2048, 4, 8, 64)}
+#: By classes at least: for losses, for a gradient, and for both, where the logits of all programs fit into the cache.
+LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
+GRADIENT = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 4, 4, 64), 1 << 13: _Tile(4096, 2, 16, 64)}
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
 #: Classes up to which a program holds all logits of a token: for losses, for a gradient, and for both.
 WHOLE, WHOLE_OF_GRADIENT, WHOLE_OF_BOTH = 2048, 4096, 1 << 14
 HELD = 1024  # logits that such a program holds at least, those of a few tokens where one has few
 if INTERPRETED:  # a few numbers take every path
-    ALONE = BOTH = {0: _Tile(16, 2, 1, 4)}
+    LOSSES = GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
     WHOLE = WHOLE_OF_GRADIENT = WHOLE_OF_BOTH = 32
     HELD = 64
 
@@ -282,7 +305,7 @@ class What(NamedTuple):
 def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, grain: int, shifted: bool,
             what: What) -> tuple[Launch, int, int]:
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
-    flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict())
+    flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict(), CHAINED=what.SUM and follows(device))
     both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
     if classes <= (WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT and not shifted else WHOLE):
         held, of_warp = max(HELD, power), 1024 if power > 2048 else 256 if what.GRADIENT and not both else 512
@@ -290,7 +313,7 @@ def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classe
         launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
                         dict(num_warps=warps))
         return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30
-    tiles = BOTH if both else ALONE
+    tiles = BOTH if both else GRADIENT if what.GRADIENT else LOSSES
     lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
     deep = max(1, min(deep, power // lanes))
     launch = Launch(classes_kernel, dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,

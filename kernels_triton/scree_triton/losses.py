@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from .host import start
+from .host import follows, start
 from .launch import Launch
 
 SUMMED = ("mean", "sum")  # reductions to one number
@@ -45,8 +46,10 @@ def _share(count, MEAN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("parts",))
-def sum_kernel(PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """TOTAL, the sum or mean of all losses, of PARTS (2, parts), and SHARE, what part of it a loss is; one program."""
+    if CHAINED:  # it may begin while the losses are still being made
+        gdc_wait()
     totals = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
     for at in range(0, parts, BLOCK):
@@ -101,7 +104,8 @@ def rows_kernel(LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.cons
 
 @cache
 def _sum_launch(device: torch.device, mean: bool) -> Launch:
-    return Launch(sum_kernel, dict(MEAN=mean, BLOCK=4096), dict(num_warps=16))
+    chained = follows(device)
+    return Launch(sum_kernel, dict(MEAN=mean, BLOCK=4096, CHAINED=chained), dict(num_warps=32, launch_pdl=chained))
 
 
 @cache

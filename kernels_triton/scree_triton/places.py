@@ -38,10 +38,10 @@ def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, EACH: tl.constexpr):
     tl.store(COUNTS + block, tl.sum(real, 1), mask=block < slots // BLOCK + 1)
 
 
-@triton.jit(do_not_specialize=("slots", "length", "total"))
-def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.constexpr, WORDS: tl.constexpr,
+@triton.jit(do_not_specialize=("slots", "length", "total", "filled"))
+def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, filled, COUNTED: tl.constexpr, WORDS: tl.constexpr,
                 BLOCK: tl.constexpr, SIDE: tl.constexpr, BEFORE: tl.constexpr, FOLLOWS: tl.constexpr):
-    """SLOTS (total,): the marked slots, and `slots` behind the last one; and the OFFSETS of rows of `length` slots each.
+    """SLOTS (total,): the marked slots, and `slots` behind them up to `filled`; and the OFFSETS of rows of `length` slots each.
 
     A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
     sums COUNTS, so that a block of which all or nothing is marked is not read. Where not COUNTED, the program counts what is
@@ -89,8 +89,8 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, COUNTED: tl.
         tl.store(OFFSETS + row, before + tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number), mask=begins)
         found = tl.sum(count, 0).to(number)
     if first + BLOCK > slots:
-        for rest in range(token + found, total, BEFORE):
-            tl.store(SLOTS + rest + each, slots, mask=rest + each < total)
+        for rest in range(token + found, filled, BEFORE):
+            tl.store(SLOTS + rest + each, slots, mask=rest + each < filled)
 
 
 @triton.jit(do_not_specialize=("count", "size"))
@@ -117,14 +117,15 @@ def _counter(count: int) -> torch.dtype:
 class _Mark:
     """What follows from shapes and dtypes where the marks of a mask are counted, so that a call only allocates and launches."""
 
-    def __init__(self, device: torch.device, marks: torch.dtype, shape: tuple[int, int], total: int, dtype: torch.dtype,
+    def __init__(self, device: torch.device, marks: torch.dtype, shape: tuple[int, int], known: int | None, dtype: torch.dtype,
                  words: bool):
         (n, length), slots = shape, math.prod(shape)
+        total, filled = (slots, 0) if known is None else (known, known)
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         self.offsets, self.found = (*contiguous((n + 1,)), dtype), (*contiguous((total,)), _counter(max(slots, total)))
         self.few, self.slots = slots <= _FEW, slots
         (block, warps), side = _TILES[self.few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
-        self.programs, self.numbers = slots // block + 1, (slots, length, total)
+        self.programs, self.numbers = slots // block + 1, (slots, length, total, filled)
         self.counts = *contiguous((self.programs,)), torch.int32
         self.count = _launch(count_kernel, device, (marks,), 2, BLOCK=block, EACH=_EACH)
         self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), warps, COUNTED=not self.few, WORDS=words,
@@ -148,8 +149,11 @@ class _Mark:
 _marking = lru_cache(1024)(_Mark)
 
 
-def mark(mask: torch.Tensor, total: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none."""
+def mark(mask: torch.Tensor, total: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none.
+
+    Where `total` is None there is room for n length tokens, and what stands behind the last one is not written.
+    """
     mask = mask.contiguous()
     words = mask.dtype == torch.bool and mask.data_ptr() % 16 == 0
     return _marking(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)  # type: ignore[no-any-return]
@@ -171,6 +175,7 @@ last_op = torch.library.custom_op("scree_triton::last", last, mutates_args=())
 
 @mark_op.register_fake
 def _(mask, total, dtype):
+    total = mask.numel() if total is None else total
     return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty((total,), dtype=_counter(max(mask.numel(), total)))
 
 

@@ -32,9 +32,11 @@ _BOUNDARIES = 128  # of shares, that one program finds
 _WIDEST = 1 << 20  # so that places in a share fit 32 bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
 _ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
-OPS = {"sum": shares.SUM, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN}
-OPS |= {"any": shares.MAX, "all": shares.MIN}  # of booleans
-_ARGS = (shares.ARGMAX.value, shares.ARGMIN.value)
+OPS = {"sum": shares.SUM, "mean": shares.MEAN, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY,
+       "all": shares.ALL}
+_SPREAD = {"sum": shares.COPY, "mean": shares.MEAN_BACKWARD}  # gradients that follow from that of the result alone
+_ARGS = {shares.ARGMAX.value: shares.MAX.value, shares.ARGMIN.value: shares.MIN.value}  # searches, and for what
+_TRUTHS = (shares.ANY.value, shares.ALL.value)
 _SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
 
 
@@ -83,7 +85,7 @@ def _identity(op: int, dtype: torch.dtype) -> float | int:
             return int(sign == 1)
         info = torch.iinfo(dtype)
         return info.max if sign == 1 else info.min
-    return int(op == shares.PROD.value)
+    return int(op in (shares.PROD.value, shares.FACTORS.value))
 
 
 def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = shares.NONE, *,
@@ -94,7 +96,7 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
     Parameters
     ----------
     x, y
-        Values (total, ...), contiguous; y where `op` or `map` has two. With COPY x is what is written.
+        Values (total, ...), contiguous; y where `op` or `map` has two. With COPY and MEAN_BACKWARD x is what is written.
     rows
         The rows.
     op, map
@@ -192,32 +194,32 @@ def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int,
           shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
     """For x, y, a, b and offsets of these dtypes, and x of this shape."""
     total, *token = shape
-    acc = accumulator(dtypes[0] if dtype is None or op in _ARGS else dtype)
-    held = torch.int64 if op in _ARGS else acc
+    acc = accumulator(dtypes[0] if dtype is None or op in _ARGS or op in _TRUTHS else dtype)
+    held = torch.int64 if op in _ARGS else torch.int32 if op in _TRUTHS else acc
     identity, cut = _identity(op, held if dtypes[0] != torch.bool else torch.bool), _cut(total, n, max_length)
     strides = tuple(math.prod(token[i:]) for i in range(len(token) + 1))
     out = None
-    if map != shares.COPY.value:
+    if map not in columns.SPREAD:
         out = (total if map else n, *token), strides, dtype or (dtypes[0] if map else acc)
     index, new = device.index if device.type == "cuda" else None, empty(device.type)
     if strides[0] >= columns.LEAST:
         kinds = dtypes[0], dtypes[1] is not None, *dtypes[2:4], out[2] if out else dtypes[0], dtypes[4]
         wide = columns.plan(device, kinds, op, map, acc, held, identity, shape, n, max_length)
         return _Plan(index, new, out, wide, held, cut)
-    reads = 2 if dtypes[1] else int(map != shares.COPY.value)
+    reads = 2 if dtypes[1] else int(map not in columns.SPREAD)
     what = dict(OP=op, MAP=map)
     operands = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
-    same = operands | dict(IDENTITY=identity, OTHER=0 if op in _ARGS else _identity(op, dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
+    same = operands | dict(IDENTITY=identity, OTHER=_identity(_ARGS.get(op, op), dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
     tile, lanes = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
     tiles = dict(G=tile // cut.width, W=cut.width, L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
                  FL=lanes if cut.warps == 1 else min(4 * lanes, tile), VECTOR=cut.warps > 1,
                  EVEN=bool(op) and max_length is not None and n * max_length == total)
-    many = held.itemsize > 4 or (reads == 2 and cut.warps == 1)
+    many = max(acc.itemsize, held.itemsize) > 4 or (reads == 2 and cut.warps == 1)
     registers = _REGISTERS_OF_COUNTS if op == shares.EQUAL.value else _REGISTERS
     options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=registers)
     key = device, dtypes, out and out[2]
     twice, long = op and map and map not in _SCANS, n and cut.mean > _LONG
-    clusters = _clusters(device) if twice and long and acc == torch.float32 else None
+    clusters = _clusters(device) if twice and long and acc == torch.float32 and op != shares.FACTORS.value else None
     follow = bool(cut.parts) and follows(device)
     if clusters:
         whole = clusters.launch(cut.mean, what | operands | dict(FOLLOWED=follow))
@@ -250,54 +252,33 @@ def _launch(key: Any, kernel: Any, constants: tuple[tuple[str, Any], ...], optio
     return Launch(kernel, dict(constants), dict(options))
 
 
-def _spread(dout: torch.Tensor, dx: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The gradient of a sum: that of its row for each token, written into dx."""
-    return over_rows(dx, rows, shares.NONE, shares.COPY, a=dout.contiguous())
+def _gradient(dout: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
+              rows: Rows, op: str) -> torch.Tensor:
+    """That of a reduction of x, of this shape and dtype, to out; where neither counts, None will do.
 
-
-def _pick(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The gradient of an extremum; tokens that are all the extremum of their row share its gradient."""
-    return over_rows(x.contiguous(), rows, shares.EQUAL, shares.PICK, a=out, b=dout.contiguous())
-
-
-def _others(dout: torch.Tensor, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The gradient of a product: for each token that of its row times the tokens before it and those behind it."""
-    shape, offsets, acc = x.shape, rows.offsets.long(), accumulator(x.dtype)
-
-    def neighbors(first: int, ones: torch.Tensor) -> torch.Tensor:
-        """The tokens, from place `first` on, with 1 at some places of (total + 1, ...)."""
-        found = x.new_empty((shape[0] + 1, *shape[1:]))
-        found[first:first + shape[0]] = x
-        return found.index_fill_(0, ones, 1)
-
-    before = over_rows(neighbors(1, offsets[:-1])[:-1], rows, shares.PROD, shares.RUNNING, dtype=acc)
-    behind = over_rows(neighbors(0, offsets[1:])[1:], rows, shares.PROD, shares.RUNNING_BACK, dtype=acc)
-    return before.mul_(behind).mul_(_spread(dout, torch.empty_like(before), rows)).to(x.dtype)
-
-
-def _gradient(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
-    """That of a reduction."""
-    if op == "sum":
-        return _spread(dout, torch.empty_like(x, memory_format=torch.contiguous_format), rows)
-    return _others(dout, x, rows) if op == "prod" else _pick(dout, x, out, rows)
+    Tokens that are all the extremum of their row share its gradient.
+    """
+    dout = dout.contiguous()
+    if op in _SPREAD:
+        return over_rows(dout.new_empty(shape, dtype=dtype), rows, shares.NONE, _SPREAD[op], a=dout)
+    x = x.contiguous()
+    if op == "prod":
+        return over_rows(x, rows, shares.FACTORS, shares.PROD_BACKWARD, a=dout)
+    return over_rows(x, rows, shares.EQUAL, shares.PICK, a=out, b=dout)
 
 
 class _Reduce(Function):
     @staticmethod
     def forward(ctx, x, rows, op, plan):
         out = plan.run(x.contiguous(), rows)
-        if op != "sum":
-            ctx.save_for_backward(x, out)
-        ctx.constants = rows, op, x.shape, x.dtype, x.device
+        ctx.save_for_backward(*((None, None) if op in _SPREAD else (x, out)))
+        ctx.constants = x.shape, x.dtype, rows, op
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        rows, op, shape, dtype, device = ctx.constants
-        if op == "sum":
-            return _spread(dout, torch.empty(shape, dtype=dtype, device=device), rows), None, None, None
-        return _gradient(dout, *ctx.saved_tensors, rows, op), None, None, None
+        return _gradient(dout, *ctx.saved_tensors, *ctx.constants), None, None, None
 
 
 @torch.library.custom_op("scree_triton::segment_reduce", mutates_args=())
@@ -313,7 +294,7 @@ def _(x, offsets, max_length, op, dtype):
 @torch.library.custom_op("scree_triton::segment_reduce_backward", mutates_args=())
 def _reduce_backward_op(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, max_length: int | None,
                         op: str) -> torch.Tensor:
-    return _gradient(dout, x, out, Rows(offsets, max_length), op)
+    return _gradient(dout, x, out, x.shape, x.dtype, Rows(offsets, max_length), op)
 
 
 @_reduce_backward_op.register_fake
@@ -336,8 +317,6 @@ def rejects(call: Any) -> str | None:
     if reason := refuses(call.values, _DTYPES) or too_wide(call.values):
         return reason
     truth = call.op in ("any", "all")
-    if truth and call.values.dtype != torch.bool:
-        return f"the Triton kernels take booleans for {call.op}, not {call.values.dtype}"
     narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
     if not truth and (narrower or call.dtype not in (*FLOATS, *_ACC)):
         return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"

@@ -27,6 +27,10 @@ SUM_Y = tl.constexpr(7)  # sum(y)
 EQUAL = tl.constexpr(8)  # how many x are a
 ARGMAX = tl.constexpr(9)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
 ARGMIN = tl.constexpr(10)
+MEAN = tl.constexpr(11)
+ANY = tl.constexpr(12)  # how many x are not 0, which is kept as whether there is one
+ALL = tl.constexpr(13)  # the same, kept as whether that is all of them
+FACTORS = tl.constexpr(14)  # two numbers: the PROD of the x that are not 0, and how many are
 
 # What each token becomes; u, v are what its row reduced to, a and b operands with one entry a row.
 COPY = tl.constexpr(1)  # a
@@ -38,6 +42,11 @@ LOG_SOFTMAX_BACKWARD = tl.constexpr(6)  # y - exp(x) * u
 PICK = tl.constexpr(7)  # b / u where x is a, else 0
 RUNNING = tl.constexpr(8)  # the SUM or PROD of the tokens up to it
 RUNNING_BACK = tl.constexpr(9)  # that of it and the tokens behind it
+MEAN_BACKWARD = tl.constexpr(10)  # a divided by the number of tokens
+PROD_BACKWARD = tl.constexpr(11)  # a times the product of the others
+
+NOWHERE = tl.constexpr(0x7FFFFFFF)  # no place in a row
+
 
 @triton.jit
 def _times(a, b):
@@ -83,7 +92,7 @@ def _key(x, place, OP: tl.constexpr):
 @triton.jit
 def _fold(x, AXIS: tl.constexpr, OP: tl.constexpr):
     """Reduce one axis to length 1."""
-    if OP == PROD:
+    if (OP == PROD) | (OP == FACTORS):
         x = tl.reduce(x, AXIS, _times, keep_dims=True)
     elif OP == MAX:
         x = tl.reduce(x, AXIS, _greater, keep_dims=True)
@@ -98,11 +107,13 @@ def _fold(x, AXIS: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def _gather(us, vs, OP: tl.constexpr):
-    """One result, (1, G, 1), of many, (K, G, L); those of LSE have two numbers."""
+    """One result, (1, G, 1), of many, (K, G, L); those of LSE and FACTORS have two numbers."""
     u = _fold(_fold(us, 0, OP), 2, OP)
     v = tl.zeros_like(u)
     if OP == LSE:
         v = _fold(_fold(vs * _exp(us - _finite(u)), 0, SUM), 2, SUM)
+    elif OP == FACTORS:
+        v = _fold(_fold(vs, 0, SUM), 2, SUM)
     return u, v
 
 
@@ -116,6 +127,9 @@ def _join(u0, v0, u, v, OP: tl.constexpr):
         u = m
     elif OP == PROD:
         u *= u0
+    elif OP == FACTORS:
+        u *= u0
+        v += v0
     elif OP == MAX:
         u = _greater(u0, u)
     elif OP == MIN:
@@ -128,17 +142,37 @@ def _join(u0, v0, u, v, OP: tl.constexpr):
 
 
 @triton.jit
-def _alone(x, y, a, valid, place, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """What each token, at these places in their rows, reduces to alone."""
+def first_along(x, places, AXIS: tl.constexpr, OP: tl.constexpr):
+    """The extremum along an axis, NaN if there is one, and the least of its places, 32 bits each."""
+    m = _fold(x, AXIS, MAX if OP == ARGMAX else MIN)
+    return m, tl.min(tl.where((x == m) | (x != x), places, NOWHERE), AXIS, keep_dims=True)
+
+
+@triton.jit
+def _alone(x, y, a, valid, at, step, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """What each token, at these steps behind place `at` of their rows, reduces to alone; searches those of a lane together."""
     if (OP == ARGMAX) | (OP == ARGMIN):
-        x = tl.where(valid, _key(x, place, OP), IDENTITY)
+        m, found = first_along(x, tl.where(valid, step, NOWHERE), 0, OP)
+        x = tl.where(found == NOWHERE, IDENTITY, _key(m, at + found, OP))
     elif OP == DOT:
         x *= y
     elif OP == SUM_Y:
         x = y
     elif OP == EQUAL:
         x = (valid & (x == a)).to(KEPT)
+    elif (OP == ANY) | (OP == ALL):
+        x = (x != 0).to(KEPT)
     return x
+
+
+@triton.jit
+def _numbers(x, OP: tl.constexpr):
+    """The two numbers of one token, of LSE and FACTORS."""
+    v = 1.0
+    if OP == FACTORS:
+        v = tl.where(x == 0, 1.0, 0.0).to(x.dtype)
+        x = tl.where(x == 0, 1.0, x)
+    return x, v
 
 
 @triton.jit
@@ -149,6 +183,9 @@ def add_tokens(u, v, x, OP: tl.constexpr):
         low = _finite(m)
         v = v * _exp(u - low) + tl.sum(_exp(x - low), 0, keep_dims=True)
         u = m
+    elif OP == FACTORS:
+        x, zeros = _numbers(x, OP)
+        u, v = _join(u, v, _fold(x, 0, OP), _fold(zeros, 0, SUM), OP)
     else:
         u, v = _join(u, v, _fold(x, 0, OP), v, OP)
     return u, v
@@ -169,6 +206,8 @@ def _made(x, y, u, v, a, b, MAP: tl.constexpr):
         y = y - _exp(x) * u
     elif MAP == PICK:
         y = tl.where(x == a, b / u, 0.0)
+    elif MAP == PROD_BACKWARD:
+        y = tl.where(x == 0, tl.where(v == 1, u * a, 0.0), tl.where(v == 0, u * a, 0.0) / x)
     else:
         y = a + tl.zeros_like(x)
     return y
@@ -183,8 +222,14 @@ def _run(x, u, MAP: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def _result(u, v, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """The number that a reduction gives."""
+def _result(u, v, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
+    """The number that a reduction of so many tokens gives."""
+    if OP == MEAN:
+        u /= lengths.to(u.dtype)
+    elif OP == ANY:
+        u = u != 0
+    elif OP == ALL:
+        u = u == lengths
     if (OP == ARGMAX) | (OP == ARGMIN):
         u = tl.where(u == IDENTITY, -1, 0xFFFFFFFF - (u & 0xFFFFFFFF))
     if OP == LSE:
@@ -204,14 +249,16 @@ def _bounds(OFFSETS, row):
 
 
 @triton.jit
-def _operands(A, B, rows, inside, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
-    """(1, G, 1) the entries of rows (G,)."""
+def _operands(A, B, rows, lengths, inside, MAP: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
+    """(1, G, 1) the entries of rows (G,) of these lengths."""
     a = tl.zeros([1, 1, 1], ACC)
     b = tl.zeros([1, 1, 1], ACC)
     if HAS_A:
         a = tl.load(A + rows, mask=inside, other=0).to(ACC)[None, :, None]
     if HAS_B:
         b = tl.load(B + rows, mask=inside, other=0).to(ACC)[None, :, None]
+    if MAP == MEAN_BACKWARD:
+        a /= lengths.to(ACC)[None, :, None]
     return a, b
 
 
@@ -264,7 +311,7 @@ def _reduce_tokens(X, Y, a, start, t0, t1, OP: tl.constexpr, F: tl.constexpr, L:
         if VECTOR:
             at = tl.multiple_of(at, 32)
         x, y, valid = _chunk(X, Y, at, t0, t1, F, L, VECTOR, READS, OTHER, ACC, "")
-        u, v = add_tokens(u, v, _alone(x, y, a, valid, at - start + line + step, OP, IDENTITY, KEPT), OP)
+        u, v = add_tokens(u, v, _alone(x, y, a, valid, at - start, line + step, OP, IDENTITY, KEPT), OP)
     return _gather(u, v, OP)
 
 
@@ -298,9 +345,10 @@ def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constex
 
 
 @triton.jit
-def _keep(OUT, u, v, rows, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """Write what rows (G,) reduce to."""
-    tl.store(OUT + rows[None, :, None], _result(u, v, OP, IDENTITY).to(OUT.dtype.element_ty), mask=inside[None, :, None])
+def _keep(OUT, u, v, rows, lengths, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
+    """Write what rows (G,) of these lengths reduce to."""
+    found = _result(u, v, lengths[None, :, None], OP, IDENTITY)
+    tl.store(OUT + rows[None, :, None], found.to(OUT.dtype.element_ty), mask=inside[None, :, None])
 
 
 @triton.jit
@@ -310,13 +358,14 @@ def _row(X, Y, A, B, OUT, OFFSETS, row, OP: tl.constexpr, MAP: tl.constexpr, F: 
     """One whole row, F tokens at a time."""
     start, end = _bounds(OFFSETS, row)
     one = row + tl.zeros([1], tl.int32)
-    a, b = _operands(A, B, one, one >= 0, HAS_A, HAS_B, ACC)
+    length = (end - start) + tl.zeros([1], tl.int64)
+    a, b = _operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
     if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
         u, v = _nothing(1, IDENTITY, KEPT)
     else:
         u, v = _reduce_tokens(X, Y, a, start, start, end, OP, F, L, VECTOR, READS, IDENTITY, OTHER, ACC, KEPT)
     if MAP == NONE:
-        _keep(OUT, u, v, one, one >= 0, OP, IDENTITY)
+        _keep(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
     else:
         if OP == LSE:
             u = _finite(u)
@@ -387,14 +436,15 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest
         x, y = _read(X + base, Y + base, at, step, valid, READS, OTHER, ACC)
         if OP == EQUAL:  # or the assembler compares each token before it reads the next, to keep no more than what it found
             tl.debug_barrier()
-        a, b = _operands(A, B, rows, rows < last, HAS_A, HAS_B, ACC)
+        a, b = _operands(A, B, rows, lengths, rows < last, MAP, HAS_A, HAS_B, ACC)
         u, v = _nothing(G, IDENTITY, KEPT)
         if RUN:
             made, u = _run(x, u, MAP, OP)
         elif OP != NONE:
-            u, v = _gather(_alone(x, y, a, valid, line + step, OP, IDENTITY, KEPT), 1.0, OP)
+            us, vs = _numbers(_alone(x, y, a, valid, 0, line + step, OP, IDENTITY, KEPT), OP)
+            u, v = _gather(us, vs, OP)
         if MAP == NONE:
-            _keep(OUT, u, v, rows, short, OP, IDENTITY)
+            _keep(OUT, u, v, rows, lengths, short, OP, IDENTITY)
         else:
             if OP == LSE:
                 u = _finite(u)
@@ -464,7 +514,8 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, part
                 t0 = p.to(tl.int64) * part - row - 1 if side == 0 else start
                 t1 = tl.minimum(end, (p.to(tl.int64) + 1) * part - row - 1)
                 one = row + tl.zeros([1], tl.int32)
-                a, b = _operands(A, B, one, one >= 0, HAS_A, HAS_B, ACC)
+                length = (end - start) + tl.zeros([1], tl.int64)
+                a, b = _operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
                 counter = COUNTS + begin
                 u, v = _nothing(1, IDENTITY, KEPT)
                 if not again:
@@ -477,7 +528,7 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, part
                     if MAP == NONE and full:
                         tl.debug_barrier()
                         u, v = _put_together(PARTS, begin, begin, final + 1, OP, IDENTITY, KEPT)
-                        _keep(OUT, u, v, one, one >= 0, OP, IDENTITY)
+                        _keep(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
                         tl.store(counter, 0)
                 else:
                     if TWICE:

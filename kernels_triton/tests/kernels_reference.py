@@ -244,7 +244,7 @@ def check(case: Case, device: str) -> None:
 
 
 def check_product(lengths: tuple[int, ...], token: tuple[int, ...], dtype: torch.dtype, device: str, slack: int = 0,
-                  compiled: bool = False) -> None:
+                  compiled: bool = False, bounded: bool = False) -> None:
     """The gradient of a product of tokens near 1 and -1, where row b has b % 3 zeros, against autograd in float64."""
     generator = torch.Generator(device=device).manual_seed(0)
     total = sum(lengths)
@@ -254,11 +254,11 @@ def check_product(lengths: tuple[int, ...], token: tuple[int, ...], dtype: torch
     for b, row in enumerate(values[:total].split(lengths)):
         row[len(row) // 3:][:b % 3] = 0
     values[total:] = math.nan
-    cu = offsets(lengths, device)
+    cu, longest = offsets(lengths, device), max(lengths) if bounded else None
     dy = torch.randn((len(lengths), *token), generator=generator, device=device).to(dtype)
 
     def product(values: torch.Tensor) -> torch.Tensor:
-        x = scree.from_offsets(values, cu)
+        x = scree.from_offsets(values, cu, max_length=longest)
         return scree.namespace(x).prod(x, axis=1)
 
     assert scree.explain("segment_reduce", "prod", values.requires_grad_(), scree.from_offsets(values, cu).layout,

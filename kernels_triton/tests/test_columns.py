@@ -1,14 +1,14 @@
 """Rows of wide tokens, cut into shares so short that every way through the kernel is taken; without a GPU in the interpreter."""
 import pytest
 import torch
-from kernels_reference import Case, check, f16, f32
+from kernels_reference import Case, check, check_product, f16, f32
 
 from scree_triton import columns, segments, shares
 from scree_triton.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (40, 2, 0, 9, 1, 4, 4, 0, 0, 17)
-NAMES = ("softmax", "log_softmax", "logsumexp", "sum", "max", "cumulative_sum")
+NAMES = ("softmax", "log_softmax", "logsumexp", "sum", "mean", "max", "cumulative_sum")
 CASES = [
     *(Case(name, f32, (3,), LENGTHS) for name in NAMES),
     *(Case(name, f16, (130,), LENGTHS, wide=True) for name in ("softmax", "sum", "cumulative_sum")),  # two blocks of columns
@@ -21,8 +21,9 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Shares of a step or a few."""
+    """Shares of a step or a few, and programs of their own for rows that are not long."""
     monkeypatch.setattr(columns, "_SHORTEST", 0)
+    monkeypatch.setattr(columns, "_ROW_TOKENS", (65, 80, 2048))
     monkeypatch.setattr(columns, "_STEPS", 2)
     for module, cached in ((columns, columns._launch), (segments, segments._plan)):
         monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
@@ -31,6 +32,11 @@ def short(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_error(case):
     check(case, DEVICE)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (70, 90, 66, 40)], ids=["shared", "a program a row"])
+def test_gradient_of_a_product(lengths):
+    check_product(lengths, (50,), f32, DEVICE, bounded=True)
 
 
 @pytest.mark.parametrize("map", [shares.NONE, shares.SOFTMAX], ids=["reduced", "mapped"])

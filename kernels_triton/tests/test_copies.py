@@ -1,9 +1,12 @@
 """Kernels that move tokens, against loops over rows in NumPy; without a GPU in Triton's interpreter."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import scree
+from scree import backends, registry
 from scree.backends import backend
 from scree.create import OffsetsCall
 from scree.layout import Layout
@@ -180,6 +183,19 @@ def test_narrow_tokens(dtype, width):
     assert found.dtype == dtype and (found.to(wide) - exact).abs().max() <= most
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
+def test_sums_beyond_the_cache(dtype, monkeypatch):
+    """Made in parts, the last one shorter; half precision goes through memory for one part."""
+    monkeypatch.setattr(addition, "_cached", lambda device: 500)
+    x, index = numbers(300, 3, dtype=dtype), torch.randint(-2, 103, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    plan = addition._Coming(x.device, dtype, index.dtype, x.shape, 100, addition.ACC[dtype], addition._WIDE[addition.ACC[dtype]])
+    assert 100 // plan.each >= 2 and 100 % plan.each
+    found, known = plan.run(x, index), (index >= 0) & (index < 100)
+    exact = torch.zeros((100, 3), dtype=torch.float64).index_add(0, index[known].cpu(), x[known].cpu().double())
+    most = x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
+    assert found.dtype == dtype and (found.cpu().double() - exact).abs().max() <= most
+
+
 def test_the_last_of_many_stays():
     x, index = numbers(300, 2), torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     x.requires_grad_()
@@ -243,9 +259,39 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     right = np.zeros((4, 2000, 2), np.float32)
     right[mask.cpu().numpy()] = np.moveaxis(dy.cpu().numpy(), dim, 0)
     assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
-    offsets, slots = places.mark(mask, count + 5, torch.int64)
-    assert offsets.tolist() == y.offsets.tolist() and slots[count:].tolist() == [mask.numel()] * 5
-    assert slots[:count].tolist() == np.flatnonzero(mask.cpu().numpy()).tolist()
+    for total in (count + 5, None):
+        offsets, slots = places.mark(mask, total, torch.int64)
+        assert offsets.tolist() == y.offsets.tolist() and (total is None or slots[count:].tolist() == [mask.numel()] * 5)
+        assert slots[:count].tolist() == np.flatnonzero(mask.cpu().numpy()).tolist()
+
+
+@pytest.mark.parametrize("kernel", ["triton", "standard"])
+def test_a_mask_is_read_once(kernel, monkeypatch):
+    """Where looking at it is not free: its offsets by the kernels, itself by the standard path. All that they say is kept."""
+    seen, lib = [], backend(numbers(1))
+    away = replace(lib, peek=lambda x: None, read=lambda x: seen.append(tuple(x.shape)) or lib.read(x))
+    monkeypatch.setitem(backends._BY_TYPE, torch.Tensor, away)
+    monkeypatch.setitem(registry._KERNELS, "mark", [k for k in registry._KERNELS["mark"] if k.provider == kernel])
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], device=DEVICE)
+    padded = numbers(3, 4, 2)
+    y = scree.from_padded(padded, mask, kernel=kernel)
+    assert seen == ([(4,)] if kernel == "triton" else [(3, 4), (4,)])
+    assert torch.equal(y.values, padded[mask > 0]) and y.layout.host.tolist() == y.offsets.tolist() == [0, 3, 3, 4]
+    assert y.max_length == 3 and y.offsets.dtype == torch.int32
+    for shape in ((0, 4, 2), (2, 0, 2)):
+        y = scree.from_padded(numbers(*shape), torch.ones(shape[:2], dtype=torch.bool, device=DEVICE), kernel=kernel)
+        assert y.offsets.tolist() == [0] * (shape[0] + 1) and y.values.shape == (0, 2) and y.max_length == 0
+
+
+def test_padding_alike_is_checked_once(monkeypatch):
+    """But with zeros as floating-point numbers, of which -0.0 is one."""
+    x = scree.from_lengths(numbers(61, 2).abs(), LENGTHS)
+    for fill in (0, 0.0, -0.0):
+        assert scree.to_padded(x, fill_value=fill)[0].signbit().any() == (str(fill) == "-0.0")
+    first, mask = scree.to_padded(x, fill_value=-1)
+    monkeypatch.delitem(registry._DESCRIBE, "pad")
+    padded, same = scree.to_padded(x * 2, fill_value=-1)
+    assert torch.equal(padded, torch.where(mask[..., None], first * 2, -1)) and torch.equal(mask, same)
 
 
 def test_numbers_beyond():

@@ -17,12 +17,13 @@ CASES = [
     *(Case(name, f32, operation.tokens[0], lengths) for name, operation in OPERATIONS.items() for lengths in LAYOUTS[1:]),
     *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "swiglu", "softmax", "sum")),
     *(Case(name, f32, (2, 16), (4, 3), sliced=True) for name in ("rms_norm of a sum", "rope", "rope of q and k")),
+    Case("rms_norm of a sum", f16, (2, 1024), (20, 0, 11)),  # more tokens than the programs of the backward have at once
     Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
     *(Case(name, f32, (10, 1024), (3, 0, 2)) for name in ("rope interleaved", "rope of q and k")),  # more heads than at a time
 ]
 LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
-        for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("max", ()),
-                           ("cumulative_sum", ()), ("cumulative_sum", (3,)))]
+        for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("mean", ()), ("mean", (3,)),
+                           ("max", ()), ("cumulative_sum", ()), ("cumulative_sum", (3,)))]
 LONG += [Case(name, f32, (), (300, 200, 0, 90)) for name in ("softmax", "sum", "cumulative_sum")]  # several warps a program
 LONG += [Case(name, f32, (), (150, 140, 0, 160, 130), bounded=True)  # second visits close behind the first
          for name in ("softmax", "max", "cumulative_sum")]
@@ -80,8 +81,7 @@ def test_integers(name, dtype):
     x = scree.from_lengths(torch.randint(-3, 4, (44, 2), device=DEVICE).to(dtype), lengths)
     op = "sum" if name == "count_nonzero" else name
     wide = torch.int64 if name == "count_nonzero" else dtype
-    values = x.values != 0 if op in ("any", "all") else x.values
-    assert scree.explain("segment_reduce", op, values, x.layout, wide).provider == "triton"
+    assert scree.explain("segment_reduce", op, x.values, x.layout, wide).provider == "triton"
     found = getattr(scree.namespace(x), name)(x, axis=1)
     limit = torch.iinfo(dtype) if dtype != torch.bool else None
     for row, got in zip(x.values.split(lengths), found):
@@ -92,6 +92,45 @@ def test_integers(name, dtype):
         else:
             expected = row.sum(0) if name == "count_nonzero" else getattr(row, name)(0)
         assert torch.equal(got.to(torch.int64), expected.to(torch.int64))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("token", [(), (3,)])
+@pytest.mark.parametrize("dtype", [f16, f32, torch.float64, torch.int64])
+def test_truth_of_numbers(dtype, token, cut, monkeypatch):
+    """As the standard path has it, where NaN is true and -0.0 is not, but on numbers as they are."""
+    if cut:
+        cut_small(monkeypatch)
+    lengths = [300, 0, 40, 1, *(4,) * 9, 40]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    numbers = torch.tensor([0.0, -0.0, 3.0, 1e-6, torch.nan] if dtype.is_floating_point else [0, 0, -1 << 32, 1, 3], device=DEVICE)
+    values = numbers[torch.randint(0, 5, (sum(lengths), *token), generator=generator, device=DEVICE)].to(dtype)
+    values[:300], values[-40:] = numbers[4], 0
+    values[150] = 0
+    x = scree.from_lengths(values, lengths)
+    for name in ("any", "all"):
+        assert scree.explain("segment_reduce", name, values, x.layout, torch.bool).provider == "triton"
+        found = getattr(scree.namespace(x), name)(x, axis=1)
+        assert found.dtype == torch.bool
+        assert torch.equal(found, torch.stack([getattr(row != 0, name)(0) for row in values.split(lengths)]))
+
+
+def test_truth_of_other_numbers():
+    """Numbers that the kernels do not read are compared with 0 before."""
+    x = scree.from_lengths(torch.tensor([1, 0, 2, 0], dtype=torch.int8, device=DEVICE), [1, 2, 0, 1])
+    assert scree.explain("segment_reduce", "any", x.values, x.layout, torch.bool).provider == "standard"
+    assert scree.namespace(x).any(x, axis=1).tolist() == [True, True, False, False]
+    assert scree.namespace(x).all(x, axis=1).tolist() == [True, False, True, False]
+
+
+def test_mean_is_one_operation():
+    """No sum that is divided later, whatever is divided."""
+    for dtype in (f16, f32, torch.int32):
+        x = scree.from_lengths(torch.arange(8, device=DEVICE).to(dtype), [3, 0, 5])
+        out = dtype if dtype.is_floating_point else f32
+        assert scree.explain("segment_mean", "mean", x.values, x.layout, out).provider == "triton"
+        found = scree.namespace(x).mean(x, axis=1)
+        assert torch.equal(found[::2], torch.tensor([1, 5], dtype=out, device=DEVICE)) and found[1].isnan()
 
 
 def cut_small(monkeypatch):
@@ -204,8 +243,8 @@ def test_scan_of_integers(name, dtype, cut, monkeypatch):
     assert torch.equal(found.values, torch.cat(expected).to(dtype))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "max", "cumulative_sum",
-                                  "swiglu", "rope", "rope of q and k", "grouped_matmul", "pad", "pad and unpad",
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "mean", "max",
+                                  "cumulative_sum", "swiglu", "rope", "rope of q and k", "grouped_matmul", "pad", "pad and unpad",
                                   "pad and unpad by mask", "cross_entropy of rows",
                                   "linear_cross_entropy of rows", "gather", "scatter", "scatter_add", "flip", "concat"])
 def test_compiled(name):

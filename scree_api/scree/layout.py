@@ -78,7 +78,8 @@ class Layout:
     offsets
         (n + 1,) integers, `[0, L0, L0 + L1, ...]`.
     total
-        Number of tokens that the values have room for; a Python integer.
+        Number of tokens that the values have room for; a Python integer. Where it is None it is the last offset, which is read
+        when it is asked for.
     max_length
         A bound on the longest row that is known without reading, or None.
     host
@@ -88,13 +89,13 @@ class Layout:
     """
 
     def __init__(
-        self, backend: Backend, offsets: Any, total: int, max_length: int | None = None, host: np.ndarray | None = None,
+        self, backend: Backend, offsets: Any, total: int | None, max_length: int | None = None, host: np.ndarray | None = None,
         full: bool = False,
     ) -> None:  # fmt: skip
         self.backend = backend
         self.xp = backend.xp
         self.offsets = offsets
-        self.total = total
+        self._total = total
         self.max_length = max_length
         self.memo: dict[Any, Any] = {}
         self._host = host
@@ -132,6 +133,13 @@ class Layout:
                 del kept[next(iter(kept))]
             kept[id(other)] = other, {}
         return kept[id(other)][1]
+
+    @property
+    def total(self) -> int:
+        """Number of tokens that the values have room for."""
+        if self._total is None:
+            self._total = int(self.read()[-1])
+        return self._total
 
     @property
     def num_rows(self) -> int:
@@ -192,7 +200,7 @@ class Layout:
     @_once
     def _longest(self) -> int:
         assert self.host is not None
-        return int(np.max(self.host[1:] - self.host[:-1], initial=0))
+        return int((self.host[1:] - self.host[:-1]).max(initial=0))
 
     @_once
     def lengths(self) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from . import again
 from .array import Array
 from .backends import backend, is_array
 from .checks import integer, integers, peeked, read, scalar
@@ -47,7 +49,7 @@ def from_padded(
     Returns
     -------
     Array
-        The real tokens, copied, on offsets of int32 (int64 from 2^31 tokens on).
+        The real tokens, copied, on offsets of int32 (int64 from 2^31 tokens on, or slots of a mask that a device counts).
 
     Raises
     ------
@@ -64,15 +66,18 @@ def from_padded(
     array([0, 1, 5])
     """
     call = UnpadCall.make(padded, mask, lengths=lengths, total=total, ragged_dim=ragged_dim)
-    return Array._of(run("unpad", call, kernel), call.layout, call.ragged_dim)
+    values, rows = run("unpad", call, kernel), call.layout
+    if call.slots is not None and total is None:  # a device has counted, and now the host knows the rows too
+        rows.max_length = rows.bound
+    return Array._of(values, rows, call.ragged_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class UnpadCall:
     """Take the tokens of the rows of `layout` out of `x`, a padded batch, whose axis ``ragged_dim + 1`` is the padded one.
 
-    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. Their values come out. `slots` are
-    theirs as of `MarkCall`, where the mask was not counted before.
+    They stand where `mask`, (n, L), is not 0; without a mask at the beginning of each row. Their values come out. Where the mask
+    was not counted before, the first `layout.total` of `slots` are theirs, as of `MarkCall`; asking for that number may wait.
     """
 
     x: Any
@@ -97,15 +102,14 @@ class UnpadCall:
         if mask is None:
             counts = _lengths(lengths, padded, shape, total)
         else:
-            mask, counts = _marked(mask, padded, shape, total)
+            mask, counts = _marked(mask, padded, shape)
         if isinstance(counts, np.ndarray):
             if total is not None and total != counts.sum():
                 raise ValueError(f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out")
             return cls(padded, Layout.from_host(lib, counts, device=lib.device(padded)), mask, axis - 1)
-        assert total is not None
-        dtype, slots = counter(lib.xp, total), None
+        dtype = counter(lib.xp, math.prod(shape) if total is None else total)
         if mask is None:
-            offsets = run("offsets", OffsetsCall(counts, dtype))
+            offsets, slots = run("offsets", OffsetsCall(counts, dtype)), None
         else:
             offsets, slots = run("mark", MarkCall(mask, total, dtype))
         return cls(padded, Layout(lib, offsets, total, shape[1]), mask, axis - 1, slots)
@@ -127,10 +131,10 @@ def _lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | Non
     return known
 
 
-def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -> tuple[Any, Any]:
+def _marked(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
     """The mask as an array of the library and on the device of `padded`, and how many tokens of each row it marks.
 
-    None where these are not readable for free, and need not be read.
+    None where these are not readable for free.
     """
     lib = backend(padded)
     here = is_array(mask) and backend(mask) is lib and not lib.apart(mask, padded)
@@ -146,9 +150,7 @@ def _marked(mask: Any, padded: Any, shape: tuple[int, int], total: int | None) -
     if seen is not None:
         real = seen != 0
         return mask if here else lib.from_host(real, lib.xp.bool, lib.device(padded)), np.count_nonzero(real, axis=1)
-    if total is not None:
-        return mask, None
-    return mask, lib.read(lib.xp.sum(lib.xp.astype(_real(mask), lib.xp.int32), axis=1, dtype=lib.xp.int32))
+    return mask, None
 
 
 def _real(mask: Any) -> Any:
@@ -158,14 +160,14 @@ def _real(mask: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MarkCall:
-    """Count what `mask`, (n, L), marks with something other than 0: `total` tokens.
+    """Count what `mask`, (n, L), marks with something other than 0: `total` tokens, or None where their number is not known.
 
     The offsets of the rows, (n + 1,), come out, of a dtype; and for each token, (total,), the number of its slot among all n L,
-    or one beyond these where there is no such token.
+    or one beyond these where there is no such token. Where `total` is None there may be more entries, which mean nothing.
     """
 
     mask: Any
-    total: int
+    total: int | None
     dtype: Any
 
 
@@ -173,6 +175,10 @@ class MarkCall:
 def _count(call: MarkCall) -> tuple[Any, Any]:
     lib, (n, longest) = backend(call.mask), call.mask.shape
     xp, device = lib.xp, lib.device(call.mask)
+    if call.total is None:
+        real = lib.read(call.mask) != 0
+        ends = np.cumsum(np.count_nonzero(real, axis=1))
+        return tuple(lib.from_host(x, call.dtype, device) for x in (np.concatenate([[0], ends]), np.flatnonzero(real)))
     marked = xp.cumulative_sum(xp.reshape(xp.astype(_real(call.mask), call.dtype), (-1,)), dtype=call.dtype)
     ends = xp.reshape(marked, (n, longest))[:, -1] if longest else xp.zeros((n,), dtype=call.dtype, device=device)
     offsets = xp.concat([xp.zeros((1,), dtype=call.dtype, device=device), ends])
@@ -200,6 +206,7 @@ def _slots(call: UnpadCall) -> Any:
         if real is not None:
             return layout.put(np.flatnonzero(real), size)
         slots = xp.astype(layout.rows, counter(xp, size, layout.rows), copy=False) * longest + layout.positions
+    slots = slots[: layout.total]
     return xp.where(slots < size, slots, max(size - 1, 0))
 
 
@@ -242,7 +249,7 @@ def to_padded(
     array([[-1, -1,  1],
            [ 2,  3,  4]])
     """
-    padded, mask = run("pad", PadCall.make(arr, side=side, fill_value=fill_value, length=length), kernel)
+    padded, mask = again.run("pad", {"arr": arr}, {"side": side, "fill_value": fill_value, "length": length}, kernel)
     return padded, mask
 
 

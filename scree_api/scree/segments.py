@@ -9,7 +9,7 @@ from typing import Any
 
 from . import again
 from .backends import backend
-from .fit import accumulator, truth
+from .fit import accumulator, real_of, truth
 from .layout import Layout, Tiles
 from .registry import declare
 
@@ -17,17 +17,17 @@ TILE = 32
 LONGEST = 4096  # tokens of the longest row whose sum may be left to a kernel that adds one number after the other
 
 #: Reduction -> its value over no elements, where that does not depend on the dtype.
-IDENTITIES = {"sum": 0, "prod": 1, "any": False, "all": True}
+IDENTITIES = {"sum": 0, "mean": float("nan"), "prod": 1, "any": False, "all": True}
 SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCall:
-    """What `segment_reduce`, `segment_arg` or `segment_scan` shall do with the rows of `values`, (total, ...).
+    """What `segment_reduce`, `segment_mean`, `segment_arg` or `segment_scan` shall do with the rows of `values`, (total, ...).
 
-    A reduction by `op` (sum, prod, max, min, any, all) or a scan (sum, prod) gives `dtype`, and is done in `wide`, which is
+    A reduction by `op` (sum, prod, max, min, any, all, mean) or a scan (sum, prod) gives `dtype`, and is done in `wide`, which is
     float32 where that is half precision; who runs a reduction may give that, too. For the place of an extremum (max, min) it is
-    the dtype of the values. For any and all the values are booleans.
+    the dtype of the values. Of any and all it is that of booleans, and the values may be numbers.
     """
 
     op: str
@@ -62,15 +62,18 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
 def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None) -> Any:
     """Reduce each row of `values` (total, ...), in their own dtype unless one is given, to one entry: (n, ...)."""
     dtype = values.dtype if dtype is None else dtype
-    values = truth(layout.xp, values) if op in ("any", "all") else values
-    out = again.run("segment_reduce", {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel)
+    operation = "segment_mean" if op == "mean" else "segment_reduce"  # who adds up needs no kernel of its own for means
+    out = again.run(operation, {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel)
     return out if out.dtype == dtype else layout.xp.astype(out, dtype)
 
 
 @declare("segment_reduce", SegmentCall)
 def _reduce_tiles(call: SegmentCall) -> Any:
-    values, layout = call.converted, call.layout
-    xp = layout.xp
+    layout, xp = call.layout, call.layout.xp
+    known = truth(xp, call.values) if call.op in ("any", "all") else call.values
+    if known is not call.values:
+        return segment_reduce(call.op, known, layout, dtype=call.dtype)  # who takes no such numbers may take booleans
+    values = call.converted
     empty = xp.full((), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.device)
     if layout.num_rows == 0 or layout.total == 0:
         return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
@@ -81,6 +84,20 @@ def _reduce_tiles(call: SegmentCall) -> Any:
         values, layout = getattr(xp, call.op)(tiled(xp, values, tiles, empty), axis=1, **keep), tiles.layout
     firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
     return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
+
+
+@declare("segment_mean", SegmentCall)
+def _mean(call: SegmentCall) -> Any:
+    rows, xp = call.layout, call.layout.xp
+    total = segment_reduce("sum", call.values, rows, dtype=call.wide)
+    real, ndim = real_of(xp, total.dtype), total.ndim
+
+    def tokens() -> tuple[Any, Any]:  # 1 for an empty row, whose gradient would else be NaN
+        count = xp.astype(xp.where(rows.filled, rows.lengths, 1), real)
+        return spread(xp, rows.filled, ndim), spread(xp, count, ndim)
+
+    filled, count = rows.once(("tokens", real, ndim), tokens)
+    return xp.where(filled, total / count, float("nan"))
 
 
 def segment_arg(op: str, values: Any, layout: Layout) -> Any:

@@ -37,7 +37,11 @@ def _read(x: torch.Tensor) -> np.ndarray:
     if torch.compiler.is_compiling() or wrapped(x):
         raise TypeError(UNREADABLE)
     with _outside(x):
-        return np.asarray(x.detach().cpu())
+        if x.device.type != "cuda" or x.nbytes > _AT_ONCE:
+            return np.asarray(x.detach().cpu())
+        host = x.detach().to("cpu", non_blocking=True).numpy()  # pinned: the copy to other memory takes CUDA 15 us longer
+        torch.cuda.current_stream(x.device).synchronize()
+        return host.copy()
 
 
 def _row_ids(repeats: torch.Tensor, total: int) -> torch.Tensor:

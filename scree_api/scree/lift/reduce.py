@@ -100,9 +100,10 @@ def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bo
     if inner and 0 in [values.shape[a] for a in inner]:  # of no elements: the value of an empty row
         shape = [n for a, n in enumerate(values.shape) if a not in inner]
         values = xp.full(tuple(shape), identity(xp, op, dtype), dtype=dtype, device=x.layout.device)
-    elif inner and op in SCANS:
+    elif inner and op in (*SCANS, "mean"):
         wide = accumulator(xp, dtype)
-        values = getattr(xp, op)(xp.astype(values, wide, copy=False), axis=inner, dtype=wide)
+        options = {"dtype": wide} if op in SCANS else {}
+        values = getattr(xp, op)(xp.astype(values, wide, copy=False), axis=inner, **options)
     elif inner:
         values = getattr(xp, op)(values, axis=inner)
     out = segment_reduce(op, values, x.layout, dtype=dtype)
@@ -118,23 +119,10 @@ def _elements(x: Array, axes: tuple[int, ...]) -> int:
     return math.prod([x.values.shape[a - 1] for a in axes if a != x.ragged_dim + 1])
 
 
-def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
-    total, rows = _reduce_rows(xp, "sum", x, axes, keepdims, wide), x.layout
-    real, ndim = real_of(xp, total.dtype), total.ndim
-
-    def tokens() -> tuple[Any, Any]:  # 1 for an empty row, whose gradient would else be NaN
-        count = xp.astype(xp.where(rows.filled, rows.lengths, 1), real)
-        return spread(xp, rows.filled, ndim), spread(xp, count, ndim)
-
-    filled, count = rows.once(("tokens", real, ndim), tokens)
-    mean = total / (count * _elements(x, axes) if len(axes) > 1 else count)
-    return xp.where(filled, mean, float("nan"))
-
-
 def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
     values = xp.astype(x.values, wide, copy=False)
     x = x.with_values(values)
-    center = against("var", _mean(xp, x, axes, True, wide, dtype, 0), x)
+    center = against("var", _reduce_rows(xp, "mean", x, axes, True, wide), x)
     total = _reduce_rows(xp, "sum", x.with_values(xp.square(in_rows(x, values - center))), axes, keepdims, wide)
     count = spread(xp, xp.astype(x.lengths, real_of(xp, total.dtype)) * _elements(x, axes), total.ndim)
     return divide(xp, total, count - correction)
@@ -149,8 +137,7 @@ def _count(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, 
 
 
 ROWS: dict[str, Function] = {
-    **{op: _monoid(op) for op in ("sum", "prod", "max", "min", "any", "all")},
-    "mean": _mean,
+    **{op: _monoid(op) for op in ("sum", "mean", "prod", "max", "min", "any", "all")},
     "var": _variance,
     "std": _deviation,
     "count_nonzero": _count,
