@@ -80,7 +80,7 @@ def register_kernel(
         rows are, so it must not hold arrays itself. Whoever gives it promises that `rejects` answers from options and from
         dtypes, shapes, strides, devices and `requires_grad` of arrays. It gives None where each call is to be checked, as
         where targets are in host memory and looked at. On PyTorch attention, norms, rope, softmax, the gate, split, gather,
-        scatter, concat of rows, cross-entropy, grouped products, and reductions and scans of rows ask for it.
+        scatter, concat of rows, cross-entropy, grouped products, reductions and scans of rows, and `to_padded` ask for it.
 
     Returns
     -------

@@ -41,7 +41,9 @@ the next reader of the same tensor would take 0.88 of its time: the driver is as
 heads takes 1.07 of that time by `do_bench`, where nothing rests: the ratio to a peer's is the same. All arrays are random numbers,
 and so are the gradients that are sent back, the same ones to all contenders (to a loss, one): multiplying numbers that are all
 alike takes a device less power, and so less time. *Host*, in rounds of its own behind, is how long the host takes to prepare and
-launch a call, in a loop of up to 30 that waits for none of them. A call that waits for both takes the longer of the two.
+launch a call, in a loop of up to 30 that waits for none of them. A call that waits for both takes the longer of the two. A call
+that waits for the device itself, as a boolean mask does, is timed with what the host does in it, behind a short sleep: a core that
+has waited for 20 ms takes up to 200 us to wake up, which no program that is at work pays.
 """
 
 
