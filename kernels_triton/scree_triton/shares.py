@@ -229,7 +229,7 @@ def _result(u, v, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
     elif OP == ANY:
         u = u != 0
     elif OP == ALL:
-        u = u == lengths
+        u = u == tl.cast(lengths, u.dtype)  # modulo 2^32, as the count
     if (OP == ARGMAX) | (OP == ARGMIN):
         u = tl.where(u == IDENTITY, -1, 0xFFFFFFFF - (u & 0xFFFFFFFF))
     if OP == LSE:
