@@ -64,6 +64,8 @@ def _register(operation: str, kernels: Any, function: str, values: Callable[[Any
             return "the Triton kernels take torch tensors"
         if not (x.is_cuda or _interpreted()):
             return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return "the Triton kernels run under no transform of torch.func, such as vmap"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
     register_kernel(operation, provider="triton", rejects=rejects, again=getattr(kernels, f"{function}_again", None))(

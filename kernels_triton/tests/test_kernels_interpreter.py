@@ -1,7 +1,7 @@
 """The kernels beside attention on a small fixed set; without a GPU in Triton's interpreter."""
 import pytest
 import torch
-from kernels_reference import OPERATIONS, Case, check, check_product, f16, f32, inputs, run
+from kernels_reference import OPERATIONS, Case, check, check_product, f16, f32, inputs, offsets, run
 
 import scree
 from scree_triton import columns, segments, shares
@@ -147,6 +147,25 @@ def test_gradient_of_a_product(dtype, token, lengths, monkeypatch):
     check_product(lengths, token, dtype, DEVICE)
     cut_small(monkeypatch)
     check_product(lengths, token, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("run", [
+    lambda x, w: scree.softmax(x).values, lambda x, w: scree.rms_norm(x, w).values, lambda x, w: scree.rope(x).values,
+    lambda x, w: scree.to_padded(x, length=4)[0], lambda x, w: scree.namespace(x).sum(x, axis=1),
+    lambda x, w: scree.gather(x, x.with_values(torch.tensor([1, 0, 4, 4, 2], device=DEVICE))).values,
+    lambda x, w: scree.cross_entropy(x, x.with_values(torch.tensor([1, 0, 7, 4, 2], device=DEVICE))),
+], ids=["softmax", "rms_norm", "rope", "pad", "sum", "gather", "cross_entropy"])
+def test_transforms_of_torch_func_take_the_standard_path(run):
+    rows, values, weights = offsets((2, 0, 3), DEVICE), torch.randn(3, 5, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
+
+    def f(values, weight):
+        return run(scree.from_offsets(values, rows), weight)
+
+    right = torch.stack([f(*one) for one in zip(values, weights)])
+    assert torch.allclose(torch.func.vmap(f)(values, weights), right, rtol=1e-5, atol=1e-6)
+    slope = torch.func.grad(lambda x: f(x, weights[0]).square().sum())(values[0])
+    leaf = values[0].clone().requires_grad_()
+    assert torch.allclose(slope, torch.autograd.grad(f(leaf, weights[0]).square().sum(), leaf)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_one_long_row_says_nothing_of_the_others():
