@@ -36,7 +36,9 @@ NEEDS = {
     "scree_api/tests/test_transforms_train.py": "torch jax optax mlx chatterbot_corpus yaml",
 }
 
-collect_ignore = [path for path, libraries in NEEDS.items() if not all(map(find_spec, libraries.split()))]
+collect_ignore = [
+    path for path, libraries in NEEDS.items() if not all(map(find_spec, libraries.split()))
+]
 collect_ignore_glob = [
     "*/conftest.py",  # plug-ins, not modules with doctests
     "bench/scree_bench/*",
@@ -55,7 +57,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that needs what is not there, on a machine with some of the libraries; CI installs all, and skips none."""
-    for missing in (name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None):
+    for missing in (
+        name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None
+    ):
         pytest.skip(f"needs {missing}")
 
 

@@ -11,7 +11,13 @@ nox.needs_version = ">=2024.4.15"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests", "docs"]
 
-BACKENDS = {"numpy": "test", "torch": "test,torch,triton", "jax": "test,jax", "mlx": "test,mlx", "array_api_strict": "test"}
+BACKENDS = {
+    "numpy": "test",
+    "torch": "test,torch,triton",
+    "jax": "test,jax",
+    "mlx": "test,mlx",
+    "array_api_strict": "test",
+}
 EACH = [nox.param(name, id=name) for name in BACKENDS]
 
 
@@ -22,9 +28,10 @@ def install(session: nox.Session, backend: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff's rules. The code is laid out by hand, so there is no formatter to agree with."""
+    """Check Ruff's rules and its format."""
     session.install("ruff>=0.15")
     session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
 
 
 @nox.session
@@ -54,8 +61,13 @@ def conformance(session: nox.Session, backend: str) -> None:
 @nox.session
 def tensorflow(session: nox.Session) -> None:
     """The bridge to TensorFlow, whose size asks for an environment of its own."""
-    session.install("-c", "constraints.txt", "-e", ".", "tensorflow-cpu>=2.21", "pytest>=8", "hypothesis>=6.100")
-    files = ["scree_api/scree/bridges/tensorflow.py", *map(str, Path("scree_api/tests/bridges").glob("test_tensorflow*.py"))]
+    session.install(
+        "-c", "constraints.txt", "-e", ".", "tensorflow-cpu>=2.21", "pytest>=8", "hypothesis>=6.100"
+    )
+    files = [
+        "scree_api/scree/bridges/tensorflow.py",
+        *map(str, Path("scree_api/tests/bridges").glob("test_tensorflow*.py")),
+    ]
     session.run("pytest", *files, env={"TF_CPP_MIN_LOG_LEVEL": "3", "SCREE_BACKENDS": "numpy"})
 
 
@@ -63,7 +75,9 @@ def tensorflow(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into `site`; warnings are errors. `nox -s docs -- serve` shows it while you write."""
     session.install("-e", ".[docs]")
-    session.run("mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run(
+        "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"}
+    )
 
 
 @nox.session
@@ -84,8 +98,21 @@ def gpu(session: nox.Session) -> None:
 def sanitize(session: nox.Session) -> None:
     """What compute-sanitizer finds in attention's kernels on a GPU: accesses out of bounds, and races in shared memory."""
     session.install("-e", ".[test,triton]", "nvidia-cuda-sanitizer-api>=13.5")
-    found = session.run("python", "-c", "import nvidia; print(*nvidia.__path__)", silent=True).split()
-    program = next(p for path in found for p in Path(path).glob("*/compute-sanitizer/compute-sanitizer"))
+    found = session.run(
+        "python", "-c", "import nvidia; print(*nvidia.__path__)", silent=True
+    ).split()
+    program = next(
+        p for path in found for p in Path(path).glob("*/compute-sanitizer/compute-sanitizer")
+    )
     for tool in ("memcheck", "racecheck"):
-        session.run(str(program), "--tool", tool, "--error-exitcode", "1", "python", "kernels_triton/tests/sanitize.py",
-                    *session.posargs, external=True)
+        session.run(
+            str(program),
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "1",
+            "python",
+            "kernels_triton/tests/sanitize.py",
+            *session.posargs,
+            external=True,
+        )

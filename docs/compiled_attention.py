@@ -15,14 +15,19 @@ import scree
 
 LENGTHS = [512, 1024, 768, 256, 2048, 384, 896, 640, 1536, 320, 1152, 480, 704, 192, 832, 416]
 HEADS, DIM, LONGEST, ROUNDS = 4, 64, max(LENGTHS), 5
-VALUES = [np.random.default_rng(seed).standard_normal((sum(LENGTHS), HEADS, DIM)).astype(np.float32) for seed in range(3)]
+VALUES = [
+    np.random.default_rng(seed).standard_normal((sum(LENGTHS), HEADS, DIM)).astype(np.float32)
+    for seed in range(3)
+]
 OFFSETS = np.cumsum([0, *LENGTHS]).astype(np.int32)
 MASK = np.arange(LONGEST) < np.asarray(LENGTHS)[:, None]
 PADDED = [np.zeros((len(LENGTHS), LONGEST, HEADS, DIM), np.float32) for _ in VALUES]
 for _to, _from in zip(PADDED, VALUES):
     _to[MASK] = _from
 
-Ways = dict[str, tuple[Callable[[], Any], ...]]  # forward, and forward and backward where there is a backward pass
+Ways = dict[
+    str, tuple[Callable[[], Any], ...]
+]  # forward, and forward and backward where there is a backward pass
 
 
 def ragged(q: Any, k: Any, v: Any, offsets: Any) -> Any:
@@ -39,7 +44,11 @@ def torch_ways() -> Ways:
 
     values = [torch.tensor(x, requires_grad=True) for x in VALUES]
     padded = [torch.tensor(x, requires_grad=True) for x in PADDED]
-    offsets, long, mask = torch.tensor(OFFSETS), torch.tensor(OFFSETS).to(torch.int64), torch.tensor(MASK)[:, None, None, :]
+    offsets, long, mask = (
+        torch.tensor(OFFSETS),
+        torch.tensor(OFFSETS).to(torch.int64),
+        torch.tensor(MASK)[:, None, None, :],
+    )
 
     def by_head(x: Any) -> Any:
         return x.transpose(1, 2)
@@ -48,12 +57,17 @@ def torch_ways() -> Ways:
         return by_head(sdpa(by_head(q), by_head(k), by_head(v), attn_mask=mask))
 
     def of_nested(q: Any, k: Any, v: Any) -> Any:
-        jagged = [torch.nested.nested_tensor_from_jagged(x, long, max_seqlen=LONGEST, min_seqlen=192) for x in (q, k, v)]
+        jagged = [
+            torch.nested.nested_tensor_from_jagged(x, long, max_seqlen=LONGEST, min_seqlen=192)
+            for x in (q, k, v)
+        ]
         return by_head(sdpa(*map(by_head, jagged))).values()
 
     def of_rows(q: Any, k: Any, v: Any) -> Any:
         rows = zip(*(x.split(LENGTHS) for x in (q, k, v)))
-        return torch.cat([sdpa(*(x.transpose(0, 1)[None] for x in row))[0].transpose(0, 1) for row in rows])
+        return torch.cat(
+            [sdpa(*(x.transpose(0, 1)[None] for x in row))[0].transpose(0, 1) for row in rows]
+        )
 
     def forward(f: Callable[..., Any], args: list[Any]) -> Callable[[], Any]:
         def call() -> Any:
@@ -69,7 +83,9 @@ def torch_ways() -> Ways:
     return {
         "scree": both(lambda q, k, v: ragged(q, k, v, offsets), values),
         "padded": both(of_padded, padded),
-        "torch.nested": (forward(of_nested, [x.detach() for x in values]),),  # with gradients it finds no backend on the CPU
+        "torch.nested": (
+            forward(of_nested, [x.detach() for x in values]),
+        ),  # with gradients it finds no backend on the CPU
         "row by row": both(of_rows, values),
     }
 
@@ -92,7 +108,9 @@ def jax_ways() -> Ways:
 
     def both(f: Callable[..., Any], args: list[Any]) -> tuple[Callable[[], Any], ...]:
         forward, gradient = jax.jit(f), jax.jit(jax.grad(lambda *x: f(*x).sum(), (0, 1, 2)))
-        return lambda: jax.block_until_ready(forward(*args)), lambda: jax.block_until_ready(gradient(*args))
+        return lambda: jax.block_until_ready(forward(*args)), lambda: jax.block_until_ready(
+            gradient(*args)
+        )
 
     return {
         "scree": both(ragged, [*values, offsets]),
@@ -110,13 +128,18 @@ def mlx_ways() -> Ways:
 
     def of_padded(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (mx.swapaxes(x, 1, 2) for x in (q, k, v))
-        return mx.swapaxes(mx.fast.scaled_dot_product_attention(q, k, v, scale=DIM**-0.5, mask=mask), 1, 2)
+        return mx.swapaxes(
+            mx.fast.scaled_dot_product_attention(q, k, v, scale=DIM**-0.5, mask=mask), 1, 2
+        )
 
     def both(f: Callable[..., Any], args: list[Any]) -> tuple[Callable[[], Any], ...]:
         forward, gradient = mx.compile(f), mx.compile(mx.grad(lambda *x: f(*x).sum(), (0, 1, 2)))
         return lambda: mx.eval(forward(*args)), lambda: mx.eval(gradient(*args))
 
-    return {"scree": both(ragged, [*values, offsets]), "mx.fast.scaled_dot_product_attention, padded": both(of_padded, padded)}
+    return {
+        "scree": both(ragged, [*values, offsets]),
+        "mx.fast.scaled_dot_product_attention, padded": both(of_padded, padded),
+    }
 
 
 def main() -> None:
@@ -124,7 +147,9 @@ def main() -> None:
     print("| library | against | forward | forward and backward |\n|---|---|---|---|")
     for name in sys.argv[1:] or ("torch", "jax", "mlx"):
         ways: Ways = globals()[f"{name}_ways"]()
-        seconds: dict[str, list[list[float]]] = {way: [[] for _ in calls] for way, calls in ways.items()}
+        seconds: dict[str, list[list[float]]] = {
+            way: [[] for _ in calls] for way, calls in ways.items()
+        }
         for turn in range(ROUNDS + 1):
             for way, calls in ways.items():
                 for call, times in zip(calls, seconds[way]):

@@ -7,7 +7,11 @@ import numpy as np
 import scree
 
 LENGTHS, TILE = (4, 2, 7), 3
-FILLS = ("#9ecae9", "#ffbf79", "#a8d5a2")  # one a row, light enough for dark figures on either background
+FILLS = (
+    "#9ecae9",
+    "#ffbf79",
+    "#a8d5a2",
+)  # one a row, light enough for dark figures on either background
 TEXT, LINE = "#7d8590", "#57606a"  # legible on white and on black
 CELL, GAP = 30, 4
 
@@ -15,9 +19,7 @@ CELL, GAP = 30, 4
 def cell(x: float, y: float, label: str, fill: str | None) -> str:
     """A token, or an empty slot where `fill` is None."""
     if fill is None:
-        return (
-            f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="none" stroke="{TEXT}" stroke-dasharray="3 3"/>'
-        )
+        return f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="none" stroke="{TEXT}" stroke-dasharray="3 3"/>'
     return (
         f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="{fill}" stroke="{LINE}"/>'
         f'<text x="{x + CELL / 2}" y="{y + 20}" text-anchor="middle" fill="#1f2328">{label}</text>'
@@ -41,7 +43,10 @@ def main() -> None:
         out.append(cell(left + token * step, 36, str(token), FILLS[row_of[token]]))
     for offset in arr.offsets:
         x = left + offset * step - GAP / 2
-        out.append(f'<path d="M{x} 68v10" stroke="{TEXT}" stroke-width="2"/>' + note(x, 94, str(offset), "middle"))
+        out.append(
+            f'<path d="M{x} 68v10" stroke="{TEXT}" stroke-width="2"/>'
+            + note(x, 94, str(offset), "middle")
+        )
     out.append(note(left + arr.total_length * step + 16, 94, "offsets"))
 
     out.append(note(left, 138, f"the rows: shape {arr.shape}", weight="bold"))
@@ -56,7 +61,14 @@ def main() -> None:
         for slot in range(TILE):
             token = tiles.tokens[t, slot]
             fill = FILLS[tiles.rows[t]] if tiles.valid[t, slot] else None
-            out.append(cell(right + (column * (TILE + 0.7) + slot) * step, 150 + line * step, str(token), fill))
+            out.append(
+                cell(
+                    right + (column * (TILE + 0.7) + slot) * step,
+                    150 + line * step,
+                    str(token),
+                    fill,
+                )
+            )
 
     width, height = right + 7 * step + left, 150 + len(LENGTHS) * step + 12
     svg = (

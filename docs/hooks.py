@@ -22,8 +22,17 @@ def functions(kinds: dict[str, Kind]) -> str:
         groups.setdefault(kind, []).append(name)
     lines = ["| functions | on ragged arrays |", "|---|---|"]
     for kind, names in groups.items():
-        meaning = f"Raises: {kind.why}." if kind.why else (getdoc(LIFTERS[kind.name]) or "") if kind.name in LIFTERS else OWN
-        cells = " ".join(f"`{name}`" for name in sorted(names)), " ".join(meaning.split()).replace("|", "\\|")
+        meaning = (
+            f"Raises: {kind.why}."
+            if kind.why
+            else (getdoc(LIFTERS[kind.name]) or "")
+            if kind.name in LIFTERS
+            else OWN
+        )
+        cells = (
+            " ".join(f"`{name}`" for name in sorted(names)),
+            " ".join(meaning.split()).replace("|", "\\|"),
+        )
         lines.append("| {} | {} |".format(*cells))
     return "\n".join(lines)
 
@@ -31,7 +40,10 @@ def functions(kinds: dict[str, Kind]) -> str:
 def layouts() -> str:
     """The row lengths that the conformance suite tries."""
     lines = ["| layout | lengths of the rows |", "|---|---|"]
-    return "\n".join(lines + [f"| {name} | {', '.join(map(str, rows)) or 'none'} |" for name, rows in LAYOUTS.items()])
+    return "\n".join(
+        lines
+        + [f"| {name} | {', '.join(map(str, rows)) or 'none'} |" for name, rows in LAYOUTS.items()]
+    )
 
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
@@ -42,16 +54,23 @@ def versions() -> str:
     """What was measured, and when."""
     lines = ["| library | versions | date |", "|---|---|---|"]
     for name, column in LIBRARIES.items():
-        lines.append(f"| `{name}` | {', '.join(' '.join(item) for item in column['versions'].items())} | {column['date']} |")
+        lines.append(
+            f"| `{name}` | {', '.join(' '.join(item) for item in column['versions'].items())} | {column['date']} |"
+        )
     return "\n".join(lines)
 
 
 def coverage(functions: list[str], variant: str = "eager") -> str:
     """One row for each function, one column for each library; numbers are cases that passed, notes stand below."""
     notes: list[str] = []
-    lines = ["| function | " + " | ".join(f"`{name}`" for name in LIBRARIES) + " |", "|---|" + "---|" * len(LIBRARIES)]
+    lines = [
+        "| function | " + " | ".join(f"`{name}`" for name in LIBRARIES) + " |",
+        "|---|" + "---|" * len(LIBRARIES),
+    ]
     for name in functions:
-        cells = [cell(name, column["functions"][name][variant], notes) for column in LIBRARIES.values()]
+        cells = [
+            cell(name, column["functions"][name][variant], notes) for column in LIBRARIES.values()
+        ]
         lines.append(f"| `{name.removeprefix('ragged.')}` | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"{i}. {note}" for i, note in enumerate(notes, 1))])
 
@@ -67,11 +86,16 @@ def cell(name: str, outcome: list[Any], notes: list[str]) -> str:
     mark = f" <sup>{notes.index(why) + 1}</sup>" if absent else ""
     if not passed:
         return f"absent{mark}"
-    word = "raises" if kind and kind.why else "own" if kind and kind.name == "plain" else f"{passed}"
+    word = (
+        "raises" if kind and kind.why else "own" if kind and kind.name == "plain" else f"{passed}"
+    )
     return word + mark
 
 
-ALL_KINDS = {**KINDS, **{f"{e}.{name}": kind for e, kinds in EXTENSIONS.items() for name, kind in kinds.items()}}
+ALL_KINDS = {
+    **KINDS,
+    **{f"{e}.{name}": kind for e, kinds in EXTENSIONS.items() for name, kind in kinds.items()},
+}
 RAGGED = [name for name in FUNCTIONS if name.startswith("ragged.")]
 
 

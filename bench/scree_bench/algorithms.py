@@ -52,7 +52,9 @@ def _positions(xp: Any, count: int, like: Any) -> Any:
     return xp.arange(count, device=backend(like).device(like))
 
 
-def _causal(xp: Any, scores: Any, first: int = 0, window: int | None = None, groups: int = 1) -> Any:
+def _causal(
+    xp: Any, scores: Any, first: int = 0, window: int | None = None, groups: int = 1
+) -> Any:
     """(queries, keys) whether a query sees a key; the first query stands `first` positions behind the first key.
 
     So many queries as there are groups stand at each position.

@@ -75,7 +75,9 @@ def ours_traced(lib: Library, work: Work) -> Function:
     @jax.jit
     def run(offsets: Any, q: Any, k: Any, v: Any) -> Any:
         like = scree.Array(q, offsets, max_length=work.longest)
-        return scree.attention(like, like.with_values(k), like.with_values(v), causal=work.causal).values
+        return scree.attention(
+            like, like.with_values(k), like.with_values(v), causal=work.causal
+        ).values
 
     return partial(run, offsets)
 
@@ -85,13 +87,23 @@ def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[An
     """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
     require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim, lib.device)
     (q, k, v), cotangent = inputs(lib, work)
-    tokens, real = (lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True))
+    tokens, real = (
+        lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True)
+    )
     xp = lib.xp
 
     def pad(x: Any) -> Any:
-        found = xp.reshape(xp.take(x, xp.reshape(tokens, (-1,)), axis=0), (*tokens.shape, *x.shape[1:]))
-        found = xp.permute_dims(xp.where(real[:, :, None, None], found, xp.zeros_like(found)), (0, 2, 1, 3))
-        return np.ascontiguousarray(found) if lib.name == "numpy" else getattr(found, "contiguous", lambda: found)()
+        found = xp.reshape(
+            xp.take(x, xp.reshape(tokens, (-1,)), axis=0), (*tokens.shape, *x.shape[1:])
+        )
+        found = xp.permute_dims(
+            xp.where(real[:, :, None, None], found, xp.zeros_like(found)), (0, 2, 1, 3)
+        )
+        return (
+            np.ascontiguousarray(found)
+            if lib.name == "numpy"
+            else getattr(found, "contiguous", lambda: found)()
+        )
 
     slots = lib.make(np.flatnonzero(work.tokens[1].reshape(-1)), "int32")
 
@@ -171,7 +183,12 @@ def torch_sdpa(backend: str | None) -> Make:
         def attend(q: Any, k: Any, v: Any) -> Any:
             with chosen():
                 return torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+                    q,
+                    k,
+                    v,
+                    attn_mask=mask,
+                    is_causal=work.causal,
+                    enable_gqa=work.heads != work.kv_heads,
                 )
 
         return attend
@@ -187,7 +204,9 @@ def torch_rows(lib: Library, work: Work) -> Function:
     def attend(q: Any, k: Any, v: Any) -> Any:
         outs = [
             torch.nn.functional.scaled_dot_product_attention(
-                *(t.transpose(0, 1)[None] for t in row), is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
+                *(t.transpose(0, 1)[None] for t in row),
+                is_causal=work.causal,
+                enable_gqa=work.heads != work.kv_heads,
             )[0].transpose(0, 1)
             for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         ]
@@ -203,7 +222,11 @@ def torch_nested(lib: Library, work: Work) -> Function:
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         rows = (nested(x).transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=work.causal).transpose(1, 2).values()
+        return (
+            torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=work.causal)
+            .transpose(1, 2)
+            .values()
+        )
 
     return attend
 
@@ -218,15 +241,21 @@ def torch_flex(lib: Library, work: Work) -> Function:
         same = row[i] == row[j]
         return same & (i >= j) if work.causal else same
 
-    large = 4 * 8.0 * work.total**2 > available(lib.device)  # an int64 for each pair, a few at once, unless it is compiled
-    mask = create_block_mask(seen, None, None, work.total, work.total, device=row.device, _compile=large)
+    large = 4 * 8.0 * work.total**2 > available(
+        lib.device
+    )  # an int64 for each pair, a few at once, unless it is compiled
+    mask = create_block_mask(
+        seen, None, None, work.total, work.total, device=row.device, _compile=large
+    )
     if lib.device == "cpu":
         torch.compiler.reset()  # it has no backward there, and after one that failed it would not be compiled again
     run = torch_compiled(flex_attention)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return run(q, k, v, block_mask=mask, enable_gqa=work.heads != work.kv_heads)[0].transpose(0, 1)
+        return run(q, k, v, block_mask=mask, enable_gqa=work.heads != work.kv_heads)[0].transpose(
+            0, 1
+        )
 
     return attend
 
@@ -265,7 +294,9 @@ def fa2(lib: Library, work: Work) -> Function:
     def forward(q: Any, k: Any, v: Any) -> Any:
         return aten._flash_attention_forward(q, k, v, *rows, False)[:4]
 
-    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng: Any, unused: Any) -> Any:
+    def backward(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng: Any, unused: Any
+    ) -> Any:
         return aten._flash_attention_backward(dout, q, k, v, out, lse, *rows, rng, unused)
 
     return _differentiated(forward, backward)
@@ -293,7 +324,16 @@ def flash(module: str) -> Make:
         cu, longest = _bounds(lib, work)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            out = run(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest, causal=work.causal)
+            out = run(
+                q,
+                k,
+                v,
+                cu_seqlens_q=cu,
+                cu_seqlens_k=cu,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                causal=work.causal,
+            )
             return out[0] if isinstance(out, tuple) else out
 
         return attend
@@ -309,12 +349,37 @@ def efficient(lib: Library, work: Work) -> Function:
     aten, mask = torch.ops.aten, int(work.causal)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        found = aten._efficient_attention_forward(q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True)
+        found = aten._efficient_attention_forward(
+            q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True
+        )
         return found[0][0], *found[1:]
 
-    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seed: Any, offset: Any, most_q: int, most_k: int) -> Any:
+    def backward(
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        seed: Any,
+        offset: Any,
+        most_q: int,
+        most_k: int,
+    ) -> Any:
         found = aten._efficient_attention_backward(
-            *(x[None] for x in (dout, q, k, v)), None, out[None], cu, cu, most_q, most_k, lse, 0.0, seed, offset, mask, False
+            *(x[None] for x in (dout, q, k, v)),
+            None,
+            out[None],
+            cu,
+            cu,
+            most_q,
+            most_k,
+            lse,
+            0.0,
+            seed,
+            offset,
+            mask,
+            False,
         )
         return tuple(x[0] for x in found[:3])
 
@@ -326,8 +391,13 @@ def jax_own(lib: Library, work: Work) -> Prepared:
     import jax
 
     tokens, real = work.tokens
-    q, k, v, cotangent = (lib.make(np.where(real[:, :, None, None], x[tokens], 0), work.dtype) for x in work.arrays)
-    lengths, slots = lib.make(np.asarray(work.lengths), "int32"), lib.make(np.flatnonzero(real.reshape(-1)), "int32")
+    q, k, v, cotangent = (
+        lib.make(np.where(real[:, :, None, None], x[tokens], 0), work.dtype) for x in work.arrays
+    )
+    lengths, slots = (
+        lib.make(np.asarray(work.lengths), "int32"),
+        lib.make(np.flatnonzero(real.reshape(-1)), "int32"),
+    )
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(
@@ -346,6 +416,8 @@ def mlx_own(lib: Library, work: Work) -> Function:
     mask = "causal" if work.causal else lib.make(visible(work), "bool")
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return mx.fast.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(work.dim), mask=mask)
+        return mx.fast.scaled_dot_product_attention(
+            q, k, v, scale=1 / math.sqrt(work.dim), mask=mask
+        )
 
     return attend

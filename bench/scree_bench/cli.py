@@ -30,8 +30,9 @@ for name, command in COMMANDS.items():
 @app.command("all")
 def everything(
     out: Annotated[Path, typer.Argument(help="Folder for the JSON and the pictures.")],
-    device: Device = "auto", quick: Quick = False,
-) -> None:  # fmt: skip
+    device: Device = "auto",
+    quick: Quick = False,
+) -> None:
     """Run every subcommand, each in a process of its own, with its results in the folder OUT.
 
     The exit status is 1 if one of them has another one than 0. Ctrl-C ends the one that runs, which keeps what it has, and no
@@ -53,7 +54,10 @@ def everything(
 
 def _run(arguments: list[str]) -> int:
     """The exit status of a subcommand in a process of its own; after Ctrl-C, which reaches it too, that of its orderly end."""
-    process, interrupted = subprocess.Popen([sys.executable, "-m", "scree_bench", *arguments]), False
+    process, interrupted = (
+        subprocess.Popen([sys.executable, "-m", "scree_bench", *arguments]),
+        False,
+    )
     while True:
         try:
             status = process.wait()

@@ -26,7 +26,11 @@ class Size(NamedTuple):
     @property
     def parameters(self) -> int:
         """Numbers in the weights, without the positions."""
-        return self.vocabulary * self.width + self.layers * (12 * self.width**2 + 13 * self.width) + 2 * self.width
+        return (
+            self.vocabulary * self.width
+            + self.layers * (12 * self.width**2 + 13 * self.width)
+            + 2 * self.width
+        )
 
 
 SIZES = {
@@ -62,7 +66,14 @@ def weights(size: Size, longest: int, device: str, seed: int) -> dict[str, Any]:
     return found
 
 
-def loss(w: dict[str, Any], size: Size, ids: Any, at: Any, targets: Any, attend: Callable[[Any, Any, Any], Any]) -> Any:
+def loss(
+    w: dict[str, Any],
+    size: Size,
+    ids: Any,
+    at: Any,
+    targets: Any,
+    attend: Callable[[Any, Any, Any], Any],
+) -> Any:
     """The mean loss of the next token; `ids`, `at` (positions) and `targets` are (tokens,), padding included where there is any."""
     import torch.nn.functional as F  # noqa: N812
 
@@ -74,10 +85,16 @@ def loss(w: dict[str, Any], size: Size, ids: Any, at: Any, targets: Any, attend:
 
     x = w["tokens"][ids] + w["positions"][at]
     for i in range(size.layers):
-        q, k, v = linear(norm(x, f"{i}.norm1"), f"{i}.qkv").view(len(x), 3, size.heads, -1).unbind(1)
+        q, k, v = (
+            linear(norm(x, f"{i}.norm1"), f"{i}.qkv").view(len(x), 3, size.heads, -1).unbind(1)
+        )
         x = x + linear(attend(q, k, v).reshape(len(x), size.width), f"{i}.out")
-        x = x + linear(F.gelu(linear(norm(x, f"{i}.norm2"), f"{i}.up"), approximate="tanh"), f"{i}.down")
-    return F.cross_entropy(F.linear(norm(x, "norm"), w["tokens"]).float(), targets, ignore_index=IGNORED)
+        x = x + linear(
+            F.gelu(linear(norm(x, f"{i}.norm2"), f"{i}.up"), approximate="tanh"), f"{i}.down"
+        )
+    return F.cross_entropy(
+        F.linear(norm(x, "norm"), w["tokens"]).float(), targets, ignore_index=IGNORED
+    )
 
 
 class Batch(NamedTuple):
@@ -102,8 +119,12 @@ def ragged(rows: list[np.ndarray], device: str) -> Batch:
     def attend(q: Any, k: Any, v: Any) -> Any:
         return scree.attention(*map(like.with_values, (q, k, v)), causal=True).values
 
-    at, targets = (np.concatenate(x) for x in ([np.arange(len(row)) for row in rows], _targets(rows)))
-    return Batch(like.values, torch.from_numpy(at).to(device), torch.from_numpy(targets).to(device), attend)
+    at, targets = (
+        np.concatenate(x) for x in ([np.arange(len(row)) for row in rows], _targets(rows))
+    )
+    return Batch(
+        like.values, torch.from_numpy(at).to(device), torch.from_numpy(targets).to(device), attend
+    )
 
 
 def padded(rows: list[np.ndarray], device: str) -> Batch:
@@ -123,4 +144,9 @@ def padded(rows: list[np.ndarray], device: str) -> Batch:
         q, k, v = (x.view(n, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    return Batch(filled(rows, 0), filled([np.arange(longest)] * n, 0), filled(_targets(rows), IGNORED), attend)
+    return Batch(
+        filled(rows, 0),
+        filled([np.arange(longest)] * n, 0),
+        filled(_targets(rows), IGNORED),
+        attend,
+    )

@@ -35,12 +35,20 @@ def read(path: Path) -> np.ndarray:
     """
     text = path.read_text(encoding="utf-8")
     try:
-        found = json.loads(text) if text.lstrip().startswith("[") else [int(x) for x in text.replace(",", " ").split()]
+        found = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [int(x) for x in text.replace(",", " ").split()]
+        )
         lengths = np.asarray(found, dtype=np.int64)
     except (ValueError, TypeError) as error:
-        raise typer.BadParameter(f"--lengths: expected whole numbers in {path}, got {error}") from error
+        raise typer.BadParameter(
+            f"--lengths: expected whole numbers in {path}, got {error}"
+        ) from error
     if lengths.ndim != 1 or not lengths.size or lengths.min() < 0:
-        raise typer.BadParameter(f"--lengths: expected at least one length >= 0 in {path}, got {text[:40]!r}")
+        raise typer.BadParameter(
+            f"--lengths: expected at least one length >= 0 in {path}, got {text[:40]!r}"
+        )
     return lengths
 
 

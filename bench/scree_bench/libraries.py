@@ -85,7 +85,9 @@ class Library:
             import torch
 
             generator = torch.Generator(self.device).manual_seed(seed)
-            return lambda *shape: torch.randn(shape, generator=generator, device=self.device).to(self.arrays.dtypes[dtype])
+            return lambda *shape: torch.randn(shape, generator=generator, device=self.device).to(
+                self.arrays.dtypes[dtype]
+            )
         rng = np.random.default_rng(seed)
         return lambda *shape: self.make(rng.standard_normal(shape, dtype=np.float32), dtype)
 
@@ -126,7 +128,11 @@ def _torch_phases(function: Function, args: Sequence[Any], cotangent: Any) -> St
     def both(*inputs: Any) -> Any:
         return torch.autograd.grad(function(*inputs), inputs, cotangent)
 
-    return {"forward": lambda: Step(forward, tuple(args)), "backward": backward, "both": lambda: Step(both, leaves())}
+    return {
+        "forward": lambda: Step(forward, tuple(args)),
+        "backward": backward,
+        "both": lambda: Step(both, leaves()),
+    }
 
 
 def torch_compiled(function: Function) -> Function:
@@ -145,7 +151,10 @@ def nesting(lib: Library, lengths: np.ndarray | Sequence[int]) -> Function:
 
     offsets = lib.make(np.concatenate([[0], np.cumsum(lengths)]), "int64")
     return partial(
-        torch.nested.nested_tensor_from_jagged, offsets=offsets, min_seqlen=int(min(lengths)), max_seqlen=int(max(lengths))
+        torch.nested.nested_tensor_from_jagged,
+        offsets=offsets,
+        min_seqlen=int(min(lengths)),
+        max_seqlen=int(max(lengths)),
     )
 
 
@@ -204,7 +213,9 @@ def _jax(arrays: backends.Library, device: str) -> Library:
 
     def phases(function: Function, args: Sequence[Any], cotangent: Any) -> Steps:
         def backward() -> Step:
-            return Step(jax.jit(lambda pull, g: pull(g)), (jax.vjp(jax.jit(function), *args)[1], cotangent))
+            return Step(
+                jax.jit(lambda pull, g: pull(g)), (jax.vjp(jax.jit(function), *args)[1], cotangent)
+            )
 
         def both(inputs: Any, g: Any) -> Any:
             return jax.vjp(function, *inputs)[1](g)
@@ -234,7 +245,10 @@ def _mlx(arrays: backends.Library, device: str) -> Library:
         def both(*inputs: Any) -> Any:
             return mx.vjp(function, list(inputs), [cotangent])[1]
 
-        return {"forward": lambda: Step(function, tuple(args)), "both": lambda: Step(both, tuple(args))}
+        return {
+            "forward": lambda: Step(function, tuple(args)),
+            "both": lambda: Step(both, tuple(args)),
+        }
 
     def peak(step: Step) -> int:
         wait(step())
@@ -285,7 +299,9 @@ def wanted(session: Session, names: str, among: Sequence[str] = tuple(LOADERS)) 
     found = []
     for name in among if "all" in listed else listed:
         if session.device == "cuda" and name != "torch":
-            session.leave_out(name, "only PyTorch is measured on this device; run --device cpu for it")
+            session.leave_out(
+                name, "only PyTorch is measured on this device; run --device cpu for it"
+            )
             continue
         try:
             found.append(load(name, session.device))

@@ -15,8 +15,25 @@ import numpy as np
 from .measure import Times, interleaved, median
 
 #: Distributions whose versions matter to some number.
-PACKAGES = ("scree", "numpy", "torch", "triton", "jax", "jaxlib", "mlx", "array-api-compat", "array-api-strict", "awkward",
-            "ragged", "flash-attn", "flash-attn-4", "fa3-fwd", "liger-kernel", "quack-kernels", "flashinfer-python")  # fmt: skip
+PACKAGES = (
+    "scree",
+    "numpy",
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "mlx",
+    "array-api-compat",
+    "array-api-strict",
+    "awkward",
+    "ragged",
+    "flash-attn",
+    "flash-attn-4",
+    "fa3-fwd",
+    "liger-kernel",
+    "quack-kernels",
+    "flashinfer-python",
+)
 
 
 def processor() -> str:
@@ -68,7 +85,10 @@ def tag(device: str) -> str:
     """A short name of the device for file names: "cpu", "h100", "a100" ..."""
     name = (gpu() or "cuda").lower() if device.startswith("cuda") else device
     words = name.replace("-", " ").split()
-    return next((word for word in words if any(c.isdigit() for c in word) and not word.endswith("gb")), words[0])
+    return next(
+        (word for word in words if any(c.isdigit() for c in word) and not word.endswith("gb")),
+        words[0],
+    )
 
 
 def now() -> str:
@@ -101,4 +121,8 @@ def limits(device: str, quick: bool) -> dict[str, float]:
             calls[f"matmul_{dtype}_flops"] = lambda x=factors: x @ x
     times = interleaved(calls, 0.1 if quick or cuda else 1.0, device=device)
     work = {"copy_rate": 2.0 * size}
-    return {name: work.get(name, 2.0 * width**3) / median(x.seconds) for name, x in times.items() if isinstance(x, Times)}
+    return {
+        name: work.get(name, 2.0 * width**3) / median(x.seconds)
+        for name, x in times.items()
+        if isinstance(x, Times)
+    }

@@ -23,11 +23,19 @@ from typing import Any, NamedTuple
 
 Thunk = Callable[[], Any]
 
-SHORTEST = 2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
+SHORTEST = (
+    2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
+)
 FEWEST = 5  # samples of each contender even where they exceed the budget; two where they do so tenfold, or with `--quick`
 PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
-NAP, LONGEST_NAP = 3e-4, 0.02  # seconds that a device sleeps while the host launches a call: at least, and at most
-QUEUED, QUEUED_SECONDS = 30, 0.005  # calls in the loop that times the host, and how long they may take it or the device
+NAP, LONGEST_NAP = (
+    3e-4,
+    0.02,
+)  # seconds that a device sleeps while the host launches a call: at least, and at most
+QUEUED, QUEUED_SECONDS = (
+    30,
+    0.005,
+)  # calls in the loop that times the host, and how long they may take it or the device
 SLOW = 10 * LONGEST_NAP  # seconds; beside a longer call the host is not timed
 L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
 
@@ -35,8 +43,16 @@ OUT_OF_MEMORY = "out of memory"
 FAILED = "failed"
 
 #: What the libraries say when memory runs out; several have no exception of their own for it.
-_SIGNS = ("out of memory", "out_of_memory", "resource_exhausted", "can't allocate memory", "unable to allocate", "bad_alloc",
-          "failed to allocate", "attempting to allocate")  # fmt: skip
+_SIGNS = (
+    "out of memory",
+    "out_of_memory",
+    "resource_exhausted",
+    "can't allocate memory",
+    "unable to allocate",
+    "bad_alloc",
+    "failed to allocate",
+    "attempting to allocate",
+)
 
 
 class Failure(NamedTuple):
@@ -49,7 +65,9 @@ class Failure(NamedTuple):
     def of(cls, error: Exception) -> Failure:
         """What an exception means."""
         text = " ".join(str(error).split()) or type(error).__name__
-        short = isinstance(error, MemoryError) or any(sign in f"{type(error).__name__} {text}".lower() for sign in _SIGNS)
+        short = isinstance(error, MemoryError) or any(
+            sign in f"{type(error).__name__} {text}".lower() for sign in _SIGNS
+        )
         return cls(OUT_OF_MEMORY if short else FAILED, text[:300])
 
 
@@ -74,9 +92,15 @@ class Times(NamedTuple):
 
 
 def interleaved(
-    thunks: Mapping[str, Thunk], budget: float, *, wait: Callable[[Any], Any] = lambda x: x, device: str = "cpu",
-    fewest: int = FEWEST, patience: float = PATIENCE, out: dict[str, Times | Failure] | None = None,
-) -> dict[str, Times | Failure]:  # fmt: skip
+    thunks: Mapping[str, Thunk],
+    budget: float,
+    *,
+    wait: Callable[[Any], Any] = lambda x: x,
+    device: str = "cpu",
+    fewest: int = FEWEST,
+    patience: float = PATIENCE,
+    out: dict[str, Times | Failure] | None = None,
+) -> dict[str, Times | Failure]:
     """Seconds a call of each contender: all samples, or why there are none.
 
     Parameters
@@ -124,7 +148,9 @@ def interleaved(
                     del spent[name]
                     continue
                 spent[name] += time.perf_counter() - start
-                if len(kept) >= 2 and spent[name] >= (budget if len(kept) >= fewest else 10 * budget):
+                if len(kept) >= 2 and spent[name] >= (
+                    budget if len(kept) >= fewest else 10 * budget
+                ):
                     del spent[name]
 
     def there() -> dict[str, Times]:
@@ -136,14 +162,25 @@ def interleaved(
     on_device = _device_samples()
     rounds({name: on_device(thunks[name]) for name in there()}, "seconds")
     took = {name: median(found.seconds) for name, found in there().items()}
-    rounds({name: _host_samples(thunks[name], seconds) for name, seconds in took.items() if seconds < SLOW}, "host")
+    rounds(
+        {
+            name: _host_samples(thunks[name], seconds)
+            for name, seconds in took.items()
+            if seconds < SLOW
+        },
+        "host",
+    )
     return out
 
 
 @contextmanager
 def within(seconds: float | None) -> Iterator[None]:
     """Raise `TimeoutError` in what runs for longer; where the system has no alarms, and outside of the main thread, never."""
-    if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if (
+        seconds is None
+        or not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
 
@@ -184,7 +221,11 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
     import torch
 
     cache = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
-    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1") if torch.version.cuda else None
+    driver = (
+        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        if torch.version.cuda
+        else None
+    )
 
     def clear() -> None:
         if driver is not None:
@@ -254,9 +295,15 @@ def available(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         import torch
 
-        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by PyTorch, for what comes next
+        held = (
+            torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        )  # by PyTorch, for what comes next
         return int(torch.cuda.mem_get_info()[0] + held)
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else []:
+    for line in (
+        Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        if Path("/proc/meminfo").exists()
+        else []
+    ):
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
     return 1 << 62

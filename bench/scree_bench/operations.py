@@ -63,7 +63,9 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
             continue
         name, moved, flops = f"{phase}_s", operation.moved[at], operation.flops[at]
         everyone = {**operation.contenders, **operation.yardsticks}
-        builds: dict[str, Build] = {who: partial(step, lib, build, phase) for who, build in everyone.items()}
+        builds: dict[str, Build] = {
+            who: partial(step, lib, build, phase) for who, build in everyone.items()
+        }
         if moved:
             builds[COPY] = partial(_copy, lib, moved)
         rows = session.time(case, name, builds, wait=lib.wait)
@@ -73,9 +75,13 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
                 continue
             seconds = row.values[name]
             if moved:
-                row.values |= {f"{phase}_rate": moved / seconds} | ({f"{phase}_of_copy_share": copied / seconds} if copied else {})
+                row.values |= {f"{phase}_rate": moved / seconds} | (
+                    {f"{phase}_of_copy_share": copied / seconds} if copied else {}
+                )
             if flops:
-                row.values |= {f"{phase}_flops": flops / seconds} | ({f"{phase}_share": flops / seconds / peak} if peak else {})
+                row.values |= {f"{phase}_flops": flops / seconds} | (
+                    {f"{phase}_share": flops / seconds / peak} if peak else {}
+                )
     if operation.peak:
         for who, build in operation.contenders.items():
             if "both_s" in session.row(case, who).values:
@@ -90,7 +96,9 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
 def step(lib: Library, build: Contender, phase: str) -> Step:
     """A phase of a contender, ready to be called."""
     function, args = build()
-    return lib.steps(function, args, None if phase == "forward" else _gradient(lib, function(*args)))[phase]()
+    return lib.steps(
+        function, args, None if phase == "forward" else _gradient(lib, function(*args))
+    )[phase]()
 
 
 def _gradient(lib: Library, out: Any, seed: int = SENT_BACK) -> Any:

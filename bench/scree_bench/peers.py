@@ -33,7 +33,9 @@ def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Wo
     return lambda lib, work: lacking(lib, work.dtype, dtypes, modules)
 
 
-def lacking(lib: Library, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()) -> str | None:
+def lacking(
+    lib: Library, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()
+) -> str | None:
     """Why a kernel for CUDA cannot run: not on this device, not for this data type, not without these modules; or None."""
     if lib.device != "cuda":
         return "runs on CUDA devices only"
@@ -81,24 +83,53 @@ PEERS: tuple[Peer, ...] = (
     Peer("scree, standard path", "torch", by.ours("standard")),
     Peer("padded, einsum", "numpy", padded(by.einsum), _few),
     *(Peer("padded, matmul", name, padded(by.naive)) for name in ("numpy", "torch", "jax", "mlx")),
-    *(Peer("loop over rows", name, packed(by.rows), slow=name == "jax") for name in ("numpy", "jax", "mlx")),
+    *(
+        Peer("loop over rows", name, packed(by.rows), slow=name == "jax")
+        for name in ("numpy", "jax", "mlx")
+    ),
     Peer("padded, SDPA", "torch", padded(by.torch_sdpa(None))),
     Peer("loop over rows, SDPA", "torch", packed(by.torch_rows)),
     Peer("torch.nested, SDPA", "torch", packed(by.torch_nested), _nested),
-    Peer("flex_attention", "torch", packed(by.torch_flex), lambda lib, work: compiler(lib), slow=True),
+    Peer(
+        "flex_attention", "torch", packed(by.torch_flex), lambda lib, work: compiler(lib), slow=True
+    ),
     Peer("padded, jax.nn", "jax", by.jax_own),
     Peer("padded, mx.fast", "mlx", padded(by.mlx_own)),
-    *(Peer(f"padded, SDPA {b.partition('_')[0].lower()}", "torch", padded(by.torch_sdpa(b)), _on_cuda(*_HALF))
-      for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")),
-    Peer("padded, SDPA efficient", "torch", padded(by.torch_sdpa("EFFICIENT_ATTENTION")), _on_cuda()),
+    *(
+        Peer(
+            f"padded, SDPA {b.partition('_')[0].lower()}",
+            "torch",
+            padded(by.torch_sdpa(b)),
+            _on_cuda(*_HALF),
+        )
+        for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")
+    ),
+    Peer(
+        "padded, SDPA efficient", "torch", padded(by.torch_sdpa("EFFICIENT_ATTENTION")), _on_cuda()
+    ),
     Peer("FA2 (aten)", "torch", packed(by.fa2), _on_cuda(*_HALF)),
     Peer("varlen_attn (FA2)", "torch", packed(by.varlen), _on_cuda(*_HALF)),
-    Peer("FA3", "torch", packed(by.flash("flash_attn_interface")), _on_cuda(*_HALF, modules=["flash_attn_interface"])),
-    Peer("FA3 (forward only)", "torch", packed(by.flash("fa3_fwd_interface")), _on_cuda("bfloat16", modules=["fa3_fwd_interface"]),
-         backward=False),
-    Peer("FA4", "torch", packed(by.flash("flash_attn.cute")), _on_cuda(*_HALF, modules=["flash_attn.cute"])),
+    Peer(
+        "FA3",
+        "torch",
+        packed(by.flash("flash_attn_interface")),
+        _on_cuda(*_HALF, modules=["flash_attn_interface"]),
+    ),
+    Peer(
+        "FA3 (forward only)",
+        "torch",
+        packed(by.flash("fa3_fwd_interface")),
+        _on_cuda("bfloat16", modules=["fa3_fwd_interface"]),
+        backward=False,
+    ),
+    Peer(
+        "FA4",
+        "torch",
+        packed(by.flash("flash_attn.cute")),
+        _on_cuda(*_HALF, modules=["flash_attn.cute"]),
+    ),
     Peer("efficient, packed", "torch", packed(by.efficient), _on_cuda("float32")),
-)  # fmt: skip
+)
 
 
 def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] = ()) -> list[Peer]:
@@ -110,7 +141,9 @@ def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] =
     beginnings = tuple(x for x in only if x not in names)
     found = []
     for peer in PEERS:
-        if peer.library == lib.name and (not only or peer.name in only or peer.name.startswith(beginnings)):
+        if peer.library == lib.name and (
+            not only or peer.name in only or peer.name.startswith(beginnings)
+        ):
             why = NO_TIME if session.quick and peer.slow else peer.missing(lib, work)
             if why is None:
                 found.append(peer)

@@ -25,7 +25,17 @@ THEMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     "dark": ("#0d1117", "#e6edf3", "#30363d",
              ("#58a6ff", "#ffa657", "#56d364", "#d2a8ff", "#e3b341", "#ff7b72", "#8b949e", "#39c5cf", "#f778ba")),
 }  # fmt: skip
-STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 3)), "-")  # lines may cover each other
+STYLES = (
+    "-",
+    "--",
+    ":",
+    "-.",
+    (0, (5, 1)),
+    (0, (1, 1)),
+    (0, (3, 1, 1, 1)),
+    (0, (8, 3)),
+    "-",
+)  # lines may cover each other
 SIZE = (8.0, 4.2)  # inches at 100 dots each: the width of a README
 LETTER = 8  # dots of a letter in a picture, at most
 LINE = 28  # letters of a label in a line
@@ -43,7 +53,9 @@ def draw(result: Result, out: Path, form: str = "svg") -> list[Path]:
 def tables(result: Result) -> list[results.Table]:
     """The tables of a result: ``tables(result)`` of its module where it has one, otherwise everything."""
     module = import_module(f"scree_bench.commands.{result.command}")
-    found: list[results.Table] = module.tables(result) if hasattr(module, "tables") else results.tables(result.rows)
+    found: list[results.Table] = (
+        module.tables(result) if hasattr(module, "tables") else results.tables(result.rows)
+    )
     return found
 
 
@@ -80,7 +92,9 @@ def series(rows: Iterable[Row], x: str, value: str) -> dict[str, tuple[list[floa
     for row in rows:
         if value in row.values and x in row.case:
             found.setdefault(row.who, {})[row.case[x]] = row.values[value]
-    return {who: (sorted(points), [points[p] for p in sorted(points)]) for who, points in found.items()}
+    return {
+        who: (sorted(points), [points[p] for p in sorted(points)]) for who, points in found.items()
+    }
 
 
 def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> None:
@@ -100,16 +114,28 @@ def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> No
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str, apart: bool = False) -> None:
+def bars(
+    axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title: str, apart: bool = False
+) -> None:
     """A group of horizontal bars for each entry, a color for each contender, its value beside each bar.
 
     With `apart` each group has a scale of its own.
     """
-    names = sorted(dict.fromkeys(who for group in groups.values() for who in group), key=lambda who: not who.startswith("scree"))
+    names = sorted(
+        dict.fromkeys(who for group in groups.values() for who in group),
+        key=lambda who: not who.startswith("scree"),
+    )
     palette = _colors()
-    crowded = len(names) > len(palette)  # then names stand beside the bars, and color only tells ours from theirs
-    colors = {who: palette[not who.startswith("scree")] if crowded else palette[i] for i, who in enumerate(names)}
-    room = 100 * SIZE[0] - LETTER * max((len(line) for label in groups for line in label.split("\n")), default=0)
+    crowded = len(names) > len(
+        palette
+    )  # then names stand beside the bars, and color only tells ours from theirs
+    colors = {
+        who: palette[not who.startswith("scree")] if crowded else palette[i]
+        for i, who in enumerate(names)
+    }
+    room = 100 * SIZE[0] - LETTER * max(
+        (len(line) for label in groups for line in label.split("\n")), default=0
+    )
     place, ticks, width = 0.0, [], 0.0
     for label, group in groups.items():
         ticks.append((place + (len(group) - 1) / 2, label))
@@ -118,7 +144,10 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
             beside = f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}"
             axes.barh(place, x / scale, color=colors[who], height=0.8)
             axes.text(x / scale, place, beside, va="center", fontsize=9)
-            width, place = max(width, x / scale / max(0.2, 1 - LETTER * len(beside) / room)), place + 1
+            width, place = (
+                max(width, x / scale / max(0.2, 1 - LETTER * len(beside) / room)),
+                place + 1,
+            )
         place += 0.8
     axes.set(xlim=(0, width or 1), xticks=[])
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
@@ -132,7 +161,9 @@ def bars(axes: Any, groups: Mapping[str, Mapping[str, float]], kind: str, title:
     if len(names) > 1 and not crowded:
         handles = [axes.barh(0, 0, color=colors[who], label=who) for who in names]
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
-    figure.set_size_inches(SIZE[0], max(2.0, 0.24 * place + 0.6 + 0.25 * math.ceil(len(names) / columns)))
+    figure.set_size_inches(
+        SIZE[0], max(2.0, 0.24 * place + 0.6 + 0.25 * math.ceil(len(names) / columns))
+    )
 
 
 def labels(rows: Sequence[Row], *without: str) -> Callable[[Row], str]:
@@ -141,7 +172,11 @@ def labels(rows: Sequence[Row], *without: str) -> Callable[[Row], str]:
     apart = [k for k in keys if len({repr(row.case.get(k)) for row in rows}) > 1]
 
     def label(row: Row) -> str:
-        words = [x if isinstance(x := row.case[k], str) else f"{k} {text(x)}" for k in apart if k in row.case]
+        words = [
+            x if isinstance(x := row.case[k], str) else f"{k} {text(x)}"
+            for k in apart
+            if k in row.case
+        ]
         lines: list[str] = []
         for word in words:
             if lines and len(lines[-1]) + len(word) <= LINE:
@@ -153,7 +188,9 @@ def labels(rows: Sequence[Row], *without: str) -> Callable[[Row], str]:
     return label
 
 
-def grouped(rows: Iterable[Row], value: str, label: Callable[[Row], str]) -> dict[str, dict[str, float]]:
+def grouped(
+    rows: Iterable[Row], value: str, label: Callable[[Row], str]
+) -> dict[str, dict[str, float]]:
     """Rows as `bars` takes them: one group a label."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -167,7 +204,9 @@ def fastest(groups: Mapping[str, Mapping[str, float]], count: int) -> dict[str, 
     found = {}
     for label, group in groups.items():
         best = sorted(group, key=lambda who: (who != "scree", group[who]))[:count]
-        found[label] = {who: group[who] for who in sorted(best, key=lambda who: (who != "scree", group[who]))}
+        found[label] = {
+            who: group[who] for who in sorted(best, key=lambda who: (who != "scree", group[who]))
+        }
     return found
 
 

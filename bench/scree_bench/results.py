@@ -106,13 +106,18 @@ class Result:
     def limits(self) -> list[str]:
         """The limits of the machine, in words."""
         known = self.machine.get("limits", {})
-        return [f"{name.rpartition('_')[0].replace('_', ' ')} {unit(name).show(x)}" for name, x in known.items()]
+        return [
+            f"{name.rpartition('_')[0].replace('_', ' ')} {unit(name).show(x)}"
+            for name, x in known.items()
+        ]
 
     def write(self, path: Path) -> None:
         """Write the JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self), indent=1, allow_nan=True)
-        text = re.sub(r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list of numbers on one line
+        text = re.sub(
+            r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text
+        )  # a list of numbers on one line
         path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -185,7 +190,11 @@ class Table(NamedTuple):
 
     def markdown(self) -> str:
         """The table in Markdown."""
-        rows = [self.header, ["---"] * len(self.header), *([x.replace("|", "\\|") for x in line] for line in self.lines)]
+        rows = [
+            self.header,
+            ["---"] * len(self.header),
+            *([x.replace("|", "\\|") for x in line] for line in self.lines),
+        ]
         caption = [f"{self.caption[0].upper()}{self.caption[1:]}:", ""] if self.caption else []
         notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join([*caption, *("| " + " | ".join(row) + " |" for row in rows), *notes])
@@ -231,7 +240,13 @@ def _table(keys: list[str], rows: list[Row], shown: Sequence[str]) -> Table:
     lines, notes = [], []
     for row in rows:
         first = firsts[repr(row.case)]
-        lines.append([*(text(row.case[k]) for k in keys), row.who, *(cell(row, name, first) for name in names)])
+        lines.append(
+            [
+                *(text(row.case[k]) for k in keys),
+                row.who,
+                *(cell(row, name, first) for name in names),
+            ]
+        )
         if row.status != OK:
             notes.append(_note(row, keys))
     titles = [_title(name) for name in names]
@@ -249,8 +264,15 @@ def pivot(rows: Sequence[Row], value: str, by: Sequence[str], caption: str) -> T
     lines = []
     for case, found in cases.items():
         first = next((row for who, row in found.items() if who.startswith("scree")), None)
-        lines.append([*map(text, case), *(cell(found[who], value, first) if who in found else "" for who in names)])
-    return Table(caption, [*by, *names], lines, [_note(row, by) for row in rows if row.status != OK])
+        lines.append(
+            [
+                *map(text, case),
+                *(cell(found[who], value, first) if who in found else "" for who in names),
+            ]
+        )
+    return Table(
+        caption, [*by, *names], lines, [_note(row, by) for row in rows if row.status != OK]
+    )
 
 
 def _note(row: Row, keys: Sequence[str]) -> str:
@@ -265,7 +287,13 @@ def _title(name: str) -> str:
 
 def text(x: Any) -> str:
     """A part of a case as text."""
-    return f"{x:,}" if isinstance(x, int) and not isinstance(x, bool) else f"{x:g}" if isinstance(x, float) else str(x)
+    return (
+        f"{x:,}"
+        if isinstance(x, int) and not isinstance(x, bool)
+        else f"{x:g}"
+        if isinstance(x, float)
+        else str(x)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- compare
@@ -296,8 +324,22 @@ def compare(before: Result, after: Result, least: float = 0.05) -> list[Move]:
                 continue
             a, b = was.values[name], row.values[name]
             sampled = name in row.samples
-            noise = max(least, 3 * (spread(was.samples.get(name, [])) + spread(row.samples[name]))) if sampled else 1e-9
+            noise = (
+                max(least, 3 * (spread(was.samples.get(name, [])) + spread(row.samples[name])))
+                if sampled
+                else 1e-9
+            )
             if abs(b - a) > noise * abs(a):
                 better = unit(name).better
-                moves.append(Move(row.case, row.who, name, a, b, noise, (b - a) * better > 0 if better else None))
+                moves.append(
+                    Move(
+                        row.case,
+                        row.who,
+                        name,
+                        a,
+                        b,
+                        noise,
+                        (b - a) * better > 0 if better else None,
+                    )
+                )
     return sorted(moves, key=lambda m: -abs(m.after / m.before - 1) if m.before else -float("inf"))

@@ -51,7 +51,9 @@ class Session:
         self.patience = float(options.get("patience", PATIENCE))
         self.device = device
         config = {k: str(v) if isinstance(v, Path) else v for k, v in options.items() if k != "out"}
-        self.result = Result(command, config, machine.describe(device), machine.versions(), machine.now())
+        self.result = Result(
+            command, config, machine.describe(device), machine.versions(), machine.now()
+        )
         self._before: dict[int, Any] = {}  # what requests to end did
         self._asked = False  # whether there was one
         self._written = 0.0
@@ -59,21 +61,30 @@ class Session:
         if not self.console.is_terminal:
             self.console.width = 320  # a file takes what it is given
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=Console(stderr=True), transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
 
     def __enter__(self) -> Session:
         self._progress.start()
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {
+                number: signal.signal(number, self._end)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
         return self
 
     def _end(self, number: int, frame: Any) -> None:
         self._asked = True
         raise KeyboardInterrupt
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         self._progress.stop()
         for number, before in self._before.items():
             signal.signal(number, before)
@@ -111,9 +122,14 @@ class Session:
         return self.result.rows[-1]
 
     def time(
-        self, case: Mapping[str, Any], name: str, contenders: Mapping[str, Build], *, wait: Callable[[Any], Any] = lambda x: x,
+        self,
+        case: Mapping[str, Any],
+        name: str,
+        contenders: Mapping[str, Build],
+        *,
+        wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
-    ) -> dict[str, Row]:  # fmt: skip
+    ) -> dict[str, Row]:
         """Time contenders in turn, and put the samples into their rows under `name`.
 
         On "cuda" that is the time of the device; beside "call_s" then stands "call_host_s". With ``device="cpu"`` it is the
@@ -127,10 +143,18 @@ class Session:
                 try:
                     with within(self.patience):
                         thunks[who] = build()
-                except Exception as error:  # a contender that fails is a result, and the others still run
+                except (
+                    Exception
+                ) as error:  # a contender that fails is a result, and the others still run
                     outcome[who] = Failure.of(error)
             interleaved(
-                thunks, seconds, wait=wait, device=device or self.device, fewest=fewest, patience=self.patience, out=outcome
+                thunks,
+                seconds,
+                wait=wait,
+                device=device or self.device,
+                fewest=fewest,
+                patience=self.patience,
+                out=outcome,
             )
         finally:  # after an interrupt too: what has a sample by then
             there = [who for who in contenders if who in outcome and outcome[who] != Times([], [])]
@@ -143,7 +167,9 @@ class Session:
         self._keep()
         return rows
 
-    def value(self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]) -> None:
+    def value(
+        self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]
+    ) -> None:
         """Put one number that is computed or counted into a row; failing is a result too."""
         row = self.row(case, who)
         try:
@@ -200,4 +226,6 @@ class Session:
         try:
             self.say(f"Wrote {self.path} and {len(plots.draw(self.result, out))} pictures.")
         except ImportError:
-            self.say(f"Wrote {self.path}; pictures need matplotlib, here or where `scree-bench report` reads the file.")
+            self.say(
+                f"Wrote {self.path}; pictures need matplotlib, here or where `scree-bench report` reads the file."
+            )

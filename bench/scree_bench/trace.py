@@ -41,8 +41,11 @@ def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
             thunk()
             torch.cuda.synchronize()
     calls: list[list[Kernel]] = []
-    for kernel in sorted(Kernel(e.time_range.start / 1e6, e.time_range.end / 1e6, "spin" in e.name)
-                         for e in found.events() if e.device_type == DeviceType.CUDA):  # fmt: skip
+    for kernel in sorted(
+        Kernel(e.time_range.start / 1e6, e.time_range.end / 1e6, "spin" in e.name)
+        for e in found.events()
+        if e.device_type == DeviceType.CUDA
+    ):
         if kernel.marks and kernel.end - kernel.start > LONG:
             calls.append([])
         else:

@@ -75,7 +75,10 @@ class Work:
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
         """(total, heads, dim) of queries, keys, values and the gradient of the result."""
-        return [(self.total, h, self.dim) for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        return [
+            (self.total, h, self.dim)
+            for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        ]
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -100,7 +103,9 @@ def inputs(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
     """Queries, keys and values, and the gradient of the result: one copy for all the peers of a work."""
     if lib.name not in work.made:
         if lib.device == "cuda":
-            work.made[lib.name] = tuple(itertools.starmap(lib.normal(work.seed, work.dtype), work.shapes))
+            work.made[lib.name] = tuple(
+                itertools.starmap(lib.normal(work.seed, work.dtype), work.shapes)
+            )
         else:
             work.made[lib.name] = tuple(lib.make(x, work.dtype) for x in work.arrays)
     *args, cotangent = work.made[lib.name]
@@ -122,7 +127,11 @@ def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ..
     for first, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
         for start, h in itertools.product(range(first, first + n, CHUNK), range(work.heads)):
             stop = min(start + CHUNK, first + n)
-            g, row, keys = h // groups, slice(start, stop), slice(first, stop if work.causal else first + n)
+            g, row, keys = (
+                h // groups,
+                slice(start, stop),
+                slice(first, stop if work.causal else first + n),
+            )
             scores = q[row, h] @ k[keys, g].T * scale
             if work.causal:
                 scores = xp.where(at[row, None] >= at[None, keys], scores, -math.inf)
@@ -143,7 +152,9 @@ def distance(found: Any, right: Any) -> float:
     return float(xp.sqrt(xp.sum((found - right) ** 2)) / xp.sqrt(xp.sum(right**2)))
 
 
-def worst(lib: Library, found: Any, right: tuple[Any, ...], packed: Callable[[Any], Any] = lambda x: x) -> float:
+def worst(
+    lib: Library, found: Any, right: tuple[Any, ...], packed: Callable[[Any], Any] = lambda x: x
+) -> float:
     """The largest distance of a result, or of the parts of one, from what is right; `packed` gives each the form of the latter."""
     parts = found if isinstance(found, tuple | list) else (found,)
     return max(distance(lib.wide(packed(x), y), y) for x, y in zip(parts, right, strict=True))

@@ -36,7 +36,10 @@ def needs(command):
 
 
 #: What PyTorch itself cannot do: the only rows that may fail.
-KNOWN_FAILURES = {(name, "torch.nested") for name in ("sum of rows", "mean of rows", "prod of rows", "sum and max")}
+KNOWN_FAILURES = {
+    (name, "torch.nested")
+    for name in ("sum of rows", "mean of rows", "prod of rows", "sum and max")
+}
 
 
 def invoke(*arguments: str, status: int | None = 0) -> str:
@@ -66,7 +69,16 @@ def quick(folder: Path, command: str, *options: str) -> Result:
     backend = () if command in NEEDS_TORCH or "--backend" in options else ("--backend", EAGER)
     device = () if command == "ratios" else ("--device", "cpu")
     # a limit of `ratios` may be passed on a busy machine; that has a test of its own
-    invoke(command, "--quick", "--out", str(folder), *device, *backend, *options, status=None if command == "ratios" else 0)
+    invoke(
+        command,
+        "--quick",
+        "--out",
+        str(folder),
+        *device,
+        *backend,
+        *options,
+        status=None if command == "ratios" else 0,
+    )
     (path,) = folder.glob(f"{command}-*.json")
     return results.read(path)  # which checks the schema
 
@@ -82,7 +94,10 @@ def peaks_are_those_of_the_estimates(found: Result) -> None:
     rows = [row for row in found.rows if "peak_bytes" in row.values and row.case["length"] == 512]
     assert len(rows) == 7 * len(EAGER.split(","))
     for row in rows:  # the longest, where Python's own objects count for little
-        assert row.values["peak_bytes"] == pytest.approx(row.values["estimate_bytes"], rel=0.15), (row.case, row.who)
+        assert row.values["peak_bytes"] == pytest.approx(row.values["estimate_bytes"], rel=0.15), (
+            row.case,
+            row.who,
+        )
 
 
 def accumulates_as_known(found: Result) -> None:
@@ -104,10 +119,22 @@ def sums_half_precision_wide(found: Result) -> None:
 
 
 def is_right_whoever_computes_it(found: Result) -> None:
-    errors = [row.values[name] for row in found.rows for name in ("forward_error", "gradient_error") if name in row.values]
+    errors = [
+        row.values[name]
+        for row in found.rows
+        for name in ("forward_error", "gradient_error")
+        if name in row.values
+    ]
     assert len(errors) >= len(found.rows)
     assert max(errors) < 16 * 2**-23
-    work = 4 * 4 * 64 * sum(n * (n + 1) / 2 for n in (16, 32, 24, 8, 64, 12, 28, 20, 48, 10, 36, 15, 22, 6, 26, 13))
+    work = (
+        4
+        * 4
+        * 64
+        * sum(
+            n * (n + 1) / 2 for n in (16, 32, 24, 8, 64, 12, 28, 20, 48, 10, 36, 15, 22, 6, 26, 13)
+        )
+    )
     for row in found.rows:
         assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(work)
 
@@ -126,8 +153,12 @@ def has_one_loss_ragged_and_padded(found: Result) -> None:
             losses.setdefault(row.case["precision"], {})[row.who] = row.values["first_loss_value"]
     assert losses.keys() == {"fp32", "bf16 autocast"}
     for precision, loss in losses.items():
-        assert loss["scree"] == pytest.approx(math.log(512), rel=0.02)  # of random weights: all words alike
-        assert loss["scree"] == pytest.approx(loss["padded"], rel=2**-20 if precision == "fp32" else 2**-10)
+        assert loss["scree"] == pytest.approx(
+            math.log(512), rel=0.02
+        )  # of random weights: all words alike
+        assert loss["scree"] == pytest.approx(
+            loss["padded"], rel=2**-20 if precision == "fp32" else 2**-10
+        )
 
 
 def adds_up_to_whole_steps(found: Result) -> None:
@@ -135,7 +166,10 @@ def adds_up_to_whole_steps(found: Result) -> None:
         if "phase" in row.case:
             assert sum(row.values.values()) == pytest.approx(1)
         else:
-            parts = zip(*(row.samples[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")), strict=True)
+            parts = zip(
+                *(row.samples[f"{phase}_s"] for phase in ("forward", "backward", "optimizer")),
+                strict=True,
+            )
             assert [sum(x) for x in parts] == pytest.approx(row.samples["step_s"])
             assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
 
@@ -145,16 +179,29 @@ def is_right_in_every_form(found: Result) -> None:
     for who in ("scree", "padded, SDPA"):
         assert max(whole[who]["forward_error"], whole[who]["gradient_error"]) < 16 * 2**-23, who
     for phase in ("forward", "both"):
-        limits = [row.values[f"{phase}_limit_s"] for row in found.rows if f"{phase}_limit_s" in row.values]
-        assert whole["limit"][f"{phase}_s"] == pytest.approx(sum(limits[:-1])) == pytest.approx(limits[-1])
+        limits = [
+            row.values[f"{phase}_limit_s"] for row in found.rows if f"{phase}_limit_s" in row.values
+        ]
+        assert (
+            whole["limit"][f"{phase}_s"]
+            == pytest.approx(sum(limits[:-1]))
+            == pytest.approx(limits[-1])
+        )
 
 
 def counts_what_links_carry(found: Result) -> None:
-    share = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5, "all-to-all": 0.5}  # two processes
+    share = {
+        "all-reduce": 1.0,
+        "all-gather": 0.5,
+        "reduce-scatter": 0.5,
+        "all-to-all": 0.5,
+    }  # two processes
     rows = found.rows
     assert {row.who for row in rows} == share.keys()
     for row in rows:
-        assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(share[row.who] * row.case["bytes"])
+        assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(
+            share[row.who] * row.case["bytes"]
+        )
 
 
 #: Subcommand -> what must hold of its results.
@@ -182,7 +229,10 @@ def test_quick_run(command, tmp_path):
                 assert row.values[name] == pytest.approx(np.median(samples))
         known = (row.case.get("operation"), row.who) in KNOWN_FAILURES
         assert row.status == OK or known, f"{row.case} {row.who}: {row.why}"
-    light, dark = (sorted(path.name.removesuffix(f"-{theme}.svg") for path in tmp_path.glob(f"*-{theme}.svg")) for theme in THEMES)
+    light, dark = (
+        sorted(path.name.removesuffix(f"-{theme}.svg") for path in tmp_path.glob(f"*-{theme}.svg"))
+        for theme in THEMES
+    )
     assert light and light == dark
     for holds in CHECKS.get(command, ()):
         holds(found)
@@ -190,10 +240,28 @@ def test_quick_run(command, tmp_path):
 
 def test_memory_of_our_own_lengths(tmp_path):
     (tmp_path / "lengths.txt").write_text("1, 2\n3 8")
-    invoke("memory", "--quick", "--lengths", str(tmp_path / "lengths.txt"), "--num-seqs", "2", "--feature-dim", "4",
-           "--backend", "numpy", "--device", "cpu", "--out", str(tmp_path))  # fmt: skip
+    invoke(
+        "memory",
+        "--quick",
+        "--lengths",
+        str(tmp_path / "lengths.txt"),
+        "--num-seqs",
+        "2",
+        "--feature-dim",
+        "4",
+        "--backend",
+        "numpy",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    )
     (path,) = tmp_path.glob("*.json")
-    batch = {row.who: row.values["batch_bytes"] for row in results.read(path).rows if "batch_bytes" in row.values}
+    batch = {
+        row.who: row.values["batch_bytes"]
+        for row in results.read(path).rows
+        if "batch_bytes" in row.values
+    }
     # batches (1, 2) and (3, 8): a token is 16 bytes, and 17 with its mask; three offsets are 12 bytes
     assert batch["scree"] == (3 * 16 + 12 + 11 * 16 + 12) / 2
     assert batch["padded"] == (4 * 17 + 16 * 17) / 2
@@ -201,35 +269,65 @@ def test_memory_of_our_own_lengths(tmp_path):
 
 
 def test_attention_on_all_combinations(tmp_path):
-    sizes = ("--num-seqs", "3", "--mean-len", "8,12", "--sigma", "0,0.5", "--heads", "1,2", "--dim", "4,8", "--causal", "yes,no")
+    sizes = (
+        "--num-seqs",
+        "3",
+        "--mean-len",
+        "8,12",
+        "--sigma",
+        "0,0.5",
+        "--heads",
+        "1,2",
+        "--dim",
+        "4,8",
+        "--causal",
+        "yes,no",
+    )
     found = quick(tmp_path, "attention", "--backend", "numpy", "--no-errors", *sizes)
     assert len({repr(row.case) for row in found.rows}) == 32
-    assert {row.case["tokens"] for row in found.rows if row.case["work"] == "median 12, sigma 0"} == {36}
+    assert {
+        row.case["tokens"] for row in found.rows if row.case["work"] == "median 12, sigma 0"
+    } == {36}
 
 
 @pytest.mark.needs("torch")
 def test_model_of_our_own_lengths(tmp_path):
     (tmp_path / "lengths.txt").write_text("3 5 2")
-    found = quick(tmp_path, "model", "--lengths", str(tmp_path / "lengths.txt"), "--precisions", "fp32")
-    assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in found.rows} == {(3, 10, 5)}
+    found = quick(
+        tmp_path, "model", "--lengths", str(tmp_path / "lengths.txt"), "--precisions", "fp32"
+    )
+    assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in found.rows} == {
+        (3, 10, 5)
+    }
 
 
 @pytest.mark.needs("torch")
 def test_collectives_take_no_more_memory_than_there_is(tmp_path):
     found = quick(tmp_path, "collectives", "--sizes", "1e6")
     ((entry,), rows) = found.left_out, found.rows
-    assert entry["what"] == "2 processes, 1,000,000,000,000 bytes" and entry["why"].startswith("needs 6000.0 GB") and not rows
+    assert (
+        entry["what"] == "2 processes, 1,000,000,000,000 bytes"
+        and entry["why"].startswith("needs 6000.0 GB")
+        and not rows
+    )
 
 
 @pytest.mark.needs("torch")
 def test_some_kernels_alone(tmp_path):
     found = quick(tmp_path, "kernels", "--operations", "rope,sum")
-    assert {row.case["operation"] for row in found.rows} == {"sum of rows", "rope", "rope, neighbors as pairs"}
+    assert {row.case["operation"] for row in found.rows} == {
+        "sum of rows",
+        "rope",
+        "rope, neighbors as pairs",
+    }
 
 
 def test_what_is_left_out_is_said(tmp_path):
     found = quick(tmp_path, "attention", "--backend", "numpy", "--num-seqs", "2", "--mean-len", "8")
-    assert {"what": "backward on numpy", "why": "the library does not differentiate"} in found.left_out
+    assert {
+        "what": "backward on numpy",
+        "why": "the library does not differentiate",
+    } in found.left_out
     if TORCH:
         left = {entry["what"] for entry in quick(tmp_path, "kernels").left_out}
         assert {"compiled forms", "liger_kernel", "grouped_mm", "transformers"} < left
@@ -280,7 +378,9 @@ def test_limits_fail_the_run(monkeypatch):
     monkeypatch.setattr(ratios, "sort_case", cases(1e9))
     invoke("ratios", "--quick", "--no-rivals", "--backend", "numpy")
     monkeypatch.setattr(ratios, "sort_case", cases(0))
-    assert "over the limit: numpy, nothing" in invoke("ratios", "--quick", "--no-rivals", "--backend", "numpy", status=1)
+    assert "over the limit: numpy, nothing" in invoke(
+        "ratios", "--quick", "--no-rivals", "--backend", "numpy", status=1
+    )
 
 
 def test_report_and_compare(tmp_path):
@@ -289,12 +389,20 @@ def test_report_and_compare(tmp_path):
         quick(tmp_path, command, "--backend", "numpy")
     paths = [tmp_path / f"{command}-cpu.json" for command in commands]
     (tmp_path / "other.json").write_text("{}")
-    said = invoke("report", *map(str, paths), str(tmp_path / "other.json"), "--out", str(tmp_path / "docs" / "bench.md"))
+    said = invoke(
+        "report",
+        *map(str, paths),
+        str(tmp_path / "other.json"),
+        "--out",
+        str(tmp_path / "docs" / "bench.md"),
+    )
     assert "other.json" in said
     text = (tmp_path / "docs" / "bench.md").read_text()
     for title in ("## Memory", "## Algorithms", "## Precision"):
         assert title in text
-    assert "`scree-bench precision --backend numpy --device cpu --quick`" in text  # what was not by default
+    assert (
+        "`scree-bench precision --backend numpy --device cpu --quick`" in text
+    )  # what was not by default
     pictures = re.findall(r"!\[[^]]+\]\((.+?)#only-(?:light|dark)\)", text)
     assert len(pictures) >= 8
     for picture in pictures:
@@ -303,26 +411,47 @@ def test_report_and_compare(tmp_path):
 
     worse = json.loads(paths[0].read_text())
     for row in worse["rows"]:
-        row["values"] = {k: 3 * v if k == "batch_bytes" and row["who"] == "scree" else v for k, v in row["values"].items()}
+        row["values"] = {
+            k: 3 * v if k == "batch_bytes" and row["who"] == "scree" else v
+            for k, v in row["values"].items()
+        }
     (tmp_path / "worse.json").write_text(json.dumps(worse))
     invoke("compare", str(paths[0]), str(paths[0]))
-    assert "worse: rows 64" in invoke("compare", str(paths[0]), str(tmp_path / "worse.json"), status=1)
+    assert "worse: rows 64" in invoke(
+        "compare", str(paths[0]), str(tmp_path / "worse.json"), status=1
+    )
     assert "better: rows 64" in invoke("compare", str(tmp_path / "worse.json"), str(paths[0]))
     invoke("compare", str(paths[0]), str(paths[1]), status=2)
 
 
 def sweep() -> Result:
     """Two named workloads and two of the sweep, by us, in half the time of a peer that fails on the last."""
-    machine = {"device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "tag": "h100", "limits": {"copy_rate": 3e12}}
+    machine = {
+        "device": "cuda",
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "tag": "h100",
+        "limits": {"copy_rate": 3e12},
+    }
     rows = []
     for i, work in enumerate(("seed", "gqa", "d32 h4 n256", "d64 h8 n1024")):
         for who, factor in (("scree", 1), ("FA2", 2)):
             row = Row({"work": work, "dtype": "float16"}, who)
             row.add("forward_s", [1e-4 * factor] * 3)
-            row.add("both_s", Failure("failed", "no") if (i, who) == (3, "FA2") else [3e-4 * factor] * 3)
+            row.add(
+                "both_s", Failure("failed", "no") if (i, who) == (3, "FA2") else [3e-4 * factor] * 3
+            )
             rows.append(row)
     notes = {"notes": ["Cut off."]}
-    return Result("attention", {}, machine, {"torch": "2.11"}, "2026-01-01T00:00:00Z", rows, extra=notes, complete=True)
+    return Result(
+        "attention",
+        {},
+        machine,
+        {"torch": "2.11"},
+        "2026-01-01T00:00:00Z",
+        rows,
+        extra=notes,
+        complete=True,
+    )
 
 
 def test_report_of_attention(tmp_path):
@@ -330,9 +459,14 @@ def test_report_of_attention(tmp_path):
     page = tmp_path / "speed.md"
     invoke("report", str(tmp_path / "attention-h100.json"), "--out", str(page))
     text = page.read_text()
-    assert "## Attention: NVIDIA H100 80GB HBM3" in text and "Limits of the machine: copy 3 TB/s." in text
+    assert (
+        "## Attention: NVIDIA H100 80GB HBM3" in text
+        and "Limits of the machine: copy 3 TB/s." in text
+    )
     assert "\nCut off.\n" in text
-    assert "| seed | FA2 | 200 us ±0% (2.00x) | 600 us ±0% (2.00x) |" in text  # named workloads, row by row
+    assert (
+        "| seed | FA2 | 200 us ±0% (2.00x) | 600 us ±0% (2.00x) |" in text
+    )  # named workloads, row by row
     assert "| FA2 | forward | 0.50 | 0.50 to 0.50 | 2 of 2 |" in text  # the sweep, its ratios
     assert "| FA2 | both | 0.50 | 0.50 to 0.50 | 1 of 1 |" in text
     assert "| d32 h4 n256 | 100 us ±0% | 200 us ±0% (2.00x) |" in text  # and side by side
@@ -342,7 +476,10 @@ def test_report_of_attention(tmp_path):
     invoke("report", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(page))
     text = page.read_text()
     assert "| attention, again | [2026-01-01](#attention-again-nvidia-h100-80gb-hbm3) |" in text
-    assert "\n## Attention, again: NVIDIA H100 80GB HBM3\n" in text and "\n## Attention: NVIDIA H100 80GB HBM3\n" in text
+    assert (
+        "\n## Attention, again: NVIDIA H100 80GB HBM3\n" in text
+        and "\n## Attention: NVIDIA H100 80GB HBM3\n" in text
+    )
     assert (tmp_path / "speed" / "attention-both-again-h100-dark.svg").exists()
 
 
@@ -380,9 +517,14 @@ def test_all_runs_everything(tmp_path, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="the system has no process groups")
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [(("overhead", "--backend", "numpy", "--device", "cpu", "--seconds", "1", "--out"), "overhead"),
-     (("all", "--quick", "--device", "cpu"), "memory")],
-)  # fmt: skip
+    [
+        (
+            ("overhead", "--backend", "numpy", "--device", "cpu", "--seconds", "1", "--out"),
+            "overhead",
+        ),
+        (("all", "--quick", "--device", "cpu"), "memory"),
+    ],
+)
 def test_ctrl_c_keeps_what_was_measured(tmp_path, arguments, name):
     """As a terminal does it: the signal goes to all processes of the group."""
     command = [sys.executable, "-m", "scree_bench", *arguments, str(tmp_path)]
@@ -392,7 +534,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, arguments, name):
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED and "Interrupted: this is what had been measured." in said
+    assert (
+        process.returncode == INTERRUPTED and "Interrupted: this is what had been measured." in said
+    )
     found = results.read(path)
     assert not found.complete and found.rows
     assert [path.stem for path in tmp_path.glob("*.json")] == [f"{name}-cpu"]
@@ -425,5 +569,3 @@ def test_report_without_results(tmp_path):
 ])  # fmt: skip
 def test_bad_options_are_named(arguments):
     assert arguments[1] in invoke(*arguments, status=2)
-
-

@@ -64,7 +64,11 @@ def test_what_hangs_does_not_stop_the_others(tmp_path):
         time.sleep(60)
 
     with Session("memory", options(tmp_path, patience=0.05, seconds=0.01)) as session:
-        builds = {"hangs": lambda: hang, "compiles for ever": hang, "fine": lambda: lambda: math.exp(1)}
+        builds = {
+            "hangs": lambda: hang,
+            "compiles for ever": hang,
+            "fine": lambda: lambda: math.exp(1),
+        }
         rows = session.time({"n": 1}, "call_s", builds)
     assert rows["fine"].status == "ok"
     for who in ("hangs", "compiles for ever"):
@@ -136,7 +140,9 @@ def test_the_device_is_timed_alone_and_the_host_behind_it(device):
     thunks = {"a": partial(many, "a"), "b": partial(many, "b"), "waits": waits}
     found = interleaved(thunks, 0.0, wait=lambda _: device.synchronize(), device="cuda", fewest=3)
     for who in ("a", "b"):
-        assert found[who].seconds == pytest.approx([5e-5] * 2) and found[who].host == pytest.approx([1e-3] * 2)
+        assert found[who].seconds == pytest.approx([5e-5] * 2) and found[who].host == pytest.approx(
+            [1e-3] * 2
+        )
     assert found["waits"].seconds == pytest.approx([3e-5] * 2)
     assert calls[:5] == ["a", "b", "waits", "a", "a"]  # warm-up; the first sample of a came late
     turns = [x for i, x in enumerate(calls) if calls[i - 1] != x]
@@ -148,17 +154,25 @@ def test_the_device_is_timed_alone_and_the_host_behind_it(device):
 def test_a_hiccup_of_the_host_costs_one_sample_its_time(device):
     launches = iter([1e-4, 5e-3])  # the first call warms up
 
-    found = interleaved({"a": lambda: device.launch(next(launches, 1e-4), 5e-6)}, 0.0, device="cuda", fewest=2)
+    found = interleaved(
+        {"a": lambda: device.launch(next(launches, 1e-4), 5e-6)}, 0.0, device="cuda", fewest=2
+    )
     assert found["a"].seconds == pytest.approx([5e-6] * 2)
-    assert device.naps[2:] == pytest.approx([measure.NAP, 1e-2, measure.NAP], rel=0.02)  # behind two that tell the clock rate
+    assert device.naps[2:] == pytest.approx(
+        [measure.NAP, 1e-2, measure.NAP], rel=0.02
+    )  # behind two that tell the clock rate
 
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(MemoryError("x"), OUT_OF_MEMORY), (RuntimeError("CUDA out of memory. Tried to allocate"), OUT_OF_MEMORY),
-     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OUT_OF_MEMORY),
-     (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating"), OUT_OF_MEMORY), (ValueError("bad"), FAILED)],
-)  # fmt: skip
+    [
+        (MemoryError("x"), OUT_OF_MEMORY),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), OUT_OF_MEMORY),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating"), OUT_OF_MEMORY),
+        (ValueError("bad"), FAILED),
+    ],
+)
 def test_what_an_exception_means(error, status):
     assert Failure.of(error).status == status
 
@@ -214,9 +228,13 @@ def test_an_interrupt_keeps_the_samples_of_a_case(tmp_path):
         time.sleep(2 * measure.SHORTEST)
 
     with pytest.raises(typer.Exit), Session("memory", options(tmp_path, seconds=100)) as session:
-        session.time({"n": 1}, "call_s", {"scree": lambda: interrupted, "later": lambda: lambda: math.exp(1)})
+        session.time(
+            {"n": 1}, "call_s", {"scree": lambda: interrupted, "later": lambda: lambda: math.exp(1)}
+        )
     saved = {row.who: row.samples for row in results.read(tmp_path / "memory-cpu.json").rows}
-    assert len(saved["scree"]["call_s"]) == 11 and saved["later"]["call_s"]  # the first call warmed up
+    assert (
+        len(saved["scree"]["call_s"]) == 11 and saved["later"]["call_s"]
+    )  # the first call warmed up
 
 
 def test_a_request_to_end_keeps_what_was_measured(tmp_path):
@@ -270,7 +288,15 @@ def test_what_was_left_out_is_noted_once(tmp_path):
 def example(*times: float) -> Result:
     row = Row({"n": 1}, "scree")
     row.add("call_s", times)
-    return Result("overhead", {}, {"device": "cpu", "tag": "cpu"}, {"python": "3"}, "2026-01-01T00:00:00Z", [row], complete=True)
+    return Result(
+        "overhead",
+        {},
+        {"device": "cpu", "tag": "cpu"},
+        {"python": "3"},
+        "2026-01-01T00:00:00Z",
+        [row],
+        complete=True,
+    )
 
 
 def test_results_come_back_as_they_were(tmp_path):
@@ -280,11 +306,15 @@ def test_results_come_back_as_they_were(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
-    [(("schema",), "scree-bench/0", "result.schema"), (("rows", 0, "status"), "fine", r"rows\[0\].status"),
-     (("rows", 0, "values"), {"call_s": "1"}, r"rows\[0\].values.call_s"),
-     (("rows", 0, "values"), {"call_parsecs": 1.0}, "expected a name that ends in"), (("versions",), [], "result.versions"),
-     (("surplus",), 1, "expected the names schema|expected the names command")],
-)  # fmt: skip
+    [
+        (("schema",), "scree-bench/0", "result.schema"),
+        (("rows", 0, "status"), "fine", r"rows\[0\].status"),
+        (("rows", 0, "values"), {"call_s": "1"}, r"rows\[0\].values.call_s"),
+        (("rows", 0, "values"), {"call_parsecs": 1.0}, "expected a name that ends in"),
+        (("versions",), [], "result.versions"),
+        (("surplus",), 1, "expected the names schema|expected the names command"),
+    ],
+)
 def test_the_schema_says_where_it_is_not_met(tmp_path, path, value, message):
     example(1.0).write(tmp_path / "a.json")
     data = at = json.loads((tmp_path / "a.json").read_text())
@@ -312,14 +342,27 @@ def test_tables_show_medians_spreads_and_ratios():
     result.rows += [other, Row({"n": 1}, "huge", OUT_OF_MEMORY, "call_s: no room")]
     (table,) = results.tables(result.rows)
     assert table.caption == "n 1" and table.header == ["", "call"]
-    assert table.lines == [["scree", "1 ms ±0%"], ["padded", "2 ms ±5% (2.00x)"], ["huge", OUT_OF_MEMORY]]
+    assert table.lines == [
+        ["scree", "1 ms ±0%"],
+        ["padded", "2 ms ±5% (2.00x)"],
+        ["huge", OUT_OF_MEMORY],
+    ]
     assert table.notes == ["huge: out of memory: call_s: no room"]
 
 
 def test_numbers_are_shown_with_three_digits():
     show = {name: kind.show for name, kind in results.UNITS.items()}
-    assert [show["s"](x) for x in (2.5, 0.0123, 4.5e-6, 0.9999)] == ["2.5 s", "12.3 ms", "4.5 us", "1,000 ms"]
-    assert show["bytes"](1.5e9) == "1.5 GB" and show["flops"](7.36e14) == "736 TFLOP/s" and show["saved"](0.712) == "71.2%"
+    assert [show["s"](x) for x in (2.5, 0.0123, 4.5e-6, 0.9999)] == [
+        "2.5 s",
+        "12.3 ms",
+        "4.5 us",
+        "1,000 ms",
+    ]
+    assert (
+        show["bytes"](1.5e9) == "1.5 GB"
+        and show["flops"](7.36e14) == "736 TFLOP/s"
+        and show["saved"](0.712) == "71.2%"
+    )
 
 
 def test_pictures_have_two_themes(tmp_path):
@@ -330,7 +373,9 @@ def test_pictures_have_two_themes(tmp_path):
     light, dark = (path.read_text() for path in written)
     assert [path.name for path in written] == ["x-light.svg", "x-dark.svg"]
     assert "#ffffff" in light and "#0d1117" in dark and "padded" in light
-    assert plots.save("x", paint, tmp_path) and written[0].read_text() == light  # the same again, byte for byte
+    assert (
+        plots.save("x", paint, tmp_path) and written[0].read_text() == light
+    )  # the same again, byte for byte
 
 
 # -------------------------------------------------------------------------------------- lengths, work, peers
@@ -355,8 +400,15 @@ def test_operations_of_attention():
 def test_works_by_their_names():
     found = dict(workloads("d64 h8 n1024,small", "cuda", seed=0, quick=False))
     assert list(found) == ["d64 h8 n1024", "small"]
-    assert (found["d64 h8 n1024"].dim, found["d64 h8 n1024"].heads, len(found["d64 h8 n1024"].lengths)) == (64, 8, 16)
-    assert dict(workloads("shapes", "cuda", seed=0, quick=False)).keys() == SHAPES.keys() and len(SHAPES) == 27
+    assert (
+        found["d64 h8 n1024"].dim,
+        found["d64 h8 n1024"].heads,
+        len(found["d64 h8 n1024"].lengths),
+    ) == (64, 8, 16)
+    assert (
+        dict(workloads("shapes", "cuda", seed=0, quick=False)).keys() == SHAPES.keys()
+        and len(SHAPES) == 27
+    )
     with pytest.raises(typer.BadParameter, match="--work: expected some of"):
         list(workloads("d64", "cuda", seed=0, quick=False))
 
@@ -383,7 +435,9 @@ def test_the_reference_is_the_derivative_of_itself(causal):
                 arrays[number][at] += sign * step
                 object.__setattr__(other, "arrays", tuple(arrays))
                 moved.append((reference(lib, other, gradients=False)[0] * dout).sum())
-            assert (moved[0] - moved[1]) / (2 * step) == pytest.approx(gradient[at], rel=1e-6, abs=1e-8)
+            assert (moved[0] - moved[1]) / (2 * step) == pytest.approx(
+                gradient[at], rel=1e-6, abs=1e-8
+            )
 
 
 @pytest.mark.needs("torch")
@@ -407,7 +461,11 @@ def test_gradients_sent_back_are_random_and_the_same_to_all():
 
     (a, b), (c, d) = pulled(lambda x, y: (x + 0, y + 0)), pulled(lambda x, y: (x * 1, y * 1))
     for first, again in ((a, c), (b, d)):
-        assert (first == again).all() and first.std() == pytest.approx(1, rel=0.1) and abs(first.mean()) < 0.1
+        assert (
+            (first == again).all()
+            and first.std() == pytest.approx(1, rel=0.1)
+            and abs(first.mean()) < 0.1
+        )
     assert abs((a * b).mean()) < 0.1  # two results get numbers of their own
     (e, f) = pulled(lambda x, y: (x + y).float().sum())
     assert (e == 1).all() and (f == 1).all()  # a loss
@@ -420,7 +478,9 @@ def attention(q, k, v, window=math.inf, real=None):
     groups = q.shape[1] // k.shape[1]
     for n, h, i in np.ndindex(q.shape[:3]):
         keys = [j for j in range(i + 1) if i - j < window and (real is None or j < real)]
-        scores = np.asarray([q[n, h, i] @ k[n, h // groups, j] for j in keys]) / math.sqrt(q.shape[3])
+        scores = np.asarray([q[n, h, i] @ k[n, h // groups, j] for j in keys]) / math.sqrt(
+            q.shape[3]
+        )
         weights = np.exp(scores - scores.max())
         out[n, h, i] = weights @ v[n, h // groups, keys] / weights.sum()
     return out
@@ -436,7 +496,13 @@ def test_algorithms_compute_attention(name, monkeypatch):
     rng = np.random.default_rng(0)
     kv = algorithm.kv_heads(4)
     q, k, v = (rng.standard_normal((2, heads, length, 6)) for heads in (4, kv, kv))
-    right = attention(q, k, v, 11 if name == "sliding window" else math.inf, length - length // 4 if "masked" in name else None)
+    right = attention(
+        q,
+        k,
+        v,
+        11 if name == "sliding window" else math.inf,
+        length - length // 4 if "masked" in name else None,
+    )
     np.testing.assert_allclose(algorithm.run(q, k, v), right, rtol=1e-12, atol=1e-12)
 
 
@@ -453,10 +519,18 @@ def test_algorithms_visit_what_they_say():
 
 def test_estimates_scale_as_the_algorithms_do():
     short, long = Shape(1, 12, 1024, 64), Shape(1, 12, 4096, 64)
-    growth = {name: a.estimate_memory(long) / a.estimate_memory(short) for name, a in ALGORITHMS.items()}
+    growth = {
+        name: a.estimate_memory(long) / a.estimate_memory(short) for name, a in ALGORITHMS.items()
+    }
     assert growth["naive"] == pytest.approx(16, rel=0.1)
-    assert all(growth[name] < 4.01 for name in ("flash v1", "flash v2", "sliding window", "grouped-query", "multi-query"))
-    assert ALGORITHMS["multi-query"].kv_heads(12) == 1 and ALGORITHMS["grouped-query"].kv_heads(12) == 3
+    assert all(
+        growth[name] < 4.01
+        for name in ("flash v1", "flash v2", "sliding window", "grouped-query", "multi-query")
+    )
+    assert (
+        ALGORITHMS["multi-query"].kv_heads(12) == 1
+        and ALGORITHMS["grouped-query"].kv_heads(12) == 3
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- model
@@ -467,17 +541,28 @@ def test_sizes_of_gpt2():
 
 def test_operations_of_a_training_step():
     size, tokens, pairs = gpt.SIZES["tiny"], 5, 3 * 4 / 2 + 2 * 3 / 2
-    attention = 2 * 2 * (2 + 5) * 64 * pairs  # layers, operations of a product, products, width, and who sees whom
+    attention = (
+        2 * 2 * (2 + 5) * 64 * pairs
+    )  # layers, operations of a product, products, width, and who sees whom
     assert step_flops(size, [np.zeros(3), np.zeros(2)]) == 6 * size.parameters * tokens + attention
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("aten::addmm", "matmul"), ("aten::mm", "matmul"), ("sm90_xmma_gemm_bf16", "matmul"), ("aten::copy_", "copies"),
-     ("aten::gelu", "elementwise"), ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "elementwise"),
-     ("aten::native_layer_norm", "other"), ("dkdv_kernel", "attention"), ("fmha_cutlassF_f32", "attention"),
-     ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"), ("Memcpy DtoD", "copies")],
-)  # fmt: skip
+    [
+        ("aten::addmm", "matmul"),
+        ("aten::mm", "matmul"),
+        ("sm90_xmma_gemm_bf16", "matmul"),
+        ("aten::copy_", "copies"),
+        ("aten::gelu", "elementwise"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "elementwise"),
+        ("aten::native_layer_norm", "other"),
+        ("dkdv_kernel", "attention"),
+        ("fmha_cutlassF_f32", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("Memcpy DtoD", "copies"),
+    ],
+)
 def test_kernels_are_told_by_their_names(name, kind):
     assert classify(name) == kind
 
@@ -498,7 +583,19 @@ def test_the_block_is_compiled_in_one_piece():
 def test_kernels_belong_to_the_mark_behind_them_and_then_to_the_one_before():
     from scree_bench import trace
 
-    lengths = [1, "a", 2, 3, "b", 4, "b", 5, "a", 6, 7]  # numbers are kernels of so many seconds, 1 second apart
+    lengths = [
+        1,
+        "a",
+        2,
+        3,
+        "b",
+        4,
+        "b",
+        5,
+        "a",
+        6,
+        7,
+    ]  # numbers are kernels of so many seconds, 1 second apart
     kernels, at = [], 0.0
     for x in lengths:
         seconds = 0.5 if isinstance(x, str) else float(x)

@@ -36,7 +36,9 @@ class Line:
     why: str = ""
 
 
-def run(backend: str, device: str | None = None, kernel: str | None = None, only: str = "") -> dict[str, Line]:
+def run(
+    backend: str, device: str | None = None, kernel: str | None = None, only: str = ""
+) -> dict[str, Line]:
     """Run every case whose name contains `only`; operation -> outcomes."""
     lib = load(backend, device)
     bench, lines = Bench(lib, kernel), dict[str, Line]()
@@ -58,13 +60,18 @@ def run(backend: str, device: str | None = None, kernel: str | None = None, only
                 line.why = str(reason)
             except Exception as error:  # a case may fail in any way, and the others still run
                 line.failed += 1
-                line.notes.insert(0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}")
+                line.notes.insert(
+                    0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
+                )
     return lines
 
 
 def markdown(title: str, lines: dict[str, Line]) -> str:
     """The table, and under it the first failure or refusal of each operation."""
-    cells = ([name, *(str(getattr(line, outcome)) for outcome in OUTCOMES)] for name, line in lines.items())
+    cells = (
+        [name, *(str(getattr(line, outcome)) for outcome in OUTCOMES)]
+        for name, line in lines.items()
+    )
     rows = [f"| {' | '.join(row)} |" for row in cells]
     notes = [f"- {line.notes[0]}" for line in lines.values() if line.notes]
     head = ["| operation | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * len(OUTCOMES)]
@@ -74,10 +81,14 @@ def markdown(title: str, lines: dict[str, Line]) -> str:
 def write(path: Path, title: str, about: dict[str, Any], lines: dict[str, Line]) -> list[Path]:
     """Markdown and JSON, by the suffix; both where there is none."""
     parts = {".md": markdown(title, lines)}
-    table = {name: {k: getattr(line, k) for k in (*OUTCOMES, "notes")} for name, line in lines.items()}
+    table = {
+        name: {k: getattr(line, k) for k in (*OUTCOMES, "notes")} for name, line in lines.items()
+    }
     parts[".json"] = json.dumps({**about, "operations": table}, indent=1) + "\n"
     wanted = [path.suffix] if path.suffix in parts else list(parts)
-    written = [path if path.suffix in parts else path.with_name(path.name + suffix) for suffix in wanted]
+    written = [
+        path if path.suffix in parts else path.with_name(path.name + suffix) for suffix in wanted
+    ]
     for target, suffix in zip(written, wanted, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(parts[suffix])
@@ -96,7 +107,9 @@ def show(title: str, lines: dict[str, Line]) -> None:
     table = Table("operation", *OUTCOMES, title=title)
     for name, line in lines.items():
         style = "red" if line.failed else "yellow" if line.rejected or line.absent else ""
-        table.add_row(escape(name), *(str(getattr(line, outcome) or "") for outcome in OUTCOMES), style=style)
+        table.add_row(
+            escape(name), *(str(getattr(line, outcome) or "") for outcome in OUTCOMES), style=style
+        )
     console = Console()
     console.print(table)
     for line in lines.values():
@@ -107,12 +120,23 @@ def show(title: str, lines: dict[str, Line]) -> None:
 def main(arguments: Iterable[str] | None = None) -> int:
     """Run the command line; 1 if a case failed, or none ran."""
     parser = argparse.ArgumentParser(prog="python -m scree_conformance", description=__doc__)
-    parser.add_argument("--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)")
+    parser.add_argument(
+        "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"
+    )
     parser.add_argument("--device", help="where its arrays are, as the library names it")
     parser.add_argument("--kernel", help="run only operations that have kernels, on this provider")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="FILE.md or FILE.json; both without a suffix")
-    parser.add_argument("--coverage", type=Path, metavar="FILE", help="put the outcome of each function into this JSON file")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only cases whose name contains TEXT"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="FILE.md or FILE.json; both without a suffix"
+    )
+    parser.add_argument(
+        "--coverage",
+        type=Path,
+        metavar="FILE",
+        help="put the outcome of each function into this JSON file",
+    )
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.coverage is not None and (options.only or options.kernel):
         parser.error("--coverage: expected a run of all operations, without --only and --kernel")
@@ -121,14 +145,23 @@ def main(arguments: Iterable[str] | None = None) -> int:
         if options.kernel == loopback.PROVIDER:
             stack.enter_context(loopback.registered())
         lines = run(options.backend, options.device, options.kernel, options.only)
-    counts = {outcome: sum(getattr(line, outcome) for line in lines.values()) for outcome in OUTCOMES}
+    counts = {
+        outcome: sum(getattr(line, outcome) for line in lines.values()) for outcome in OUTCOMES
+    }
     where = f"{options.backend}" + (f" on {options.device}" if options.device else "")
     who = f", kernel {options.kernel}" if options.kernel else ""
-    title = f"scree {scree.__version__}: {where}{who}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
+    title = f"scree {scree.__version__}: {where}{who}: " + ", ".join(
+        f"{n} {outcome}" for outcome, n in counts.items()
+    )
     show(title, lines)
     print(f"{time.perf_counter() - began:.0f} s")
     if options.report is not None:
-        about = {"scree": scree.__version__, "backend": options.backend, "device": options.device, "kernel": options.kernel}
+        about = {
+            "scree": scree.__version__,
+            "backend": options.backend,
+            "device": options.device,
+            "kernel": options.kernel,
+        }
         for path in write(options.report, title, {**about, **counts}, lines):
             print(f"wrote {path}")
     if options.coverage is not None:

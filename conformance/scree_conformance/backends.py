@@ -85,7 +85,9 @@ class Library:
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    return x.astype({"f": np.float64, "V": np.float64, "c": np.complex128}.get(x.dtype.kind, x.dtype))
+    return x.astype(
+        {"f": np.float64, "V": np.float64, "c": np.complex128}.get(x.dtype.kind, x.dtype)
+    )
 
 
 def _named(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -100,9 +102,13 @@ def _numpy(device: str | None) -> Library:
         raise ValueError(f"device: expected 'cpu', the only one of NumPy, got {device!r}")
     dtypes = {name: np.dtype(name) for name in _ALL if name != "bfloat16"}
     return Library(
-        "numpy", dtypes, lambda x, dtype: np.array(x, dtype=dtype), lambda x: _wide(np.asarray(x)),
-        default_float="float64", generator=np.random.default_rng,
-    )  # fmt: skip
+        "numpy",
+        dtypes,
+        lambda x, dtype: np.array(x, dtype=dtype),
+        lambda x: _wide(np.asarray(x)),
+        default_float="float64",
+        generator=np.random.default_rng,
+    )
 
 
 def _torch(device: str | None) -> Library:
@@ -126,11 +132,16 @@ def _torch(device: str | None) -> Library:
         return torch.tensor(x, device=place).to(dtype)
 
     return Library(
-        "torch", _named(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")), array, read,
-        host=place.type == "cpu", generator=lambda seed: torch.Generator(place).manual_seed(seed),
-        gaps={"unique_all": "PyTorch does not say where a value is first"}, grad=grad,
+        "torch",
+        _named(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")),
+        array,
+        read,
+        host=place.type == "cpu",
+        generator=lambda seed: torch.Generator(place).manual_seed(seed),
+        gaps={"unique_all": "PyTorch does not say where a value is first"},
+        grad=grad,
         jit=jit,
-    )  # fmt: skip
+    )
 
 
 def _jax(device: str | None) -> Library:
@@ -146,11 +157,18 @@ def _jax(device: str | None) -> Library:
         return jax.device_put(np.asarray(x).astype(dtype), place)
 
     return Library(
-        "jax", dtypes, array, lambda x: _wide(np.asarray(x)), host=(device or "cpu") == "cpu",
-        default_float="float64" if wide else "float32", default_integer="int64" if wide else "int32",
-        generator=jax.random.key, compiles=True, jit=jax.jit,
+        "jax",
+        dtypes,
+        array,
+        lambda x: _wide(np.asarray(x)),
+        host=(device or "cpu") == "cpu",
+        default_float="float64" if wide else "float32",
+        default_integer="int64" if wide else "int32",
+        generator=jax.random.key,
+        compiles=True,
+        jit=jax.jit,
         grad=lambda f, *arrays: list(jax.grad(f, argnums=tuple(range(len(arrays))))(*arrays)),
-    )  # fmt: skip
+    )
 
 
 def _mlx(device: str | None) -> Library:
@@ -158,7 +176,10 @@ def _mlx(device: str | None) -> Library:
 
     if device:
         mx.set_default_device(getattr(mx, device))
-    dtypes = {"bool": mx.bool_, **_named(mx, tuple(name for name in _ALL if name not in ("bool", "complex128")))}
+    dtypes = {
+        "bool": mx.bool_,
+        **_named(mx, tuple(name for name in _ALL if name not in ("bool", "complex128"))),
+    }
     if mx.default_device() != mx.Device(mx.cpu):
         del dtypes["float64"]
 
@@ -170,16 +191,31 @@ def _mlx(device: str | None) -> Library:
         return [found] if isinstance(found, mx.array) else list(found)
 
     def array(x: np.ndarray, dtype: Any) -> Any:
-        return mx.array(x, dtype=mx.float64).astype(dtype) if x.dtype == np.float64 else mx.array(x).astype(dtype)
+        return (
+            mx.array(x, dtype=mx.float64).astype(dtype)
+            if x.dtype == np.float64
+            else mx.array(x).astype(dtype)
+        )
 
     return Library(
-        "mlx", dtypes, array, read, host=False, default_integer="int32", rough_float64=True, generator=mx.random.key,
+        "mlx",
+        dtypes,
+        array,
+        read,
+        host=False,
+        default_integer="int32",
+        rough_float64=True,
+        generator=mx.random.key,
         gaps={
             "complex128": "MLX has no such dtype",
-            **dict.fromkeys(("linalg.eig-float64", "linalg.eigvals-float64"), "MLX has no complex128 for what comes out"),
+            **dict.fromkeys(
+                ("linalg.eig-float64", "linalg.eigvals-float64"),
+                "MLX has no complex128 for what comes out",
+            ),
         },
-        jit=mx.compile, grad=grad,
-    )  # fmt: skip
+        jit=mx.compile,
+        grad=grad,
+    )
 
 
 def _strict(device: str | None, **flags: bool) -> Library:
@@ -187,7 +223,10 @@ def _strict(device: str | None, **flags: bool) -> Library:
 
     place = xp.Device(device) if device else None
     cpu = xp.Device("CPU_DEVICE")
-    dtypes = {"bool": xp.bool, **_named(xp, tuple(name for name in _ALL if name not in ("bool", *HALF)))}
+    dtypes = {
+        "bool": xp.bool,
+        **_named(xp, tuple(name for name in _ALL if name not in ("bool", *HALF))),
+    }
 
     gaps = {
         **dict.fromkeys(("isin-float32", "isin-float64"), "array-api-strict takes integers"),
@@ -201,10 +240,14 @@ def _strict(device: str | None, **flags: bool) -> Library:
         return xp.ArrayAPIStrictFlags(**flags) if flags else nullcontext()
 
     return Library(
-        "strict_minimal" if flags else "array_api_strict", dtypes,
+        "strict_minimal" if flags else "array_api_strict",
+        dtypes,
         lambda x, dtype: xp.asarray(x, dtype=dtype, device=place),
-        lambda x: _wide(np.from_dlpack(x.to_device(cpu))), default_float="float64", gaps=gaps, context=context,
-    )  # fmt: skip
+        lambda x: _wide(np.from_dlpack(x.to_device(cpu))),
+        default_float="float64",
+        gaps=gaps,
+        context=context,
+    )
 
 
 #: Name -> how to load it; the last one is array-api-strict with everything switched off that can be.
@@ -214,7 +257,9 @@ LIBRARIES: dict[str, Callable[[str | None], Library]] = {
     "jax": _jax,
     "mlx": _mlx,
     "array_api_strict": _strict,
-    "strict_minimal": lambda device: _strict(device, boolean_indexing=False, data_dependent_shapes=False),
+    "strict_minimal": lambda device: _strict(
+        device, boolean_indexing=False, data_dependent_shapes=False
+    ),
 }
 
 

@@ -51,7 +51,9 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
     "positive": lambda rng, shape: rng.uniform(0.2, 5, shape),
     "near1": lambda rng, shape: np.exp(0.05 * rng.standard_normal(shape)),
     "large": lambda rng, shape: rng.choice([-1, 1], shape) * rng.uniform(290, 310, shape),
-    "special": lambda rng, shape: rng.choice([-math.inf, math.inf, math.nan, 0.0, -0.0, 1.5], shape),
+    "special": lambda rng, shape: rng.choice(
+        [-math.inf, math.inf, math.nan, 0.0, -0.0, 1.5], shape
+    ),
     "integer": lambda rng, shape: rng.integers(-6, 7, shape),
     "natural": lambda rng, shape: rng.integers(0, 7, shape),
     "divisor": lambda rng, shape: rng.integers(1, 7, shape),
@@ -91,7 +93,12 @@ class Bench:
         return Data(x, self.lib.read(x))
 
     def ragged(
-        self, layout: Layout, shape: tuple[int, ...] = (), dtype: str = "float32", draw: str = "any", dim: int = 0
+        self,
+        layout: Layout,
+        shape: tuple[int, ...] = (),
+        dtype: str = "float32",
+        draw: str = "any",
+        dim: int = 0,
     ) -> Data:
         """A ragged array of a layout; `shape` is that of one token, `dim` the ragged axis of the values."""
         lengths = lengths_of(layout)
@@ -104,7 +111,9 @@ class Bench:
         x = scree.from_offsets(values, offsets, ragged_dim=dim, max_length=max(lengths, default=0))
         return Data(x, self.rows(x))
 
-    def like(self, other: Data, shape: tuple[int, ...] = (), dtype: str = "float32", draw: str = "any") -> Data:
+    def like(
+        self, other: Data, shape: tuple[int, ...] = (), dtype: str = "float32", draw: str = "any"
+    ) -> Data:
         """Another ragged array of the same layout object."""
         dim = other.x.ragged_dim
         values = DRAWS[draw](self.rng, (*shape[:dim], other.x.total_length, *shape[dim:]))
@@ -124,9 +133,16 @@ class Bench:
         return self.rows(x) if isinstance(x, scree.Array) else self.lib.read(x)
 
     def check(
-        self, call: Callable[..., Any], truth: Callable[..., Any], *args: Any, dtype: str | None = None,
-        rough: Callable[..., Any] | None = None, curved: bool = False, orders: int = 1, note: str = "",
-    ) -> Any:  # fmt: skip
+        self,
+        call: Callable[..., Any],
+        truth: Callable[..., Any],
+        *args: Any,
+        dtype: str | None = None,
+        rough: Callable[..., Any] | None = None,
+        curved: bool = False,
+        orders: int = 1,
+        note: str = "",
+    ) -> Any:
         """Run `call` on the inputs, and compare what comes out with the oracle `truth` on the same numbers.
 
         `rough` replaces the oracle as the reference of this precision, `dtype` is the dtype that must come out (that of the
@@ -137,9 +153,13 @@ class Bench:
         exact = [a.exact if isinstance(a, Data) else a for a in args]
         first = next(a.x for a in args if isinstance(a, Data))
         scale, near_to = 1.0, exact
-        if rough is None and self.lib.dtype_name(first) == "float64":  # float32 makes 2**29 times its error
+        if (
+            rough is None and self.lib.dtype_name(first) == "float64"
+        ):  # float32 makes 2**29 times its error
             scale = 1.0 if curved and self.lib.rough_float64 else EPS["float64"] / EPS["float32"]
-            scale *= 4 if curved else 1  # NumPy's exp and sin of float32 are as good as rounded, those of float64 are not
+            scale *= (
+                4 if curved else 1
+            )  # NumPy's exp and sin of float32 are as good as rounded, those of float64 are not
             near_to = [_in_precision(_single(x), np.float64) for x in exact]
         with np.errstate(all="ignore"):
             right = truth(*exact)
@@ -149,23 +169,39 @@ class Bench:
                 other = truth(*(self._shuffled(_single(x), first.ragged_dim) for x in exact))
                 low = np.where(np.abs(other - near) > np.abs(low - near), other, low)
         expected = self.lib.dtype_name(first) if dtype is None else dtype
-        for part, (g, r, n, w) in enumerate(zip(*map(_parts, (got, right, near, low)), strict=True)):
+        for part, (g, r, n, w) in enumerate(
+            zip(*map(_parts, (got, right, near, low)), strict=True)
+        ):
             kind = expected if part == 0 else None
             self.close(g, r, n, w, dtype=kind, scale=scale, note=note)
         return got
 
     def _shuffled(self, x: Any, axis: int) -> Any:
-        return Rows((self.rng.permutation(row, axis=axis) for row in x), x.template) if isinstance(x, Rows) else x
+        return (
+            Rows((self.rng.permutation(row, axis=axis) for row in x), x.template)
+            if isinstance(x, Rows)
+            else x
+        )
 
     def close(
-        self, got: Any, truth: Any, near: Any = None, rough: Any = None, *, dtype: str | None = None, scale: float = 1.0,
-        relative: bool = False, note: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        got: Any,
+        truth: Any,
+        near: Any = None,
+        rough: Any = None,
+        *,
+        dtype: str | None = None,
+        scale: float = 1.0,
+        relative: bool = False,
+        note: str = "",
+    ) -> None:
         """Compare one result; without a reference in lower precision it must be exact up to one rounding."""
         name = self.lib.dtype_name(got)
         assert dtype is None or name == dtype, f"{note}expected dtype {dtype}, got {name}"
         ragged = isinstance(got, scree.Array)
-        assert ragged == isinstance(truth, list), f"{note}expected a {'ragged' if not ragged else 'dense'} result, got {got!r}"
+        assert ragged == isinstance(truth, list), (
+            f"{note}expected a {'ragged' if not ragged else 'dense'} result, got {got!r}"
+        )
         found = self.read(got)
         if not ragged:
             found, truth = [found], [truth]
@@ -174,10 +210,20 @@ class Bench:
         error = 0.0 if rough is None else _reference_error(near, rough, relative) * scale * FACTOR
         for i, (f, t) in enumerate(zip(found, truth, strict=True)):
             t = np.asarray(t)
-            assert f.shape == t.shape, f"{note}{f'row {i}: ' if ragged else ''}expected shape {t.shape}, got {f.shape}"
+            assert f.shape == t.shape, (
+                f"{note}{f'row {i}: ' if ragged else ''}expected shape {t.shape}, got {f.shape}"
+            )
             self._compare(f, t, name, error, relative, f"{note}row {i}: " if ragged else note)
 
-    def _compare(self, found: np.ndarray, truth: np.ndarray, dtype: str, error: float, relative: bool, note: str) -> None:
+    def _compare(
+        self,
+        found: np.ndarray,
+        truth: np.ndarray,
+        dtype: str,
+        error: float,
+        relative: bool,
+        note: str,
+    ) -> None:
         if dtype not in EPS:
             if dtype.startswith("complex"):
                 part = "float32" if dtype == "complex64" else "float64"
@@ -210,7 +256,9 @@ class Bench:
         try:
             return function(*args, **kwargs, kernel=self.kernel)
         except ValueError as error:
-            if "rejects this call" in str(error) or str(error).startswith("kernel: expected one of"):
+            if "rejects this call" in str(error) or str(error).startswith(
+                "kernel: expected one of"
+            ):
                 raise Rejected(str(error)) from error
             raise
 
@@ -232,6 +280,8 @@ def _reference_error(near: Any, rough: Any, relative: bool) -> float:
             continue
         with np.errstate(all="ignore"):
             size = np.abs(a)
-            off = np.maximum(np.abs(a - b), EPS["float32"] / 2 * size) / (np.maximum(size, TINY["float32"]) if relative else 1)
+            off = np.maximum(np.abs(a - b), EPS["float32"] / 2 * size) / (
+                np.maximum(size, TINY["float32"]) if relative else 1
+            )
         worst = max(worst, float(np.max(off[np.isfinite(off)], initial=0)))
     return worst

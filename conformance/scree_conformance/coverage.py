@@ -51,7 +51,10 @@ def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
     table = json.loads(path.read_text()) if path.exists() else {}
     table[backend] = {
         "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in ("scree", *PACKAGES[backend])}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("scree", *PACKAGES[backend])},
+        },
         "functions": outcomes(lines),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +64,9 @@ def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
 
 def _column(column: dict[str, Any]) -> str:
     """JSON with a function a line."""
-    rows = [f"  {json.dumps(name)}: {json.dumps(cells)}" for name, cells in column["functions"].items()]
+    rows = [
+        f"  {json.dumps(name)}: {json.dumps(cells)}" for name, cells in column["functions"].items()
+    ]
     head = [f" {json.dumps(key)}: {json.dumps(column[key])}" for key in ("date", "versions")]
     return "{\n" + ",\n".join([*head, ' "functions": {\n' + ",\n".join(rows) + "\n }"]) + "\n}"
 

@@ -19,7 +19,10 @@ from .bench import Bench
 from .layouts import Layout
 from .table import DTYPES, operation
 
-NAMES: dict[str, Kind] = {**KINDS, **{f"{e}.{name}": kind for e, kinds in EXTENSIONS.items() for name, kind in kinds.items()}}
+NAMES: dict[str, Kind] = {
+    **KINDS,
+    **{f"{e}.{name}": kind for e, kinds in EXTENSIONS.items() for name, kind in kinds.items()},
+}
 N, LENGTH, WIDTH = 4, 5, 2
 
 
@@ -28,7 +31,9 @@ class Arrays:
 
     def __init__(self, bench: Bench, dtype: str, *, equal_rows: bool) -> None:
         self._bench, self._dtype, self._equal_rows = bench, dtype, equal_rows
-        self._rows = bench.of(bench.lib.make(np.zeros(N * LENGTH), "float32"), [LENGTH] * N).x  # all share its layout
+        self._rows = bench.of(
+            bench.lib.make(np.zeros(N * LENGTH), "float32"), [LENGTH] * N
+        ).x  # all share its layout
 
     def __getattr__(self, name: str) -> Any:
         self._bench.start(name)  # the same numbers for each call, some of which write into them
@@ -52,7 +57,9 @@ ARGUMENTS: dict[str, Callable[[Bench, str], Any]] = {
     "x": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").x,
     "y": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").x,
     "integers": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "int32", "twos").x,
-    "positions": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), bench.lib.default_integer, "bool").x,
+    "positions": lambda bench, dtype: (
+        bench.dense((N, LENGTH, WIDTH), bench.lib.default_integer, "bool").x
+    ),
     "booleans": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "bool", "bool").x,
     "complex": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "complex64", "complex").x,
     "matrix": _skew,
@@ -180,9 +187,13 @@ def same(bench: Bench, name: str, dtype: str) -> None:
         expected, again, got = (_outcome(bench, f, call, dtype) for f in (own, own, ours))
         works += not isinstance(expected, Exception)
         if isinstance(expected, Exception):
-            assert type(got) is type(expected), f"{name}, call {i}: expected {type(expected).__name__}, got {got!r}"
+            assert type(got) is type(expected), (
+                f"{name}, call {i}: expected {type(expected).__name__}, got {got!r}"
+            )
         elif _equal(again, expected):  # and not what happened to be in the memory
-            assert _equal(got, expected) or name.startswith("empty"), f"{name}, call {i}: expected {expected}, got {got!r}"
+            assert _equal(got, expected) or name.startswith("empty"), (
+                f"{name}, call {i}: expected {expected}, got {got!r}"
+            )
     assert works, f"{name}: no call of the list is right for it"
 
 
@@ -210,12 +221,18 @@ def plain(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
 def refused(bench: Bench, layout: Layout, dtype: str, *, name: str, why: str) -> None:
     """A ragged array is refused with the reason of the table, wherever it stands; a dense one is served."""
     same(bench, name, dtype)
-    x, dense, f = bench.ragged(layout, (3,), dtype).x, bench.dense((3,), dtype).x, _find(bench.xp, name)
+    x, dense, f = (
+        bench.ragged(layout, (3,), dtype).x,
+        bench.dense((3,), dtype).x,
+        _find(bench.xp, name),
+    )
     for args in ((x,), (x, x), (dense, x)):
         try:
             f(*args)
         except TypeError as error:
-            assert str(error) == f"{name.split('.')[-1]} does not take ragged arrays: {why}", f"{name}: {error}"
+            assert str(error) == f"{name.split('.')[-1]} does not take ragged arrays: {why}", (
+                f"{name}: {error}"
+            )
         else:
             raise AssertionError(f"{name} took a ragged array")
 
@@ -232,7 +249,11 @@ for _name, _kind in NAMES.items():
 def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every function that takes ragged arrays gives the same, with the same dtype, or says why it does not."""
     for name, kind in NAMES.items():
-        if kind.name in ("plain", "unsupported", "dtypes") or name in bench.lib.gaps or name.startswith("empty"):
+        if (
+            kind.name in ("plain", "unsupported", "dtypes")
+            or name in bench.lib.gaps
+            or name.startswith("empty")
+        ):
             continue
         if dtype not in DTYPES and name.startswith("linalg."):
             continue  # the standard has them for floating-point numbers
@@ -249,7 +270,9 @@ def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
                 continue
             works += 1
             _alike(got, expected, note)
-        assert works or name in bench.lib.gaps or dtype not in DTYPES, f"{name}: no call of the list is right for it"
+        assert works or name in bench.lib.gaps or dtype not in DTYPES, (
+            f"{name}: no call of the list is right for it"
+        )
 
 
 def _alike(got: Any, expected: Any, note: str) -> None:
@@ -264,8 +287,13 @@ def _alike(got: Any, expected: Any, note: str) -> None:
     assert kind == right, f"{note}expected dtype {right}, got {kind}"
     if np.size(found) == 0 and truth.shape[:1] == (0,):
         return  # no rows
-    eps = next((eps for name, eps in EPS.items() if kind.endswith(name)), EPS["float64" if "128" in kind else "float32"])
-    assert np.shape(found) == truth.shape, f"{note}expected shape {truth.shape}, got {np.shape(found)}"
+    eps = next(
+        (eps for name, eps in EPS.items() if kind.endswith(name)),
+        EPS["float64" if "128" in kind else "float32"],
+    )
+    assert np.shape(found) == truth.shape, (
+        f"{note}expected shape {truth.shape}, got {np.shape(found)}"
+    )
     if truth.dtype.kind in "fc":
         np.testing.assert_allclose(found, truth, rtol=16 * eps, atol=16 * eps, err_msg=note)
     else:

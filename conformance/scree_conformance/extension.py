@@ -22,10 +22,20 @@ LARGE = ("float16", "bfloat16")
 # --------------------------------------------------------------------------------------------------- softmax
 def softmax(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """Along the ragged axis, whichever of the values it is."""
-    for token, dim, draw in (((), 0, "any"), ((2, 3), 0, "any"), ((3,), 1, "any"), ((3,), 0, "large")):
+    for token, dim, draw in (
+        ((), 0, "any"),
+        ((2, 3), 0, "any"),
+        ((3,), 1, "any"),
+        ((3,), 0, "large"),
+    ):
         x = bench.ragged(layout, token, dtype, draw, dim)
-        bench.check(lambda a: bench.run(getattr(bench.xp.ragged, name), a), partial(getattr(oracle, name), axis=dim), x,
-                    curved=True, note=f"token {token}, ragged_dim={dim}, {draw}: ")
+        bench.check(
+            lambda a: bench.run(getattr(bench.xp.ragged, name), a),
+            partial(getattr(oracle, name), axis=dim),
+            x,
+            curved=True,
+            note=f"token {token}, ragged_dim={dim}, {draw}: ",
+        )
 
 
 for _name in ("softmax", "log_softmax", "logsumexp"):
@@ -38,7 +48,9 @@ def _of_sum(norm: Any, dtype: str) -> Any:
     stage = oracle.rounded(dtype) if dtype in HALF else lambda x: x
 
     def truth(rows: Any, residual: Any) -> Any:
-        total = oracle.Rows([stage(a + b) for a, b in zip(rows, residual, strict=True)], rows.template)
+        total = oracle.Rows(
+            [stage(a + b) for a, b in zip(rows, residual, strict=True)], rows.template
+        )
         return norm(total), list(total)
 
     return truth
@@ -50,14 +62,33 @@ def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
     weight = bench.dense((4,), dtype, "positive")
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
-        bench.check(lambda a: bench.run(bench.xp.ragged.rms_norm, a), oracle.rms_norm, x, note=f"{token}, {draw}: ")
-        bench.check(lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w), oracle.rms_norm, x, weight)
-        bench.check(lambda a: bench.run(bench.xp.ragged.rms_norm, a, eps=0.5), partial(oracle.rms_norm, eps=0.5), x)
-        bench.check(lambda a, r: bench.run(bench.xp.ragged.rms_norm, a, residual=r), _of_sum(oracle.rms_norm, dtype), x,
-                    bench.like(x, token, dtype))
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.rms_norm, a),
+            oracle.rms_norm,
+            x,
+            note=f"{token}, {draw}: ",
+        )
+        bench.check(
+            lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w), oracle.rms_norm, x, weight
+        )
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.rms_norm, a, eps=0.5),
+            partial(oracle.rms_norm, eps=0.5),
+            x,
+        )
+        bench.check(
+            lambda a, r: bench.run(bench.xp.ragged.rms_norm, a, residual=r),
+            _of_sum(oracle.rms_norm, dtype),
+            x,
+            bench.like(x, token, dtype),
+        )
     dense = bench.dense((3, 4), dtype)
-    bench.check(lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w),
-                lambda a, w: oracle.rms_norm([a], w)[0], dense, weight)  # type: ignore[arg-type]
+    bench.check(
+        lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w),
+        lambda a, w: oracle.rms_norm([a], w)[0],
+        dense,
+        weight,
+    )  # type: ignore[arg-type]
 
 
 @operation("ragged.layer_norm", kernel="layer_norm")
@@ -66,15 +97,36 @@ def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
     weight, bias = bench.dense((4,), dtype, "positive"), bench.dense((4,), dtype)
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
-        bench.check(lambda a: bench.run(bench.xp.ragged.layer_norm, a), oracle.layer_norm, x, note=f"{token}, {draw}: ")
-        bench.check(lambda a, w: bench.run(bench.xp.ragged.layer_norm, a, w), oracle.layer_norm, x, weight)
-        bench.check(lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b, eps=0.5),
-                    partial(oracle.layer_norm, eps=0.5), x, weight, bias)
-        bench.check(lambda a, r: bench.run(bench.xp.ragged.layer_norm, a, residual=r), _of_sum(oracle.layer_norm, dtype), x,
-                    bench.like(x, token, dtype))
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.layer_norm, a),
+            oracle.layer_norm,
+            x,
+            note=f"{token}, {draw}: ",
+        )
+        bench.check(
+            lambda a, w: bench.run(bench.xp.ragged.layer_norm, a, w), oracle.layer_norm, x, weight
+        )
+        bench.check(
+            lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b, eps=0.5),
+            partial(oracle.layer_norm, eps=0.5),
+            x,
+            weight,
+            bias,
+        )
+        bench.check(
+            lambda a, r: bench.run(bench.xp.ragged.layer_norm, a, residual=r),
+            _of_sum(oracle.layer_norm, dtype),
+            x,
+            bench.like(x, token, dtype),
+        )
     dense = bench.dense((3, 4), dtype)
-    bench.check(lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b),
-                lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)  # type: ignore[arg-type]
+    bench.check(
+        lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b),
+        lambda a, w, b: oracle.layer_norm([a], w, b)[0],
+        dense,
+        weight,
+        bias,
+    )  # type: ignore[arg-type]
 
 
 @operation("ragged.swiglu", kernel="swiglu")
@@ -82,10 +134,20 @@ def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
     """Also of gates whose exponential is beyond the dtype, and on dense arrays."""
     for token, draw in (((6,), "any"), ((2, 4), "any"), ((6,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
-        bench.check(lambda a: bench.run(bench.xp.ragged.swiglu, a), oracle.swiglu, x, curved=True, note=f"{token}, {draw}: ")
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.swiglu, a),
+            oracle.swiglu,
+            x,
+            curved=True,
+            note=f"{token}, {draw}: ",
+        )
     dense = bench.dense((3, 4), dtype)
-    bench.check(lambda a: bench.run(bench.xp.ragged.swiglu, a), lambda a: oracle.swiglu([a])[0], dense,  # type: ignore[arg-type]
-                curved=True)
+    bench.check(
+        lambda a: bench.run(bench.xp.ragged.swiglu, a),
+        lambda a: oracle.swiglu([a])[0],
+        dense,  # type: ignore[arg-type]
+        curved=True,
+    )
 
 
 @operation("ragged.split", kernel="split")
@@ -93,11 +155,17 @@ def split(bench: Bench, layout: Layout, dtype: str) -> None:
     """Along every axis of the elements, before and behind a ragged axis, with an empty part, and on dense arrays."""
     for token, dim, axis in (((5,), 0, 2), ((5, 2), 0, 2), ((2, 5), 0, -1), ((5,), 1, 1)):
         x = bench.ragged(layout, token, dtype, "any", dim)
-        bench.check(lambda a: bench.run(bench.xp.ragged.split, a, (2, 0, 3), axis=axis),
-                    partial(oracle.split, sizes=(2, 0, 3), axis=axis - 1 if axis > 0 else axis), x,
-                    note=f"{token}, {dim}, {axis}: ")  # fmt: skip
-    bench.check(lambda a: bench.run(bench.xp.ragged.split, a, (1, 3)),
-                lambda a: (a[:, :1], a[:, 1:]), bench.dense((3, 4), dtype))
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.split, a, (2, 0, 3), axis=axis),
+            partial(oracle.split, sizes=(2, 0, 3), axis=axis - 1 if axis > 0 else axis),
+            x,
+            note=f"{token}, {dim}, {axis}: ",
+        )
+    bench.check(
+        lambda a: bench.run(bench.xp.ragged.split, a, (1, 3)),
+        lambda a: (a[:, :1], a[:, 1:]),
+        bench.dense((3, 4), dtype),
+    )
 
 
 # -------------------------------------------------------------------------------------------- cross-entropy
@@ -120,13 +188,19 @@ def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> 
         return low and partial(low, **options)
 
     def rough(*exact: Any) -> np.ndarray:
-        near, rounded = (np.concatenate([[], *f(*x, **{**options, "reduction": "none"})])
-                         for f, x in ((truth, exact), (low or truth, [x.astype(np.float32) for x in exact])))
+        near, rounded = (
+            np.concatenate([[], *f(*x, **{**options, "reduction": "none"})])
+            for f, x in ((truth, exact), (low or truth, [x.astype(np.float32) for x in exact]))
+        )
         error = np.sum(np.maximum(np.abs(near - rounded), EPS["float32"] / 2 * np.abs(near)))
         orders = [np.random.default_rng(i).permutation(near.astype(np.float32)) for i in range(8)]
-        error += max(abs(np.add.accumulate([0, *x], dtype=np.float32)[-1] - np.sum(near)) for x in orders)
+        error += max(
+            abs(np.add.accumulate([0, *x], dtype=np.float32)[-1] - np.sum(near)) for x in orders
+        )
         right = truth(*exact, **options)
-        return np.asarray(right + error * (1 if reduction == "sum" else right / (np.sum(near) or 1)))
+        return np.asarray(
+            right + error * (1 if reduction == "sum" else right / (np.sum(near) or 1))
+        )
 
     return rough
 
@@ -134,53 +208,100 @@ def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> 
 @operation("ragged.cross_entropy", kernel="cross_entropy")
 def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every reduction, also of large numbers, of few classes and with another mark of what is ignored; and of dense arrays."""
-    for classes, draw, options in bench.some((
-        (5, "any", {"reduction": "row_mean"}), (5, "any", {"reduction": "none"}), (5, "any", {"reduction": "sum"}), (5, "any", {}),
-        (2, "any", {"reduction": "none"}), (5, "any", {"ignore_index": 2}), (33, "large", {"reduction": "none"}),
-    )):  # fmt: skip
+    for classes, draw, options in bench.some(
+        (
+            (5, "any", {"reduction": "row_mean"}),
+            (5, "any", {"reduction": "none"}),
+            (5, "any", {"reduction": "sum"}),
+            (5, "any", {}),
+            (2, "any", {"reduction": "none"}),
+            (5, "any", {"ignore_index": 2}),
+            (33, "large", {"reduction": "none"}),
+        )
+    ):
         x = bench.ragged(layout, (classes,), dtype, draw)
         targets = _classes(bench, x, classes, options.get("ignore_index", -100))
         truth = partial(oracle.cross_entropy, targets=targets.exact)
-        bench.check(lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x, **options), partial(truth, **options), x,
-                    rough=_worst(truth, dtype, options), dtype=_wide(dtype), curved=True, note=f"{classes}, {draw}, {options}: ")
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x, **options),
+            partial(truth, **options),
+            x,
+            rough=_worst(truth, dtype, options),
+            dtype=_wide(dtype),
+            curved=True,
+            note=f"{classes}, {draw}, {options}: ",
+        )
     dense = Data(x.x.values, bench.lib.read(x.x.values))
-    bench.check(lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x.values, reduction="none"),
-                lambda a: np.concatenate([np.zeros(0, a.dtype), *truth(x.exact.astype(a.dtype), reduction="none")]), dense,
-                dtype=_wide(dtype), curved=True, note="dense: ")
+    bench.check(
+        lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x.values, reduction="none"),
+        lambda a: np.concatenate(
+            [np.zeros(0, a.dtype), *truth(x.exact.astype(a.dtype), reduction="none")]
+        ),
+        dense,
+        dtype=_wide(dtype),
+        curved=True,
+        note="dense: ",
+    )
 
 
 @operation("ragged.linear_cross_entropy", kernel="linear_cross_entropy")
 def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every reduction, with and without bias."""
     weight, bias = bench.dense((6, 4), dtype), bench.dense((6,), dtype)
-    for options in bench.some(({"reduction": "none"}, {"reduction": "row_mean"}, {"reduction": "sum"}, {})):
+    for options in bench.some(
+        ({"reduction": "none"}, {"reduction": "row_mean"}, {"reduction": "sum"}, {})
+    ):
         x = bench.ragged(layout, (4,), dtype)
         targets = _classes(bench, x, 6)
         for parameters in ((weight,), (weight, bias)):
+
             def truth(a: Any, w: Any, *b: Any, **more: Any) -> Any:
                 return oracle.linear_cross_entropy(a, w, targets.exact, *b, **more)
 
             low = partial(truth, stage=oracle.rounded(dtype)) if dtype in HALF else None
-            bench.check(lambda a, w, *b: bench.run(bench.xp.ragged.linear_cross_entropy, a, w, targets.x, *b, **options),
-                        partial(truth, **options), x, *parameters, rough=_worst(truth, dtype, options, low), dtype=_wide(dtype),
-                        curved=True, note=f"{options}: ")
+            bench.check(
+                lambda a, w, *b: bench.run(
+                    bench.xp.ragged.linear_cross_entropy, a, w, targets.x, *b, **options
+                ),
+                partial(truth, **options),
+                x,
+                *parameters,
+                rough=_worst(truth, dtype, options, low),
+                dtype=_wide(dtype),
+                curved=True,
+                note=f"{options}: ",
+            )
 
 
-@operation("ragged.linear_cross_entropy: in parts", ("empty_between",), ("float32", "float64"), kernel="linear_cross_entropy")
+@operation(
+    "ragged.linear_cross_entropy: in parts",
+    ("empty_between",),
+    ("float32", "float64"),
+    kernel="linear_cross_entropy",
+)
 def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
     """So many classes that a few tokens' logits exist at a time; and gradients, where the library has them."""
     x, weight = bench.ragged(layout, (2,), dtype), bench.dense((1 << 20, 2), dtype)
     targets = _classes(bench, x, len(weight.exact))
 
     def run(values: Any, w: Any) -> Any:
-        return bench.run(bench.xp.ragged.linear_cross_entropy, x.x.with_values(values), w, targets.x, reduction="sum")
+        return bench.run(
+            bench.xp.ragged.linear_cross_entropy,
+            x.x.with_values(values),
+            w,
+            targets.x,
+            reduction="sum",
+        )
 
     def truth(a: Any, w: Any, **options: Any) -> Any:
         return oracle.linear_cross_entropy(a, w, targets.exact, **options)
 
     def slopes(a: Any, w: Any) -> tuple[np.ndarray, np.ndarray]:
         """Of the sum, by every token and by every class."""
-        tokens, classes = np.concatenate([a.template, *a]), np.concatenate([np.zeros(0, np.int64), *targets.exact])
+        tokens, classes = (
+            np.concatenate([a.template, *a]),
+            np.concatenate([np.zeros(0, np.int64), *targets.exact]),
+        )
         surplus = np.zeros((len(tokens), len(w)), tokens.dtype)
         for i in np.flatnonzero(classes >= 0):
             surplus[i] = np.exp(w @ tokens[i])
@@ -188,11 +309,22 @@ def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
             surplus[i, classes[i]] -= 1
         return surplus @ w, surplus.T @ tokens
 
-    bench.check(lambda a, w: run(a.values, w), partial(truth, reduction="sum"), x, weight, curved=True,
-                rough=_worst(truth, dtype, {"reduction": "sum"}))
+    bench.check(
+        lambda a, w: run(a.values, w),
+        partial(truth, reduction="sum"),
+        x,
+        weight,
+        curved=True,
+        rough=_worst(truth, dtype, {"reduction": "sum"}),
+    )
     if bench.lib.grad is not None:
-        exact, low = (x.exact, weight.exact), (x.exact.astype(np.float32), weight.exact.astype(np.float32))
-        for got, right, rough in zip(bench.lib.grad(run, x.x.values, weight.x), slopes(*exact), slopes(*low), strict=True):
+        exact, low = (
+            (x.exact, weight.exact),
+            (x.exact.astype(np.float32), weight.exact.astype(np.float32)),
+        )
+        for got, right, rough in zip(
+            bench.lib.grad(run, x.x.values, weight.x), slopes(*exact), slopes(*low), strict=True
+        ):
             bench.close(got, right, right, rough, dtype=dtype)
 
 
@@ -205,18 +337,34 @@ def rope(bench: Bench, layout: Layout, dtype: str) -> None:
     for token in ((8,), (2, 8)):
         x = bench.ragged(layout, token, dtype)
         for options in ({}, {"interleaved": True}, {"theta": 500.0}):
-            bench.check(lambda a: bench.run(bench.xp.ragged.rope, a, **options), partial(oracle.rope, **options), x,
-                        curved=True, note=f"{token}, {options}: ")
-        bench.check(lambda a: bench.run(bench.xp.ragged.rope, a, start=start), partial(oracle.rope, start=starts), x,
-                    curved=True)
-        bench.check(lambda q, k: bench.run(bench.xp.ragged.rope, q, k), lambda q, k: (oracle.rope(q), oracle.rope(k)), x,
-                    bench.like(x, (*(1,) * (len(token) - 1), 8), dtype), curved=True)
+            bench.check(
+                lambda a: bench.run(bench.xp.ragged.rope, a, **options),
+                partial(oracle.rope, **options),
+                x,
+                curved=True,
+                note=f"{token}, {options}: ",
+            )
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.rope, a, start=start),
+            partial(oracle.rope, start=starts),
+            x,
+            curved=True,
+        )
+        bench.check(
+            lambda q, k: bench.run(bench.xp.ragged.rope, q, k),
+            lambda q, k: (oracle.rope(q), oracle.rope(k)),
+            x,
+            bench.like(x, (*(1,) * (len(token) - 1), 8), dtype),
+            curved=True,
+        )
 
 
 # --------------------------------------------------------------------------------------------------- routing
 def _places(bench: Bench, layout: Layout, size: int, distinct: bool) -> Data:
     total = sum(lengths_of(layout))
-    numbers = bench.rng.permutation(size)[:total] if distinct else bench.rng.integers(0, size, total)
+    numbers = (
+        bench.rng.permutation(size)[:total] if distinct else bench.rng.integers(0, size, total)
+    )
     return bench.of(bench.lib.make(numbers.astype(np.int32), "int32"), lengths_of(layout))
 
 
@@ -225,12 +373,22 @@ def gather(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens of ragged and dense arrays by ragged numbers; rows by dense ones."""
     source = bench.ragged([2, 0, 3], (2,), dtype)
     index = _places(bench, layout, 5, distinct=False)
-    bench.check(lambda a, i: bench.run(bench.xp.ragged.gather, a, i),
-                lambda a, i: [np.concatenate(a)[row] for row in i], source, index)
-    bench.check(lambda a, i: bench.run(bench.xp.ragged.gather, a, i), lambda a, i: [a[row] for row in i],
-                bench.dense((5, 2), dtype), index)
+    bench.check(
+        lambda a, i: bench.run(bench.xp.ragged.gather, a, i),
+        lambda a, i: [np.concatenate(a)[row] for row in i],
+        source,
+        index,
+    )
+    bench.check(
+        lambda a, i: bench.run(bench.xp.ragged.gather, a, i),
+        lambda a, i: [a[row] for row in i],
+        bench.dense((5, 2), dtype),
+        index,
+    )
     rows = bench.lib.make(np.asarray([2, 0, 0]), "int32")
-    bench.check(lambda a: bench.xp.ragged.gather(a, rows, axis=0), lambda a: [a[2], a[0], a[0]], source)
+    bench.check(
+        lambda a: bench.xp.ragged.gather(a, rows, axis=0), lambda a: [a[2], a[0], a[0]], source
+    )
 
 
 @operation("ragged.scatter", kernel="scatter")
@@ -272,9 +430,15 @@ def scatter_add(bench: Bench, layout: Layout, dtype: str) -> None:
                     out[place] += token
             return out
 
-        bench.check(lambda a, i: bench.run(bench.xp.ragged.scatter_add, a, i, size), truth, x, index)
+        bench.check(
+            lambda a, i: bench.run(bench.xp.ragged.scatter_add, a, i, size), truth, x, index
+        )
         flat = bench.of(index.x.values, lengths_of(layout))
-        bench.check(lambda a: bench.run(bench.xp.ragged.scatter_add, a, flat.x.values, size), lambda a: truth(a, index.exact), x)
+        bench.check(
+            lambda a: bench.run(bench.xp.ragged.scatter_add, a, flat.x.values, size),
+            lambda a: truth(a, index.exact),
+            x,
+        )
 
 
 @operation("ragged.group")
@@ -304,12 +468,18 @@ def dropout(bench: Bench, layout: Layout, dtype: str) -> None:
         raise AssertionError(f"dropout found random numbers in {bench.lib.name}")
     got, again, other = (bench.xp.ragged.dropout(x.x, 0.25, generator(seed)) for seed in (1, 1, 2))
     rows = bench.rows(got)
-    bench.close(got, [np.where(g == 0, 0, row / 0.75) for g, row in zip(rows, x.exact, strict=True)], dtype=dtype)
+    bench.close(
+        got,
+        [np.where(g == 0, 0, row / 0.75) for g, row in zip(rows, x.exact, strict=True)],
+        dtype=dtype,
+    )
     np.testing.assert_array_equal(bench.read(got.values), bench.read(again.values))
     count = 4 * sum(lengths_of(layout))
     if count > 1000:
         zeros = sum(int(np.sum(row == 0)) for row in rows)
-        assert abs(zeros - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75), f"{zeros} zeros in {count} numbers at rate 0.25"
+        assert abs(zeros - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75), (
+            f"{zeros} zeros in {count} numbers at rate 0.25"
+        )
         assert (bench.read(other.values) != bench.read(got.values)).any()
     bench.close(bench.xp.ragged.dropout(x.x, 0.0, generator(1)), list(x.exact), dtype=dtype)
 
@@ -331,14 +501,23 @@ ATTENTION: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "attention: grouped heads": ((4, 2, 8, 8), {"causal": True}),
     "attention: one key head": ((3, 1, 8, 8), {}),
     "attention: value_dim": ((2, 2, 8, 5), {"causal": True}),
-    "attention: everything": ((4, 2, 8, 5), {"causal": True, "window": 33, "softcap": 3.0, "scale": 0.4}),
+    "attention: everything": (
+        (4, 2, 8, 5),
+        {"causal": True, "window": 33, "softcap": 3.0, "scale": 0.4},
+    ),
 }
 
 
 def attention(
-    bench: Bench, layout: Layout, dtype: str, *, sizes: tuple[int, int, int, int], options: dict[str, Any], cross: bool = False,
+    bench: Bench,
+    layout: Layout,
+    dtype: str,
+    *,
+    sizes: tuple[int, int, int, int],
+    options: dict[str, Any],
+    cross: bool = False,
     draw: str = "any",
-) -> None:  # fmt: skip
+) -> None:
     """Output and log-sum-exp; with `cross`, keys of another layout, whose empty rows meet queries."""
     heads, kv_heads, dim, value_dim = sizes
     lengths = lengths_of(layout)
@@ -348,32 +527,60 @@ def attention(
         k = bench.ragged(keys, (kv_heads, dim), dtype, draw)
         v = bench.like(k, (kv_heads, value_dim), dtype, draw)
     else:
-        k, v = bench.like(q, (kv_heads, dim), dtype, draw), bench.like(q, (kv_heads, value_dim), dtype, draw)
+        k, v = (
+            bench.like(q, (kv_heads, dim), dtype, draw),
+            bench.like(q, (kv_heads, value_dim), dtype, draw),
+        )
     rough, runs = None, scree.explain("attention", q.x, k.x, v.x, **options).provider
-    if (bench.kernel or runs) != "standard" and dtype in HALF:  # what eager code of this dtype rounds, kernels may round too
+    if (
+        (bench.kernel or runs) != "standard" and dtype in HALF
+    ):  # what eager code of this dtype rounds, kernels may round too
         rough = partial(oracle.attention, stage=oracle.rounded(dtype), **options)
+
     def both(*x: Any) -> Any:
         return bench.run(bench.xp.ragged.attention, *x, return_lse=True, **options)
 
     def alone(*x: Any) -> Any:
         return bench.run(bench.xp.ragged.attention, *x, **options)
 
-    _, lse = bench.check(both, partial(oracle.attention, **options), q, k, v, rough=rough, curved=True)
+    _, lse = bench.check(
+        both, partial(oracle.attention, **options), q, k, v, rough=rough, curved=True
+    )
     expected = "float64" if dtype == "float64" else "float32"
-    assert bench.lib.dtype_name(lse) == expected, f"lse: expected {expected}, got {bench.lib.dtype_name(lse)}"
-    bench.check(alone, lambda *x: oracle.attention(*x, **options)[0], q, k, v,
-                rough=rough and (lambda *x: rough(*x)[0]), curved=True, note="without lse: ")
+    assert bench.lib.dtype_name(lse) == expected, (
+        f"lse: expected {expected}, got {bench.lib.dtype_name(lse)}"
+    )
+    bench.check(
+        alone,
+        lambda *x: oracle.attention(*x, **options)[0],
+        q,
+        k,
+        v,
+        rough=rough and (lambda *x: rough(*x)[0]),
+        curved=True,
+        note="without lse: ",
+    )
 
 
 for _name, (_sizes, _options) in ATTENTION.items():
     _where = ALL if _name in ("attention", "attention: causal") else (ALL[0], "blocks", "all_empty")
-    operation(f"ragged.{_name}", _where, kernel="attention")(partial(attention, sizes=_sizes, options=_options))
-for _name in ("attention", "attention: causal", "attention: causal window", "attention: (2, 1)", "attention: everything"):
+    operation(f"ragged.{_name}", _where, kernel="attention")(
+        partial(attention, sizes=_sizes, options=_options)
+    )
+for _name in (
+    "attention",
+    "attention: causal",
+    "attention: causal window",
+    "attention: (2, 1)",
+    "attention: everything",
+):
     _sizes, _options = ATTENTION[_name]
     _where = ALL if _name == "attention: causal" else (ALL[0], "blocks")
-    operation(f"ragged.attention: cross{_name.removeprefix('attention').replace(':', '')}", _where, kernel="attention")(
-        partial(attention, sizes=_sizes, options=_options, cross=True)
-    )
+    operation(
+        f"ragged.attention: cross{_name.removeprefix('attention').replace(':', '')}",
+        _where,
+        kernel="attention",
+    )(partial(attention, sizes=_sizes, options=_options, cross=True))
 operation("ragged.attention: large numbers", (ALL[0],), (*LARGE, "float32"), kernel="attention")(
     partial(attention, sizes=(2, 2, 8, 8), options={"causal": True, "scale": 1e-4}, draw="large")
 )
@@ -392,14 +599,27 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
         ({"sinks": sinks}, {"causal": True}),
         ({"alibi_slopes": slopes, "sinks": sinks}, {"window": (5, 2), "deterministic": True}),
     ):
-        arrays = {name: bench.lib.make(x, "float64" if dtype == "float64" else "float32") for name, x in given.items()}
+        arrays = {
+            name: bench.lib.make(x, "float64" if dtype == "float64" else "float32")
+            for name, x in given.items()
+        }
         known = {name: x for name, x in options.items() if name != "deterministic"}
-        rough = partial(oracle.attention, stage=oracle.rounded(dtype), **given, **known) if dtype in HALF else None
+        rough = (
+            partial(oracle.attention, stage=oracle.rounded(dtype), **given, **known)
+            if dtype in HALF
+            else None
+        )
         bench.check(
             lambda *x, arrays=arrays, options=options: bench.run(
                 bench.xp.ragged.attention, *x, return_lse=True, **arrays, **options
             ),
-            partial(oracle.attention, **given, **known), q, k, k, rough=rough, curved=True, note=f"{[*given]}, {options}: ",
+            partial(oracle.attention, **given, **known),
+            q,
+            k,
+            k,
+            rough=rough,
+            curved=True,
+            note=f"{[*given]}, {options}: ",
         )
 
 
@@ -413,7 +633,9 @@ def memory(bench: Bench, layout: Layout, dtype: str) -> None:
     few = [bench.rows(out)[i] for i in picks]
     rows = [q.exact[i] for i in picks]
     right, _ = oracle.attention(rows, rows, rows, causal=True)  # type: ignore[arg-type]
-    rough, _ = oracle.attention(*([row.astype(np.float32) for row in rows] for _ in range(3)), causal=True)  # type: ignore[arg-type]
+    rough, _ = oracle.attention(
+        *([row.astype(np.float32) for row in rows] for _ in range(3)), causal=True
+    )  # type: ignore[arg-type]
     part = bench.of(bench.lib.make(np.concatenate(few), dtype), [16] * 3)
     bench.close(part.x, right, right, rough)
     assert isinstance(out, scree.Array)

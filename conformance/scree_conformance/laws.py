@@ -34,7 +34,9 @@ def empty_rows(bench: Bench, layout: Layout, dtype: str) -> None:
             value = info.min if name == "max" else info.max
         for keepdims in (False, True):
             got = bench.read(getattr(bench.xp, name)(x.x, axis=1, keepdims=keepdims))
-            np.testing.assert_array_equal(got[empty], np.full((int(empty.sum()), *got.shape[1:]), value), err_msg=name)
+            np.testing.assert_array_equal(
+                got[empty], np.full((int(empty.sum()), *got.shape[1:]), value), err_msg=name
+            )
     if dtype not in DTYPES:
         return
     lse = bench.read(bench.xp.ragged.logsumexp(x.x))
@@ -82,7 +84,11 @@ ISOLATED: dict[str, Callable[[Any, scree.Array], Any]] = {
 }  # fmt: skip
 
 
-@operation("law: rows are isolated", ("blocks", "one_long", "empty_between"), ("float32", "float16", "bfloat16"))
+@operation(
+    "law: rows are isolated",
+    ("blocks", "one_long", "empty_between"),
+    ("float32", "float16", "bfloat16"),
+)
 def isolated(bench: Bench, layout: Layout, dtype: str) -> None:
     """NaN and infinity in one row leave every other row as it was, to the bit."""
     lengths = lengths_of(layout)
@@ -92,14 +98,20 @@ def isolated(bench: Bench, layout: Layout, dtype: str) -> None:
     filled = [i for i, length in enumerate(lengths) if length]
     for name, call in ISOLATED.items():
         clean = [bench.read(part) for part in _parts(call(bench.xp, x.x))]
-        for poison, bad in ((math.nan, filled[len(filled) // 2]), (math.inf, filled[0]), (-math.inf, filled[-1])):
+        for poison, bad in (
+            (math.nan, filled[len(filled) // 2]),
+            (math.inf, filled[0]),
+            (-math.inf, filled[-1]),
+        ):
             values = whole.copy()
             values[ends[bad] - lengths[bad] : ends[bad]] = poison
             y = bench.of(bench.lib.make(values, dtype), lengths)
             for part, found in zip(clean, _parts(call(bench.xp, y.x)), strict=True):
                 for i, (a, b) in enumerate(zip(part, bench.read(found), strict=True)):
                     if i != bad:
-                        np.testing.assert_array_equal(b, a, err_msg=f"{name}: {poison} in row {bad} reached row {i}")
+                        np.testing.assert_array_equal(
+                            b, a, err_msg=f"{name}: {poison} in row {bad} reached row {i}"
+                        )
 
 
 def _parts(x: Any) -> tuple[Any, ...]:
@@ -116,7 +128,9 @@ def not_lost(bench: Bench, layout: Layout, dtype: str) -> None:
     x = bench.of(bench.lib.make(whole, dtype), lengths).x
     for name in ("sum", "max", "mean", "std", "softmax", "log_softmax", "logsumexp", "attention"):
         for found in _parts(ISOLATED[name](bench.xp, x)):
-            assert np.isnan(bench.read(found)[bad]).all(), f"{name}: the row of a NaN gives {bench.read(found)[bad]}"
+            assert np.isnan(bench.read(found)[bad]).all(), (
+                f"{name}: the row of a NaN gives {bench.read(found)[bad]}"
+            )
 
 
 #: Indices that mean the same on a ragged array of equal rows and on the dense one.
@@ -133,7 +147,9 @@ def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
     x = bench.of(bench.lib.make(dense.exact.reshape(12, 2), dtype), [3] * 4).x
     for key in INDICES:
         found, right = bench.read(x[key]), dense.exact[key]
-        np.testing.assert_array_equal(np.stack(found) if isinstance(found, list) else found, right, err_msg=f"x[{key}]")
+        np.testing.assert_array_equal(
+            np.stack(found) if isinstance(found, list) else found, right, err_msg=f"x[{key}]"
+        )
     np.testing.assert_array_equal(np.stack(bench.read(x.mT)), dense.exact.swapaxes(1, 2))
 
 
@@ -150,8 +166,12 @@ def no_slope(bench: Bench, layout: Layout, dtype: str) -> None:
         "std": lambda a: xp.std(a * 0.0 + 3.0, axis=1), "norm": lambda a: xp.linalg.vector_norm(a * 0.0, axis=1),
     }  # fmt: skip
     for name, call in calls.items():
-        (gradient,) = bench.lib.grad(lambda values, call=call: known(call(x.with_values(values))), x.values)
-        np.testing.assert_array_equal(bench.lib.read(gradient), np.zeros(x.values.shape), err_msg=name)
+        (gradient,) = bench.lib.grad(
+            lambda values, call=call: known(call(x.with_values(values))), x.values
+        )
+        np.testing.assert_array_equal(
+            bench.lib.read(gradient), np.zeros(x.values.shape), err_msg=name
+        )
 
 
 # ------------------------------------------------------------------------------------------------- precision
@@ -168,9 +188,14 @@ def long_sums(bench: Bench, layout: Layout, dtype: str) -> None:
             for found, row in zip(got, rows, strict=True):
                 if row.size:
                     right, single = plain(row), row.astype(np.float32)
-                    off = max(abs(plain(single) - right), abs(bench.lib.read(f(bench.lib.make(row, dtype))) - right))
+                    off = max(
+                        abs(plain(single) - right),
+                        abs(bench.lib.read(f(bench.lib.make(row, dtype))) - right),
+                    )
                     allowed = FACTOR * max(off, EPS[dtype] * right)
-                    assert abs(found - right) <= allowed, f"{name} of {row.size}: {found}, expected {right} +- {allowed:.3g}"
+                    assert abs(found - right) <= allowed, (
+                        f"{name} of {row.size}: {found}, expected {right} +- {allowed:.3g}"
+                    )
 
 
 # --------------------------------------------------------------------------------------------------- dtypes
@@ -185,8 +210,15 @@ def dtype_rules(bench: Bench, layout: Layout, dtype: str) -> None:
             assert got == expected, f"{name}, axis={axis}: expected {expected}, got {got}"
     if dtype in HALF:
         q = bench.ragged(layout, (2, 4), dtype).x
-        for f in (bench.xp.exp, bench.xp.ragged.softmax, bench.xp.ragged.logsumexp, bench.xp.ragged.rms_norm, bench.xp.ragged.rope,
-                  lambda a: bench.xp.ragged.attention(a, a, a), lambda a: bench.xp.cumulative_sum(a, axis=1)):
+        for f in (
+            bench.xp.exp,
+            bench.xp.ragged.softmax,
+            bench.xp.ragged.logsumexp,
+            bench.xp.ragged.rms_norm,
+            bench.xp.ragged.rope,
+            lambda a: bench.xp.ragged.attention(a, a, a),
+            lambda a: bench.xp.cumulative_sum(a, axis=1),
+        ):
             assert bench.lib.dtype_name(f(q)) == dtype
 
 
@@ -203,7 +235,9 @@ def no_overflow(bench: Bench, layout: Layout, dtype: str) -> None:
         "rms_norm": xp.ragged.rms_norm(x), "layer_norm": xp.ragged.layer_norm(x), "rope": xp.ragged.rope(x),
     }  # fmt: skip
     twice = xp.concat([x, x], axis=1)
-    calls["vecdot"] = xp.vecdot(twice, scree.align(xp.concat([x, -x], axis=1), like=twice), axis=1)  # 0
+    calls["vecdot"] = xp.vecdot(
+        twice, scree.align(xp.concat([x, -x], axis=1), like=twice), axis=1
+    )  # 0
     q = x.with_values(xp.expand_dims(x.values, axis=1))
     calls["attention"] = xp.ragged.attention(q, q, q)
     filled = np.asarray(lengths_of(layout)) > 0

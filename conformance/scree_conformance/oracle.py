@@ -51,10 +51,17 @@ def _of_row(x: Any, i: int, ndim: int) -> Any:
 def _running(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
     """A sum or product, one number after the other."""
     f, nothing = (np.add, 0) if name == "sum" else (np.multiply, 1)
-    n, rest = math.prod(x.shape[a] for a in axis), tuple(size for a, size in enumerate(x.shape) if a not in axis)
+    n, rest = (
+        math.prod(x.shape[a] for a in axis),
+        tuple(size for a, size in enumerate(x.shape) if a not in axis),
+    )
     numbers = np.moveaxis(x, axis, range(len(axis))).reshape(n, *rest)
     found = f.accumulate(numbers, axis=0)[-1] if n else np.full(rest, nothing, x.dtype)
-    return found.reshape([1 if a in axis else size for a, size in enumerate(x.shape)]) if keepdims else found
+    return (
+        found.reshape([1 if a in axis else size for a, size in enumerate(x.shape)])
+        if keepdims
+        else found
+    )
 
 
 def _extreme(dtype: np.dtype[Any], name: str) -> Any:
@@ -71,7 +78,9 @@ def _deviate(x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: f
         return total / (n - correction) if n > correction else total * x.dtype.type(math.nan)
 
 
-def reduce_array(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float = 0) -> np.ndarray:
+def reduce_array(
+    name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float = 0
+) -> np.ndarray:
     """One dense reduction, with its value over nothing: 0, 1, True, False, -inf, inf or NaN."""
     if name in ("var", "std"):
         found = _deviate(x, axis, keepdims, correction)
@@ -89,11 +98,21 @@ def reduce_array(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool
 
 
 def reduce(
-    name: str, rows: Rows, axis: Any, *, keepdims: bool = False, correction: float = 0, ragged: int = 1
+    name: str,
+    rows: Rows,
+    axis: Any,
+    *,
+    keepdims: bool = False,
+    correction: float = 0,
+    ragged: int = 1,
 ) -> list[np.ndarray] | np.ndarray:
     """A reduction over axes of the batch, of which axis `ragged` is the ragged one: rows again, or a dense array."""
     ndim = rows.template.ndim + 1
-    axes = tuple(range(ndim)) if axis is None else tuple(sorted(a % ndim for a in np.atleast_1d(axis).tolist()))
+    axes = (
+        tuple(range(ndim))
+        if axis is None
+        else tuple(sorted(a % ndim for a in np.atleast_1d(axis).tolist()))
+    )
     inner = tuple(a - 1 for a in axes if a)
     if 0 in axes:
         whole = np.concatenate([rows.template, *rows], axis=ragged - 1)
@@ -140,14 +159,16 @@ def logsumexp(rows: Rows, axis: int = 0) -> np.ndarray:
     def one(row: np.ndarray) -> np.ndarray:
         top, total = _shifted(row, axis)
         with np.errstate(divide="ignore"):
-            return np.squeeze(np.where(total > 0, top + np.log(total), -math.inf).astype(row.dtype), axis=axis)
+            return np.squeeze(
+                np.where(total > 0, top + np.log(total), -math.inf).astype(row.dtype), axis=axis
+            )
 
     return rows.stack(one)
 
 
 def cross_entropy(
-    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean",
-) -> list[np.ndarray] | np.ndarray:  # fmt: skip
+    rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
+) -> list[np.ndarray] | np.ndarray:
     """``log(sum(exp(x))) - x[target]`` of each token, a token after the other; 0 where the target is ignored."""
     out, known = [], []
     for row, classes in zip(rows, targets, strict=True):
@@ -161,26 +182,45 @@ def cross_entropy(
     if reduction == "none":
         return out
     wide = rows.template.dtype.type
-    sums, counts = (np.asarray([np.sum(x, dtype=d) for x in parts], d) for parts, d in ((out, wide), (known, np.int64)))
+    sums, counts = (
+        np.asarray([np.sum(x, dtype=d) for x in parts], d)
+        for parts, d in ((out, wide), (known, np.int64))
+    )
     if reduction == "row_mean":
         with np.errstate(all="ignore"):
             return np.asarray(sums / counts.astype(wide))
     total = np.sum(sums, dtype=wide)
-    return np.asarray(total if reduction == "sum" else total / wide(np.sum(counts)) if np.sum(counts) else wide(math.nan))
+    return np.asarray(
+        total
+        if reduction == "sum"
+        else total / wide(np.sum(counts))
+        if np.sum(counts)
+        else wide(math.nan)
+    )
 
 
 def linear_cross_entropy(
-    rows: Rows, weight: np.ndarray, targets: Sequence[np.ndarray], bias: Any = 0, *,
-    stage: Callable[[np.ndarray], np.ndarray] = lambda x: x, **options: Any,
-) -> list[np.ndarray] | np.ndarray:  # fmt: skip
+    rows: Rows,
+    weight: np.ndarray,
+    targets: Sequence[np.ndarray],
+    bias: Any = 0,
+    *,
+    stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    **options: Any,
+) -> list[np.ndarray] | np.ndarray:
     """The same of the logits ``x @ weight.T + bias``; `stage` rounds them where a lower precision keeps them so."""
     template = np.zeros((0, len(weight)), rows.template.dtype)
-    return cross_entropy(Rows((stage(stage(row @ weight.T) + bias) for row in rows), template), targets, **options)
+    return cross_entropy(
+        Rows((stage(stage(row @ weight.T) + bias) for row in rows), template), targets, **options
+    )
 
 
 def rms_norm(rows: Rows, weight: Any = 1, eps: float = 1e-6) -> list[np.ndarray]:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis."""
-    return [row / np.sqrt(np.mean(row * row, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight for row in rows]
+    return [
+        row / np.sqrt(np.mean(row * row, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight
+        for row in rows
+    ]
 
 
 def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) -> list[np.ndarray]:
@@ -188,7 +228,12 @@ def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) ->
     out = []
     for row in rows:
         centered = row - np.mean(row, axis=-1, keepdims=True)
-        out.append(centered / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight + bias)
+        out.append(
+            centered
+            / np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + row.dtype.type(eps))
+            * weight
+            + bias
+        )
     return out
 
 
@@ -201,10 +246,19 @@ def split(rows: Rows, sizes: Sequence[int], axis: int) -> tuple[list[np.ndarray]
 def swiglu(rows: Rows) -> list[np.ndarray]:
     """``gate / (1 + exp(-gate)) * value``, gates and values halves of the last axis."""
     with np.errstate(over="ignore"):
-        return [gate / (1 + np.exp(-gate)) * value for gate, value in (np.split(row, 2, axis=-1) for row in rows)]
+        return [
+            gate / (1 + np.exp(-gate)) * value
+            for gate, value in (np.split(row, 2, axis=-1) for row in rows)
+        ]
 
 
-def rope(rows: Rows, *, theta: float = 10000.0, interleaved: bool = False, start: Sequence[int] | None = None) -> list[np.ndarray]:
+def rope(
+    rows: Rows,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    start: Sequence[int] | None = None,
+) -> list[np.ndarray]:
     """Turn pair i of token p by ``p * theta ** (-2 i / d)``; pairs are neighbors, or one from either half."""
     out = []
     for r, row in enumerate(rows):
@@ -240,18 +294,31 @@ def visible(queries: int, keys: int, causal: bool, window: Any) -> np.ndarray:
 
 
 def attention(
-    q: Rows, k: Rows, v: Rows, *, causal: bool = False, window: Any = None, scale: float | None = None,
-    softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    *,
+    causal: bool = False,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
     stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:  # fmt: skip
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Output and log-sum-exp of each row; `stage` rounds scores and weights where a lower precision keeps them so."""
     out, lse = [], []
     for qs, ks, vs in zip(q, k, v, strict=True):
         heads, kv_heads, wide = qs.shape[1], ks.shape[1], qs.dtype.type
-        got, logs = np.zeros((*qs.shape[:2], vs.shape[2]), wide), np.full(qs.shape[:2], -math.inf, wide)
+        got, logs = (
+            np.zeros((*qs.shape[:2], vs.shape[2]), wide),
+            np.full(qs.shape[:2], -math.inf, wide),
+        )
         for h in range(heads):
             g = h // (heads // kv_heads)
-            score = stage(qs[:, h] @ ks[:, g].T * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale))
+            score = stage(
+                qs[:, h] @ ks[:, g].T * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale)
+            )
             if softcap is not None:
                 score = wide(softcap) * np.tanh(score / wide(softcap))
             if alibi_slopes is not None:

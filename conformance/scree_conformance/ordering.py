@@ -14,13 +14,21 @@ from .reshaping import MOVED, by_row, cubes
 from .table import DTYPES, operation
 
 DRAWS["ties"] = lambda rng, shape: rng.integers(-2, 3, shape)
-DRAWS["gaps"] = lambda rng, shape: rng.choice([-math.inf, math.inf, math.nan, math.nan, 0.0, -0.0, 1.5, 2.0], shape)
+DRAWS["gaps"] = lambda rng, shape: rng.choice(
+    [-math.inf, math.inf, math.nan, math.nan, 0.0, -0.0, 1.5, 2.0], shape
+)
 REAL = (*DTYPES, "int32", "int8", "uint8")
 
 
 def drawn(dtype: str) -> tuple[str, ...]:
     """Draws that make sorting hard."""
-    return ("any", "ties", "gaps") if dtype in DTYPES else ("natural",) if dtype[0] == "u" else ("ties",)
+    return (
+        ("any", "ties", "gaps")
+        if dtype in DTYPES
+        else ("natural",)
+        if dtype[0] == "u"
+        else ("ties",)
+    )
 
 
 def order(row: np.ndarray, axis: int, descending: bool) -> np.ndarray:
@@ -36,16 +44,28 @@ def sorting(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     for dim in (0, 1):
         for draw in drawn(dtype):
             x = bench.ragged(layout, (3,), dtype, draw, dim)
-            for axis, descending in bench.some(((dim + 1, False), (2 - dim, False), (-1, False), (dim + 1, True), (2 - dim, True))):
+            for axis, descending in bench.some(
+                ((dim + 1, False), (2 - dim, False), (-1, False), (dim + 1, True), (2 - dim, True))
+            ):
                 at = axis % 3 - 1
                 places = by_row(partial(order, axis=at, descending=descending))
                 if name == "argsort":
-                    bench.check(lambda a: f(a, axis=axis, descending=descending), places, x, dtype=index,
-                                note=f"{dim}, {draw}, axis={axis}, descending={descending}: ")
+                    bench.check(
+                        lambda a: f(a, axis=axis, descending=descending),
+                        places,
+                        x,
+                        dtype=index,
+                        note=f"{dim}, {draw}, axis={axis}, descending={descending}: ",
+                    )
                     continue
-                bench.check(lambda a: f(a, axis=axis, descending=descending, stable=False),
-                            lambda a: [np.take_along_axis(row, p, at) for row, p in zip(a, places(a), strict=True)], x,
-                            note=f"{dim}, {draw}, axis={axis}, descending={descending}: ")
+                bench.check(
+                    lambda a: f(a, axis=axis, descending=descending, stable=False),
+                    lambda a: [
+                        np.take_along_axis(row, p, at) for row, p in zip(a, places(a), strict=True)
+                    ],
+                    x,
+                    note=f"{dim}, {draw}, axis={axis}, descending={descending}: ",
+                )
 
 
 for _name in ("sort", "argsort"):
@@ -67,14 +87,30 @@ def extremes(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
             x = bench.ragged(layout, (3,), dtype, draw, dim)
             for keepdims in (False, True):
                 note = f"{dim}, {draw}, keepdims={keepdims}: "
-                bench.check(lambda a: f(a, axis=dim + 1, keepdims=keepdims),
-                            lambda a: a.stack(lambda row: one(row, dim, keepdims)), x, dtype=out, note=note)
-                bench.check(lambda a: f(a, axis=1 - dim - 2, keepdims=keepdims) if not dim else f(a, axis=1, keepdims=keepdims),
-                            by_row(lambda row: one(row, 1 - dim, keepdims)), x, dtype=out, note=f"elements, {note}")
+                bench.check(
+                    lambda a: f(a, axis=dim + 1, keepdims=keepdims),
+                    lambda a: a.stack(lambda row: one(row, dim, keepdims)),
+                    x,
+                    dtype=out,
+                    note=note,
+                )
+                bench.check(
+                    lambda a: (
+                        f(a, axis=1 - dim - 2, keepdims=keepdims)
+                        if not dim
+                        else f(a, axis=1, keepdims=keepdims)
+                    ),
+                    by_row(lambda row: one(row, 1 - dim, keepdims)),
+                    x,
+                    dtype=out,
+                    note=f"elements, {note}",
+                )
             if not dim:
                 whole = np.concatenate([x.exact.template, *x.exact])
                 found = bench.lib.read(f(x.x))
-                np.testing.assert_array_equal(found, plain(whole) if whole.size else -1, err_msg=f"axis=None, {draw}")
+                np.testing.assert_array_equal(
+                    found, plain(whole) if whole.size else -1, err_msg=f"axis=None, {draw}"
+                )
 
 
 for _name in ("argmax", "argmin"):
@@ -87,8 +123,12 @@ def nonzero(bench: Bench, layout: Layout, dtype: str) -> None:
     for token in ((), (3,), (3, 2)):
         x = bench.ragged(layout, token, dtype, "bool")
         got = [bench.lib.read(part) for part in bench.xp.nonzero(x.x)]
-        found = [(i, *place) for i, row in enumerate(x.exact) for place in np.argwhere(row).tolist()]
-        np.testing.assert_array_equal(np.stack(got, axis=1), np.asarray(found, np.int64).reshape(-1, len(token) + 2))
+        found = [
+            (i, *place) for i, row in enumerate(x.exact) for place in np.argwhere(row).tolist()
+        ]
+        np.testing.assert_array_equal(
+            np.stack(got, axis=1), np.asarray(found, np.int64).reshape(-1, len(token) + 2)
+        )
 
 
 @operation("searchsorted", ALL, ("float32", "int32"))
@@ -99,15 +139,24 @@ def searchsorted(bench: Bench, layout: Layout, dtype: str) -> None:
     for dim, x in cubes(bench, layout, dtype):
         for side in ("left", "right"):
             got = bench.xp.searchsorted(own, x.x, side=side)
-            bench.close(got, [np.searchsorted(table, row, side=side) for row in x.exact], note=f"{dim}, {side}: ")
+            bench.close(
+                got,
+                [np.searchsorted(table, row, side=side) for row in x.exact],
+                note=f"{dim}, {side}: ",
+            )
 
 
 @operation("isin: invert", ("plain",), ("int32",))
 def not_in(bench: Bench, layout: Layout, dtype: str) -> None:
     """Not among dense numbers."""
     x, table = bench.ragged(layout, (3,), dtype, "natural"), bench.dense((4,), dtype, "natural")
-    bench.check(lambda a, b: bench.xp.isin(a, b, invert=True), lambda a, b: [np.isin(row, b, invert=True) for row in a], x, table,
-                dtype="bool")
+    bench.check(
+        lambda a, b: bench.xp.isin(a, b, invert=True),
+        lambda a, b: [np.isin(row, b, invert=True) for row in a],
+        x,
+        table,
+        dtype="bool",
+    )
 
 
 @operation("isin", ALL, ("int32", "int8", "float32"))
@@ -116,9 +165,17 @@ def isin(bench: Bench, layout: Layout, dtype: str) -> None:
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, "natural", dim)
         table = bench.dense((4,), dtype, "natural")
-        bench.check(bench.xp.isin, lambda a, b: [np.isin(row, b) for row in a], x, table, dtype="bool")
+        bench.check(
+            bench.xp.isin, lambda a, b: [np.isin(row, b) for row in a], x, table, dtype="bool"
+        )
         other = bench.ragged([1, 0, 2], (), dtype, "natural")
-        bench.check(bench.xp.isin, lambda a, b: [np.isin(row, np.concatenate(b)) for row in a], x, other, dtype="bool")
+        bench.check(
+            bench.xp.isin,
+            lambda a, b: [np.isin(row, np.concatenate(b)) for row in a],
+            x,
+            other,
+            dtype="bool",
+        )
 
 
 def unique(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
@@ -128,7 +185,9 @@ def unique(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
             continue
         x = bench.ragged(layout, (3,), dtype, draw, dim)
         flat = np.concatenate([x.exact.template, *x.exact], axis=dim).ravel()
-        values, first, counts = np.unique(flat, return_index=True, return_counts=True, equal_nan=False)
+        values, first, counts = np.unique(
+            flat, return_index=True, return_counts=True, equal_nan=False
+        )
         got = getattr(bench.xp, name)(x.x)
         found = bench.lib.read(got if name == "unique_values" else got.values)
         order = np.argsort(found, kind="stable")
@@ -157,14 +216,28 @@ def take_along_axis(bench: Bench, layout: Layout, dtype: str) -> None:
     lengths = lengths_of(layout)
     for dim, x in cubes(bench, layout, dtype):
         counts = [int(bench.rng.integers(0, 4)) if length else 0 for length in lengths]
-        rows = [bench.rng.integers(-n, n, (c, 3) if not dim else (3, c)) if n else np.zeros((0, 3) if not dim else (3, 0), int)
-                for n, c in zip(lengths, counts, strict=True)]
+        rows = [
+            bench.rng.integers(-n, n, (c, 3) if not dim else (3, c))
+            if n
+            else np.zeros((0, 3) if not dim else (3, 0), int)
+            for n, c in zip(lengths, counts, strict=True)
+        ]
         whole = np.concatenate([np.zeros((0, 3) if not dim else (3, 0), int), *rows], axis=dim)
         index = bench.of(bench.lib.make(whole, bench.lib.default_integer), counts, dim)
-        bench.check(lambda a, i: bench.xp.take_along_axis(a, i, axis=dim + 1),
-                    lambda a, i: [np.take_along_axis(row, p, dim) for row, p in zip(a, i, strict=True)], x, index)
+        bench.check(
+            lambda a, i: bench.xp.take_along_axis(a, i, axis=dim + 1),
+            lambda a, i: [np.take_along_axis(row, p, dim) for row, p in zip(a, i, strict=True)],
+            x,
+            index,
+        )
         picks = bench.ragged(layout, (2,), bench.lib.default_integer, "bool", dim)
         picks = Data(x.x.with_values(picks.x.values), picks.exact)
         for axis in (2 - dim, -1 - dim):
-            bench.check(lambda a, i: bench.xp.take_along_axis(a, i, axis=axis),
-                        lambda a, i: [np.take_along_axis(row, p, 1 - dim) for row, p in zip(a, i, strict=True)], x, picks)
+            bench.check(
+                lambda a, i: bench.xp.take_along_axis(a, i, axis=axis),
+                lambda a, i: [
+                    np.take_along_axis(row, p, 1 - dim) for row, p in zip(a, i, strict=True)
+                ],
+                x,
+                picks,
+            )

@@ -23,7 +23,11 @@ def _rough(bench: Bench, dtype: str, truth: Callable[..., Any]) -> Any:
     def rough(*args: Any) -> Any:
         found = truth(*args)
         rounded = oracle.rounded(dtype)
-        return [rounded(np.asarray(row)) for row in found] if isinstance(found, list) else rounded(np.asarray(found))
+        return (
+            [rounded(np.asarray(row)) for row in found]
+            if isinstance(found, list)
+            else rounded(np.asarray(found))
+        )
 
     return rough
 
@@ -37,7 +41,14 @@ def grouped(bench: Bench, layout: Layout, dtype: str) -> None:
     for shape in ((n, 4, 3), (4,)):
         truth = oracle.each(lambda row, m: row @ m)
         for f in calls:
-            bench.check(f, truth, x, bench.dense(shape, dtype), rough=_rough(bench, dtype, truth), note=f"{shape}: ")
+            bench.check(
+                f,
+                truth,
+                x,
+                bench.dense(shape, dtype),
+                rough=_rough(bench, dtype, truth),
+                note=f"{shape}: ",
+            )
 
 
 @operation("vecdot linalg.vecdot", ALL, (*DTYPES, "int32"))
@@ -51,22 +62,63 @@ def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
         y = bench.like(x, (3,), dtype, draw)
         for f in functions:
             inner = lambda a, b: [(p * q).sum(1 - dim) for p, q in zip(a, b, strict=True)]  # noqa: E731
-            bench.check(lambda a, b: f(a, b, axis=1 - dim - 2), inner, x, y, dtype=out, rough=_rough(bench, dtype, inner),
-                        note=f"{dim}, elements: ")
+            bench.check(
+                lambda a, b: f(a, b, axis=1 - dim - 2),
+                inner,
+                x,
+                y,
+                dtype=out,
+                rough=_rough(bench, dtype, inner),
+                note=f"{dim}, elements: ",
+            )
             token = np.zeros((0, 3) if not dim else (3, 0))
             along = lambda a, b: (  # noqa: E731
-                np.stack([(p * q).sum(dim) for p, q in zip(a, b, strict=True)]) if len(a) else np.zeros((0, *token.sum(dim).shape)))
-            bench.check(lambda a, b: f(a, b, axis=dim - 2), along, x, y, dtype=out, orders=1,
-                        rough=_rough(bench, dtype, along), note=f"{dim}, tokens: ")
+                np.stack([(p * q).sum(dim) for p, q in zip(a, b, strict=True)])
+                if len(a)
+                else np.zeros((0, *token.sum(dim).shape))
+            )
+            bench.check(
+                lambda a, b: f(a, b, axis=dim - 2),
+                along,
+                x,
+                y,
+                dtype=out,
+                orders=1,
+                rough=_rough(bench, dtype, along),
+                note=f"{dim}, tokens: ",
+            )
     x, v = bench.ragged(layout, (3,), dtype, draw), bench.dense((3,), dtype, draw)
     right, left = oracle.each(lambda row, v: row @ v), lambda v, a: [row @ v for row in a]
-    bench.check(bench.xp.vecdot, right, x, v, dtype=out, rough=_rough(bench, dtype, right), note="dense second: ")
-    bench.check(bench.xp.vecdot, left, v, x, dtype=out, rough=_rough(bench, dtype, left), note="dense first: ")
+    bench.check(
+        bench.xp.vecdot,
+        right,
+        x,
+        v,
+        dtype=out,
+        rough=_rough(bench, dtype, right),
+        note="dense second: ",
+    )
+    bench.check(
+        bench.xp.vecdot,
+        left,
+        v,
+        x,
+        dtype=out,
+        rough=_rough(bench, dtype, left),
+        note="dense first: ",
+    )
     if dtype == "float32":
         z, w = (bench.ragged(layout, (3,), "complex64", "complex") for _ in "ab")
         w = Data(z.x.with_values(w.x.values), w.exact)
-        bench.check(bench.xp.vecdot, lambda a, b: [np.sum(np.conj(p) * q, axis=1) for p, q in zip(a, b, strict=True)], z, w,
-                    rough=lambda a, b: [np.sum(np.conj(p) * q, axis=1) * (1 + 1e-6) for p, q in zip(a, b, strict=True)])
+        bench.check(
+            bench.xp.vecdot,
+            lambda a, b: [np.sum(np.conj(p) * q, axis=1) for p, q in zip(a, b, strict=True)],
+            z,
+            w,
+            rough=lambda a, b: [
+                np.sum(np.conj(p) * q, axis=1) * (1 + 1e-6) for p, q in zip(a, b, strict=True)
+            ],
+        )
 
 
 @operation("tensordot linalg.tensordot", ALL)
@@ -78,8 +130,14 @@ def tensordot(bench: Bench, layout: Layout, dtype: str) -> None:
         truth = oracle.each(lambda row, m: np.tensordot(row, m, axes=axes))
         only = lambda a, m: [np.tensordot(row, m, axes=axes) for row in a]  # noqa: E731
         for f in functions:
-            bench.check(lambda a, m: f(a, m, axes=axes), only, x, bench.dense(shape, dtype), rough=_rough(bench, dtype, truth),
-                        note=f"axes={axes}, {shape}: ")
+            bench.check(
+                lambda a, m: f(a, m, axes=axes),
+                only,
+                x,
+                bench.dense(shape, dtype),
+                rough=_rough(bench, dtype, truth),
+                note=f"axes={axes}, {shape}: ",
+            )
 
 
 @operation("linalg.vector_norm", ALL)
@@ -90,11 +148,22 @@ def norms(bench: Bench, layout: Layout, dtype: str) -> None:
         x = bench.ragged(layout, (3,), dtype, dim=dim)
         ragged, element = dim + 1, 2 - dim
         for axis, keepdims in (
-            (ragged, False), (ragged, True), (element, False), (element, True), ((1, 2), False), (None, False),
-        ):  # fmt: skip
-            for order in (2, 1, np.inf, -np.inf, 0, 3) if axis == dim + 1 and not keepdims else (2, np.inf):
+            (ragged, False),
+            (ragged, True),
+            (element, False),
+            (element, True),
+            ((1, 2), False),
+            (None, False),
+        ):
+            for order in (
+                (2, 1, np.inf, -np.inf, 0, 3) if axis == dim + 1 and not keepdims else (2, np.inf)
+            ):
                 axes = (0, 1, 2) if axis is None else tuple(np.atleast_1d(axis).tolist())
-                if order == np.inf and dim + 1 in axes and 0 in lengths_of(layout) + ([0] if not lengths_of(layout) else []):
+                if (
+                    order == np.inf
+                    and dim + 1 in axes
+                    and 0 in lengths_of(layout) + ([0] if not lengths_of(layout) else [])
+                ):
                     continue  # see the operation below
                 inner = tuple(a - 1 for a in axes if a)
 
@@ -106,8 +175,13 @@ def norms(bench: Bench, layout: Layout, dtype: str) -> None:
                         return one(np.concatenate([rows.template, *rows], axis=dim))
                     return rows.stack(one) if dim + 1 in axes else [one(row) for row in rows]
 
-                bench.check(lambda a: f(a, axis=axis, keepdims=keepdims, ord=order), truth, x, rough=_rough(bench, dtype, truth),
-                            note=f"{dim}, axis={axis}, keepdims={keepdims}, ord={order}: ")
+                bench.check(
+                    lambda a: f(a, axis=axis, keepdims=keepdims, ord=order),
+                    truth,
+                    x,
+                    rough=_rough(bench, dtype, truth),
+                    note=f"{dim}, axis={axis}, keepdims={keepdims}, ord={order}: ",
+                )
 
 
 def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
@@ -119,7 +193,9 @@ def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) 
             return np.min(size, axis=axis, keepdims=keepdims, initial=np.inf)
         if order == 0:
             return np.sum(size != 0, axis=axis, keepdims=keepdims).astype(row.dtype)
-        return np.asarray(np.sum(size**order, axis=axis, keepdims=keepdims) ** (1 / row.dtype.type(order)))
+        return np.asarray(
+            np.sum(size**order, axis=axis, keepdims=keepdims) ** (1 / row.dtype.type(order))
+        )
 
 
 @operation("linalg.vector_norm: nothing", EMPTY, ("float32",))
@@ -130,7 +206,9 @@ def norm_of_nothing(bench: Bench, layout: Layout, dtype: str) -> None:
     for order in (1, 2, 3, 0, np.inf):
         for axis in (1, (1, 2)):
             got = bench.lib.read(bench.xp.linalg.vector_norm(x.x, axis=axis, ord=order))
-            np.testing.assert_array_equal(got[empty], np.zeros_like(got[empty]), err_msg=f"ord={order}, axis={axis}")
+            np.testing.assert_array_equal(
+                got[empty], np.zeros_like(got[empty]), err_msg=f"ord={order}, axis={axis}"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ matrices
@@ -146,16 +224,27 @@ MATRICES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 #: Function whose factors are not unique -> the matrix again, of the dense factors.
 FACTORS: dict[str, Callable[..., Any]] = {
-    "eig": lambda xp, w, v: xp.matmul(xp.real(v) * xp.real(w)[..., None, :], xp.matrix_transpose(xp.real(v))),
+    "eig": lambda xp, w, v: xp.matmul(
+        xp.real(v) * xp.real(w)[..., None, :], xp.matrix_transpose(xp.real(v))
+    ),
     "eigh": lambda xp, w, v: xp.matmul(v * w[..., None, :], xp.matrix_transpose(v)),
     "qr": lambda xp, q, r: xp.matmul(q, r),
     "svd": lambda xp, u, s, v: xp.matmul(u, s[..., None] * v),
 }
 #: What is called another way: (of the namespace and a ragged array, of a row).
 OTHERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "eigvals": (lambda xp, x: xp.sort(xp.real(xp.linalg.eigvals(x)), axis=-1), np.linalg.eigvalsh),  # in no order of their own
-    "matrix_power": (lambda xp, x: xp.linalg.matrix_power(x, 3), lambda m: np.linalg.matrix_power(m, 3)),
-    "solve": (lambda xp, x: xp.linalg.solve(x, x.with_values(xp.matmul(x.values, x.values))), lambda m: m),
+    "eigvals": (
+        lambda xp, x: xp.sort(xp.real(xp.linalg.eigvals(x)), axis=-1),
+        np.linalg.eigvalsh,
+    ),  # in no order of their own
+    "matrix_power": (
+        lambda xp, x: xp.linalg.matrix_power(x, 3),
+        lambda m: np.linalg.matrix_power(m, 3),
+    ),
+    "solve": (
+        lambda xp, x: xp.linalg.solve(x, x.with_values(xp.matmul(x.values, x.values))),
+        lambda m: m,
+    ),
 }
 
 
@@ -167,19 +256,33 @@ def of_matrices(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     x = bench.of(bench.lib.make(exact, dtype), lengths_of(layout))
     if name in FACTORS:
         factors = getattr(home, name)(x.x)
-        got, right = x.x.with_values(FACTORS[name](bench.xp, *(part.values for part in factors))), list(x.exact)
+        got, right = (
+            x.x.with_values(FACTORS[name](bench.xp, *(part.values for part in factors))),
+            list(x.exact),
+        )
     else:
         call, plain = OTHERS.get(name) or (lambda xp, x: getattr(home, name)(x), MATRICES[name])
         got, right = call(bench.xp, x.x), list(map(plain, x.exact))
     several = isinstance(got, tuple)
-    parts, truths = (got, [[row[i] for row in right] for i in range(len(got))]) if several else ((got,), [right])
+    parts, truths = (
+        (got, [[row[i] for row in right] for i in range(len(got))])
+        if several
+        else ((got,), [right])
+    )
     for part, truth in zip(parts, truths, strict=True):
         found = bench.rows(part)
         assert len(found) == len(truth)
-        assert bench.lib.dtype_name(part) in (dtype, bench.lib.default_integer), f"dtype {bench.lib.dtype_name(part)}"
+        assert bench.lib.dtype_name(part) in (dtype, bench.lib.default_integer), (
+            f"dtype {bench.lib.dtype_name(part)}"
+        )
         for f, t in zip(found, truth, strict=True):
             assert f.shape == np.shape(t), f"expected shape {np.shape(t)}, got {f.shape}"
-            np.testing.assert_allclose(f, t, rtol=1e-3 if dtype == "float32" else 1e-9, atol=1e-3 if dtype == "float32" else 1e-9)
+            np.testing.assert_allclose(
+                f,
+                t,
+                rtol=1e-3 if dtype == "float32" else 1e-9,
+                atol=1e-3 if dtype == "float32" else 1e-9,
+            )
 
 
 for _name in (*MATRICES, *FACTORS, *OTHERS):

@@ -87,19 +87,27 @@ def by_library(bench: Bench, f: Callable[..., Any], args: list[Any]) -> Any:
     return f(*dense)
 
 
-def elementwise(bench: Bench, layout: Layout, dtype: str, *, name: str, domains: tuple[str, ...]) -> None:
+def elementwise(
+    bench: Bench, layout: Layout, dtype: str, *, name: str, domains: tuple[str, ...]
+) -> None:
     """One function, with every form of the second operand on either side."""
     f, plain = getattr(bench.xp, name), getattr(np, name)
     forms = FORMS if len(domains) > 1 else {"ragged": FORMS["ragged"]}
-    if bench.lib.compiles and name != "add":  # what the other operand becomes has nothing to do with the function
+    if (
+        bench.lib.compiles and name != "add"
+    ):  # what the other operand becomes has nothing to do with the function
         forms = {form: FORMS[form] for form in ("ragged", "(n, 1)") if form in forms}
     for form, (token, shape) in forms.items():
         first = bench.ragged(layout, token, _dtype(dtype, domains[0]), domains[0])
         rest = [_operand(bench, first, token, shape, dtype, draw) for draw in domains[1:]]
         orders = [[first, *rest]]
         if form != "ragged" and len(domains) == 2:
-            orders.append([_operand(bench, first, token, shape, dtype, domains[0]),
-                           bench.like(first, token, _dtype(dtype, domains[1]), domains[1])])
+            orders.append(
+                [
+                    _operand(bench, first, token, shape, dtype, domains[0]),
+                    bench.like(first, token, _dtype(dtype, domains[1]), domains[1]),
+                ]
+            )
         for args in orders:
             try:
                 own = by_library(bench, f, args)
@@ -108,15 +116,22 @@ def elementwise(bench: Bench, layout: Layout, dtype: str, *, name: str, domains:
                 continue  # the library itself takes no scalars here, as array-api-strict in `where`
             got = f(*(a.x if isinstance(a, Data) else a for a in args))
             note = f"{form}, {'ragged first' if args[0] is first else 'ragged second'}: "
-            bench.close(got, *_truth(bench, name, plain, args, own, first), dtype=bench.lib.dtype_name(own), relative=True,
-                        note=note)
+            bench.close(
+                got,
+                *_truth(bench, name, plain, args, own, first),
+                dtype=bench.lib.dtype_name(own),
+                relative=True,
+                note=note,
+            )
 
 
 def _dtype(dtype: str, draw: str) -> str:
     return "bool" if draw == "bool" else dtype
 
 
-def _operand(bench: Bench, first: Data, token: tuple[int, ...], shape: Any, dtype: str, draw: str) -> Any:
+def _operand(
+    bench: Bench, first: Data, token: tuple[int, ...], shape: Any, dtype: str, draw: str
+) -> Any:
     if shape is None:
         return bench.like(first, token, _dtype(dtype, draw), draw)
     if shape == "scalar":
@@ -129,7 +144,9 @@ def _operand(bench: Bench, first: Data, token: tuple[int, ...], shape: Any, dtyp
 OWN = ("nextafter", "floor_divide", "remainder")
 
 
-def _truth(bench: Bench, name: str, plain: Callable[..., Any], args: list[Any], own: Any, first: Data) -> tuple[Any, Any, Any]:
+def _truth(
+    bench: Bench, name: str, plain: Callable[..., Any], args: list[Any], own: Any, first: Data
+) -> tuple[Any, Any, Any]:
     lengths = np.cumsum([row.shape[0] for row in first.exact])[:-1]
     library = np.split(bench.lib.read(own), lengths) if first.exact else []
     if name in OWN:
@@ -168,7 +185,11 @@ def operators(bench: Bench, layout: Layout, dtype: str) -> None:
         orders: list[list[Any]] = [[first]]
         if len(draws) == 2:
             scalar = bench.dense((), dtype, draws[1]).exact.item()
-            orders = [[first, bench.like(first, (2,), dtype, draws[1])], [first, scalar], [abs(scalar) + 1, first]]
+            orders = [
+                [first, bench.like(first, (2,), dtype, draws[1])],
+                [first, scalar],
+                [abs(scalar) + 1, first],
+            ]
             if name in ("floordiv", "mod"):
                 orders[2] = [scalar, bench.like(first, (2,), dtype, draws[1])]
         for args in orders:
@@ -177,10 +198,19 @@ def operators(bench: Bench, layout: Layout, dtype: str) -> None:
             except TypeError:
                 assert args[0] is not first, f"{name} is not in the library"
                 continue  # the library itself takes no scalar on the left
-            plain = f if name not in ("floordiv", "mod") else {"floordiv": np.floor_divide, "mod": np.remainder}[name]
+            plain = (
+                f
+                if name not in ("floordiv", "mod")
+                else {"floordiv": np.floor_divide, "mod": np.remainder}[name]
+            )
             got = f(*(a.x if isinstance(a, Data) else a for a in args))
-            bench.close(got, *_truth(bench, name, plain, args, own, first), dtype=bench.lib.dtype_name(own), relative=True,
-                        note=f"{name}: ")
+            bench.close(
+                got,
+                *_truth(bench, name, plain, args, own, first),
+                dtype=bench.lib.dtype_name(own),
+                relative=True,
+                note=f"{name}: ",
+            )
 
 
 # ------------------------------------------------------------------------------------------------- reductions
@@ -210,8 +240,13 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
         draw = {"bool": "bool", "complex64": "truth"}.get(dtype, "natural")
     if name == "prod" and integer:
         draw = "twos" if dtype == "uint8" else "sign"
-    for token, (dim, axis, keepdims) in [*(((3,), one) for one in bench.some(AXES)), ((), NUMBERS_ALONE)]:
-        ragged = dim + 1 in ((0, 1, 2) if axis is None else [a % 3 for a in np.atleast_1d(axis).tolist()])
+    for token, (dim, axis, keepdims) in [
+        *(((3,), one) for one in bench.some(AXES)),
+        ((), NUMBERS_ALONE),
+    ]:
+        ragged = dim + 1 in (
+            (0, 1, 2) if axis is None else [a % 3 for a in np.atleast_1d(axis).tolist()]
+        )
         x = bench.ragged(layout, token, dtype, draw, dim)
         if name in ("mean", "std", "var"):
             out = bench.lib.default_float if integer else dtype
@@ -222,10 +257,14 @@ def reduction(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
             more: dict[str, Any] = {"correction": correction} if correction else {}
             bench.check(
                 lambda a: f(a, axis=axis, keepdims=keepdims, **more),
-                lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, correction=correction, ragged=dim + 1),
-                x, dtype=out, orders=8 if ragged and name not in ("any", "all") else 1,
+                lambda a: oracle.reduce(
+                    name, a, axis, keepdims=keepdims, correction=correction, ragged=dim + 1
+                ),
+                x,
+                dtype=out,
+                orders=8 if ragged and name not in ("any", "all") else 1,
                 note=f"{token}, ragged_dim={dim}, axis={axis}, keepdims={keepdims}, {more}: ",
-            )  # fmt: skip
+            )
 
 
 for _name, _dtypes in REDUCTIONS.items():
@@ -237,13 +276,30 @@ def of_no_elements(bench: Bench, layout: Layout, dtype: str) -> None:
     """Rows, and arrays, whose tokens have no elements have the values of empty ones."""
     for dim in (0, 1):
         x = bench.ragged(layout, (0,), dtype, "natural", dim)
-        for name in ("all", "any", "max", "min", "prod", "sum", *(["mean"] if dtype == "float32" else [])):
+        for name in (
+            "all",
+            "any",
+            "max",
+            "min",
+            "prod",
+            "sum",
+            *(["mean"] if dtype == "float32" else []),
+        ):
             f = getattr(bench.xp, name)
             out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
-            for axis, keepdims in (((1, 2), False), ((1, 2), True), (None, False), ((0, dim + 1), False)):
-                bench.check(lambda a: f(a, axis=axis, keepdims=keepdims),
-                            lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, ragged=dim + 1), x, dtype=out,
-                            note=f"{name}, ragged_dim={dim}, axis={axis}, keepdims={keepdims}: ")
+            for axis, keepdims in (
+                ((1, 2), False),
+                ((1, 2), True),
+                (None, False),
+                ((0, dim + 1), False),
+            ):
+                bench.check(
+                    lambda a: f(a, axis=axis, keepdims=keepdims),
+                    lambda a: oracle.reduce(name, a, axis, keepdims=keepdims, ragged=dim + 1),
+                    x,
+                    dtype=out,
+                    note=f"{name}, ragged_dim={dim}, axis={axis}, keepdims={keepdims}: ",
+                )
 
 
 @operation("sum cumulative_sum: dtype=", SHORT, ("float16", "bfloat16", "int8", "uint8"))
@@ -252,24 +308,44 @@ def with_dtype(bench: Bench, layout: Layout, dtype: str) -> None:
     wide = "float32" if dtype in HALF else "int32"
     x = bench.ragged(layout, (3,), dtype, "natural" if wide == "int32" else "any")
     for axis in (1, 2, None, (0, 1), (1, 2)):
-        bench.check(lambda a: bench.xp.sum(a, axis=axis, dtype=bench.lib.dtypes[wide]),
-                    lambda a: oracle.reduce("sum", a, axis), x, dtype=wide, note=f"sum, axis={axis}: ")
+        bench.check(
+            lambda a: bench.xp.sum(a, axis=axis, dtype=bench.lib.dtypes[wide]),
+            lambda a: oracle.reduce("sum", a, axis),
+            x,
+            dtype=wide,
+            note=f"sum, axis={axis}: ",
+        )
     for axis in (1, 2):
-        bench.check(lambda a: bench.xp.cumulative_sum(a, axis=axis, dtype=bench.lib.dtypes[wide]),
-                    lambda a: oracle.scan("cumulative_sum", a, axis - 1), x, dtype=wide, note=f"scan, axis={axis}: ")
+        bench.check(
+            lambda a: bench.xp.cumulative_sum(a, axis=axis, dtype=bench.lib.dtypes[wide]),
+            lambda a: oracle.scan("cumulative_sum", a, axis - 1),
+            x,
+            dtype=wide,
+            note=f"scan, axis={axis}: ",
+        )
 
 
 def scanning(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """A running sum or product within the rows, or along an element axis."""
     f = getattr(bench.xp, name)
-    draw = ("sign" if dtype not in DTYPES else "near1") if name == "cumulative_prod" else "natural" if dtype[0] == "u" else "any"
+    draw = (
+        ("sign" if dtype not in DTYPES else "near1")
+        if name == "cumulative_prod"
+        else "natural"
+        if dtype[0] == "u"
+        else "any"
+    )
     out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
     for dim, axis in bench.some(((0, 1), (0, 2), (0, -2), (1, 2), (1, 1))):
         for initial in (False, True):
             x = bench.ragged(layout, (3,), dtype, draw, dim)
-            bench.check(lambda a: f(a, axis=axis, include_initial=initial),
-                        lambda a: oracle.scan(name, a, axis % 3 - 1, initial=initial), x, dtype=out,
-                        note=f"ragged_dim={dim}, axis={axis}, include_initial={initial}: ")
+            bench.check(
+                lambda a: f(a, axis=axis, include_initial=initial),
+                lambda a: oracle.scan(name, a, axis % 3 - 1, initial=initial),
+                x,
+                dtype=out,
+                note=f"ragged_dim={dim}, axis={axis}, include_initial={initial}: ",
+            )
 
 
 for _name in ("cumulative_sum", "cumulative_prod"):
@@ -284,9 +360,15 @@ def astype(bench: Bench, layout: Layout, dtype: str) -> None:
         if to.startswith("complex") or to == dtype:
             continue
         x = bench.ragged(layout, (2,), dtype, "natural")
-        bench.close(bench.xp.astype(x.x, bench.lib.dtypes[to]), [row != 0 if to == "bool" else row for row in x.exact], dtype=to)
+        bench.close(
+            bench.xp.astype(x.x, bench.lib.dtypes[to]),
+            [row != 0 if to == "bool" else row for row in x.exact],
+            dtype=to,
+        )
     same = bench.ragged(layout, (2,), dtype, "natural").x
-    assert bench.xp.astype(same, same.dtype, copy=False).values is same.values, "astype(copy=False) copied"
+    assert bench.xp.astype(same, same.dtype, copy=False).values is same.values, (
+        "astype(copy=False) copied"
+    )
 
 
 @operation("zeros_like ones_like full_like empty_like", SHORT, ("float32", "int32"))
@@ -294,9 +376,18 @@ def filled(bench: Bench, layout: Layout, dtype: str) -> None:
     """Arrays like another, also of another dtype."""
     x = bench.ragged(layout, (2,), dtype, "natural").x
     for options, out in (({}, dtype), ({"dtype": bench.lib.dtypes["int8"]}, "int8")):
-        for name, args, value in (("zeros_like", (), 0), ("ones_like", (), 1), ("full_like", (5,), 5)):
+        for name, args, value in (
+            ("zeros_like", (), 0),
+            ("ones_like", (), 1),
+            ("full_like", (5,), 5),
+        ):
             got = getattr(bench.xp, name)(x, *args, **options)
-            bench.close(got, [np.full_like(row, value) for row in bench.rows(x)], dtype=out, note=f"{name}: ")
+            bench.close(
+                got,
+                [np.full_like(row, value) for row in bench.rows(x)],
+                dtype=out,
+                note=f"{name}: ",
+            )
             assert got.offsets is x.offsets, f"{name} lost the layout"
         empty = bench.xp.empty_like(x, **options)
         assert empty.shape == x.shape and bench.lib.dtype_name(empty) == out
@@ -309,7 +400,9 @@ def matmul(bench: Bench, layout: Layout, dtype: str) -> None:
     for token in ((4,), (2, 4)):
         x = bench.ragged(layout, token, dtype)
         truth = oracle.each(lambda row, matrix: row @ matrix)
-        half = dtype in HALF  # libraries round the result of half precision once, and some its parts
+        half = (
+            dtype in HALF
+        )  # libraries round the result of half precision once, and some its parts
         rough = (lambda a, m: [oracle.rounded(dtype)(row @ m) for row in a]) if half else None
         bench.check(bench.xp.matmul, truth, x, b, rough=rough)
         bench.check(operator.matmul, truth, x, b, rough=rough)
@@ -320,7 +413,9 @@ def take(bench: Bench, layout: Layout, dtype: str) -> None:
     """A table by ragged indices, rows of a ragged array, entries of its element axes."""
     table = bench.dense((7, 2), dtype)
     index = bench.ragged(layout, (), "int32", "natural")
-    bench.check(lambda t, i: bench.xp.take(t, i, axis=0), lambda t, i: [t[row] for row in i], table, index)
+    bench.check(
+        lambda t, i: bench.xp.take(t, i, axis=0), lambda t, i: [t[row] for row in i], table, index
+    )
     flat = bench.dense((7,), dtype)
     bench.check(bench.xp.take, lambda t, i: [t[row] for row in i], flat, index)
     lengths = lengths_of(layout)
@@ -329,8 +424,11 @@ def take(bench: Bench, layout: Layout, dtype: str) -> None:
         places = [2, 0, 0]
         picks = bench.lib.make(places, "int32")
         element = 2 - dim
-        bench.check(lambda a: bench.xp.take(a, picks, axis=element),
-                    lambda a: [np.take(row, places, axis=element - 1) for row in a], x)
+        bench.check(
+            lambda a: bench.xp.take(a, picks, axis=element),
+            lambda a: [np.take(row, places, axis=element - 1) for row in a],
+            x,
+        )
         rows = [len(lengths) - 1, 0, 0] if lengths else []
         numbers = bench.lib.make(np.asarray(rows, np.int32), "int32")
         bench.check(lambda a: bench.xp.take(a, numbers, axis=0), lambda a: [a[i] for i in rows], x)
@@ -341,15 +439,37 @@ def concat(bench: Bench, layout: Layout, dtype: str) -> None:
     """Batches, rows, and element axes put together."""
     lengths = lengths_of(layout)
     for dim in (0, 1):
-        a, b = bench.ragged(layout, (3,), dtype, dim=dim), bench.ragged(lengths[::-1], (3,), dtype, dim=dim)
+        a, b = (
+            bench.ragged(layout, (3,), dtype, dim=dim),
+            bench.ragged(lengths[::-1], (3,), dtype, dim=dim),
+        )
         c = bench.like(a, (3,), dtype)
-        bench.check(lambda *x: bench.xp.concat(x, axis=0), lambda *x: [row for rows in x for row in rows], a, b, a)
-        bench.check(lambda *x: bench.xp.concat(x), lambda *x: [row for rows in x for row in rows], a, b)
-        bench.check(lambda *x: bench.xp.concat(x, axis=dim + 1),
-                    lambda *x: [np.concatenate(rows, axis=dim) for rows in zip(*x, strict=True)], a, b, c, note="rows: ")
+        bench.check(
+            lambda *x: bench.xp.concat(x, axis=0),
+            lambda *x: [row for rows in x for row in rows],
+            a,
+            b,
+            a,
+        )
+        bench.check(
+            lambda *x: bench.xp.concat(x), lambda *x: [row for rows in x for row in rows], a, b
+        )
+        bench.check(
+            lambda *x: bench.xp.concat(x, axis=dim + 1),
+            lambda *x: [np.concatenate(rows, axis=dim) for rows in zip(*x, strict=True)],
+            a,
+            b,
+            c,
+            note="rows: ",
+        )
         for axis in (2 - dim, -1 - dim):
-            bench.check(lambda *x: bench.xp.concat(x, axis=axis),
-                        lambda *x: [np.concatenate(rows, axis=1 - dim) for rows in zip(*x, strict=True)], a, c, a)
+            bench.check(
+                lambda *x: bench.xp.concat(x, axis=axis),
+                lambda *x: [np.concatenate(rows, axis=1 - dim) for rows in zip(*x, strict=True)],
+                a,
+                c,
+                a,
+            )
 
 
 @operation("stack", SHORT, ("float32", "int32"))
@@ -359,9 +479,13 @@ def stack(bench: Bench, layout: Layout, dtype: str) -> None:
         a = bench.ragged(layout, (3,), dtype, dim=dim)
         b = bench.like(a, (3,), dtype)
         for axis in (1, 2, 3, -1):
-            bench.check(lambda *x: bench.xp.stack(x, axis=axis),
-                        lambda *x: [np.stack(rows, axis=axis % 4 - 1) for rows in zip(*x, strict=True)], a, b,
-                        note=f"ragged_dim={dim}, axis={axis}: ")
+            bench.check(
+                lambda *x: bench.xp.stack(x, axis=axis),
+                lambda *x: [np.stack(rows, axis=axis % 4 - 1) for rows in zip(*x, strict=True)],
+                a,
+                b,
+                note=f"ragged_dim={dim}, axis={axis}: ",
+            )
 
 
 @operation("result_type can_cast", ("plain",), ("float32",))
@@ -369,7 +493,9 @@ def dtypes(bench: Bench, layout: Layout, dtype: str) -> None:
     """They see the dtype of a ragged array."""
     x = bench.ragged(layout, (), dtype).x
     for other in ("float32", "float16", "float64", "int32"):
-        if other in bench.lib.dtypes and (other != "int32" or bench.lib.name in ("numpy", "torch", "jax", "mlx")):
+        if other in bench.lib.dtypes and (
+            other != "int32" or bench.lib.name in ("numpy", "torch", "jax", "mlx")
+        ):
             to = bench.lib.dtypes[other]
             assert bench.xp.result_type(x, to) == bench.xp.result_type(x.values, to)
             assert bench.xp.can_cast(x, to) == bench.xp.can_cast(x.dtype, to)

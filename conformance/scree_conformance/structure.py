@@ -36,7 +36,10 @@ def pack(bench: Bench, layout: Layout, dtype: str) -> None:
             assert back.shape == x.x.shape
 
 
-@operation("ragged.from_offsets ragged.from_cu_seqlens ragged.from_lengths ragged.from_segment_ids", dtypes=("float32",))
+@operation(
+    "ragged.from_offsets ragged.from_cu_seqlens ragged.from_lengths ragged.from_segment_ids",
+    dtypes=("float32",),
+)
 def creation(bench: Bench, layout: Layout, dtype: str) -> None:
     """Nothing is copied; lengths and ids give the same rows."""
     lengths, make = lengths_of(layout), bench.lib.make
@@ -52,9 +55,15 @@ def creation(bench: Bench, layout: Layout, dtype: str) -> None:
         for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
             bench.close(scree.from_lengths(x.x.values, given, ragged_dim=dim), list(x.exact))
         ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
-        bench.close(scree.from_segment_ids(x.x.values, make(ids, "int32"), len(lengths), ragged_dim=dim), list(x.exact))
+        bench.close(
+            scree.from_segment_ids(x.x.values, make(ids, "int32"), len(lengths), ragged_dim=dim),
+            list(x.exact),
+        )
         if not lengths or lengths[-1]:  # without num_segments, the last id says how many there are
-            bench.close(scree.from_segment_ids(x.x.values, make(ids, "int32"), ragged_dim=dim), list(x.exact))
+            bench.close(
+                scree.from_segment_ids(x.x.values, make(ids, "int32"), ragged_dim=dim),
+                list(x.exact),
+            )
 
 
 @operation("ragged.to_padded", dtypes=ANY, kernel="pad")
@@ -66,12 +75,18 @@ def padding(bench: Bench, layout: Layout, dtype: str) -> None:
         x = bench.ragged(layout, (2,), dtype, "natural", dim)
         for side in ("right", "left"):
             for length, fill in ((None, 0), (longest + 2, 1)):
-                padded, mask = bench.run(bench.xp.ragged.to_padded, x.x, side=side, fill_value=fill, length=length)
+                padded, mask = bench.run(
+                    bench.xp.ragged.to_padded, x.x, side=side, fill_value=fill, length=length
+                )
                 size = longest if length is None else length
-                expected = np.full((n, 2, size) if dim else (n, size, 2), fill, x.exact.template.dtype)
+                expected = np.full(
+                    (n, 2, size) if dim else (n, size, 2), fill, x.exact.template.dtype
+                )
                 real = np.zeros((n, size), bool)
                 for i, row in enumerate(x.exact):
-                    cut = slice(0, lengths[i]) if side == "right" else slice(size - lengths[i], size)
+                    cut = (
+                        slice(0, lengths[i]) if side == "right" else slice(size - lengths[i], size)
+                    )
                     real[i, cut] = True
                     expected[(i, slice(None), cut) if dim else (i, cut)] = row
                 bench.close(padded, expected, dtype=dtype, note=f"{side}, length={length}: ")
@@ -81,22 +96,34 @@ def padding(bench: Bench, layout: Layout, dtype: str) -> None:
 @operation("ragged.from_padded", dtypes=ANY, kernel="unpad")
 def unpadding(bench: Bench, layout: Layout, dtype: str) -> None:
     """Padding on both sides, with room to spare, back by mask and by lengths; the number of tokens given and not."""
-    lengths, make, read, unpad = lengths_of(layout), bench.lib.make, bench.lib.read, bench.xp.ragged.from_padded
+    lengths, make, read, unpad = (
+        lengths_of(layout),
+        bench.lib.make,
+        bench.lib.read,
+        bench.xp.ragged.from_padded,
+    )
     for dim in (0, 1):
         x = bench.ragged(layout, (2,), dtype, "natural", dim)
         for side in ("right", "left"):
             for length in (None, max(lengths, default=0) + 2):
                 padded, mask = bench.xp.ragged.to_padded(x.x, side=side, length=length)
                 for m in (mask, make(read(mask), "int32"), make(read(mask), "uint8")):
-                    bench.close(bench.run(unpad, padded, m, ragged_dim=dim), list(x.exact), dtype=dtype)
+                    bench.close(
+                        bench.run(unpad, padded, m, ragged_dim=dim), list(x.exact), dtype=dtype
+                    )
                 if side == "right":
                     for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
-                        found = bench.run(unpad, padded, lengths=given, ragged_dim=dim, total=sum(lengths))
+                        found = bench.run(
+                            unpad, padded, lengths=given, ragged_dim=dim, total=sum(lengths)
+                        )
                         bench.close(found, list(x.exact))
     scattered = bench.rng.integers(0, 2, (4, 6)).astype(bool)  # holes anywhere
     dense = bench.dense((4, 6, 2), dtype, "natural")
-    bench.close(bench.run(unpad, dense.x, make(scattered, "bool"), total=int(scattered.sum())),
-                [row[keep] for row, keep in zip(dense.exact, scattered, strict=True)], dtype=dtype)
+    bench.close(
+        bench.run(unpad, dense.x, make(scattered, "bool"), total=int(scattered.sum())),
+        [row[keep] for row, keep in zip(dense.exact, scattered, strict=True)],
+        dtype=dtype,
+    )
 
 
 SLICES = [
@@ -115,20 +142,40 @@ def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
         arr, rows = x.x, x.exact
         for i in {0, n - 1, -1, -n} if n else ():
             bench.close(arr[i], rows[i], dtype=dtype)
-            bench.close(arr[i, ..., 1] if not dim else arr[i, 1], rows[i][..., 1] if not dim else rows[i][1], dtype=dtype)
+            bench.close(
+                arr[i, ..., 1] if not dim else arr[i, 1],
+                rows[i][..., 1] if not dim else rows[i][1],
+                dtype=dtype,
+            )
         for key in bench.some(SLICES):
             bench.close(arr[key], rows[key], dtype=dtype, note=f"arr[{key}], ragged_dim={dim}: ")
             inner = (slice(None), key) if not dim else (slice(None), slice(None), key)
-            bench.close(arr[inner], [row[inner[1:]] for row in rows], dtype=dtype, note=f"arr[{inner}]: ")
+            bench.close(
+                arr[inner], [row[inner[1:]] for row in rows], dtype=dtype, note=f"arr[{inner}]: "
+            )
             both = (slice(None, None, -1), *inner[1:])
-            bench.close(arr[both], [row[inner[1:]] for row in rows[::-1]], dtype=dtype, note=f"arr[{both}]: ")
+            bench.close(
+                arr[both],
+                [row[inner[1:]] for row in rows[::-1]],
+                dtype=dtype,
+                note=f"arr[{both}]: ",
+            )
         picks = [n - 1, 0, -1, 0] if n else []
         mask = bench.rng.integers(0, 2, n).astype(bool)
         for key in (picks, make(np.asarray(picks, np.int32), "int32")):
             bench.close(arr[key], [rows[i] for i in picks], dtype=dtype)
-        bench.close(arr[make(mask, "bool")], [row for row, keep in zip(rows, mask, strict=True) if keep], dtype=dtype)
+        bench.close(
+            arr[make(mask, "bool")],
+            [row for row, keep in zip(rows, mask, strict=True) if keep],
+            dtype=dtype,
+        )
         element = (slice(None), slice(None), 1) if not dim else (slice(None), 1)
-        bench.close(arr[element], [row[:, 1] if not dim else row[1] for row in rows], dtype=dtype, note="one element: ")
+        bench.close(
+            arr[element],
+            [row[:, 1] if not dim else row[1] for row in rows],
+            dtype=dtype,
+            note="one element: ",
+        )
         bench.close(arr[..., 1:], [row[..., 1:] for row in rows], dtype=dtype)
         if not dim:
             bench.close(arr[..., 1], [row[:, 1] for row in rows], dtype=dtype)
@@ -137,8 +184,14 @@ def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
         keep = arr[make(np.asarray([length >= 1 for length in lengths_of(layout)], bool), "bool")]
         for i in (0, -1):
             key = (slice(None), i) if not dim else (slice(None), slice(None), i)
-            bench.close(keep[key], whole.stack(lambda row: np.take(row, i, axis=dim) if row.size else row.sum(axis=dim)),
-                        dtype=dtype, note=f"token {i} of each row: ")
+            bench.close(
+                keep[key],
+                whole.stack(
+                    lambda row: np.take(row, i, axis=dim) if row.size else row.sum(axis=dim)
+                ),
+                dtype=dtype,
+                note=f"token {i} of each row: ",
+            )
 
 
 @operation("indexing: ragged masks", dtypes=("float32", "int32", "bfloat16"))
@@ -146,7 +199,11 @@ def masks(bench: Bench, layout: Layout, dtype: str) -> None:
     """`arr[mask]` keeps the rows: by token, and by element, whose order is that of the row."""
     x = bench.ragged(layout, (3,), dtype)
     tokens = bench.like(x, (), "bool", "bool")
-    bench.close(x.x[tokens.x], [row[keep] for row, keep in zip(x.exact, tokens.exact, strict=True)], dtype=dtype)
+    bench.close(
+        x.x[tokens.x],
+        [row[keep] for row, keep in zip(x.exact, tokens.exact, strict=True)],
+        dtype=dtype,
+    )
     bench.close(x.x[x.x > 0], [row[row > 0] for row in x.exact], dtype=dtype)
     none = tokens.x.with_values(bench.xp.zeros_like(tokens.x.values))
     bench.close(x.x[none], [row[:0] for row in x.exact], dtype=dtype, note="no token: ")
@@ -157,11 +214,18 @@ def places(bench: Bench, layout: Layout, dtype: str) -> None:
     """`arr[index]` takes of each row the tokens at the positions in the same row of `index`, counted from its end if negative."""
     lengths = lengths_of(layout)
     counts = [int(bench.rng.integers(0, 4)) if n else 0 for n in lengths]
-    rows = [bench.rng.integers(-n, n, k) if k else np.zeros(0, int) for n, k in zip(lengths, counts, strict=True)]
+    rows = [
+        bench.rng.integers(-n, n, k) if k else np.zeros(0, int)
+        for n, k in zip(lengths, counts, strict=True)
+    ]
     index = bench.of(bench.lib.make(np.concatenate([np.zeros(0, int), *rows]), "int32"), counts)
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, dim=dim)
-        bench.close(x.x[index.x], [np.take(row, place, axis=dim) for row, place in zip(x.exact, rows, strict=True)], dtype=dtype)
+        bench.close(
+            x.x[index.x],
+            [np.take(row, place, axis=dim) for row, place in zip(x.exact, rows, strict=True)],
+            dtype=dtype,
+        )
     if sum(lengths) and bench.lib.host:
         outside = bench.of(bench.lib.make([600], "int32"), [1, *[0] * (len(lengths) - 1)])
         raises(IndexError, "outside of its row", lambda: x.x[outside.x])
@@ -177,16 +241,30 @@ def axes(bench: Bench, layout: Layout, dtype: str) -> None:
         (every, every, slice(1, 3), None, slice(None, None, 2)), (every, slice(1, None), 0), (every, None, slice(None, 2), None),
     ]  # fmt: skip
     for key in bench.some(keys):
-        bench.close(arr[key], [row[key[1:] if key[0] is not ... else key] for row in x.exact], note=f"arr[{key}]: ")
+        bench.close(
+            arr[key],
+            [row[key[1:] if key[0] is not ... else key] for row in x.exact],
+            note=f"arr[{key}]: ",
+        )
     for places in ([2, 0, 0], [-1], []):
         index = make(np.asarray(places, np.int32), "int32")
         if min(places, default=0) >= 0:
-            bench.close(arr[..., index], [row[..., places] for row in x.exact], note=f"arr[..., {places}]: ")
-            bench.close(arr[:, :, index], [row[:, places] for row in x.exact], note=f"arr[:, :, {places}]: ")
+            bench.close(
+                arr[..., index], [row[..., places] for row in x.exact], note=f"arr[..., {places}]: "
+            )
+            bench.close(
+                arr[:, :, index], [row[:, places] for row in x.exact], note=f"arr[:, :, {places}]: "
+            )
 
 
 #: Update -> NumPy's, which meets every place once.
-UPDATES = {"set": None, "add": np.add, "multiply": np.multiply, "min": np.minimum, "max": np.maximum}
+UPDATES = {
+    "set": None,
+    "add": np.add,
+    "multiply": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
 
 @operation("at", dtypes=("float32", "int32"))
@@ -212,14 +290,21 @@ def updates(bench: Bench, layout: Layout, dtype: str) -> None:
                 row[at] = value.exact if f is None else f(row[at], value.exact)
             bench.close(got, rows, dtype=dtype, note=f"{note}.{name}: ")
     per_row = bench.dense((n, 1, 3), dtype, "natural")
-    bench.close(scree.at(x.x)[...].add(per_row.x), [row + v for row, v in zip(x.exact, per_row.exact, strict=True)])
+    bench.close(
+        scree.at(x.x)[...].add(per_row.x),
+        [row + v for row, v in zip(x.exact, per_row.exact, strict=True)],
+    )
     bench.close(x.x, list(x.exact), note="the array itself: ")
     if n:
-        index = bench.of(bench.lib.make(np.asarray([0, -1, 0], np.int32), "int32"), [3] + [0] * (n - 1))
+        index = bench.of(
+            bench.lib.make(np.asarray([0, -1, 0], np.int32), "int32"), [3] + [0] * (n - 1)
+        )
         if lengths_of(layout)[0]:
             first = x.exact[0].copy()
             np.add.at(first, [0, -1, 0], 2)
-            bench.close(scree.at(x.x)[index.x].add(2), [first, *x.exact[1:]], note="a place twice: ")
+            bench.close(
+                scree.at(x.x)[index.x].add(2), [first, *x.exact[1:]], note="a place twice: "
+            )
 
 
 @operation("broadcasting: errors", ("plain", "ones", "one_row", "empty_between"), ("float32",))
@@ -229,7 +314,9 @@ def misfits(bench: Bench, layout: Layout, dtype: str) -> None:
     x = bench.ragged(layout, (2,), dtype).x
     misfit = [(5,), (n, 7, 1), (n + 1, 1, 2), (1, n, 1, 2), (n, longest + 1, 2)]
     for shape in misfit:
-        raises(ValueError, f"shape {shape} does not broadcast", lambda: x + bench.dense(shape, dtype).x)
+        raises(
+            ValueError, f"shape {shape} does not broadcast", lambda: x + bench.dense(shape, dtype).x
+        )
     if n > 2:
         hint = "one entry a row"
         raises(ValueError, hint, lambda: x + bench.dense((n,), dtype).x)
@@ -256,7 +343,9 @@ def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
     n, total = len(lengths), sum(lengths)
     x = bench.ragged(layout, (3, 2), dtype, dim=1).x
     np.testing.assert_array_equal(bench.read(x.lengths), lengths)
-    np.testing.assert_array_equal(bench.read(bench.xp.ragged.segment_ids(x)), np.repeat(np.arange(n), lengths))
+    np.testing.assert_array_equal(
+        bench.read(bench.xp.ragged.segment_ids(x)), np.repeat(np.arange(n), lengths)
+    )
     positions = np.concatenate([np.zeros(0, int), *map(np.arange, lengths)])
     np.testing.assert_array_equal(bench.read(bench.xp.ragged.positions(x)), positions)
     assert x.shape == (n, 3, None, 2)
@@ -267,8 +356,11 @@ def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
         tokens, valid = bench.read(tiles.tokens), bench.read(tiles.valid)
         found = [tokens[i][valid[i]].tolist() for i in range(len(tokens)) if valid[i].any()]
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=int)])
-        expected = [list(range(a, min(a + size, int(e)))) for s, e in zip(offsets, offsets[1:], strict=False)
-                    for a in range(int(s), int(e), size)]
+        expected = [
+            list(range(a, min(a + size, int(e))))
+            for s, e in zip(offsets, offsets[1:], strict=False)
+            for a in range(int(s), int(e), size)
+        ]
         assert found == expected, f"tiles({size})"
         assert tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < max(total, 1))
 
@@ -286,9 +378,15 @@ def sharing(bench: Bench, layout: Layout, dtype: str) -> None:
     joined = bench.xp.ragged.align(b.x, like=a.x)
     assert same(joined, a.x) is True
     assert joined.values is b.x.values
-    bench.close(a.x + joined, [p + q for p, q in zip(a.exact, b.exact, strict=True)],
-                [p + q for p, q in zip(a.exact, b.exact, strict=True)],
-                [p.astype(np.float32) + q.astype(np.float32) for p, q in zip(a.exact, b.exact, strict=True)])
+    bench.close(
+        a.x + joined,
+        [p + q for p, q in zip(a.exact, b.exact, strict=True)],
+        [p + q for p, q in zip(a.exact, b.exact, strict=True)],
+        [
+            p.astype(np.float32) + q.astype(np.float32)
+            for p, q in zip(a.exact, b.exact, strict=True)
+        ],
+    )
 
 
 @operation("mT with_values to_device", dtypes=("float32",))

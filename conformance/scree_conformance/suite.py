@@ -32,7 +32,9 @@ def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
         first, *others = operation.layouts
         if lib.compiles:
             turn = crc32(operation.name.encode())
-            dtypes = dtypes[:1] + _and_one(dtypes[1:], ("bfloat16",) if len(others) > 2 else (), turn)
+            dtypes = dtypes[:1] + _and_one(
+                dtypes[1:], ("bfloat16",) if len(others) > 2 else (), turn
+            )
             others = _and_one(others, FEW, turn)
         for i, dtype in enumerate(dtypes):
             for layout in (first, *others) if i == 0 else (first,):

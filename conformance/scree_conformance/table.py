@@ -19,9 +19,10 @@ DTYPES = ("float32", *(name for name in FLOATS if name != "float32"))
 
 #: Every function that scree has for ragged arrays, or says why not, by the name that it has in `xp`.
 FUNCTIONS = (
-    *KINDS, *(f"{extension}.{name}" for extension, kinds in EXTENSIONS.items() for name in kinds),
+    *KINDS,
+    *(f"{extension}.{name}" for extension, kinds in EXTENSIONS.items() for name in kinds),
     *(f"ragged.{name}" for name in scree.ops.__all__),
-)  # fmt: skip
+)
 
 
 class Absent(Exception):
@@ -79,14 +80,20 @@ class Case:
                     raise
                 raise Absent(gap) from error
         if gap is not None:
-            raise AssertionError(f"{bench.lib.name} has {self.operation.name} by now: take it out of its gaps")
+            raise AssertionError(
+                f"{bench.lib.name} has {self.operation.name} by now: take it out of its gaps"
+            )
 
 
 OPERATIONS: list[Operation] = []
 
 
 def operation(
-    name: str, layouts: tuple[str, ...] = ALL, dtypes: tuple[str, ...] = DTYPES, *, kernel: str | None = None
+    name: str,
+    layouts: tuple[str, ...] = ALL,
+    dtypes: tuple[str, ...] = DTYPES,
+    *,
+    kernel: str | None = None,
 ) -> Callable[[Check], Check]:
     """Put the decorated check into the table."""
 

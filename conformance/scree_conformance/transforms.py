@@ -76,7 +76,9 @@ def _classes(r: Any, x: scree.Array, count: int) -> scree.Array:
 
 
 def _some(rows: Rows, count: int) -> list[np.ndarray]:
-    return [np.where(np.arange(len(row)) % 3 == 1, -100, np.arange(len(row)) % count) for row in rows]
+    return [
+        np.where(np.arange(len(row)) % 3 == 1, -100, np.arange(len(row)) % count) for row in rows
+    ]
 
 
 def _first(x: scree.Array) -> scree.Array:
@@ -88,7 +90,10 @@ def _reversed(x: scree.Array) -> scree.Array:
     """The numbers of the tokens, the last one first."""
     ids = scree.segment_ids(x)
     xp = x.__array_namespace__()
-    return x.with_values(x.total_length - 1 - xp.arange(x.total_length, dtype=ids.dtype, device=x.device), ragged_dim=0)
+    return x.with_values(
+        x.total_length - 1 - xp.arange(x.total_length, dtype=ids.dtype, device=x.device),
+        ragged_dim=0,
+    )
 
 
 def _all(rows: Rows) -> np.ndarray:
@@ -98,7 +103,11 @@ def _all(rows: Rows) -> np.ndarray:
 def _inputs(bench: Bench, layout: Layout, name: str) -> list[Data]:
     tokens, dense, *_ = TRACED[name]
     first = bench.ragged(layout, tokens[0], "float32")
-    return [first, *(bench.like(first, token) for token in tokens[1:]), *(bench.dense(shape, "float32") for shape in dense)]
+    return [
+        first,
+        *(bench.like(first, token) for token in tokens[1:]),
+        *(bench.dense(shape, "float32") for shape in dense),
+    ]
 
 
 def _function(bench: Bench, name: str, inputs: list[Data]) -> Callable[..., Any]:
@@ -109,7 +118,10 @@ def _function(bench: Bench, name: str, inputs: list[Data]) -> Callable[..., Any]
     def run(*arrays: Any) -> Any:
         *values, offsets = arrays
         ragged = [scree.from_offsets(x, offsets, max_length=longest) for x in values[: len(tokens)]]
-        ragged = [ragged[0], *(x if name == "align" else scree.align(x, like=ragged[0]) for x in ragged[1:])]
+        ragged = [
+            ragged[0],
+            *(x if name == "align" else scree.align(x, like=ragged[0]) for x in ragged[1:]),
+        ]
         found = call(bench.xp.ragged, *ragged, *values[len(tokens) :])
         return (found.values, found.offsets) if isinstance(found, scree.Array) else (found,)
 
@@ -150,19 +162,31 @@ def differentiated(bench: Bench, layout: Layout, dtype: str, *, name: str) -> No
     def truth(exact: list[Any]) -> float:
         with np.errstate(all="ignore"):
             found = TRACED[name][3](*exact)
-            whole = np.concatenate([np.zeros((0, *weights.shape[1:])), *found]) if isinstance(found, list) else found
+            whole = (
+                np.concatenate([np.zeros((0, *weights.shape[1:])), *found])
+                if isinstance(found, list)
+                else found
+            )
         return float(np.sum(np.where(np.isfinite(whole), whole, 0) * weights))
 
     gradients = [bench.lib.read(g) for g in bench.lib.grad(loss, *_plain(inputs))]
     for i, gradient in enumerate(gradients):
         direction = bench.rng.standard_normal(gradient.shape)
         up, down = (
-            truth([_moved(x.exact, direction * by) if j == i else x.exact for j, x in enumerate(inputs)]) for by in (STEP, -STEP)
+            truth(
+                [
+                    _moved(x.exact, direction * by) if j == i else x.exact
+                    for j, x in enumerate(inputs)
+                ]
+            )
+            for by in (STEP, -STEP)
         )
         right, size = (up - down) / (2 * STEP), float(np.sum(np.abs(gradient * direction)))
         allowed = 64 * EPS["float32"] * size + STEP * STEP * max(size, 1)
         found = float(np.sum(gradient * direction))
-        assert math.isfinite(found) and abs(found - right) <= allowed, f"argument {i}: {found}, expected {right} +- {allowed:.3g}"
+        assert math.isfinite(found) and abs(found - right) <= allowed, (
+            f"argument {i}: {found}, expected {right} +- {allowed:.3g}"
+        )
 
 
 def _moved(exact: Any, by: np.ndarray) -> Any:
@@ -171,7 +195,9 @@ def _moved(exact: Any, by: np.ndarray) -> Any:
     if not exact:
         return exact
     ends = np.cumsum([len(row) for row in exact])[:-1]
-    return Rows((row + part for row, part in zip(exact, np.split(by, ends), strict=True)), exact.template)
+    return Rows(
+        (row + part for row, part in zip(exact, np.split(by, ends), strict=True)), exact.template
+    )
 
 
 def never(bench: Bench, layout: Layout, dtype: str, *, why: str) -> None:
@@ -194,10 +220,14 @@ def dropped(bench: Bench, layout: Layout, dtype: str) -> None:
     bench.close(gradient, np.where(bench.lib.read(drop(x.values)) == 0, 0, 1 / 0.75), dtype=dtype)
 
 
-operation("ragged.same_layout: differentiated", ("plain",), ("float32",))(partial(never, why=UNTRACED["same_layout"]))
+operation("ragged.same_layout: differentiated", ("plain",), ("float32",))(
+    partial(never, why=UNTRACED["same_layout"])
+)
 for _name in TRACED:
     if _name not in UNTRACED:
         operation(f"ragged.{_name}: jitted", WHERE, ("float32",))(partial(jitted, name=_name))
-    operation(f"ragged.{_name}: differentiated", WHERE, ("float32",))(partial(differentiated, name=_name))
+    operation(f"ragged.{_name}: differentiated", WHERE, ("float32",))(
+        partial(differentiated, name=_name)
+    )
 for _name, _why in UNTRACED.items():
     operation(f"ragged.{_name}: jitted", ("plain",), ("float32",))(partial(never, why=_why))

@@ -14,7 +14,9 @@ from scree_conformance.bench import Bench
 from scree_conformance.suite import cases
 from scree_conformance.table import Absent, Case
 
-BACKENDS = [name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name]
+BACKENDS = [
+    name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name
+]
 bench = cache(lambda name: Bench(load(name)))
 
 
@@ -22,7 +24,9 @@ def _all() -> list[object]:
     found: list[object] = []
     for name in BACKENDS:
         try:
-            found += [pytest.param(name, case, id=f"{name}-{case.name}") for case in cases(load(name))]
+            found += [
+                pytest.param(name, case, id=f"{name}-{case.name}") for case in cases(load(name))
+            ]
         except ImportError:  # becomes a case that fails
             found.append(pytest.param(name, None, id=f"{name}-missing"))
     return found
@@ -34,5 +38,7 @@ def test_conformance(name: str, case: Case | None) -> None:
     assert case is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with suppress(Absent):  # a gap of the library that its table names, and that was seen to be one
+        with suppress(
+            Absent
+        ):  # a gap of the library that its table names, and that was seen to be one
             case.run(on)

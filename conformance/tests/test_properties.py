@@ -22,7 +22,9 @@ from scree_conformance.ordering import order
 from scree_conformance.suite import OPERATIONS
 from scree_conformance.table import DTYPES, Absent, Case, Operation
 
-BACKENDS = [name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name]
+BACKENDS = [
+    name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name
+]
 bench = cache(lambda name: Bench(load(name)))
 
 #: Rows of any length, many of them empty or of one token.
@@ -32,13 +34,23 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 2), st.integers(0, 70)), max_size=7)
 def drawn(name: str, examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Settings of a library: one that compiles every shape gets few examples, and the same ones in every run."""
     few = 1 if name == "jax" else examples
-    return settings(max_examples=few, derandomize=True, deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
-                    suppress_health_check=list(HealthCheck))  # fmt: skip
+    return settings(
+        max_examples=few,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 # ---------------------------------------------------------------------------------------- every operation of the table
 #: Operations of functions that run on any layout; the others are about one.
-ANYWHERE = [op for op in OPERATIONS if op.functions and len(op.layouts) > 1 and op.variant not in ("jitted", "differentiated")]
+ANYWHERE = [
+    op
+    for op in OPERATIONS
+    if op.functions and len(op.layouts) > 1 and op.variant not in ("jitted", "differentiated")
+]
 
 
 @pytest.mark.parametrize(("name", "operation"), [
@@ -48,9 +60,17 @@ def test_operations_on_drawn_rows(name: str, operation: Operation) -> None:
     on = bench(name)
 
     @drawn(name, 3)
-    @given(LENGTHS, st.sampled_from([dtype for dtype in operation.dtypes if dtype in on.lib.dtypes] or ["float32"]))
+    @given(
+        LENGTHS,
+        st.sampled_from(
+            [dtype for dtype in operation.dtypes if dtype in on.lib.dtypes] or ["float32"]
+        ),
+    )
     def run(lengths: list[int], dtype: str) -> None:
-        with warnings.catch_warnings(), suppress(Absent):  # a gap that the library's table names, as in test_conformance
+        with (
+            warnings.catch_warnings(),
+            suppress(Absent),
+        ):  # a gap that the library's table names, as in test_conformance
             warnings.simplefilter("ignore")
             Case(operation, lengths, dtype).run(on)
 
@@ -60,24 +80,33 @@ def test_operations_on_drawn_rows(name: str, operation: Operation) -> None:
 # --------------------------------------------------------------------------------------------- functions with an axis
 def axis_of(data: st.DataObject, ndim: int, first: int = 1) -> int:
     """An axis behind the batch, counted from either end."""
-    return data.draw(st.integers(first, ndim - 1).flatmap(lambda a: st.sampled_from((a, a - ndim))), "axis")
+    return data.draw(
+        st.integers(first, ndim - 1).flatmap(lambda a: st.sampled_from((a, a - ndim))), "axis"
+    )
 
 
 def reduction(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     """Any set of axes but the batch without the ragged one."""
-    ragged, axes = x.ragged_dim + 1, st.lists(st.integers(0, x.ndim - 1), min_size=1, unique=True).map(tuple)
+    ragged, axes = (
+        x.ragged_dim + 1,
+        st.lists(st.integers(0, x.ndim - 1), min_size=1, unique=True).map(tuple),
+    )
     axis = data.draw(st.one_of(st.none(), axes), "axis")
     keepdims = data.draw(st.booleans(), "keepdims")
     assume(axis is None or 0 not in axis or ragged in axis)
-    return (lambda a: getattr(xp, name)(a, axis=axis, keepdims=keepdims),
-            lambda rows: oracle.reduce(name, rows, axis, keepdims=keepdims, ragged=ragged))  # fmt: skip
+    return (
+        lambda a: getattr(xp, name)(a, axis=axis, keepdims=keepdims),
+        lambda rows: oracle.reduce(name, rows, axis, keepdims=keepdims, ragged=ragged),
+    )
 
 
 def scan(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     """Running sums and products along any axis behind the batch."""
     axis, initial = axis_of(data, x.ndim), data.draw(st.booleans(), "include_initial")
-    return (lambda a: getattr(xp, name)(a, axis=axis, include_initial=initial),
-            lambda rows: oracle.scan(name, rows, axis % x.ndim - 1, initial=initial))  # fmt: skip
+    return (
+        lambda a: getattr(xp, name)(a, axis=axis, include_initial=initial),
+        lambda rows: oracle.scan(name, rows, axis % x.ndim - 1, initial=initial),
+    )
 
 
 def sorting(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
@@ -89,16 +118,22 @@ def sorting(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     def one(row: np.ndarray) -> np.ndarray:
         return places(row) if name == "argsort" else np.take_along_axis(row, places(row), at)
 
-    return lambda a: getattr(xp, name)(a, axis=axis, descending=down), lambda rows: list(map(one, rows))
+    return lambda a: getattr(xp, name)(a, axis=axis, descending=down), lambda rows: list(
+        map(one, rows)
+    )
 
 
-def each(plain: Callable[..., Any], options: Callable[[st.DataObject], tuple[Any, ...]] = lambda data: ()) -> Any:
+def each(
+    plain: Callable[..., Any], options: Callable[[st.DataObject], tuple[Any, ...]] = lambda data: ()
+) -> Any:
     """A function of a row and one of its axes."""
 
     def rule(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
         axis, more = axis_of(data, x.ndim), options(data)
-        return (lambda a: getattr(xp, name)(a, *more, axis=axis),
-                lambda rows: [plain(row, *more, axis=axis % x.ndim - 1) for row in rows])  # fmt: skip
+        return (
+            lambda a: getattr(xp, name)(a, *more, axis=axis),
+            lambda rows: [plain(row, *more, axis=axis % x.ndim - 1) for row in rows],
+        )
 
     return rule
 
@@ -106,14 +141,18 @@ def each(plain: Callable[..., Any], options: Callable[[st.DataObject], tuple[Any
 def expanded(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     """A new axis anywhere behind the batch."""
     axis = axis_of(data, x.ndim + 1)
-    return (lambda a: xp.squeeze(xp.expand_dims(xp.expand_dims(a, axis=axis), axis=axis), axis=axis),
-            lambda rows: [np.expand_dims(row, axis % (x.ndim + 1) - 1) for row in rows])  # fmt: skip
+    return (
+        lambda a: xp.squeeze(xp.expand_dims(xp.expand_dims(a, axis=axis), axis=axis), axis=axis),
+        lambda rows: [np.expand_dims(row, axis % (x.ndim + 1) - 1) for row in rows],
+    )
 
 
 def permuted(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     """The axes behind the batch in any order."""
     axes = tuple(data.draw(st.permutations(range(1, x.ndim)), "axes"))
-    return lambda a: xp.permute_dims(a, (0, *axes)), lambda rows: [row.transpose([i - 1 for i in axes]) for row in rows]
+    return lambda a: xp.permute_dims(a, (0, *axes)), lambda rows: [
+        row.transpose([i - 1 for i in axes]) for row in rows
+    ]
 
 
 def joined(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
@@ -121,7 +160,9 @@ def joined(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
     axis = axis_of(data, x.ndim, 0)
     if axis % x.ndim == 0:
         return lambda a: xp.concat([a, a], axis=axis), lambda rows: [*rows, *rows]
-    return lambda a: xp.concat([a, a], axis=axis), lambda rows: [np.concatenate([row, row], axis % x.ndim - 1) for row in rows]
+    return lambda a: xp.concat([a, a], axis=axis), lambda rows: [
+        np.concatenate([row, row], axis % x.ndim - 1) for row in rows
+    ]
 
 
 def along(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
@@ -156,8 +197,16 @@ def test_functions_on_drawn_shapes(name: str, function: str) -> None:
     rule, draw, dtypes = RULES[function]
 
     @drawn(name, 12)
-    @given(st.data(), LENGTHS, st.lists(st.integers(0, 3), max_size=3).map(tuple), st.sampled_from(dtypes), st.integers(0, 2**20))
-    def run(data: st.DataObject, lengths: list[int], token: tuple[int, ...], dtype: str, seed: int) -> None:
+    @given(
+        st.data(),
+        LENGTHS,
+        st.lists(st.integers(0, 3), max_size=3).map(tuple),
+        st.sampled_from(dtypes),
+        st.integers(0, 2**20),
+    )
+    def run(
+        data: st.DataObject, lengths: list[int], token: tuple[int, ...], dtype: str, seed: int
+    ) -> None:
         assume(dtype in on.lib.dtypes)
         dim = data.draw(st.integers(0, len(token)), "ragged_dim")
         with on.lib.context(), warnings.catch_warnings():
@@ -165,16 +214,33 @@ def test_functions_on_drawn_shapes(name: str, function: str) -> None:
             on.start(str(seed))
             x = on.ragged(lengths, token, dtype, draw, dim)
             call, truth = rule(on.xp, x.x, data, function)
-            assume(math.prod(token) or function not in ("max", "min"))  # the standard leaves the greatest of no elements open
+            assume(
+                math.prod(token) or function not in ("max", "min")
+            )  # the standard leaves the greatest of no elements open
             out = None if function in ("argsort", "count_nonzero") else DTYPE.get(function, dtype)
             close(on, x, call, truth, out, function)
 
     run()
 
 
-def close(on: Bench, x: Any, call: Callable[..., Any], truth: Callable[..., Any], out: str | None, function: str) -> None:
+def close(
+    on: Bench,
+    x: Any,
+    call: Callable[..., Any],
+    truth: Callable[..., Any],
+    out: str | None,
+    function: str,
+) -> None:
     """`Bench.check`, which compares the dtype besides where one is expected."""
     expected = out or on.lib.dtype_name(call(x.x))
-    one = not isinstance(truth(x.exact), list)  # one number for many: chance may spare the reference its error
-    on.check(call, truth, x, dtype=expected, orders=8 if one and function in ("mean", "std", "var", "sum", "prod") else 1,
-             curved=function in ("softmax", "log_softmax", "logsumexp"))
+    one = not isinstance(
+        truth(x.exact), list
+    )  # one number for many: chance may spare the reference its error
+    on.check(
+        call,
+        truth,
+        x,
+        dtype=expected,
+        orders=8 if one and function in ("mean", "std", "var", "sum", "prod") else 1,
+        curved=function in ("softmax", "log_softmax", "logsumexp"),
+    )

@@ -26,13 +26,23 @@ def test_the_functions_are_those_of_the_namespace() -> None:
 
 
 def test_every_function_has_an_operation() -> None:
-    checked = {name for operation in OPERATIONS for name in operation.functions if operation.variant not in coverage.VARIANTS}
+    checked = {
+        name
+        for operation in OPERATIONS
+        for name in operation.functions
+        if operation.variant not in coverage.VARIANTS
+    }
     assert set(FUNCTIONS) == checked
 
 
 def test_every_extension_says_whether_it_compiles() -> None:
     for variant in ("jitted", "differentiated"):
-        checked = {name for operation in OPERATIONS for name in operation.functions if operation.variant == variant}
+        checked = {
+            name
+            for operation in OPERATIONS
+            for name in operation.functions
+            if operation.variant == variant
+        }
         assert checked == {f"ragged.{name}" for name in scree.ops.__all__}
 
 
@@ -52,17 +62,40 @@ def test_a_name_lists_functions_or_none() -> None:
 
 def test_the_hard_layouts_are_there() -> None:
     rows = layouts.LAYOUTS.values()
-    assert [] in rows and [0, 0, 0] in rows and any(len(r) == 1 for r in rows) and any(set(r) == {1} for r in rows)
-    assert any(r[:1] == [0] and any(r) for r in rows) and any(r[-1:] == [0] and any(r) for r in rows)
+    assert (
+        [] in rows
+        and [0, 0, 0] in rows
+        and any(len(r) == 1 for r in rows)
+        and any(set(r) == {1} for r in rows)
+    )
+    assert any(r[:1] == [0] and any(r) for r in rows) and any(
+        r[-1:] == [0] and any(r) for r in rows
+    )
     assert any(0 in r[1:-1] and r[0] and r[-1] for r in rows)
     assert any(max(r, default=0) >= 500 and len(r) > 1 for r in rows)
 
 
 # ------------------------------------------------------------------------------------------------ the command line
 def test_reports_in_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--backend", "numpy", "--only", "ragged.softmax-", "--report", str(tmp_path / "report")]) == 0
+    assert (
+        main(
+            [
+                "--backend",
+                "numpy",
+                "--only",
+                "ragged.softmax-",
+                "--report",
+                str(tmp_path / "report"),
+            ]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "report.json").read_text())
-    assert (found["backend"], found["failed"], found["passed"]) == ("numpy", 0, found["operations"]["ragged.softmax"]["passed"])
+    assert (found["backend"], found["failed"], found["passed"]) == (
+        "numpy",
+        0,
+        found["operations"]["ragged.softmax"]["passed"],
+    )
     report = (tmp_path / "report.md").read_text()
     assert "| ragged.softmax |" in report
     assert len({line.count("|") for line in report.splitlines() if line.startswith("|")}) == 1
@@ -74,11 +107,15 @@ def test_one_form_by_the_suffix(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
 
-def test_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_ends_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def wrong(bench: object, layout: object, dtype: str) -> None:
         raise AssertionError("no such luck")
 
-    monkeypatch.setattr(table, "OPERATIONS", [Operation("sort", wrong, ("plain",), ("float32",), None)])
+    monkeypatch.setattr(
+        table, "OPERATIONS", [Operation("sort", wrong, ("plain",), ("float32",), None)]
+    )
     monkeypatch.setattr("scree_conformance.suite.OPERATIONS", table.OPERATIONS)
     assert main(["--backend", "numpy"]) == 1
     assert "no such luck" in capsys.readouterr().out
@@ -91,7 +128,9 @@ def test_coverage_wants_all_operations(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_library_runs_where_it_is_told_to() -> None:
-    with pytest.raises(ValueError, match="device: expected 'cpu', the only one of NumPy, got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="device: expected 'cpu', the only one of NumPy, got 'cuda'"
+    ):
         run("numpy", "cuda")
 
 
@@ -102,12 +141,20 @@ def test_nothing_to_run_ends_with_status_1() -> None:
 def test_the_loopback_kernel_runs_every_call() -> None:
     with loopback.registered() as calls:
         lines = run("numpy", kernel=loopback.PROVIDER)
-    counts = {name: line.passed + line.rejected for name, line in lines.items() if name.partition(":")[0] == "ragged.attention"}
+    counts = {
+        name: line.passed + line.rejected
+        for name, line in lines.items()
+        if name.partition(":")[0] == "ragged.attention"
+    }
     assert not any(line.failed for line in lines.values())
     assert sorted(calls) == loopback.KERNELS
     assert calls["attention"] >= sum(counts.values())
     attention = lines["ragged.attention"]
-    assert attention.passed and attention.rejected and "loopback takes no float64" in attention.notes[0]
+    assert (
+        attention.passed
+        and attention.rejected
+        and "loopback takes no float64" in attention.notes[0]
+    )
     with pytest.raises(ValueError, match="kernel: expected one of"):
         x = scree.from_lengths(np.ones(3), [3])
         scree.softmax(x, kernel=loopback.PROVIDER)
@@ -119,7 +166,11 @@ def test_coverage_adds_up_operations_and_keeps_other_libraries(tmp_path: Path) -
         return SimpleNamespace(passed=passed, failed=0, absent=absent, why=why)
 
     path = tmp_path / "results" / "coverage.json"
-    coverage.update(path, "torch", {"unique_all": line(0, 2, "not there"), "ragged.rope: jitted": line(2, 0, "")})
+    coverage.update(
+        path,
+        "torch",
+        {"unique_all": line(0, 2, "not there"), "ragged.rope: jitted": line(2, 0, "")},
+    )
     coverage.update(path, "numpy", {"unique_all": line(2, 0, "")})
     found = json.loads(path.read_text())
     assert list(found) == ["numpy", "torch"]
@@ -131,6 +182,8 @@ def test_the_page_of_coverage_knows_every_function() -> None:
     found = json.loads(COVERAGE.read_text())
     assert set(found) == set(coverage.PACKAGES)
     for column in found.values():
-        assert list(column["functions"]) == list(FUNCTIONS), "run python -m scree_conformance --coverage for each backend"
+        assert list(column["functions"]) == list(FUNCTIONS), (
+            "run python -m scree_conformance --coverage for each backend"
+        )
         assert all(cells.get("eager") for cells in column["functions"].values())
         assert not any(cell[1] for cells in column["functions"].values() for cell in cells.values())

@@ -68,5 +68,9 @@ def _register(operation: str, kernels: Any, function: str, values: Callable[[Any
             return "the Triton kernels run under no transform of torch.func, such as vmap"
         return kernels.rejects(call)  # type: ignore[no-any-return]
 
-    register_kernel(operation, provider="triton", rejects=rejects, again=getattr(kernels, f"{function}_again", None))(
-        getattr(kernels, function))
+    register_kernel(
+        operation,
+        provider="triton",
+        rejects=rejects,
+        again=getattr(kernels, f"{function}_again", None),
+    )(getattr(kernels, function))

@@ -3,6 +3,7 @@
 Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
 torch.export trace, the same plans run behind custom operators.
 """
+
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,9 @@ def rejects(call: Any) -> str | None:
     """Why this package does not take `call`, from host metadata only; None if it does."""
     q, k, v = call.q.values, call.k.values, call.v.values
     dtype, slopes = q.dtype, call.alibi_slopes
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+    if not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
         return "the Triton kernels take torch tensors"
     unfit = _unfit(q.device)
     if unfit:
@@ -34,7 +37,9 @@ def rejects(call: Any) -> str | None:
     if INTERPRETED and dtype == torch.bfloat16:
         return "Triton's interpreter has no bfloat16"
     if not dtype == k.dtype == v.dtype:
-        return f"the Triton kernels take q, k and v of one dtype, not {dtype}, {k.dtype} and {v.dtype}"
+        return (
+            f"the Triton kernels take q, k and v of one dtype, not {dtype}, {k.dtype} and {v.dtype}"
+        )
     if not q.ndim == k.ndim == v.ndim == 3:
         return "the Triton kernels take values of shape (total, num_heads, head_dim)"
     total, _, dim = q.shape
@@ -74,8 +79,15 @@ def run(call: Any) -> Any:
     if not torch.compiler.is_compiling():
         return run_again(call)(call.q, call.k, call.v, call.alibi_slopes)
     q, k, v = call.q, call.k, call.v
-    out, lse = _traced(q.values, k.values, v.values, q.offsets, k.offsets, _spec(call),
-                       None if call.alibi_slopes is None else _float(call.alibi_slopes))
+    out, lse = _traced(
+        q.values,
+        k.values,
+        v.values,
+        q.offsets,
+        k.offsets,
+        _spec(call),
+        None if call.alibi_slopes is None else _float(call.alibi_slopes),
+    )
     return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
 
 
@@ -85,16 +97,26 @@ def run_again(call: Any) -> Callable[..., Any]:
     wanted = any(x.values.requires_grad for x in (call.q, call.k, call.v))
     found: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
-    def ways(q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        rows = Rows(q.offsets, k.offsets, q.layout.beside(k.layout), max(q.layout.bound, k.layout.bound))
+    def ways(
+        q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        rows = Rows(
+            q.offsets, k.offsets, q.layout.beside(k.layout), max(q.layout.bound, k.layout.bound)
+        )
         way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
-        made = way.forward_on(rows, *tokens, spec), way.backward_on(rows, *tokens, spec) if wanted else None
+        made = (
+            way.forward_on(rows, *tokens, spec),
+            way.backward_on(rows, *tokens, spec) if wanted else None,
+        )
         if not capturing(arrays[0]):
             found[key] = made
         return made
 
     def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        arrays, slopes = (q.values, k.values, v.values), None if alibi_slopes is None else _float(alibi_slopes)
+        arrays, slopes = (
+            (q.values, k.values, v.values),
+            None if alibi_slopes is None else _float(alibi_slopes),
+        )
         key = aligned(*arrays), tf32(arrays[0].dtype)
         forward, backward = found.get(key) or ways(q, k, arrays, key)
         if not (wanted and torch.is_grad_enabled()):
@@ -103,7 +125,9 @@ def run_again(call: Any) -> Callable[..., Any]:
             out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
         else:
             return q._of(_Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout)
-        return (q._of(out, q.layout), q._of(lse.t(), q.layout)) if return_lse else q._of(out, q.layout)
+        return (
+            (q._of(out, q.layout), q._of(lse.t(), q.layout)) if return_lse else q._of(out, q.layout)
+        )
 
     return attend
 
@@ -116,10 +140,21 @@ def _spec(call: Any) -> Spec:
     return spec_of(call.causal, *call.window, call.scale, call.softcap)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *,
-              causal: bool = False, window: tuple[int | None, int | None] = (None, None), scale: float,
-              softcap: float | None = None, alibi_slopes: torch.Tensor | None = None,
-              memo: dict | None = None, max_length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    memo: dict | None = None,
+    max_length: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ragged attention on packed tensors.
 
     Parameters
@@ -153,7 +188,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
     rows = Rows(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
-    way, on = plan(q, k, v, rows, spec, alibi_slopes is not None), (rows, q.shape[0], k.shape[0], spec)
+    way, on = (
+        plan(q, k, v, rows, spec, alibi_slopes is not None),
+        (rows, q.shape[0], k.shape[0], spec),
+    )
     forward = way.forward_on(*on)
     if differentiated(q, k, v):
         out, lse = _Attention.apply(q, k, v, (forward, way.backward_on(*on), alibi_slopes, True))
@@ -162,9 +200,14 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Ten
     return out, lse.t()
 
 
-def spec_of(causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None) -> Spec:
+def spec_of(
+    causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None
+) -> Spec:
     """What is computed, in the plain numbers of `Spec`."""
-    left, right = UNBOUNDED if left is None else min(left, UNBOUNDED), UNBOUNDED if right is None else min(right, UNBOUNDED)
+    left, right = (
+        UNBOUNDED if left is None else min(left, UNBOUNDED),
+        UNBOUNDED if right is None else min(right, UNBOUNDED),
+    )
     return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
 
 
@@ -186,8 +229,15 @@ class _Attention(Function):
         return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
 
 
-def _traced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, spec: Spec,
-            slopes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _traced(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    spec: Spec,
+    slopes: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total), as a compiler shall see it."""
     rows_q = _rows_op(cu_q)
     return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
@@ -216,13 +266,25 @@ def _(offsets):
 
 def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
     """An operator's arguments lose their identity, so the same offsets are told by their memory."""
-    same = cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
+    same = (
+        cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
+    )
     return Rows(cu_q, cu_q if same else cu_k, _MEMOS.get(cu_q))
 
 
 @torch.library.custom_op("scree_triton::attention", mutates_args=())
-def _forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, cu_q: torch.Tensor,
-                cu_k: torch.Tensor, left: int, right: int, scale: float, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
     return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
 
@@ -234,12 +296,26 @@ def _(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
 
 
 @torch.library.custom_op("scree_triton::attention_backward", mutates_args=())
-def _backward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, out: torch.Tensor,
-                 lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, cu_q: torch.Tensor,
-                 cu_k: torch.Tensor, left: int, right: int, scale: float,
-                 softcap: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    return plan(q, k, v, rows, spec, slopes is not None).backward(q, k, v, slopes, out, lse, dout, dlse, rows, spec)
+    return plan(q, k, v, rows, spec, slopes is not None).backward(
+        q, k, v, slopes, out, lse, dout, dlse, rows, spec
+    )
 
 
 @_backward_op.register_fake

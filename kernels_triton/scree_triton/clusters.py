@@ -4,6 +4,7 @@ A row belongs to a cluster of eight programs, which hold its tokens in registers
 program reduces its part of the row, and leaves what it finds in memory for the others, which wait for it at the barrier of the
 cluster, an affair of the hardware. What does not fit in registers, in rows longer than others, is read again from the cache.
 """
+
 from typing import Any
 
 import triton
@@ -25,14 +26,23 @@ def launch(mean: int, constants: dict[str, Any]) -> Launch:
     """The kernel for rows of so many tokens on average, with the first of its constants."""
     tokens = min(triton.next_power_of_2(-(-mean // PROGRAMS)), _MOST_TOKENS)
     warps = tokens // (32 * _TOKENS)
-    return Launch(cluster_kernel, constants | dict(K=PROGRAMS, R=tokens, WARPS=warps),
-                  dict(num_warps=warps, num_ctas=PROGRAMS, maxnreg=_REGISTERS))
+    return Launch(
+        cluster_kernel,
+        constants | dict(K=PROGRAMS, R=tokens, WARPS=warps),
+        dict(num_warps=warps, num_ctas=PROGRAMS, maxnreg=_REGISTERS),
+    )
 
 
 @gluon.constexpr_function
 def _layout(K, THREADS, WARPS):
     """The first dimension goes over the programs of a cluster, the second over THREADS of a warp and WARPS warps."""
-    return gl.BlockedLayout([1, 1], [32 // THREADS, THREADS], [1, WARPS], [1, 0], [[1 << i, 0] for i in range(K.bit_length() - 1)])
+    return gl.BlockedLayout(
+        [1, 1],
+        [32 // THREADS, THREADS],
+        [1, WARPS],
+        [1, 0],
+        [[1 << i, 0] for i in range(K.bit_length() - 1)],
+    )
 
 
 @gluon.constexpr_function
@@ -44,14 +54,22 @@ def _threads(K, WARPS):
 def _meet(K: gl.constexpr, WARPS: gl.constexpr):
     """Wait for the other programs of the cluster, and see what they have written."""
     thread = gl.arange(0, 32 * WARPS, _threads(K, WARPS))
-    gl.inline_asm_elementwise("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;",
-                              "=r,r", [thread], gl.int32, False, 1)
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;",
+        "=r,r",
+        [thread],
+        gl.int32,
+        False,
+        1,
+    )
 
 
 @gluon.jit
 def _read(X, Y, at, r, start, stop, OP: gl.constexpr, READS: gl.constexpr):
     """The tokens at + r of a tile, (K, R), as what changes no result where they are not in [start, stop); and which are."""
-    valid = (r >= gl.maximum(start - at, 0).to(gl.int32)) & (r < gl.minimum(stop - at, r.shape[1]).to(gl.int32))
+    valid = (r >= gl.maximum(start - at, 0).to(gl.int32)) & (
+        r < gl.minimum(stop - at, r.shape[1]).to(gl.int32)
+    )
     x = gl.load((X + at) + r, mask=valid, other=-float("inf") if OP == LSE else 0).to(gl.float32)
     y = x
     if READS == 2:
@@ -92,7 +110,11 @@ def _share(PARTS, u, v, k, OP: gl.constexpr, K: gl.constexpr, WARPS: gl.constexp
         gl.store(PARTS + K + k, v)
     _meet(K, WARPS)
     SEEN: gl.constexpr = _layout(K, K, WARPS)
-    parts = PARTS + gl.arange(0, K, gl.SliceLayout(0, SEEN))[None, :] + gl.arange(0, K, gl.SliceLayout(1, SEEN))[:, None] * 0
+    parts = (
+        PARTS
+        + gl.arange(0, K, gl.SliceLayout(0, SEEN))[None, :]
+        + gl.arange(0, K, gl.SliceLayout(1, SEEN))[:, None] * 0
+    )
     us = gl.load(parts, cache_modifier=".cg")
     if OP == LSE:
         vs = gl.load(parts + K, cache_modifier=".cg")
@@ -101,13 +123,33 @@ def _share(PARTS, u, v, k, OP: gl.constexpr, K: gl.constexpr, WARPS: gl.constexp
     else:
         u = gl.sum(us, 1)
         vs = us
-    return gl.convert_layout(u, k.type.layout)[:, None], gl.convert_layout(gl.sum(vs, 1), k.type.layout)[:, None]
+    return gl.convert_layout(u, k.type.layout)[:, None], gl.convert_layout(
+        gl.sum(vs, 1), k.type.layout
+    )[:, None]
 
 
 @gluon.jit(do_not_specialize=("n", "total", "most"))
-def cluster_kernel(X, Y, A, B, OUT, OFFSETS, PARTS, n, total, most, OP: gl.constexpr, MAP: gl.constexpr, READS: gl.constexpr,
-                   HAS_A: gl.constexpr, HAS_B: gl.constexpr, FOLLOWED: gl.constexpr, K: gl.constexpr, R: gl.constexpr,
-                   WARPS: gl.constexpr):
+def cluster_kernel(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    PARTS,
+    n,
+    total,
+    most,
+    OP: gl.constexpr,
+    MAP: gl.constexpr,
+    READS: gl.constexpr,
+    HAS_A: gl.constexpr,
+    HAS_B: gl.constexpr,
+    FOLLOWED: gl.constexpr,
+    K: gl.constexpr,
+    R: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """The tokens OUT (total,) of rows of up to `most`; those behind the last row become 0. PARTS (n, 2, K) is for the clusters."""
     HELD: gl.constexpr = _layout(K, 32, WARPS)
     row = gl.program_id(0)

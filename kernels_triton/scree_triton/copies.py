@@ -8,6 +8,7 @@ not read, and they come out as 0.
 
 Values have the shape (..., total, ...) with the tokens along one axis; what stands before that axis makes the pieces of a token.
 """
+
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -27,7 +28,13 @@ _APART = 128  # and takes single units from anywhere: with more on their way a t
 # Tokens of one unit of so many bytes that a program writes to neighboring places, those side by side in a thread, and the warps.
 _STREAMS = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _WARPS = 4
-_FLAGS = ("LEFT", "MARKS", "CHECKED", "BACK", "COUNT")  # parameters that say what a kernel does, beside its tile
+_FLAGS = (
+    "LEFT",
+    "MARKS",
+    "CHECKED",
+    "BACK",
+    "COUNT",
+)  # parameters that say what a kernel does, beside its tile
 MOST_PLANS = 1024  # of a kind
 
 
@@ -81,14 +88,24 @@ def rows_of(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, SIDE: tl.con
             later = token >= begin
             row = tl.where(later, high[:, None], low[:, None])
             begin = tl.where(later, begin, tl.load(OFFSETS + low)[:, None])
-            start = tl.where(later, tl.load(STARTS + high, mask=high < n, other=0)[:, None],
-                             tl.load(STARTS + low, mask=low < n, other=0)[:, None])
+            start = tl.where(
+                later,
+                tl.load(STARTS + high, mask=high < n, other=0)[:, None],
+                tl.load(STARTS + low, mask=low < n, other=0)[:, None],
+            )
     return row, begin.to(token.dtype), start.to(token.dtype)
 
 
 @triton.jit
-def part(PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr,
-         LONG: tl.constexpr, FOLLOWS: tl.constexpr):
+def part(
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIDE: tl.constexpr,
+    LONG: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """The block of tokens, its first one, all (TOKENS // SIDE, SIDE), and the piece and the first column to copy of them."""
     if FOLLOWS:  # the kernel before this one, whose end it waits for
         gdc_wait()
@@ -97,7 +114,13 @@ def part(PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl
     block = program // (PIECES * COLUMNS)
     first = block.to(tl.int64 if LONG else tl.int32) * TOKENS
     tokens = first + (tl.arange(0, TOKENS // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :])
-    return block, first, tokens, (program // COLUMNS % PIECES).to(first.dtype), program % COLUMNS * BC
+    return (
+        block,
+        first,
+        tokens,
+        (program // COLUMNS % PIECES).to(first.dtype),
+        program % COLUMNS * BC,
+    )
 
 
 @triton.jit
@@ -113,10 +136,27 @@ def store(y, value, exists, ends, SIDE: tl.constexpr):
 
 
 @triton.jit
-def copy(FROM, TO, source, target, real, exists, ends, low, high, column, WIDTH: tl.constexpr, BC: tl.constexpr,
-          SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+def copy(
+    FROM,
+    TO,
+    source,
+    target,
+    real,
+    exists,
+    ends,
+    low,
+    high,
+    column,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """BC units of each token that exists from the unit `source` to the unit `target`; where it is not real, a fill."""
-    unit: tl.constexpr = tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
+    unit: tl.constexpr = (
+        tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
+    )
     reads, writes = real & exists, exists
     if SIDE == 1:
         columns = (column + tl.arange(0, BC))[None, :]
@@ -158,10 +198,23 @@ def seen(x: torch.Tensor) -> tuple[Any, ...]:
 class Plan:
     """A launch and all that is static of it, so that a call only allocates and launches."""
 
-    def __init__(self, device: torch.device, made: Sequence[tuple[Sequence[int], torch.dtype]], launch: Launch | None = None,
-                 programs: int = 0, numbers: tuple[int, ...] = (), zeros: bool = False):
+    def __init__(
+        self,
+        device: torch.device,
+        made: Sequence[tuple[Sequence[int], torch.dtype]],
+        launch: Launch | None = None,
+        programs: int = 0,
+        numbers: tuple[int, ...] = (),
+        zeros: bool = False,
+    ):
         self.index = device.index if device.type == "cuda" else None
-        self.new, self.launch, self.programs, self.numbers, self.zeros = empty(device.type), launch, programs, numbers, zeros
+        self.new, self.launch, self.programs, self.numbers, self.zeros = (
+            empty(device.type),
+            launch,
+            programs,
+            numbers,
+            zeros,
+        )
         self.made = [(*contiguous(shape), dtype) for shape, dtype in made]
 
     @on_its_device
@@ -183,52 +236,108 @@ class Copier:
     dtypes of the other pointers, and what the kernel does. Its `steps` are those of the arrays in units, one array after another.
     """
 
-    def __init__(self, kernel: Any, tokens: int, streams: bool, arrays: Sequence[tuple[Seen, int, int]],
-                 dtypes: tuple[torch.dtype | None, ...], *flags: bool | int):
+    def __init__(
+        self,
+        kernel: Any,
+        tokens: int,
+        streams: bool,
+        arrays: Sequence[tuple[Seen, int, int]],
+        dtypes: tuple[torch.dtype | None, ...],
+        *flags: bool | int,
+    ):
         x, axis, rows = arrays[0]
-        width = math.prod(x.shape[axis + 1:]) * x.dtype.itemsize
+        width = math.prod(x.shape[axis + 1 :]) * x.dtype.itemsize
         steps = [step for x, axis, rows in arrays for step in x.steps(axis, rows)]
         bits = 16 | width
         for part in (*steps, *(x.low for x, *_ in arrays)):
             bits |= part
         align = bits & -bits  # the largest power of two, up to 16, that divides all of them
         self.device, unit = x.device, min(align, 8)
-        self.launch, self.tokens, each = _launch(kernel, x.device, dtypes, math.prod(x.shape[rows:axis]), width // unit, align,
-                                                 _long(tokens, arrays), streams, *flags)
+        self.launch, self.tokens, each = _launch(
+            kernel,
+            x.device,
+            dtypes,
+            math.prod(x.shape[rows:axis]),
+            width // unit,
+            align,
+            _long(tokens, arrays),
+            streams,
+            *flags,
+        )
         self.each, self.steps = each, [step // unit for step in steps]
 
     def blocks(self, tokens: int) -> int:
         """How many blocks of the tokens of a program these are."""
         return -(-tokens // self.tokens)
 
-    def plan(self, made: Sequence[tuple[Sequence[int], torch.dtype]], blocks: int, *numbers: int, zeros: bool = False) -> Plan:
+    def plan(
+        self,
+        made: Sequence[tuple[Sequence[int], torch.dtype]],
+        blocks: int,
+        *numbers: int,
+        zeros: bool = False,
+    ) -> Plan:
         """What makes tensors of these shapes and dtypes by so many blocks; the numbers come before the steps."""
-        return Plan(self.device, made, self.launch, blocks * self.each, (*numbers, *self.steps), zeros)
+        return Plan(
+            self.device, made, self.launch, blocks * self.each, (*numbers, *self.steps), zeros
+        )
 
 
 @cache
-def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], pieces: int, units: int, align: int, long: bool,
-            streams: bool, *flags: bool | int) -> tuple[Launch, int, int]:
+def _launch(
+    kernel: Any,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    pieces: int,
+    units: int,
+    align: int,
+    long: bool,
+    streams: bool,
+    *flags: bool | int,
+) -> tuple[Launch, int, int]:
     """A kernel for pieces of so many units at multiples of `align`; the tokens of a program and the programs of a token."""
     unit, single = min(align, 8), pieces == units == 1
     if streams and single:
         block, (tokens, side, warps) = 1, _STREAMS[unit]
     else:
         taken, padded = "INDEX" in kernel.arg_names, "MARKS" in kernel.arg_names
-        most, side, warps = _APART if taken and single else _SLOTS if taken or padded else _UNITS, 1, _WARPS
+        most, side, warps = (
+            _APART if taken and single else _SLOTS if taken or padded else _UNITS,
+            1,
+            _WARPS,
+        )
         block = units & -units  # a power of two that divides it, if that is not too small
         block = min(block if block >= 32 else triton.next_power_of_2(units), most)
         tokens = most // block
     names = [name for name in kernel.arg_names if name in _FLAGS]
-    tile = dict(PIECES=pieces, WIDTH=units, BC=block, TOKENS=tokens, SIDE=side, UNIT=unit, ALIGN=align // unit, LONG=long,
-                FOLLOWS=follows(device))
+    tile = dict(
+        PIECES=pieces,
+        WIDTH=units,
+        BC=block,
+        TOKENS=tokens,
+        SIDE=side,
+        UNIT=unit,
+        ALIGN=align // unit,
+        LONG=long,
+        FOLLOWS=follows(device),
+    )
     options = dict(num_warps=warps, launch_pdl=follows(device))
-    return Launch(kernel, {**dict(zip(names, flags)), **tile}, options), tokens, pieces * -(-units // block)
+    return (
+        Launch(kernel, {**dict(zip(names, flags)), **tile}, options),
+        tokens,
+        pieces * -(-units // block),
+    )
 
 
 def _long(tokens: int, arrays: Sequence[tuple[Seen, int, int]]) -> bool:
     """Whether numbers of tokens, or of the units of arrays, take 64 bits."""
-    return max(tokens, *(sum((size - 1) * step for size, step in zip(x.shape, x.strides)) for x, *_ in arrays)) >= 1 << 30
+    return (
+        max(
+            tokens,
+            *(sum((size - 1) * step for size, step in zip(x.shape, x.strides)) for x, *_ in arrays),
+        )
+        >= 1 << 30
+    )
 
 
 def laid(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
@@ -245,7 +354,7 @@ def laid(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     """A shape with another size along `dim`."""
-    return (*shape[:dim], size, *shape[dim + 1:])
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @lru_cache(1024)

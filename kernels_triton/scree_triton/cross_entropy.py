@@ -2,6 +2,7 @@
 
 The losses are one visit to the logits, their gradient is another: see `logits`. `losses` has what the losses are reduced to.
 """
+
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from .logits import rowwise, visit
 from .losses import SUMMED, Targets, of_each, reduced, row_means, targets_of
 
 
-def forward(x: torch.Tensor, targets: Targets, reduction: str = "none",
-            save: bool = True) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def forward(
+    x: torch.Tensor, targets: Targets, reduction: str = "none", save: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """What comes of the losses of logits x (total, classes), and of a "sum" or "mean" what part of it a loss is.
 
     Between the two, what the backward needs to know of each token, (2, total), if it is to be saved.
@@ -32,8 +34,13 @@ def forward(x: torch.Tensor, targets: Targets, reduction: str = "none",
     return row_means(losses, targets) if reduction == "row_mean" else losses, stats, None
 
 
-def backward(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, targets: Targets,
-             share: torch.Tensor | None = None) -> torch.Tensor:
+def backward(
+    dlosses: torch.Tensor,
+    x: torch.Tensor,
+    stats: torch.Tensor,
+    targets: Targets,
+    share: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The gradient of the logits, from that of the losses, (total,), which may be multiplied by one number more."""
     x = rowwise(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -54,22 +61,36 @@ class _CrossEntropy(Function):
     def backward(ctx, dloss):
         x, stats, share, classes, offsets = ctx.saved_tensors
         targets = Targets(classes, offsets, ctx.ignored)
-        return backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share), None, None
+        return (
+            backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share),
+            None,
+            None,
+        )
 
 
 @torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
-def _op(x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _op(
+    x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     return forward(x, Targets(classes, offsets, ignored))[:2]
 
 
 @_op.register_fake
 def _(x, classes, offsets, ignored):
-    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty((2, x.shape[0]), dtype=torch.float32)
+    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(
+        (2, x.shape[0]), dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("scree_triton::cross_entropy_backward", mutates_args=())
-def _backward_op(dlosses: torch.Tensor, x: torch.Tensor, stats: torch.Tensor, classes: torch.Tensor,
-                 offsets: torch.Tensor | None, ignored: int) -> torch.Tensor:
+def _backward_op(
+    dlosses: torch.Tensor,
+    x: torch.Tensor,
+    stats: torch.Tensor,
+    classes: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ignored: int,
+) -> torch.Tensor:
     return backward(dlosses, x, stats, Targets(classes, offsets, ignored))
 
 
@@ -83,8 +104,15 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, output[1], classes, offsets)
 
 
-_op.register_autograd(lambda ctx, dlosses, _: (_backward_op(dlosses, *ctx.saved_tensors, ctx.ignored), None, None, None),
-                      setup_context=_save)
+_op.register_autograd(
+    lambda ctx, dlosses, _: (
+        _backward_op(dlosses, *ctx.saved_tensors, ctx.ignored),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_save,
+)
 
 
 def rejects(call: Any) -> str | None:
@@ -115,10 +143,17 @@ def run_again(call: Any) -> Callable[..., torch.Tensor] | None:
     """
     if call.x.layout.backend.peek(call.labels) is not None:
         return None
-    ignored, reduction, kind, wanted = call.ignore_index, call.reduction, call.labels.dtype, call.values.requires_grad
+    ignored, reduction, kind, wanted = (
+        call.ignore_index,
+        call.reduction,
+        call.labels.dtype,
+        call.values.requires_grad,
+    )
 
     def losses(x: Any, targets: Any) -> torch.Tensor:
         classes = targets.values.to(kind).contiguous()
-        return _reduced(x.values, Targets(classes, x.offsets.contiguous(), ignored), reduction, wanted)
+        return _reduced(
+            x.values, Targets(classes, x.offsets.contiguous(), ignored), reduction, wanted
+        )
 
     return losses

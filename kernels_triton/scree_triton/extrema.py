@@ -1,4 +1,5 @@
 """Where the first maximum or minimum of each row of a ragged array is, on the kernels of `shares`."""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,12 @@ from . import shares
 from .host import refuses
 from .segments import Rows, over_rows, plan_of, rows_of, too_wide
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int32)  # which fit in 64 bits beside a place
+_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int32,
+)  # which fit in 64 bits beside a place
 _OPS = {"max": shares.ARGMAX, "min": shares.ARGMIN}
 
 

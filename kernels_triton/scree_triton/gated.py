@@ -1,4 +1,5 @@
 """The gate of a feed-forward network, forward and backward: every element is read once and written once."""
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,18 @@ _BLOCK = 1024  # columns of a program, or more tokens of fewer
 
 
 @triton.jit(do_not_specialize=("count",))
-def swiglu_kernel(X, DY, OUT, x_stride, dy_stride, count, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-                  BACKWARD: tl.constexpr):
+def swiglu_kernel(
+    X,
+    DY,
+    OUT,
+    x_stride,
+    dy_stride,
+    count,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
     """OUT (count, D) of X (count, 2 D), gates and values; BACKWARD: OUT (count, 2 D), the gradient of X from DY (count, D)."""
     blocks = tl.cdiv(D, BLOCK)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -36,15 +47,25 @@ def swiglu_kernel(X, DY, OUT, x_stride, dy_stride, count, D: tl.constexpr, BLOCK
         tl.store(out, dgate.to(OUT.dtype.element_ty), mask=mask)
         tl.store(out + D, (dy * gate * sigmoid).to(OUT.dtype.element_ty), mask=mask)
     else:
-        tl.store(OUT + token * D + column[None, :], (gate * sigmoid * value).to(OUT.dtype.element_ty), mask=mask)
+        tl.store(
+            OUT + token * D + column[None, :],
+            (gate * sigmoid * value).to(OUT.dtype.element_ty),
+            mask=mask,
+        )
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int) -> tuple[Launch, int, int]:
+def _launch(
+    device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int
+) -> tuple[Launch, int, int]:
     """The kernel, how many programs share a token, and how many tokens a program has."""
     block = min(triton.next_power_of_2(width), _BLOCK)
     tokens = _BLOCK // block
-    launch = Launch(swiglu_kernel, dict(D=width, BLOCK=block, TOKENS=tokens, BACKWARD=dy is not None), dict(num_warps=4))
+    launch = Launch(
+        swiglu_kernel,
+        dict(D=width, BLOCK=block, TOKENS=tokens, BACKWARD=dy is not None),
+        dict(num_warps=4),
+    )
     return launch, -(-width // block), tokens
 
 
@@ -71,13 +92,17 @@ class _Plan:
 
 
 @lru_cache(1024)
-def _plan(device: torch.device, x: torch.dtype, dy: torch.dtype | None, shape: tuple[int, ...]) -> _Plan:
+def _plan(
+    device: torch.device, x: torch.dtype, dy: torch.dtype | None, shape: tuple[int, ...]
+) -> _Plan:
     *axes, twice = shape
     width, count = twice // 2, math.prod(axes)
     index = device.index if device.type == "cuda" else None
     out = *contiguous((*axes, width) if dy is None else shape), x
     launch, blocks, tokens = _launch(device, x, dy, max(width, 1))
-    return _Plan(index, empty(device.type), out, launch, -(-count // tokens) * blocks if width else 0, count)
+    return _Plan(
+        index, empty(device.type), out, launch, -(-count // tokens) * blocks if width else 0, count
+    )
 
 
 def forward(x: torch.Tensor) -> torch.Tensor:
@@ -122,8 +147,10 @@ def _(x, dy):
     return x.new_empty(x.shape)
 
 
-_op.register_autograd(lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
-                      setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+_op.register_autograd(
+    lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def rejects(call: Any) -> str | None:
@@ -136,7 +163,11 @@ def run(call: Any) -> Any:
     x = call.values
     if torch.compiler.is_compiling():
         return call.result(_op(x))
-    return call.result(_Swiglu.apply(x, _plan(x.device, x.dtype, None, x.shape)) if differentiated(x) else forward(x))
+    return call.result(
+        _Swiglu.apply(x, _plan(x.device, x.dtype, None, x.shape))
+        if differentiated(x)
+        else forward(x)
+    )
 
 
 def run_again(call: Any) -> Callable[..., Any]:
@@ -145,7 +176,11 @@ def run_again(call: Any) -> Callable[..., Any]:
     plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
 
     def gate(x: Any) -> Any:
-        out = _Swiglu.apply(x.values, plan) if wanted and torch.is_grad_enabled() else plan.run(x.values)
+        out = (
+            _Swiglu.apply(x.values, plan)
+            if wanted and torch.is_grad_enabled()
+            else plan.run(x.values)
+        )
         return x._of(out, x.layout, x.ragged_dim)
 
     return gate

@@ -11,6 +11,7 @@ The third reads through pointers, and takes what the others do not. Its slots ho
 ``b`` is slot ``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see
 `portable`.
 """
+
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -29,8 +30,22 @@ _FAR = tl.constexpr(1 << 30)  # the end of every row, see `launch.Ragged`
 
 
 @triton.jit(do_not_specialize=("n", "total"))
-def tiled_kernel(X, W, OUT, OFFSETS, n, total, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TURNED: tl.constexpr):
+def tiled_kernel(
+    X,
+    W,
+    OUT,
+    OFFSETS,
+    n,
+    total,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row; W is (n, K, M), TURNED (n, M, K)."""
     COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     row = tl.arange(0, ROWS)  # and row n are the tokens behind the last one
@@ -60,13 +75,29 @@ def tiled_kernel(X, W, OUT, OFFSETS, n, total, K: tl.constexpr, M: tl.constexpr,
         y = tl.reshape(tl.where(of < n, acc, 0.0), [BLOCK_T, 2, BLOCK_M // 2])
         left, right = tl.split(tl.permute(y, [0, 2, 1]))
         place = _FAR - stop + at
-        OUT.store([_FAR, stop, place, column], tl.reshape(left.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]))
-        OUT.store([_FAR, stop, place, column + BLOCK_M // 2], tl.reshape(right.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]))
+        OUT.store(
+            [_FAR, stop, place, column],
+            tl.reshape(left.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
+        )
+        OUT.store(
+            [_FAR, stop, place, column + BLOCK_M // 2],
+            tl.reshape(right.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
+        )
 
 
 @triton.jit(do_not_specialize=("unused",))
-def tiled_weight_kernel(X, DY, DW, OFFSETS, unused, K: tl.constexpr, M: tl.constexpr, BLOCK_T: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def tiled_weight_kernel(
+    X,
+    DY,
+    DW,
+    OFFSETS,
+    unused,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
     COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * COLUMNS
@@ -87,9 +118,25 @@ def tiled_weight_kernel(X, DY, DW, OFFSETS, unused, K: tl.constexpr, M: tl.const
 
 
 @triton.jit(do_not_specialize=("n", "total", "bisections"))
-def product_kernel(X, W, OUT, OFFSETS, x_stride, w_group, w_k, w_m, n, total, bisections, K: tl.constexpr,
-                   M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-                   GROUP: tl.constexpr):
+def product_kernel(
+    X,
+    W,
+    OUT,
+    OFFSETS,
+    x_stride,
+    w_group,
+    w_k,
+    w_m,
+    n,
+    total,
+    bisections,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row."""
     columns = tl.cdiv(M, BLOCK_M)
     pid = tl.program_id(0)
@@ -138,8 +185,20 @@ def product_kernel(X, W, OUT, OFFSETS, x_stride, w_group, w_k, w_m, n, total, bi
 
 
 @triton.jit(do_not_specialize=("unused",))
-def weight_kernel(X, DY, DW, OFFSETS, x_stride, dy_stride, unused, K: tl.constexpr, M: tl.constexpr, BLOCK_T: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def weight_kernel(
+    X,
+    DY,
+    DW,
+    OFFSETS,
+    x_stride,
+    dy_stride,
+    unused,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
     columns = tl.cdiv(M, BLOCK_M)
     tiles = columns * tl.cdiv(K, BLOCK_K)
@@ -176,33 +235,70 @@ GROUP = 8
 
 
 @cache
-def _launches(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int) -> tuple[Launch, Launch]:
+def _launches(
+    device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int
+) -> tuple[Launch, Launch]:
     """The product, and the gradient of the matrices, through pointers."""
     tokens, columns, depth, warps, stages = PRODUCT[dtype.itemsize]
-    product = Launch(product_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
-                     dict(num_warps=warps, num_stages=stages))
+    product = Launch(
+        product_kernel,
+        dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
+        dict(num_warps=warps, num_stages=stages),
+    )
     depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
-    return product, Launch(weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
-                           dict(num_warps=warps, num_stages=stages))
+    return product, Launch(
+        weight_kernel,
+        dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+        dict(num_warps=warps, num_stages=stages),
+    )
 
 
 @cache
-def _tiled_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int, rows: int,
-                  turned: bool) -> Launch:
+def _tiled_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    offsets: torch.dtype,
+    k: int,
+    m: int,
+    rows: int,
+    turned: bool,
+) -> Launch:
     """The product by the copy engine; `rows` is a power of 2 greater than their number."""
     tokens, columns, depth, warps, stages = TILED_PRODUCT
-    return Launch(tiled_kernel, dict(K=k, M=m, ROWS=rows, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP,
-                                     TURNED=turned),
-                  dict(num_warps=warps, num_stages=stages), (tokens, columns if turned else depth, tokens))
+    return Launch(
+        tiled_kernel,
+        dict(
+            K=k,
+            M=m,
+            ROWS=rows,
+            BLOCK_T=tokens,
+            BLOCK_M=columns,
+            BLOCK_K=depth,
+            GROUP=GROUP,
+            TURNED=turned,
+        ),
+        dict(num_warps=warps, num_stages=stages),
+        (tokens, columns if turned else depth, tokens),
+    )
 
 
 @cache
-def _tiled_weight_launch(device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int,
-                         tile: tuple[int, int, int, int, int]) -> Launch:
+def _tiled_weight_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    offsets: torch.dtype,
+    k: int,
+    m: int,
+    tile: tuple[int, int, int, int, int],
+) -> Launch:
     """The gradient of the matrices by the copy engine."""
     depth, columns, tokens, warps, stages = tile
-    return Launch(tiled_weight_kernel, dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
-                  dict(num_warps=warps, num_stages=stages), (tokens, tokens))
+    return Launch(
+        tiled_weight_kernel,
+        dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+        dict(num_warps=warps, num_stages=stages),
+        (tokens, tokens),
+    )
 
 
 @cache
@@ -223,8 +319,12 @@ def _hopper(device: torch.device) -> Any:
 def _readable(x: torch.Tensor) -> bool:
     """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, no element twice, no row that is too long."""
     steps = x.stride()[:-1]
-    return (x.element_size() == 2 and x.data_ptr() % 16 == 0 and x.shape[0] <= _FAR.value
-            and all(step % 8 == 0 and step >= x.shape[-1] for step in steps))
+    return (
+        x.element_size() == 2
+        and x.data_ptr() % 16 == 0
+        and x.shape[0] <= _FAR.value
+        and all(step % 8 == 0 and step >= x.shape[-1] for step in steps)
+    )
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -236,20 +336,36 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
         return out
     turned = weight.stride(2) != 1
     plain = weight.mT if turned else weight
-    if 0 < n < _MOST_COUNTED and plain.stride(2) == 1 and all(map(_readable, (x, plain, out))) and _copies_tiles(x.device):
+    if (
+        0 < n < _MOST_COUNTED
+        and plain.stride(2) == 1
+        and all(map(_readable, (x, plain, out)))
+        and _copies_tiles(x.device)
+    ):
         if kernels := _hopper(x.device):
             kernels.product(x, plain, turned, offsets, out)
             return out
-        launch = _tiled_launch(x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned)
+        launch = _tiled_launch(
+            x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned
+        )
         _, columns, depth, *_ = TILED_PRODUCT
-        shapes = (tiled(tuple(x.shape), x.stride(), depth),
-                  tiled(tuple(plain.shape), plain.stride(), depth if turned else columns),
-                  tiled(*ragged_shape(1, m, m, m), columns // 2))
-        start(launch, multiprocessors(x.device), (offsets,), (), (n, total), (x, plain, out), shapes)
+        shapes = (
+            tiled(tuple(x.shape), x.stride(), depth),
+            tiled(tuple(plain.shape), plain.stride(), depth if turned else columns),
+            tiled(*ragged_shape(1, m, m, m), columns // 2),
+        )
+        start(
+            launch, multiprocessors(x.device), (offsets,), (), (n, total), (x, plain, out), shapes
+        )
     else:
         tokens, columns = PRODUCT[x.dtype.itemsize][:2]
-        start(_launches(x.device, x.dtype, offsets.dtype, k, m)[0], (total // tokens + n + 1) * -(-m // columns),
-              (x, weight, out, offsets), (x.stride(0), *weight.stride()), (n, total, (n + 1).bit_length()))
+        start(
+            _launches(x.device, x.dtype, offsets.dtype, k, m)[0],
+            (total // tokens + n + 1) * -(-m // columns),
+            (x, weight, out, offsets),
+            (x.stride(0), *weight.stride()),
+            (n, total, (n + 1).bit_length()),
+        )
     return out
 
 
@@ -267,12 +383,22 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
         tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
         launch = _tiled_weight_launch(x.device, x.dtype, offsets.dtype, k, m, tile)
         depth, columns, *_ = tile
-        shapes = tiled(*ragged_shape(1, k, x.stride(0), k), depth), tiled(*ragged_shape(1, m, dy.stride(0), m), columns)
-        start(launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes)
+        shapes = (
+            tiled(*ragged_shape(1, k, x.stride(0), k), depth),
+            tiled(*ragged_shape(1, m, dy.stride(0), m), columns),
+        )
+        start(
+            launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes
+        )
     else:
         depth, columns = WEIGHT[x.dtype.itemsize][:2]
-        start(_launches(x.device, x.dtype, offsets.dtype, k, m)[1], n * -(-k // depth) * -(-m // columns),
-              (x, dy, dw, offsets), (x.stride(0), dy.stride(0)), (0,))
+        start(
+            _launches(x.device, x.dtype, offsets.dtype, k, m)[1],
+            n * -(-k // depth) * -(-m // columns),
+            (x, dy, dw, offsets),
+            (x.stride(0), dy.stride(0)),
+            (0,),
+        )
     return dw
 
 
@@ -315,7 +441,9 @@ def _differentiate(ctx, dy):
     return _op(dy, weight.mT, offsets), _weight_op(x, dy, offsets), None
 
 
-_op.register_autograd(_differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+_op.register_autograd(
+    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 def rejects(call: Any) -> str | None:

@@ -16,21 +16,39 @@ key is taken off each score. SOFTCAP: scores are softcap * tanh(scores / softcap
 `softcap` includes the factor log2(e), as `scale` does otherwise. Without WINDOW, loops over tiles are split by whether they need
 a mask; with it one loop asks each tile, which takes fewer registers. ALIBI and SOFTCAP come with WINDOW alone, to compile less.
 """
+
 from collections.abc import Iterator
 from itertools import cycle
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from .launch import current_stream
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-1.0e30)  # where a running maximum starts; finite, so that exp2(-inf - m) is 0 and not NaN
+LOWEST = gl.constexpr(
+    -1.0e30
+)  # where a running maximum starts; finite, so that exp2(-inf - m) is 0 and not NaN
 BILLION = gl.constexpr(1 << 30)  # the extent of a ragged descriptor's token dimension
-_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left", "right")
+_COUNTS = (
+    "dlse_stride",
+    "dlse_head",
+    "total",
+    "plane",
+    "heads",
+    "group_size",
+    "group",
+    "left",
+    "right",
+)
 _SLOTS = 4096
 _rings: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
 
@@ -49,7 +67,9 @@ def counter(device: torch.device) -> torch.Tensor:
     ring = _rings.get(key)
     if ring is None:
         # 16 bytes apart, as alignment is part of what a kernel is compiled for.
-        ring = _rings[key] = cycle(torch.zeros((_SLOTS, 4), dtype=torch.int32, device=device).unbind())
+        ring = _rings[key] = cycle(
+            torch.zeros((_SLOTS, 4), dtype=torch.int32, device=device).unbind()
+        )
     return next(ring)
 
 
@@ -66,7 +86,9 @@ def _column(head, stride, ring):
 def _place(start, length, row, column, part, tile):
     """Where in a ragged descriptor a part of some rows is."""
     WIDTH: gl.constexpr = tile.shape[len(tile.shape) - 1]
-    if len(tile.shape) == 5:  # heads are a dimension of their own, so that the last part is filled up with zeros
+    if (
+        len(tile.shape) == 5
+    ):  # heads are a dimension of their own, so that the last part is filled up with zeros
         return BILLION, start + length, BILLION - length + row, column, part * WIDTH
     else:
         return BILLION, start + length, BILLION - length + row, column + part * WIDTH
@@ -77,7 +99,9 @@ def _load(desc, start, length, row, column, barrier, ring, slot, PARTS: gl.const
     """Rows into a slot of a ring, which has a tile for each part of the operand."""
     for p in gl.static_range(PARTS):
         tile = ring.index(slot * PARTS + p)
-        tma.async_copy_global_to_shared(desc, _place(start, length, row, column, p, tile), barrier, tile)
+        tma.async_copy_global_to_shared(
+            desc, _place(start, length, row, column, p, tile), barrier, tile
+        )
 
 
 @gluon.jit
@@ -111,7 +135,7 @@ def _parts(ring, slot, PARTS: gl.constexpr):
     """The tiles in a slot of a ring, as matrices."""
     parts = ()
     for p in gl.static_range(PARTS):
-        parts += (_rows(ring.index(slot * PARTS + p)), )
+        parts += (_rows(ring.index(slot * PARTS + p)),)
     return parts
 
 
@@ -121,7 +145,7 @@ def _zeros(rows: gl.constexpr, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
     parts = ()
     for _ in gl.static_range(PARTS):
-        parts += (gl.zeros([rows, COLUMNS], gl.float32, LAYOUT), )
+        parts += (gl.zeros([rows, COLUMNS], gl.float32, LAYOUT),)
     return parts
 
 
@@ -132,7 +156,13 @@ def _start_scores(a, ring, slot, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
     COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
     x = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     for p in gl.static_range(PARTS):
-        x = warpgroup_mma(a[p], _rows(ring.index(slot * PARTS + p)).permute((1, 0)), x, use_acc=p > 0, is_async=True)
+        x = warpgroup_mma(
+            a[p],
+            _rows(ring.index(slot * PARTS + p)).permute((1, 0)),
+            x,
+            use_acc=p > 0,
+            is_async=True,
+        )
     return x
 
 
@@ -141,14 +171,14 @@ def _start_sums(a, ring, slot, sums, PARTS: gl.constexpr):
     """Start sums + a @ b, b in a slot of a ring, in parts of its columns."""
     parts = ()
     for p in gl.static_range(PARTS):
-        parts += (warpgroup_mma(a, _rows(ring.index(slot * PARTS + p)), sums[p], is_async=True), )
+        parts += (warpgroup_mma(a, _rows(ring.index(slot * PARTS + p)), sums[p], is_async=True),)
     return parts
 
 
 @gluon.jit
 def _wait_sums(pending: gl.constexpr, sums, a, PARTS: gl.constexpr):
     """Wait for what `_start_sums` started, but `pending` products behind it."""
-    done = warpgroup_mma_wait(pending, deps=sums + (a, ))
+    done = warpgroup_mma_wait(pending, deps=sums + (a,))
     return done[:PARTS]
 
 
@@ -163,7 +193,9 @@ def _barriers(count: gl.constexpr, arrivals: gl.constexpr):
 @gluon.jit
 def _queue(slots: gl.constexpr = 2):
     """Room for the entries of two tiles, this one's and the next one's, and a copy of each for every lane of the producer."""
-    return gl.allocate_shared_memory(gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(
+        gl.int32, [slots, 32 * 8], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
 
 
 @gluon.jit
@@ -192,8 +224,16 @@ def _entry(slot):
 
 
 @gluon.jit
-def _key_tiles(first, length, other, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-               WINDOW: gl.constexpr):
+def _key_tiles(
+    first,
+    length,
+    other,
+    right,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
     """Key tiles of a query tile; at least one, so that a tile without valid keys takes the common way."""
     end = other
     if CAUSAL or WINDOW:
@@ -202,11 +242,15 @@ def _key_tiles(first, length, other, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.c
 
 
 @gluon.jit
-def _key_bounds(row, own, other, right, most, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+def _key_bounds(
+    row, own, other, right, most, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr
+):
     """The last key of queries that stand on the keys `own`, the first of them on `row`; and how many tiles, at most `most`, end
     before the first query's last key does."""
     if CAUSAL or WINDOW:
-        return gl.minimum(own + right, other - 1), gl.minimum(gl.maximum(gl.minimum(row + right + 1, other), 0) // BLOCK_N, most)
+        return gl.minimum(own + right, other - 1), gl.minimum(
+            gl.maximum(gl.minimum(row + right + 1, other), 0) // BLOCK_N, most
+        )
     else:
         return own * 0 + (other - 1), gl.minimum(other // BLOCK_N, most)
 
@@ -231,7 +275,9 @@ def _capped(x, scale, softcap, SOFTCAP: gl.constexpr, EXACT: gl.constexpr = Fals
     elif EXACT:
         return 1.0 - 2.0 / (gl.exp2(x * (scale * (2.0 * LOG2E))) + 1.0), softcap
     else:
-        return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x * scale], gl.float32, True, 1), softcap
+        return gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=r,r", [x * scale], gl.float32, True, 1
+        ), softcap
 
 
 @gluon.jit
@@ -256,13 +302,17 @@ def _derivative(scale, softcap, SOFTCAP: gl.constexpr):
 @gluon.jit
 def _let_follow(x):
     """Let the next kernel, if it is launched so, begin where this one leaves multiprocessors; x is any number."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1
+    )
 
 
 @gluon.jit
 def _follow(x):
     """Wait for the end of the kernel before this one; x is any number."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1
+    )
 
 
 @gluon.jit
@@ -302,5 +352,8 @@ def _store_tile(base, value, first, length, stride, DIM: gl.constexpr, LAYOUT: g
     rows = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, value.shape[1], gl.SliceLayout(0, LAYOUT))
     value = gl.convert_layout(value.to(base.dtype.element_ty), LAYOUT)
-    gl.store(base + rows[:, None].to(gl.int64) * stride + cols[None, :], value,
-             mask=_inside(rows, length, cols, DIM, value.shape[1]))
+    gl.store(
+        base + rows[:, None].to(gl.int64) * stride + cols[None, :],
+        value,
+        mask=_inside(rows, length, cols, DIM, value.shape[1]),
+    )

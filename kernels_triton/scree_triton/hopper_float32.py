@@ -4,6 +4,7 @@ What a product is made of stands in `planes`. Everything else is that of `hopper
 load the planes. Six products hide all that a consumer does between them behind those of the other one, so that no step needs to
 run ahead of another.
 """
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
@@ -33,9 +34,33 @@ from .planes import PLANES, PRODUCTS, _plus_product, _product, _split
 
 
 @gluon.jit
-def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, p, m, l, c, limit, own, left, offs_n, scale, softcap,
-                  slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-                  ALIBI: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+def _forward_step(
+    w: gl.constexpr,
+    q,
+    k_s,
+    v_s,
+    full,
+    empty,
+    acc,
+    p,
+    m,
+    l,
+    c,
+    limit,
+    own,
+    left,
+    offs_n,
+    scale,
+    softcap,
+    slope,
+    masked,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights are p, by its values."""
     stage = c % STAGES
     mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -43,7 +68,7 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, p, m, l, c, li
     x = _product(q, k_s, stage, LAYOUT_S, True)
     o = _product(p, v_s, stage, LAYOUT_O, False)
     _pass_turn(w, c, 2)
-    x = warpgroup_mma_wait(PRODUCTS, deps=(x, ))
+    x = warpgroup_mma_wait(PRODUCTS, deps=(x,))
     x, factor = _capped(x, scale, softcap, SOFTCAP, True)
     x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
     if masked:
@@ -52,17 +77,41 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, p, m, l, c, li
     alpha = gl.exp2(m - m_new)
     y = gl.exp2(x * factor - m_new[:, None])
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
-    o = warpgroup_mma_wait(0, deps=(o, ) + p)[0]
+    o = warpgroup_mma_wait(0, deps=(o,) + p)[0]
     mbarrier.arrive(empty.index(stage), count=1)
     acc = (acc + o) * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
     return acc, _split(y, gl.DotOperandLayout(0, LAYOUT_O, 2)), m_new, l
 
 
 @gluon.jit
-def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES,
-                      OUT, LSE, out_stride, total, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-                      SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+def _forward_consumer(
+    w: gl.constexpr,
+    q_s,
+    k_s,
+    v_s,
+    queue,
+    q_full,
+    q_empty,
+    full,
+    empty,
+    SLOPES,
+    OUT,
+    LSE,
+    out_stride,
+    total,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -85,16 +134,20 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
         own = query + shift
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        limit, whole = _key_bounds(row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW)
+        limit, whole = _key_bounds(
+            row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW
+        )
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c, 2)
         x = _product(q, k_s, c % STAGES, LAYOUT_S, True)
         _pass_turn(w, c, 2)
-        x = warpgroup_mma_wait(0, deps=(x, ))
+        x = warpgroup_mma_wait(0, deps=(x,))
         mbarrier.arrive(empty.index(c % STAGES), count=1)
         x, factor = _capped(x, scale, softcap, SOFTCAP, True)
         x, factor = _biased(x, factor, slope, own - (tiles - 1) * BLOCK_N, offs_n, ALIBI)
-        x = _attended(x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW)
+        x = _attended(
+            x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW
+        )
         m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
         y = gl.exp2(x * factor - m[:, None])
         l = _partial_sums(y)
@@ -107,14 +160,62 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         # the products.
         inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
         for j in range(tiles - 2, whole - 1, -1):
-            acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit - j * BLOCK_N, own - j * BLOCK_N,
-                                         left, offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S,
-                                         LAYOUT_O)
+            acc, p, m, l = _forward_step(
+                w,
+                q,
+                k_s,
+                v_s,
+                full,
+                empty,
+                acc,
+                p,
+                m,
+                l,
+                c,
+                limit - j * BLOCK_N,
+                own - j * BLOCK_N,
+                left,
+                offs_n,
+                scale,
+                softcap,
+                slope,
+                True,
+                WINDOW,
+                SOFTCAP,
+                ALIBI,
+                STAGES,
+                LAYOUT_S,
+                LAYOUT_O,
+            )
             c += 1
         for j in range(whole - 1, low - 1, -1):
-            acc, p, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, p, m, l, c, limit - j * BLOCK_N, own - j * BLOCK_N,
-                                         left, offs_n, scale, softcap, slope, WINDOW and j < inner, WINDOW, SOFTCAP, ALIBI,
-                                         STAGES, LAYOUT_S, LAYOUT_O)
+            acc, p, m, l = _forward_step(
+                w,
+                q,
+                k_s,
+                v_s,
+                full,
+                empty,
+                acc,
+                p,
+                m,
+                l,
+                c,
+                limit - j * BLOCK_N,
+                own - j * BLOCK_N,
+                left,
+                offs_n,
+                scale,
+                softcap,
+                slope,
+                WINDOW and j < inner,
+                WINDOW,
+                SOFTCAP,
+                ALIBI,
+                STAGES,
+                LAYOUT_S,
+                LAYOUT_O,
+            )
             c += 1
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         o = _product(p, v_s, c % STAGES, LAYOUT_O, False)
@@ -122,9 +223,17 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
         nothing = gl.minimum(limit, other - 1) < 0
         lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
         factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
-        o = warpgroup_mma_wait(0, deps=(o, ) + p)[0]
+        o = warpgroup_mma_wait(0, deps=(o,) + p)[0]
         acc = gl.where(factor[:, None] == 0.0, 0.0, (acc + o) * factor[:, None])
-        _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM, acc, row, length, out_stride, DIM, LAYOUT_STORE)
+        _store_tile(
+            OUT + start.to(gl.int64) * out_stride + head * DIM,
+            acc,
+            row,
+            length,
+            out_stride,
+            DIM,
+            LAYOUT_STORE,
+        )
         gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
         i += 1
         mbarrier.wait(q_full.index(0), i & 1)
@@ -132,10 +241,34 @@ def _forward_consumer(w: gl.constexpr, q_s, k_s, v_s, queue, q_full, q_empty, fu
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, out_stride, total, heads, group_size, group, left,
-                   right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
-                   STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-                   ALIBI: gl.constexpr):
+def forward_kernel(
+    qd,
+    kd,
+    vd,
+    SLOPES,
+    OUT,
+    LSE,
+    TILES,
+    COUNTER,
+    q_head,
+    out_stride,
+    total,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     """OUT (total, heads, DIM) and LSE (heads, total), natural. The queries come whole."""
     q_s = _ring(qd, 2)
     k_s = _ring(kd, STAGES * PLANES)
@@ -145,36 +278,149 @@ def forward_kernel(qd, kd, vd, SLOPES, OUT, LSE, TILES, COUNTER, q_head, out_str
     q_empty = _barriers(1, 2)
     full = _barriers(STAGES, 1)
     empty = _barriers(STAGES, 2)
-    gl.warp_specialize([
-        (_forward_consumer, (0, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE,
-                             out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, STAGES,
-                             CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_forward_consumer, (1, q_s, k_s, v_s, queue, q_full, q_empty, full, empty, SLOPES, OUT, LSE,
-                             out_stride, total, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, STAGES,
-                             CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_forward_producer, ((q_s, k_s, v_s, queue, q_full, q_empty, full, empty),
-                             (qd, kd, vd, TILES, COUNTER, q_head, PLANES * DIM, PLANES * DIM, heads, group_size, group),
-                             left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, 1, PLANES, PLANES, STAGES, 1, CAUSAL, WINDOW, 2)),
-    ], [4, 1], [232, 40])
+    gl.warp_specialize(
+        [
+            (
+                _forward_consumer,
+                (
+                    0,
+                    q_s,
+                    k_s,
+                    v_s,
+                    queue,
+                    q_full,
+                    q_empty,
+                    full,
+                    empty,
+                    SLOPES,
+                    OUT,
+                    LSE,
+                    out_stride,
+                    total,
+                    left,
+                    0 if CAUSAL else right,
+                    scale,
+                    softcap,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DIM,
+                    STAGES,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                ),
+            ),
+            (
+                _forward_consumer,
+                (
+                    1,
+                    q_s,
+                    k_s,
+                    v_s,
+                    queue,
+                    q_full,
+                    q_empty,
+                    full,
+                    empty,
+                    SLOPES,
+                    OUT,
+                    LSE,
+                    out_stride,
+                    total,
+                    left,
+                    0 if CAUSAL else right,
+                    scale,
+                    softcap,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DIM,
+                    STAGES,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                ),
+            ),
+            (
+                _forward_producer,
+                (
+                    (q_s, k_s, v_s, queue, q_full, q_empty, full, empty),
+                    (
+                        qd,
+                        kd,
+                        vd,
+                        TILES,
+                        COUNTER,
+                        q_head,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        heads,
+                        group_size,
+                        group,
+                    ),
+                    left,
+                    0 if CAUSAL else right,
+                    BLOCK_M,
+                    BLOCK_N,
+                    1,
+                    PLANES,
+                    PLANES,
+                    STAGES,
+                    1,
+                    CAUSAL,
+                    WINDOW,
+                    2,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )
 
 
 @gluon.jit
-def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit, own, left, offs_n,
-             scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-             STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+def _dq_step(
+    q,
+    do,
+    k_s,
+    v_s,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    dq,
+    lse,
+    delta,
+    c,
+    limit,
+    own,
+    left,
+    offs_n,
+    scale,
+    softcap,
+    slope,
+    masked,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+):
     stage = c % STAGES
     phase = (c // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
     x = _product(q, k_s, stage, LAYOUT_S, True)
     mbarrier.wait(v_full.index(stage), phase)
     dp = _product(do, v_s, stage, LAYOUT_S, True)
-    x = warpgroup_mma_wait(PRODUCTS, deps=(x, ))
+    x = warpgroup_mma_wait(PRODUCTS, deps=(x,))
     capped, factor = _capped(x, scale, softcap, SOFTCAP, True)
     x, factor = _biased(capped, factor, slope, own, offs_n, ALIBI)
     p = gl.exp2(x * factor - lse[:, None])
     if SOFTCAP:
         p *= 1.0 - capped * capped
-    dp = warpgroup_mma_wait(0, deps=(dp, ))
+    dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if masked:
@@ -187,10 +433,38 @@ def _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, 
 
 
 @gluon.jit
-def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES,
-                 STATS, DQ, dq_stride, total, plane, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                 DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-                 ALIBI: gl.constexpr):
+def _dq_consumer(
+    w: gl.constexpr,
+    q_s,
+    k_s,
+    v_s,
+    do_s,
+    queue,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    SLOPES,
+    STATS,
+    DQ,
+    dq_stride,
+    total,
+    plane,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     ROWS: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -218,34 +492,144 @@ def _dq_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k
         dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         if WINDOW:
             inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-            for j in range(tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1):
-                dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c,
-                              limit - j * BLOCK_N, own - j * BLOCK_N, left, offs_n, scale, softcap, slope,
-                              (j >= full) | (j < inner), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+            for j in range(
+                tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1
+            ):
+                dq = _dq_step(
+                    q,
+                    do,
+                    k_s,
+                    v_s,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    dq,
+                    lse,
+                    delta,
+                    c,
+                    limit - j * BLOCK_N,
+                    own - j * BLOCK_N,
+                    left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    (j >= full) | (j < inner),
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                )
                 c += 1
         else:
             for j in range(tiles - 1, full - 1, -1):
-                dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c,
-                              limit - j * BLOCK_N, own, left, offs_n, scale, softcap, slope, True, WINDOW, SOFTCAP, ALIBI, STAGES,
-                              LAYOUT_S, LAYOUT_O)
+                dq = _dq_step(
+                    q,
+                    do,
+                    k_s,
+                    v_s,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    dq,
+                    lse,
+                    delta,
+                    c,
+                    limit - j * BLOCK_N,
+                    own,
+                    left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    True,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                )
                 c += 1
             for _ in range(full - 1, -1, -1):
-                dq = _dq_step(q, do, k_s, v_s, k_full, k_empty, v_full, v_empty, dq, lse, delta, c, limit,
-                              own, left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S,
-                              LAYOUT_O)
+                dq = _dq_step(
+                    q,
+                    do,
+                    k_s,
+                    v_s,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    dq,
+                    lse,
+                    delta,
+                    c,
+                    limit,
+                    own,
+                    left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    False,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                )
                 c += 1
         mbarrier.arrive(q_empty.index(0), count=1)
-        _store_tile(DQ + start.to(gl.int64) * dq_stride + head * DIM, dq * _derivative(scale, softcap, SOFTCAP), row, length,
-                    dq_stride, DIM, LAYOUT_STORE)
+        _store_tile(
+            DQ + start.to(gl.int64) * dq_stride + head * DIM,
+            dq * _derivative(scale, softcap, SOFTCAP),
+            row,
+            length,
+            dq_stride,
+            DIM,
+            LAYOUT_STORE,
+        )
         i += 1
         mbarrier.wait(q_full.index(0), i & 1)
         start, length, other, first, head = _entry(queue.index(i % 2))
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def dq_kernel(qd, kd, vd, dod, SLOPES, STATS, DQ, TILES, COUNTER, dq_stride, total, plane, heads, group_size, group, left,
-              right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-              CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+def dq_kernel(
+    qd,
+    kd,
+    vd,
+    dod,
+    SLOPES,
+    STATS,
+    DQ,
+    TILES,
+    COUNTER,
+    dq_stride,
+    total,
+    plane,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     """DQ. The planes of the queries stay in registers, which spares the shared memory half of its reads for the scores."""
     q_s = _ring(qd, 2 * PLANES)
     do_s = _ring(dod, 2 * PLANES)
@@ -258,30 +642,153 @@ def dq_kernel(qd, kd, vd, dod, SLOPES, STATS, DQ, TILES, COUNTER, dq_stride, tot
     k_empty = _barriers(STAGES, 2)
     v_full = _barriers(STAGES, 1)
     v_empty = _barriers(STAGES, 2)
-    gl.warp_specialize([
-        (_dq_consumer, (0, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, STATS, DQ,
-                        dq_stride, total, plane, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, STAGES,
-                        CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_dq_consumer, (1, q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty, SLOPES, STATS, DQ,
-                        dq_stride, total, plane, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M, BLOCK_N, DIM, STAGES,
-                        CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_dq_producer, ((q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty),
-                        (qd, kd, vd, dod, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, heads,
-                         group_size, group),
-                        left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PLANES, PLANES, STAGES, 1, 2, CAUSAL, WINDOW)),
-    ], [4, 1], [232, 40])
+    gl.warp_specialize(
+        [
+            (
+                _dq_consumer,
+                (
+                    0,
+                    q_s,
+                    k_s,
+                    v_s,
+                    do_s,
+                    queue,
+                    q_full,
+                    q_empty,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    SLOPES,
+                    STATS,
+                    DQ,
+                    dq_stride,
+                    total,
+                    plane,
+                    left,
+                    0 if CAUSAL else right,
+                    scale,
+                    softcap,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DIM,
+                    STAGES,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                ),
+            ),
+            (
+                _dq_consumer,
+                (
+                    1,
+                    q_s,
+                    k_s,
+                    v_s,
+                    do_s,
+                    queue,
+                    q_full,
+                    q_empty,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    SLOPES,
+                    STATS,
+                    DQ,
+                    dq_stride,
+                    total,
+                    plane,
+                    left,
+                    0 if CAUSAL else right,
+                    scale,
+                    softcap,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DIM,
+                    STAGES,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                ),
+            ),
+            (
+                _dq_producer,
+                (
+                    (q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty),
+                    (
+                        qd,
+                        kd,
+                        vd,
+                        dod,
+                        TILES,
+                        COUNTER,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        heads,
+                        group_size,
+                        group,
+                    ),
+                    left,
+                    0 if CAUSAL else right,
+                    BLOCK_M,
+                    BLOCK_N,
+                    PLANES,
+                    PLANES,
+                    STAGES,
+                    1,
+                    2,
+                    CAUSAL,
+                    WINDOW,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )
 
 
 @gluon.jit
-def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty, dk, dv, c, own, other,
-               left, right, offs_m, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-               STAGES: gl.constexpr, LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr):
+def _dkdv_step(
+    k,
+    v,
+    q_s,
+    do_s,
+    lse_s,
+    delta_s,
+    q_full,
+    q_empty,
+    do_full,
+    do_empty,
+    dk,
+    dv,
+    c,
+    own,
+    other,
+    left,
+    right,
+    offs_m,
+    scale,
+    softcap,
+    slope,
+    masked,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+):
     """Query tile c, from whose first query on the row has `other`; scores lie keys by queries."""
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
     stage = c % STAGES
     phase = (c // STAGES) & 1
     mbarrier.wait(q_full.index(stage), phase)
-    x = warpgroup_mma_wait(0, deps=(_product(k, q_s, stage, LAYOUT_S, True), ))
+    x = warpgroup_mma_wait(0, deps=(_product(k, q_s, stage, LAYOUT_S, True),))
     lse = lse_s.index(stage).load(COLUMN)
     if ALIBI:  # queries behind the row have no scores, and so no bias
         lse = gl.where(offs_m < other, lse, float("inf"))
@@ -296,7 +803,7 @@ def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_emp
     dv = _plus_product(dv, p, do_s, stage, LAYOUT_O)
     if SOFTCAP:
         p *= 1.0 - capped * capped
-    dp = warpgroup_mma_wait(0, deps=(_product(v, do_s, stage, LAYOUT_S, True), ))
+    dp = warpgroup_mma_wait(0, deps=(_product(v, do_s, stage, LAYOUT_S, True),))
     delta = delta_s.index(stage).load(COLUMN)
     mbarrier.arrive(do_empty.index(stage), count=1)
     dk = _plus_product(dk, p * (dp - delta[None, :]), q_s, stage, LAYOUT_O)
@@ -305,10 +812,39 @@ def _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_emp
 
 
 @gluon.jit
-def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full,
-                   do_empty, SLOPES, DK, DV, dk_stride, group_size, left, right, scale, softcap, BLOCK_M: gl.constexpr,
-                   BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-                   WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+def _dkdv_consumer(
+    w: gl.constexpr,
+    q_s,
+    k_s,
+    v_s,
+    do_s,
+    lse_s,
+    delta_s,
+    queue,
+    k_full,
+    k_empty,
+    q_full,
+    q_empty,
+    do_full,
+    do_empty,
+    SLOPES,
+    DK,
+    DV,
+    dk_stride,
+    group_size,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     ROWS: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -321,14 +857,18 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
     while length > 0:
         k = _parts(k_s, w, PLANES)
         v = _parts(v_s, w, PLANES)
-        low, high = _query_tiles(first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+        low, high = _query_tiles(
+            first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        )
         row = first + w * ROWS
         # Where each key stands among the queries, and the tiles, from `full` up to `end`, of which every query attends all keys
         # of this warpgroup.
         own = row + (other - length) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
         full = low
         if CAUSAL or WINDOW:
-            full = gl.minimum(gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high)
+            full = gl.minimum(
+                gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high
+            )
         end = gl.maximum(row + other - length + left + 1, 0) // BLOCK_M
         dk = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
         dv = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
@@ -336,25 +876,114 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
             slope = gl.load(SLOPES + head * group_size + g) * LOG2E if ALIBI else 0.0
             if WINDOW:
                 for j in range(low, high):
-                    dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty,
-                                        dk, dv, c, own - j * BLOCK_M, other - j * BLOCK_M, left, right, offs_m, scale, softcap,
-                                        slope, (j < full) | (j >= end), WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                    dk, dv = _dkdv_step(
+                        k,
+                        v,
+                        q_s,
+                        do_s,
+                        lse_s,
+                        delta_s,
+                        q_full,
+                        q_empty,
+                        do_full,
+                        do_empty,
+                        dk,
+                        dv,
+                        c,
+                        own - j * BLOCK_M,
+                        other - j * BLOCK_M,
+                        left,
+                        right,
+                        offs_m,
+                        scale,
+                        softcap,
+                        slope,
+                        (j < full) | (j >= end),
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        STAGES,
+                        LAYOUT_S,
+                        LAYOUT_O,
+                    )
                     c += 1
             else:
                 if CAUSAL:
                     for j in range(low, full):
-                        dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full,
-                                            do_empty, dk, dv, c, own - j * BLOCK_M, other, left, right, offs_m, scale, softcap,
-                                            slope, True, WINDOW, SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                        dk, dv = _dkdv_step(
+                            k,
+                            v,
+                            q_s,
+                            do_s,
+                            lse_s,
+                            delta_s,
+                            q_full,
+                            q_empty,
+                            do_full,
+                            do_empty,
+                            dk,
+                            dv,
+                            c,
+                            own - j * BLOCK_M,
+                            other,
+                            left,
+                            right,
+                            offs_m,
+                            scale,
+                            softcap,
+                            slope,
+                            True,
+                            WINDOW,
+                            SOFTCAP,
+                            ALIBI,
+                            STAGES,
+                            LAYOUT_S,
+                            LAYOUT_O,
+                        )
                         c += 1
                 for j in range(full, high):
-                    dk, dv = _dkdv_step(k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty,
-                                        dk, dv, c, own, other, left, right, offs_m, scale, softcap, slope, False, WINDOW,
-                                        SOFTCAP, ALIBI, STAGES, LAYOUT_S, LAYOUT_O)
+                    dk, dv = _dkdv_step(
+                        k,
+                        v,
+                        q_s,
+                        do_s,
+                        lse_s,
+                        delta_s,
+                        q_full,
+                        q_empty,
+                        do_full,
+                        do_empty,
+                        dk,
+                        dv,
+                        c,
+                        own,
+                        other,
+                        left,
+                        right,
+                        offs_m,
+                        scale,
+                        softcap,
+                        slope,
+                        False,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        STAGES,
+                        LAYOUT_S,
+                        LAYOUT_O,
+                    )
                     c += 1
         mbarrier.arrive(k_empty.index(0), count=1)
         place = start.to(gl.int64) * dk_stride + head * DIM
-        _store_tile(DK + place, dk * _derivative(scale, softcap, SOFTCAP), row, length, dk_stride, DIM, LAYOUT_STORE)
+        _store_tile(
+            DK + place,
+            dk * _derivative(scale, softcap, SOFTCAP),
+            row,
+            length,
+            dk_stride,
+            DIM,
+            LAYOUT_STORE,
+        )
         _store_tile(DV + place, dv, row, length, dk_stride, DIM, LAYOUT_STORE)
         i += 1
         mbarrier.wait(k_full.index(0), i & 1)
@@ -362,9 +991,36 @@ def _dkdv_consumer(w: gl.constexpr, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, 
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_stride, total, plane, heads, group_size, group, left,
-                right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-                CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+def dkdv_kernel(
+    qd,
+    kd,
+    vd,
+    dod,
+    SLOPES,
+    STATS,
+    DK,
+    DV,
+    TILES,
+    COUNTER,
+    dk_stride,
+    total,
+    plane,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     """DK and DV, one key tile and key head at a time, over all query heads that share the key head."""
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = _ring(qd, STAGES * PLANES)
@@ -380,15 +1036,130 @@ def dkdv_kernel(qd, kd, vd, dod, SLOPES, STATS, DK, DV, TILES, COUNTER, dk_strid
     q_empty = _barriers(STAGES, 2)
     do_full = _barriers(STAGES, 1)
     do_empty = _barriers(STAGES, 2)
-    gl.warp_specialize([
-        (_dkdv_consumer, (0, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty,
-                          SLOPES, DK, DV, dk_stride, group_size, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M,
-                          BLOCK_N, DIM, STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_dkdv_consumer, (1, q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty,
-                          SLOPES, DK, DV, dk_stride, group_size, left, 0 if CAUSAL else right, scale, softcap, BLOCK_M,
-                          BLOCK_N, DIM, STAGES, CAUSAL, WINDOW, SOFTCAP, ALIBI)),
-        (_dkdv_producer, ((q_s, k_s, v_s, do_s, lse_s, delta_s, queue, k_full, k_empty, q_full, q_empty, do_full, do_empty),
-                          (qd, kd, vd, dod, STATS, TILES, COUNTER, PLANES * DIM, PLANES * DIM, PLANES * DIM, PLANES * DIM, total,
-                           plane, heads, group_size, group),
-                          left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PLANES, PLANES, STAGES, 1, 2, CAUSAL, WINDOW)),
-    ], [4, 1], [232, 40])
+    gl.warp_specialize(
+        [
+            (
+                _dkdv_consumer,
+                (
+                    0,
+                    q_s,
+                    k_s,
+                    v_s,
+                    do_s,
+                    lse_s,
+                    delta_s,
+                    queue,
+                    k_full,
+                    k_empty,
+                    q_full,
+                    q_empty,
+                    do_full,
+                    do_empty,
+                    SLOPES,
+                    DK,
+                    DV,
+                    dk_stride,
+                    group_size,
+                    left,
+                    0 if CAUSAL else right,
+                    scale,
+                    softcap,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DIM,
+                    STAGES,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                ),
+            ),
+            (
+                _dkdv_consumer,
+                (
+                    1,
+                    q_s,
+                    k_s,
+                    v_s,
+                    do_s,
+                    lse_s,
+                    delta_s,
+                    queue,
+                    k_full,
+                    k_empty,
+                    q_full,
+                    q_empty,
+                    do_full,
+                    do_empty,
+                    SLOPES,
+                    DK,
+                    DV,
+                    dk_stride,
+                    group_size,
+                    left,
+                    0 if CAUSAL else right,
+                    scale,
+                    softcap,
+                    BLOCK_M,
+                    BLOCK_N,
+                    DIM,
+                    STAGES,
+                    CAUSAL,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                ),
+            ),
+            (
+                _dkdv_producer,
+                (
+                    (
+                        q_s,
+                        k_s,
+                        v_s,
+                        do_s,
+                        lse_s,
+                        delta_s,
+                        queue,
+                        k_full,
+                        k_empty,
+                        q_full,
+                        q_empty,
+                        do_full,
+                        do_empty,
+                    ),
+                    (
+                        qd,
+                        kd,
+                        vd,
+                        dod,
+                        STATS,
+                        TILES,
+                        COUNTER,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        PLANES * DIM,
+                        total,
+                        plane,
+                        heads,
+                        group_size,
+                        group,
+                    ),
+                    left,
+                    0 if CAUSAL else right,
+                    BLOCK_M,
+                    BLOCK_N,
+                    PLANES,
+                    PLANES,
+                    STAGES,
+                    1,
+                    2,
+                    CAUSAL,
+                    WINDOW,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )

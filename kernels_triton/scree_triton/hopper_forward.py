@@ -5,9 +5,15 @@ the softmax of one runs under the matrix products of the others. Two or three of
 can give bounds one. Short rows of narrow heads have one consumer a program instead, and three programs a multiprocessor, which
 hide each other's waits. The copy engine takes the output away, from where the queries were, while the next tile begins.
 """
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 
 from .hopper import (
     _COUNTS,
@@ -55,9 +61,22 @@ def _begin(first, length, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS_Q: gl.constexpr,
-                      PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-                      CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr):
+def _forward_producer(
+    rings,
+    read,
+    left,
+    right,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PARTS_Q: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
     """Keys of a tile come with the values of the one before, as both are multiplied in one step; the last values come alone.
 
     The next tile is claimed and looked up before the last keys of this one are waited for, so that nobody waits for that.
@@ -83,8 +102,17 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
             first = _begin(first, length, BLOCK_M)
             mbarrier.expect(q_full.index(qs), CONSUMERS * _bytes(q_s, PARTS_Q))
             for w in gl.static_range(CONSUMERS):
-                _load(qd, start, length, gl.maximum(first + w * (BLOCK_M // CONSUMERS), 0), _column(head, q_head, q_s),
-                      q_full.index(qs), q_s, qs * CONSUMERS + w, PARTS_Q)
+                _load(
+                    qd,
+                    start,
+                    length,
+                    gl.maximum(first + w * (BLOCK_M // CONSUMERS), 0),
+                    _column(head, q_head, q_s),
+                    q_full.index(qs),
+                    q_s,
+                    qs * CONSUMERS + w,
+                    PARTS_Q,
+                )
             tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
             low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
             k_start = other_start + 0
@@ -100,10 +128,30 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
                 mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
                 if c > 0:
                     mbarrier.expect(full.index(stage), _bytes(k_s, PARTS) + _bytes(v_s, PARTS_V))
-                    _load(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V)
+                    _load(
+                        vd,
+                        v_start,
+                        v_length,
+                        v_row,
+                        v_column,
+                        full.index(stage),
+                        v_s,
+                        stage,
+                        PARTS_V,
+                    )
                 else:
                     mbarrier.expect(full.index(stage), _bytes(k_s, PARTS))
-                _load(kd, k_start, k_length, j * BLOCK_N, k_column, full.index(stage), k_s, stage, PARTS)
+                _load(
+                    kd,
+                    k_start,
+                    k_length,
+                    j * BLOCK_N,
+                    k_column,
+                    full.index(stage),
+                    k_s,
+                    stage,
+                    PARTS,
+                )
                 v_start = k_start + 0
                 v_length = k_length + 0
                 v_row = j * BLOCK_N
@@ -114,7 +162,9 @@ def _forward_producer(rings, read, left, right, BLOCK_M: gl.constexpr, BLOCK_N: 
                 stage = c % STAGES
                 mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), _bytes(v_s, PARTS_V))
-                _load(vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V)
+                _load(
+                    vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V
+                )
             mbarrier.arrive(q_full.index(qs), count=1)
             _let_follow(i)  # sooner costs more than it saves
             t = -1
@@ -136,7 +186,9 @@ def _take_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
 @gluon.jit
 def _pass_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
     if CONSUMERS > 1:
-        gl.inline_asm_elementwise(_turn("arrive", w + 1, CONSUMERS), "=r,r", [c], gl.int32, False, 1)
+        gl.inline_asm_elementwise(
+            _turn("arrive", w + 1, CONSUMERS), "=r,r", [c], gl.int32, False, 1
+        )
 
 
 @gluon.jit
@@ -159,17 +211,50 @@ def _rescaled(parts, factor, PARTS: gl.constexpr):
     """The parts of an output, each times a factor. Most factors are 1: then the predicate turns the product off."""
     products = ()
     for p in gl.static_range(PARTS):
-        products += (gl.inline_asm_elementwise(
-            "{.reg .pred other; setp.neu.f32 other, $2, 0f3F800000; mov.b32 $0, $1; @other mul.f32 $0, $1, $2;}",
-            "=f,f,f", [parts[p], factor], gl.float32, True, 1), )
+        products += (
+            gl.inline_asm_elementwise(
+                "{.reg .pred other; setp.neu.f32 other, $2, 0f3F800000; mov.b32 $0, $1; @other mul.f32 $0, $1, $2;}",
+                "=f,f,f",
+                [parts[p], factor],
+                gl.float32,
+                True,
+                1,
+            ),
+        )
     return products
 
 
 @gluon.jit
-def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own, left,
-                  offs_n, scale, softcap, slope, masked, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr,
-                  PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr, LAYOUT_S: gl.constexpr,
-                  LAYOUT_O: gl.constexpr, CONSUMERS: gl.constexpr):
+def _forward_step(
+    w: gl.constexpr,
+    q,
+    k_s,
+    v_s,
+    full,
+    empty,
+    acc,
+    y,
+    m,
+    l,
+    c,
+    limit,
+    own,
+    left,
+    offs_n,
+    scale,
+    softcap,
+    slope,
+    masked,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT_S: gl.constexpr,
+    LAYOUT_O: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
     """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
     stage = c % STAGES
     mbarrier.wait(full.index(stage), (c // STAGES) & 1)
@@ -178,7 +263,7 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, li
     p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
     acc = _start_sums(p, v_s, stage, acc, PARTS_V)
     _pass_turn(w, c, CONSUMERS)
-    x = warpgroup_mma_wait(PARTS_V, deps=(x, ))
+    x = warpgroup_mma_wait(PARTS_V, deps=(x,))
     x, factor = _capped(x, scale, softcap, SOFTCAP)
     x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
     if masked:
@@ -196,14 +281,34 @@ def _forward_step(w: gl.constexpr, q, k_s, v_s, full, empty, acc, y, m, l, c, li
 
 
 @gluon.jit
-def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                      DIM_V: gl.constexpr, BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
-                      Q_STAGES: gl.constexpr, THROUGH: gl.constexpr, SAME: gl.constexpr, CAUSAL: gl.constexpr,
-                      WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr, CONSUMERS: gl.constexpr):
+def _forward_consumer(
+    w: gl.constexpr,
+    rings,
+    written,
+    left,
+    right,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM_V: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    THROUGH: gl.constexpr,
+    SAME: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
+    )
     q_s, k_s, v_s, queue, q_full, q_empty, full, empty = rings
     od, OUT, LSE, SLOPES, out_stride, total, scale, softcap = written
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
@@ -228,7 +333,9 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
         end = gl.where(row < 0, row, length)
         most = low + 1
         if row < end:
-            most = gl.maximum(_key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), most)
+            most = gl.maximum(
+                _key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), most
+            )
         for _ in range(tiles - most):
             mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
             mbarrier.arrive(empty.index(c % STAGES), count=1)
@@ -242,7 +349,9 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
             limit = query
             whole = tiles - 1
         else:
-            limit, whole = _key_bounds(row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW)
+            limit, whole = _key_bounds(
+                row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW
+            )
         mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
         _take_turn(w, c, CONSUMERS)
         x = _start_scores(q, k_s, c % STAGES, PARTS, LAYOUT_S)
@@ -250,11 +359,13 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
         if THROUGH and i > 0:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index((i - 1) % Q_STAGES), count=1)
-        x = warpgroup_mma_wait(0, deps=(x, ))
+        x = warpgroup_mma_wait(0, deps=(x,))
         mbarrier.arrive(empty.index(c % STAGES), count=1)
         x, factor = _capped(x, scale, softcap, SOFTCAP)
         x, factor = _biased(x, factor, slope, own - (tiles - 1) * BLOCK_N, offs_n, ALIBI)
-        x = _attended(x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW)
+        x = _attended(
+            x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW
+        )
         m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
         y = gl.exp2(x * factor - m[:, None])
         l = _partial_sums(y)
@@ -264,22 +375,102 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
             # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
             inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
             for j in range(tiles - 2, low - 1, -1):
-                acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c,
-                                             limit - j * BLOCK_N, own - j * BLOCK_N, left, offs_n, scale, softcap, slope,
-                                             (j >= whole) | (j < inner), WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S,
-                                             LAYOUT_O, CONSUMERS)
+                acc, y, m, l = _forward_step(
+                    w,
+                    q,
+                    k_s,
+                    v_s,
+                    full,
+                    empty,
+                    acc,
+                    y,
+                    m,
+                    l,
+                    c,
+                    limit - j * BLOCK_N,
+                    own - j * BLOCK_N,
+                    left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    (j >= whole) | (j < inner),
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    PARTS,
+                    PARTS_V,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                    CONSUMERS,
+                )
                 c += 1
         else:
             if CAUSAL and not SAME:
                 for j in range(tiles - 2, whole - 1, -1):
-                    acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c,
-                                                 limit - j * BLOCK_N, own, left, offs_n, scale, softcap, slope, True, WINDOW,
-                                                 SOFTCAP, ALIBI, PARTS, PARTS_V, STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
+                    acc, y, m, l = _forward_step(
+                        w,
+                        q,
+                        k_s,
+                        v_s,
+                        full,
+                        empty,
+                        acc,
+                        y,
+                        m,
+                        l,
+                        c,
+                        limit - j * BLOCK_N,
+                        own,
+                        left,
+                        offs_n,
+                        scale,
+                        softcap,
+                        slope,
+                        True,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        LAYOUT_S,
+                        LAYOUT_O,
+                        CONSUMERS,
+                    )
                     c += 1
             for _ in range(whole - 1, -1, -1):
-                acc, y, m, l = _forward_step(w, q, k_s, v_s, full, empty, acc, y, m, l, c, limit, own,
-                                             left, offs_n, scale, softcap, slope, False, WINDOW, SOFTCAP, ALIBI, PARTS, PARTS_V,
-                                             STAGES, LAYOUT_S, LAYOUT_O, CONSUMERS)
+                acc, y, m, l = _forward_step(
+                    w,
+                    q,
+                    k_s,
+                    v_s,
+                    full,
+                    empty,
+                    acc,
+                    y,
+                    m,
+                    l,
+                    c,
+                    limit,
+                    own,
+                    left,
+                    offs_n,
+                    scale,
+                    softcap,
+                    slope,
+                    False,
+                    WINDOW,
+                    SOFTCAP,
+                    ALIBI,
+                    PARTS,
+                    PARTS_V,
+                    STAGES,
+                    LAYOUT_S,
+                    LAYOUT_O,
+                    CONSUMERS,
+                )
                 c += 1
         if not THROUGH:
             mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
@@ -297,8 +488,15 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
             if THROUGH:
                 _rows(q_s.index(slot * PARTS + n)).store(part.to(OUT.dtype.element_ty))
             else:
-                _store_tile(OUT + start.to(gl.int64) * out_stride + head * DIM_V + n * BLOCK_DV, part, row, end, out_stride,
-                            DIM_V - n * BLOCK_DV, LAYOUT_STORE)
+                _store_tile(
+                    OUT + start.to(gl.int64) * out_stride + head * DIM_V + n * BLOCK_DV,
+                    part,
+                    row,
+                    end,
+                    out_stride,
+                    DIM_V - n * BLOCK_DV,
+                    LAYOUT_STORE,
+                )
         if THROUGH:
             fence_async_shared()
             if row < end:
@@ -312,11 +510,44 @@ def _forward_consumer(w: gl.constexpr, rings, written, left, right, BLOCK_M: gl.
 
 
 @gluon.jit(do_not_specialize=_COUNTS)
-def forward_kernel(qd, kd, vd, od, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_head, v_head, out_stride, total, heads, group_size,
-                   group, left, right, scale, softcap, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DIM_V: gl.constexpr,
-                   BLOCK_DV: gl.constexpr, PARTS: gl.constexpr, PARTS_V: gl.constexpr, STAGES: gl.constexpr,
-                   Q_STAGES: gl.constexpr, THROUGH: gl.constexpr, CONSUMERS: gl.constexpr, SAME: gl.constexpr,
-                   CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, ALIBI: gl.constexpr):
+def forward_kernel(
+    qd,
+    kd,
+    vd,
+    od,
+    SLOPES,
+    OUT,
+    LSE,
+    TILES,
+    COUNTER,
+    q_head,
+    k_head,
+    v_head,
+    out_stride,
+    total,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    DIM_V: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    PARTS: gl.constexpr,
+    PARTS_V: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    THROUGH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SAME: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    ALIBI: gl.constexpr,
+):
     """OUT (total, heads, DIM_V) and LSE (heads, total), natural.
 
     CONSUMERS: 1, where programs share a multiprocessor, to 3, of 64 queries each. SAME: queries and keys of causal rows have
@@ -335,29 +566,230 @@ def forward_kernel(qd, kd, vd, od, SLOPES, OUT, LSE, TILES, COUNTER, q_head, k_h
     read = qd, kd, vd, TILES, COUNTER, q_head, k_head, v_head, heads, group_size, group
     written = od, OUT, LSE, SLOPES, out_stride, total, scale, softcap
     if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_forward_consumer, (0, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 1)),
-            (_forward_producer, (rings, read, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PARTS, PARTS, PARTS_V, STAGES,
-                                 Q_STAGES, CAUSAL, WINDOW, 1)),
-        ], [1], [24])
+        gl.warp_specialize(
+            [
+                (
+                    _forward_consumer,
+                    (
+                        0,
+                        rings,
+                        written,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        THROUGH,
+                        SAME,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        1,
+                    ),
+                ),
+                (
+                    _forward_producer,
+                    (
+                        rings,
+                        read,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CAUSAL,
+                        WINDOW,
+                        1,
+                    ),
+                ),
+            ],
+            [1],
+            [24],
+        )
     elif CONSUMERS == 2:
-        gl.warp_specialize([
-            (_forward_consumer, (0, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
-            (_forward_consumer, (1, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 2)),
-            (_forward_producer, (rings, read, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PARTS, PARTS, PARTS_V, STAGES,
-                                 Q_STAGES, CAUSAL, WINDOW, 2)),
-        ], [4, 1], [240, 24])
+        gl.warp_specialize(
+            [
+                (
+                    _forward_consumer,
+                    (
+                        0,
+                        rings,
+                        written,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        THROUGH,
+                        SAME,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        2,
+                    ),
+                ),
+                (
+                    _forward_consumer,
+                    (
+                        1,
+                        rings,
+                        written,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        THROUGH,
+                        SAME,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        2,
+                    ),
+                ),
+                (
+                    _forward_producer,
+                    (
+                        rings,
+                        read,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CAUSAL,
+                        WINDOW,
+                        2,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     elif CONSUMERS == 3:
-        gl.warp_specialize([
-            (_forward_consumer, (0, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
-            (_forward_consumer, (1, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
-            (_forward_consumer, (2, rings, written, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, DIM_V, BLOCK_DV, PARTS, PARTS_V,
-                                 STAGES, Q_STAGES, THROUGH, SAME, CAUSAL, WINDOW, SOFTCAP, ALIBI, 3)),
-            (_forward_producer, (rings, read, left, 0 if CAUSAL else right, BLOCK_M, BLOCK_N, PARTS, PARTS, PARTS_V, STAGES,
-                                 Q_STAGES, CAUSAL, WINDOW, 3)),
-        ], [4, 4, 1], [160, 160, 24])
+        gl.warp_specialize(
+            [
+                (
+                    _forward_consumer,
+                    (
+                        0,
+                        rings,
+                        written,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        THROUGH,
+                        SAME,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        3,
+                    ),
+                ),
+                (
+                    _forward_consumer,
+                    (
+                        1,
+                        rings,
+                        written,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        THROUGH,
+                        SAME,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        3,
+                    ),
+                ),
+                (
+                    _forward_consumer,
+                    (
+                        2,
+                        rings,
+                        written,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        DIM_V,
+                        BLOCK_DV,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        THROUGH,
+                        SAME,
+                        CAUSAL,
+                        WINDOW,
+                        SOFTCAP,
+                        ALIBI,
+                        3,
+                    ),
+                ),
+                (
+                    _forward_producer,
+                    (
+                        rings,
+                        read,
+                        left,
+                        0 if CAUSAL else right,
+                        BLOCK_M,
+                        BLOCK_N,
+                        PARTS,
+                        PARTS,
+                        PARTS_V,
+                        STAGES,
+                        Q_STAGES,
+                        CAUSAL,
+                        WINDOW,
+                        3,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

@@ -1,4 +1,5 @@
 """What the kernels share on the host side."""
+
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
@@ -8,11 +9,14 @@ import torch
 from .launch import INTERPRETED, Launch, current_device
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_device_count = cache(torch.cuda.device_count)  # asked where there is a tensor on a device, so that it stays
+_device_count = cache(
+    torch.cuda.device_count
+)  # asked where there is a tensor on a device, so that it stays
 
 
 def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, on the CUDA device of this index, whichever is the current one; None where it runs on no such device."""
+
     def there(*args: Any) -> Any:
         if index == current_device():
             return run(*args)
@@ -22,8 +26,14 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
     return there if index is not None and _device_count() > 1 else run
 
 
-def start(launch: Launch, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
-          numbers: tuple[int | float, ...], *described: Any) -> None:
+def start(
+    launch: Launch,
+    programs: int,
+    pointers: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    numbers: tuple[int | float, ...],
+    *described: Any,
+) -> None:
     """Launch on the device of the pointers."""
     on_device(pointers[0].device.index, launch)(programs, pointers, strides, numbers, *described)
 
@@ -69,7 +79,11 @@ def multiprocessors(device: torch.device) -> int:
 @cache
 def follows(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one before it has ended, whose end it waits for itself."""
-    return not INTERPRETED and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        not INTERPRETED
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 def refuses(x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> str | None:

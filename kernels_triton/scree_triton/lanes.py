@@ -4,6 +4,7 @@ A program has a block of BC columns. Its G lanes walk over tokens, U at a time, 
 and column: beside each other over G short rows, or all over one long row, to be put together at its end. Tensors are of the shape
 (U, G, BC), or with length 1 where there is one number for all.
 """
+
 import triton
 import triton.language as tl
 
@@ -120,8 +121,27 @@ def _lanes(length, shift, G: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr,
-            BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+def _reduce(
+    X,
+    Y,
+    a,
+    first,
+    hop,
+    counts,
+    steps,
+    zero,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """What the tokens of each lane reduce to. Their rows begin at token `zero`."""
     u, v = _nothing(G, BC, IDENTITY, KEPT)
     SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
@@ -132,7 +152,11 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
         best = tl.zeros([1, G, BC], ACC)
         place = tl.full([1, G, BC], NOWHERE, tl.int32)
         step = tl.arange(0, U)[:, None, None]
-        ahead = tl.load(X + _elements(first + step * hop, columns, C, BC), mask=(step < counts) & inside, other=worst)
+        ahead = tl.load(
+            X + _elements(first + step * hop, columns, C, BC),
+            mask=(step < counts) & inside,
+            other=worst,
+        )
     for w in range(0, steps, U):
         step = w + tl.arange(0, U)[:, None, None]
         valid = step < counts
@@ -158,8 +182,29 @@ def _reduce(X, Y, a, first, hop, counts, steps, zero, columns, inside, OP: tl.co
 
 
 @triton.jit
-def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, C: tl.constexpr,
-         BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, ACC: tl.constexpr):
+def _map(
+    X,
+    Y,
+    OUT,
+    u,
+    v,
+    a,
+    b,
+    first,
+    hop,
+    counts,
+    steps,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """Write what the tokens of each lane become; with scans they run on from u.
 
     What is read for the last time, and what is written, makes room in the cache first. What was read last comes first: it is still
@@ -201,8 +246,19 @@ def _map(X, Y, OUT, u, v, a, b, first, hop, counts, steps, columns, inside, OP: 
 
 
 @triton.jit
-def _operands(A, B, rows, lengths, exists, columns, MAP: tl.constexpr, C: tl.constexpr, HAS_A: tl.constexpr,
-              HAS_B: tl.constexpr, ACC: tl.constexpr):
+def _operands(
+    A,
+    B,
+    rows,
+    lengths,
+    exists,
+    columns,
+    MAP: tl.constexpr,
+    C: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """The entries of some rows, of these lengths, in a and b."""
     a = tl.zeros([1, 1, 1], ACC)
     b = tl.zeros([1, 1, 1], ACC)
@@ -216,15 +272,47 @@ def _operands(A, B, rows, lengths, exists, columns, MAP: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def _keep(ROWS, u, v, rows, lengths, exists, columns, OP: tl.constexpr, IDENTITY: tl.constexpr, C: tl.constexpr):
+def _keep(
+    ROWS,
+    u,
+    v,
+    rows,
+    lengths,
+    exists,
+    columns,
+    OP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+):
     found = _result(u, v, lengths, OP, IDENTITY).to(ROWS.dtype.element_ty)
     tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), found, mask=exists)
 
 
 @triton.jit
-def _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-         C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
-         HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+def _row(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    row,
+    start,
+    length,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """One whole row, by all lanes."""
     a, b = _operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
     x = X + start * C
@@ -233,23 +321,108 @@ def _row(X, Y, A, B, OUT, row, start, length, columns, inside, OP: tl.constexpr,
         u, v = _nothing(1, BC, IDENTITY, KEPT)
         if OP != NONE:
             first, hop, counts, steps = _lanes(length, 0, G, MAP)
-            us, vs = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+            us, vs = _reduce(
+                x,
+                y,
+                a,
+                first,
+                hop,
+                counts,
+                steps,
+                0,
+                columns,
+                inside,
+                OP,
+                IDENTITY,
+                C,
+                BC,
+                G,
+                U,
+                READS,
+                ACC,
+                KEPT,
+            )
             u, v = _across(us, vs, OP)
     else:
-        first, hop, counts, steps = _lanes(length, 1, G, MAP)  # a lane runs on from the stretches before its own
-        u, v = _reduce(x, y, a, first, hop, counts, steps, 0, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+        first, hop, counts, steps = _lanes(
+            length, 1, G, MAP
+        )  # a lane runs on from the stretches before its own
+        u, v = _reduce(
+            x,
+            y,
+            a,
+            first,
+            hop,
+            counts,
+            steps,
+            0,
+            columns,
+            inside,
+            OP,
+            IDENTITY,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+            KEPT,
+        )
         u = _upto(u, 1, OP)
     if MAP == NONE:
         _keep(OUT, u, v, row, length, inside, columns, OP, IDENTITY, C)
     else:
         first, hop, counts, steps = _lanes(length, 0, G, MAP)
-        _map(x, y, OUT + start * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
+        _map(
+            x,
+            y,
+            OUT + start * C,
+            u,
+            v,
+            a,
+            b,
+            first,
+            hop,
+            counts,
+            steps,
+            columns,
+            inside,
+            OP,
+            MAP,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+        )
 
 
 @triton.jit
-def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constexpr, MAP: tl.constexpr, IDENTITY: tl.constexpr,
-            C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr,
-            HAS_B: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+def _beside(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    row,
+    last,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """The whole rows from `row` up to `last`, but at most G: the short ones beside each other, then the others one at a time."""
     each = row + tl.arange(0, G)
     base = tl.load(OFFSETS + row).to(tl.int64)
@@ -267,7 +440,27 @@ def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constex
     y = Y + base * C
     u, v = _nothing(G, BC, IDENTITY, KEPT)
     if (OP != NONE) & (MAP != RUNNING) & (MAP != RUNNING_BACK):
-        u, v = _reduce(x, y, a, begins, 1, counts, steps, begins, columns, inside, OP, IDENTITY, C, BC, G, U, READS, ACC, KEPT)
+        u, v = _reduce(
+            x,
+            y,
+            a,
+            begins,
+            1,
+            counts,
+            steps,
+            begins,
+            columns,
+            inside,
+            OP,
+            IDENTITY,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+            KEPT,
+        )
     if MAP == NONE:
         _keep(OUT, u, v, rows, counts, exists, columns, OP, IDENTITY, C)
     else:
@@ -276,23 +469,81 @@ def _beside(X, Y, A, B, OUT, OFFSETS, row, last, columns, inside, OP: tl.constex
         if MAP == RUNNING_BACK:
             hop = -1
             first = begins + counts - 1
-        _map(x, y, OUT + base * C, u, v, a, b, first, hop, counts, steps, columns, inside, OP, MAP, C, BC, G, U, READS, ACC)
+        _map(
+            x,
+            y,
+            OUT + base * C,
+            u,
+            v,
+            a,
+            b,
+            first,
+            hop,
+            counts,
+            steps,
+            columns,
+            inside,
+            OP,
+            MAP,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+        )
     while longest > 2 * U:
         i = tl.argmax(lengths, 0)
-        _row(X, Y, A, B, OUT, row + i, tl.load(OFFSETS + row + i).to(tl.int64), longest, columns, inside, OP, MAP, IDENTITY, C,
-             BC, G, U, READS, HAS_A, HAS_B, ACC, KEPT)
+        _row(
+            X,
+            Y,
+            A,
+            B,
+            OUT,
+            row + i,
+            tl.load(OFFSETS + row + i).to(tl.int64),
+            longest,
+            columns,
+            inside,
+            OP,
+            MAP,
+            IDENTITY,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            HAS_A,
+            HAS_B,
+            ACC,
+            KEPT,
+        )
         lengths = tl.where(tl.arange(0, G) == i, 0, lengths)
         longest = tl.max(lengths, 0)
 
 
 @triton.jit
-def _clear(OUT, t0, t1, columns, inside, C: tl.constexpr, BC: tl.constexpr, G: tl.constexpr, U: tl.constexpr):
+def _clear(
+    OUT,
+    t0,
+    t1,
+    columns,
+    inside,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+):
     """Write 0 to the tokens [t0, t1)."""
     length = (t1 - t0).to(tl.int32)
     for w in range(0, tl.cdiv(length, G), U):
         tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
         nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
-        tl.store(OUT + t0 * C + _elements(tokens, columns, C, BC), nothing, mask=(tokens < length) & inside)
+        tl.store(
+            OUT + t0 * C + _elements(tokens, columns, C, BC),
+            nothing,
+            mask=(tokens < length) & inside,
+        )
 
 
 @triton.jit

@@ -1,4 +1,5 @@
 """Launching a compiled kernel without paying for the JIT's argument inspection at every call."""
+
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -15,7 +16,10 @@ _address = torch.Tensor.data_ptr
 # The interface of the launcher in C is Triton's own affair; these are the ones that are known here.
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 _KNOWN = (3, 6), (3, 7)
-_CUTS = _VERSION > (3, 6)  # numbers that do not fit into 32 bits, where the older one raises OverflowError
+_CUTS = _VERSION > (
+    3,
+    6,
+)  # numbers that do not fit into 32 bits, where the older one raises OverflowError
 # What torch.cuda calls, without its check that CUDA is initialized: tensors on the device are there already.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -28,22 +32,32 @@ def empty(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype]
     What compiled code of PyTorch calls where it is there: half the time of `empty_like`.
     """
     found = getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
-    return found or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind))
+    return found or (
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=kind)
+    )
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A shape and its strides in memory without gaps, as `empty` takes them."""
-    return tuple(shape), tuple(prod(shape[i + 1:]) for i in range(len(shape)))
+    return tuple(shape), tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def ragged_shape(heads: int, dim: int, stride: int, head: int, width: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def ragged_shape(
+    heads: int, dim: int, stride: int, head: int, width: int = 0
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides that describe values (total, heads, dim).
 
     A head is reached by its column, a multiple of `head`; where it is read as one of `width` numbers, more than it has, by its
     number.
     """
     if width > dim:
-        return (0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim), ((1 << 34) - stride, stride, stride, head, 1)
+        return (0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim), (
+            (1 << 34) - stride,
+            stride,
+            stride,
+            head,
+            1,
+        )
     width = (heads - 1) * head + dim
     return (0x7FFF0000, 0x7FFF0000, 1 << 30, width), ((1 << 34) - stride, stride, stride, 1)
 
@@ -60,7 +74,9 @@ class Ragged:
 
     __slots__ = ("block", "shape", "strides")
 
-    def __init__(self, heads: int, dim: int, stride: int, head: int, block: int = 0, parts: int = 1):
+    def __init__(
+        self, heads: int, dim: int, stride: int, head: int, block: int = 0, parts: int = 1
+    ):
         self.block = block or dim
         self.shape, self.strides = ragged_shape(heads, dim, stride, head, self.block * parts)
 
@@ -83,7 +99,12 @@ class Tiled:
         """The descriptor as Triton's compiler wants to see it."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor(base, list(self.shape), list(self.strides), [1] * (len(self.shape) - 2) + [rows, self.columns])
+        return TensorDescriptor(
+            base,
+            list(self.shape),
+            list(self.strides),
+            [1] * (len(self.shape) - 2) + [rows, self.columns],
+        )
 
 
 class Boxed(Tiled):
@@ -93,19 +114,29 @@ class Boxed(Tiled):
 
     def typed(self, base: torch.Tensor, rows: int) -> Any:
         """The descriptor as Gluon's compiler wants to see it."""
-        return _gluon(base, self.shape, self.strides, [1] * (len(self.shape) - 2) + [rows, self.columns])
+        return _gluon(
+            base, self.shape, self.strides, [1] * (len(self.shape) - 2) + [rows, self.columns]
+        )
 
 
-def _gluon(base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]) -> Any:
+def _gluon(
+    base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]
+) -> Any:
     """A descriptor of Gluon, with the layout of a tile in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[base.dtype]
-    return TensorDescriptor(base, list(shape), list(strides), block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[
+        base.dtype
+    ]
+    return TensorDescriptor(
+        base, list(shape), list(strides), block, gl.NVMMASharedLayout.get_default_for(block, dtype)
+    )
 
 
-ragged = cache(Ragged)  # one object for all tensors that differ in their tokens alone: a key that costs nothing to compare
+ragged = cache(
+    Ragged
+)  # one object for all tensors that differ in their tokens alone: a key that costs nothing to compare
 tiled = lru_cache(_MOST_ENCODED)(Tiled)
 boxed = lru_cache(_MOST_ENCODED)(Boxed)
 
@@ -128,7 +159,17 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
     fixed = compiled.function, run.launch_cooperative_grid, run.launch_pdl
     if _VERSION == (3, 6):  # scratch memory, metadata, hooks
         return launch, (*fixed, None, None, compiled.packed_metadata, None, None, None)
-    fixed = *fixed, compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+    fixed = (
+        *fixed,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        None,
+        None,
+        run.arg_annotations,
+        run.kernel_signature,
+    )
     n = 4 + len(fixed)
     return lambda *args: launch(*args[:n], args[n:]), fixed
 
@@ -162,17 +203,39 @@ class Launch:
         The rows of a tile of each descriptor.
     """
 
-    __slots__ = ("constants", "encoded", "index", "kernel", "metadata", "options", "rows", "values", "variants")
+    __slots__ = (
+        "constants",
+        "encoded",
+        "index",
+        "kernel",
+        "metadata",
+        "options",
+        "rows",
+        "values",
+        "variants",
+    )
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any], rows: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        kernel: Any,
+        constants: dict[str, Any],
+        options: dict[str, Any],
+        rows: tuple[int, ...] = (),
+    ):
         self.kernel, self.constants, self.options, self.rows = kernel, constants, options, rows
         self.values = tuple(constants.values())
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
 
-    def __call__(self, programs: int, pointers: tuple[torch.Tensor, ...], strides: tuple[int, ...],
-                 numbers: tuple[int | float, ...], described: tuple[torch.Tensor, ...] = (),
-                 shapes: tuple[Ragged | Tiled, ...] = ()) -> None:
+    def __call__(
+        self,
+        programs: int,
+        pointers: tuple[torch.Tensor, ...],
+        strides: tuple[int, ...],
+        numbers: tuple[int | float, ...],
+        described: tuple[torch.Tensor, ...] = (),
+        shapes: tuple[Ragged | Tiled, ...] = (),
+    ) -> None:
         """Launch on the current device, which must be that of the pointers, and its current stream.
 
         The kernel reads the tensors `described` through descriptors, each of its shape.
@@ -189,12 +252,26 @@ class Launch:
                 key = *map(_address, described), *shapes
                 descriptors = self.encoded.get(key) or self._encode(key, described, shapes)
             try:
-                launch(programs, 1, 1, current_stream(self.index), *fixed, *descriptors, *addresses, *numbers, *self.values)
+                launch(
+                    programs,
+                    1,
+                    1,
+                    current_stream(self.index),
+                    *fixed,
+                    *descriptors,
+                    *addresses,
+                    *numbers,
+                    *self.values,
+                )
                 return
-            except OverflowError:  # a number beyond 32 bits, for which the JIT below has another variant
+            except (
+                OverflowError
+            ):  # a number beyond 32 bits, for which the JIT below has another variant
                 pass
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
-        compiled = self.kernel[(programs,)](*typed, *pointers, *strides, *numbers, **self.constants, **self.options)
+        compiled = self.kernel[(programs,)](
+            *typed, *pointers, *strides, *numbers, **self.constants, **self.options
+        )
         if not _large(*strides, *numbers) and _VERSION in _KNOWN and not INTERPRETED:
             self._keep(kind, compiled, pointers[0].get_device())
 
@@ -202,11 +279,15 @@ class Launch:
         """Remember a variant, unless it needs scratch memory or somebody listens to launches."""
         run = compiled.run
         scratch = run.global_scratch_size or run.profile_scratch_size
-        if not (scratch or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls):
+        if not (
+            scratch or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
+        ):
             self.index, self.metadata = index, getattr(compiled.metadata, "tensordesc_meta", None)
             self.variants[kind] = _launcher(compiled, bool(self.rows))
 
-    def _encode(self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]) -> tuple:
+    def _encode(
+        self, key: tuple, described: tuple[torch.Tensor, ...], shapes: tuple[Ragged | Tiled, ...]
+    ) -> tuple:
         """The launcher's arguments for the descriptors, kept together, and each by itself: mostly one of them is new."""
         if len(self.encoded) >= _MOST_ENCODED:
             self.encoded.clear()
@@ -216,7 +297,9 @@ class Launch:
         for i, (base, shape, how) in enumerate(zip(described, shapes, self.metadata)):
             own = i, _address(base), shape
             if own not in self.encoded:
-                self.encoded[own] = *make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how),
+                self.encoded[own] = (
+                    *make_tensordesc_arg(_Described(base, shape.shape, shape.strides), how),
+                )
             found += self.encoded[own]
         self.encoded[key] = found
         return found

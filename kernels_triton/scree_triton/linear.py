@@ -3,6 +3,7 @@
 The gradient of such a function is another one of them, so that a row of the table `LINEAR` is all that a function needs:
 autograd and `torch.compile` hear of all of them in one way.
 """
+
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -31,38 +32,65 @@ class _Linear(NamedTuple):
 
 LINEAR = {
     "pad": _Linear(
-        pad, lambda f, dy, shape, offsets, dim, length, left, *_: f.unpad(dy, offsets, dim, shape[dim], left),
+        pad,
+        lambda f, dy, shape, offsets, dim, length, left, *_: f.unpad(
+            dy, offsets, dim, shape[dim], left
+        ),
         lambda x, offsets, dim, length, left, fill, marks: (
             x.new_empty((offsets.shape[0] - 1, *resized(x.shape, dim, length))),
-            x.new_empty((offsets.shape[0] - 1, length) if marks else (0,), dtype=torch.bool))),
+            x.new_empty((offsets.shape[0] - 1, length) if marks else (0,), dtype=torch.bool),
+        ),
+    ),
     "unpad": _Linear(
-        unpad, lambda f, dy, shape, offsets, dim, total, left: f.pad(dy, offsets, dim, shape[dim + 1], left, 0, False)[0],
-        lambda x, offsets, dim, total, left: x.new_empty(resized(x.shape, dim + 1, total)[1:])),
+        unpad,
+        lambda f, dy, shape, offsets, dim, total, left: f.pad(
+            dy, offsets, dim, shape[dim + 1], left, 0, False
+        )[0],
+        lambda x, offsets, dim, total, left: x.new_empty(resized(x.shape, dim + 1, total)[1:]),
+    ),
     "take": _Linear(
-        take, lambda f, dy, shape, index, distinct: (f.put if distinct else f.add)(dy, index, shape[0]),
-        lambda x, index, *_: x.new_empty((index.shape[0], *x.shape[1:]))),
+        take,
+        lambda f, dy, shape, index, distinct: (f.put if distinct else f.add)(dy, index, shape[0]),
+        lambda x, index, *_: x.new_empty((index.shape[0], *x.shape[1:])),
+    ),
     "put": _Linear(
-        put, lambda f, dy, shape, index, size: f.take(dy, index, True),
-        lambda x, index, size: x.new_empty((size, *x.shape[1:]))),
+        put,
+        lambda f, dy, shape, index, size: f.take(dy, index, True),
+        lambda x, index, size: x.new_empty((size, *x.shape[1:])),
+    ),
     "keep": _Linear(
-        keep, lambda f, dy, shape, index, kept: f.unkeep(dy, index, kept),
-        lambda x, index, kept: x.new_empty((kept.shape[0], *x.shape[1:]))),
+        keep,
+        lambda f, dy, shape, index, kept: f.unkeep(dy, index, kept),
+        lambda x, index, kept: x.new_empty((kept.shape[0], *x.shape[1:])),
+    ),
     "unkeep": _Linear(
-        unkeep, lambda f, dy, shape, index, kept: f.keep(dy, index, kept),
-        lambda dy, index, kept: dy.new_empty((index.shape[0], *dy.shape[1:]))),
+        unkeep,
+        lambda f, dy, shape, index, kept: f.keep(dy, index, kept),
+        lambda dy, index, kept: dy.new_empty((index.shape[0], *dy.shape[1:])),
+    ),
     "add": _Linear(
-        add, lambda f, dy, shape, index, size: f.take(dy, index, False),
-        lambda x, index, size: x.new_empty((size, *x.shape[1:]))),
+        add,
+        lambda f, dy, shape, index, size: f.take(dy, index, False),
+        lambda x, index, size: x.new_empty((size, *x.shape[1:])),
+    ),
     "select": _Linear(
-        select, lambda f, dy, shape, offsets, starts, dim, total, step, distinct, *_: f.unselect(
-            dy, shape, offsets, starts, dim, step, distinct),
-        lambda x, offsets, starts, dim, total, *_: x.new_empty(resized(x.shape, dim, total))),
+        select,
+        lambda f, dy, shape, offsets, starts, dim, total, step, distinct, *_: f.unselect(
+            dy, shape, offsets, starts, dim, step, distinct
+        ),
+        lambda x, offsets, starts, dim, total, *_: x.new_empty(resized(x.shape, dim, total)),
+    ),
     "unselect": _Linear(
-        unselect, lambda f, dy, shape, _, offsets, starts, dim, step, distinct: f.select(
-            dy, offsets, starts, dim, shape[dim], step, distinct),
-        lambda dy, shape, *_: dy.new_empty(shape)),
+        unselect,
+        lambda f, dy, shape, _, offsets, starts, dim, step, distinct: f.select(
+            dy, offsets, starts, dim, shape[dim], step, distinct
+        ),
+        lambda dy, shape, *_: dy.new_empty(shape),
+    ),
 }
-_EAGER = SimpleNamespace()  # the functions of this table for eager code, which are differentiable in their turn
+_EAGER = (
+    SimpleNamespace()
+)  # the functions of this table for eager code, which are differentiable in their turn
 _OPERATORS = SimpleNamespace()  # and for compiled code
 
 
@@ -78,7 +106,11 @@ class _Map(Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
-        return LINEAR[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args), None, *(None,) * len(ctx.args)
+        return (
+            LINEAR[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args),
+            None,
+            *(None,) * len(ctx.args),
+        )
 
 
 def _make_operator(name: str) -> None:
@@ -88,7 +120,10 @@ def _make_operator(name: str) -> None:
 
     def keep(ctx, inputs, output):
         x, *args = inputs
-        ctx.shape, ctx.rest = x.shape, [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        ctx.shape, ctx.rest = (
+            x.shape,
+            [None if isinstance(arg, torch.Tensor) else arg for arg in args],
+        )
         ctx.tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         ctx.save_for_backward(*(args[i] for i in ctx.tensors))
 
@@ -111,7 +146,11 @@ def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
 
 def apply(name: str, x: torch.Tensor, *args: Any) -> Any:
     """A function of the table, by its name."""
-    return getattr(_OPERATORS, name)(x, *args) if torch.compiler.is_compiling() else _eager(name, x, *args)
+    return (
+        getattr(_OPERATORS, name)(x, *args)
+        if torch.compiler.is_compiling()
+        else _eager(name, x, *args)
+    )
 
 
 for _name in LINEAR:
@@ -161,8 +200,13 @@ def _keep_joined(ctx, inputs, output):
 
 
 _join_op.register_autograd(
-    lambda ctx, dy: (_unjoin_op(dy, ctx.saved_tensors, ctx.totals, ctx.dim), [None] * len(ctx.totals), None),
-    setup_context=_keep_joined)
+    lambda ctx, dy: (
+        _unjoin_op(dy, ctx.saved_tensors, ctx.totals, ctx.dim),
+        [None] * len(ctx.totals),
+        None,
+    ),
+    setup_context=_keep_joined,
+)
 
 
 def join_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ the losses are one pass over its logits, in which each lane keeps a maximum and 
 and only at the end do lanes meet; their gradient is a second pass, which finds the logits in the cache if it follows the first
 at once. Either may write where it reads. A token that does not count is not read, but by the first kernel for a gradient alone.
 """
+
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,13 +23,24 @@ _NONE = tl.constexpr(-1.0)
 
 
 @triton.jit
-def _get(X, place, lead, known, V: tl.constexpr, GRAIN: tl.constexpr, EDGES: tl.constexpr, POLICY: tl.constexpr):
+def _get(
+    X,
+    place,
+    lead,
+    known,
+    V: tl.constexpr,
+    GRAIN: tl.constexpr,
+    EDGES: tl.constexpr,
+    POLICY: tl.constexpr,
+):
     """The logits at some places of a token, which begin at `lead`, in float32; -inf where there is none.
 
     With EDGES a token begins or ends within GRAIN of them, which are read at once: also those that stand before and behind it.
     """
     if not EDGES:
-        return tl.load(X + place, mask=known & (place < V), other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
+        return tl.load(
+            X + place, mask=known & (place < V), other=-float("inf"), eviction_policy=POLICY
+        ).to(tl.float32)
     group = place // GRAIN * GRAIN
     near = known & (group + GRAIN > lead) & (group < lead + V)
     x = tl.load(X + place, mask=near, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
@@ -51,8 +63,17 @@ def _edges(lead, V: tl.constexpr, GRAIN: tl.constexpr):
 
 
 @triton.jit
-def _read(X, at, lead, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr, MASKED: tl.constexpr,
-          POLICY: tl.constexpr):
+def _read(
+    X,
+    at,
+    lead,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
     """(DEEP, LANES) logits from the place `at` on in float32, and the places."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     if MASKED:
@@ -67,7 +88,9 @@ def _add(x, top, total):
     """The maximum and the sum of exponentials of each lane, with (DEEP, LANES) more logits."""
     new = tl.maximum(top, tl.max(x, 0))
     base = tl.where(new == -float("inf"), 0.0, new)
-    return new, total * tl.exp2((top - base) * _LOG2E) + tl.sum(tl.exp2((x - base[None, :]) * _LOG2E), 0)
+    return new, total * tl.exp2((top - base) * _LOG2E) + tl.sum(
+        tl.exp2((x - base[None, :]) * _LOG2E), 0
+    )
 
 
 @triton.jit
@@ -78,8 +101,22 @@ def _slope(x, place, goal, top, factor, share):
 
 
 @triton.jit
-def _write(OUT, X, at, lead, goal, top, factor, share, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr,
-           GRAIN: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr):
+def _write(
+    OUT,
+    X,
+    at,
+    lead,
+    goal,
+    top,
+    factor,
+    share,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
     """The gradient of (DEEP, LANES) logits; MASKED: but for those at the `_edges`."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mask = _whole(place, lead, V, GRAIN) if MASKED else None
@@ -100,10 +137,38 @@ def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED:
 
 
 @triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
-def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, low, count,
-                  size, ignored, d_stride, V: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GRAIN: tl.constexpr,
-                  ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr, GRADIENT: tl.constexpr,
-                  SCALED: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr):
+def tokens_kernel(
+    X,
+    TARGETS,
+    OFFSETS,
+    LOSSES,
+    STATS,
+    PARTS,
+    DLOSSES,
+    SHARE,
+    OUT,
+    x_stride,
+    out_stride,
+    n,
+    first,
+    low,
+    count,
+    size,
+    ignored,
+    d_stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GRAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    SUM: tl.constexpr,
+    SAVE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
     # What follows finds in the cache the logits that were read for losses whose gradient is wanted, and a gradient alone.
     READ: tl.constexpr = "" if SAVE else "evict_first"
@@ -157,20 +222,58 @@ def tokens_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT
             y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
             whole = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
-            tl.store(out[:, None] + column, y, mask=(i < count)[:, None] & whole, eviction_policy=WRITE)
+            tl.store(
+                out[:, None] + column, y, mask=(i < count)[:, None] & whole, eviction_policy=WRITE
+            )
             if EDGES:
                 edge = (column < V) & (whole == 0)
-                tl.store(out[:, None] + column, y, mask=(i < count)[:, None] & edge, eviction_policy=WRITE)
+                tl.store(
+                    out[:, None] + column,
+                    y,
+                    mask=(i < count)[:, None] & edge,
+                    eviction_policy=WRITE,
+                )
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
-        tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32))
+        tl.store(
+            PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32)
+        )
 
 
 @triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
-def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OUT, x_stride, out_stride, n, first, low, count,
-                   size, ignored, d_stride, V: tl.constexpr, LANES: tl.constexpr, DEEP: tl.constexpr, GRAIN: tl.constexpr,
-                   SHIFTED: tl.constexpr, ROWS: tl.constexpr, EACH: tl.constexpr, SUM: tl.constexpr, SAVE: tl.constexpr,
-                   GRADIENT: tl.constexpr, SCALED: tl.constexpr, SHARED: tl.constexpr, CHAINED: tl.constexpr):
+def classes_kernel(
+    X,
+    TARGETS,
+    OFFSETS,
+    LOSSES,
+    STATS,
+    PARTS,
+    DLOSSES,
+    SHARE,
+    OUT,
+    x_stride,
+    out_stride,
+    n,
+    first,
+    low,
+    count,
+    size,
+    ignored,
+    d_stride,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    SUM: tl.constexpr,
+    SAVE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
 
     SAVE: STATS (2, size), the maximum and the sum of exponentials, _NONE of a token that does not count; they are read where there
@@ -180,7 +283,9 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
     """
     STEP: tl.constexpr = LANES * DEEP
     LINE: tl.constexpr = min(8 * GRAIN, LANES)  # of the cache: 128 bytes
-    FIRST: tl.constexpr = "evict_last" if GRADIENT else ""  # what a pass leaves in the cache for the next one
+    FIRST: tl.constexpr = (
+        "evict_last" if GRADIENT else ""
+    )  # what a pass leaves in the cache for the next one
     SECOND: tl.constexpr = "evict_first" if EACH | SUM else ""
     end = size
     if ROWS:
@@ -215,13 +320,21 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 totals = tl.zeros([LANES], tl.float32)
                 right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
                 if SHIFTED:
-                    lanes, totals = _add(_read(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals)
+                    lanes, totals = _add(
+                        _read(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals
+                    )
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0], lanes, totals)
+                    lanes, totals = _add(
+                        _read(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0], lanes, totals
+                    )
                 for at in range(stop, V + lead, LANES):
-                    lanes, totals = _add(_read(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals)
+                    lanes, totals = _add(
+                        _read(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals
+                    )
                 top = tl.max(lanes, 0)
-                base = tl.where(lanes == -float("inf"), top, lanes)  # lanes without a number add nothing
+                base = tl.where(
+                    lanes == -float("inf"), top, lanes
+                )  # lanes without a number add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
                 total = tl.where(exists, total, float("nan"))
                 loss = tl.log(total) + (top - right)
@@ -240,11 +353,30 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 share = factor / total
                 goal = tl.where(exists, lead + target, -1)
                 if SHIFTED:
-                    _write(out, x, 0, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND)
+                    _write(
+                        out, x, 0, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND
+                    )
                 for at in range(begin, stop, STEP):
-                    _write(out, x, at, lead, goal, top, factor, share, V, LANES, DEEP, GRAIN, False, SECOND)
+                    _write(
+                        out,
+                        x,
+                        at,
+                        lead,
+                        goal,
+                        top,
+                        factor,
+                        share,
+                        V,
+                        LANES,
+                        DEEP,
+                        GRAIN,
+                        False,
+                        SECOND,
+                    )
                 for at in range(stop, V + lead, LANES):
-                    _write(out, x, at, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND)
+                    _write(
+                        out, x, at, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND
+                    )
                 if SHIFTED | (V % GRAIN > 0):
                     place, edge = _edges(lead, V, GRAIN)
                     logits = tl.load(x + place, mask=edge, other=0.0).to(tl.float32)
@@ -259,7 +391,12 @@ def classes_kernel(X, TARGETS, OFFSETS, LOSSES, STATS, PARTS, DLOSSES, SHARE, OU
                 for at in range(0, V + lead, LANES):
                     place = at + tl.arange(0, LANES)
                     zeros = tl.zeros([LANES], OUT.dtype.element_ty)
-                    tl.store(out + place, zeros, mask=_whole(place, lead, V, GRAIN), eviction_policy="evict_first")
+                    tl.store(
+                        out + place,
+                        zeros,
+                        mask=_whole(place, lead, V, GRAIN),
+                        eviction_policy="evict_first",
+                    )
                 if SHIFTED | (V % GRAIN > 0):
                     place, edge = _edges(lead, V, GRAIN)
                     tl.store(out + place, tl.zeros([2 * GRAIN], OUT.dtype.element_ty), mask=edge)
@@ -279,7 +416,11 @@ class _Tile(NamedTuple):
 
 #: By classes at least: for losses, for a gradient, and for both, where the logits of all programs fit into the cache.
 LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
-GRADIENT = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 4, 4, 64), 1 << 13: _Tile(4096, 2, 16, 64)}
+GRADIENT = {
+    0: _Tile(512, 4, 2, 64),
+    1 << 12: _Tile(1024, 4, 4, 64),
+    1 << 13: _Tile(4096, 2, 16, 64),
+}
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
 #: Classes up to which a program holds all logits of a token: for losses, for a gradient, and for both.
 WHOLE, WHOLE_OF_GRADIENT, WHOLE_OF_BOTH = 2048, 4096, 1 << 14
@@ -302,28 +443,64 @@ class What(NamedTuple):
 
 
 @cache
-def _launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], classes: int, grain: int, shifted: bool,
-            what: What) -> tuple[Launch, int, int]:
+def _launch(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    classes: int,
+    grain: int,
+    shifted: bool,
+    what: What,
+) -> tuple[Launch, int, int]:
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
-    flags: dict[str, Any] = dict(ROWS=dtypes[2] is not None, **what._asdict(), CHAINED=what.SUM and follows(device))
-    both, power = what.GRADIENT and (what.EACH or what.SUM), max(16, triton.next_power_of_2(classes))
-    if classes <= (WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT and not shifted else WHOLE):
-        held, of_warp = max(HELD, power), 1024 if power > 2048 else 256 if what.GRADIENT and not both else 512
+    flags: dict[str, Any] = dict(
+        ROWS=dtypes[2] is not None, **what._asdict(), CHAINED=what.SUM and follows(device)
+    )
+    both, power = (
+        what.GRADIENT and (what.EACH or what.SUM),
+        max(16, triton.next_power_of_2(classes)),
+    )
+    if classes <= (
+        WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT and not shifted else WHOLE
+    ):
+        held, of_warp = (
+            max(HELD, power),
+            1024 if power > 2048 else 256 if what.GRADIENT and not both else 512,
+        )
         tokens, warps = held // power, max(1, held // of_warp)
-        launch = Launch(tokens_kernel, dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
-                        dict(num_warps=warps))
-        return launch, tokens, (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30
+        launch = Launch(
+            tokens_kernel,
+            dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
+            dict(num_warps=warps),
+        )
+        return (
+            launch,
+            tokens,
+            (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30,
+        )
     tiles = BOTH if both else GRADIENT if what.GRADIENT else LOSSES
     lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
     deep = max(1, min(deep, power // lanes))
-    launch = Launch(classes_kernel, dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
-                    dict(num_warps=warps))
+    launch = Launch(
+        classes_kernel,
+        dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
+        dict(num_warps=warps),
+    )
     return launch, 1, programs * multiprocessors(device)
 
 
-def visit(x: torch.Tensor, targets: Targets, first: int = 0, low: int = 0, *, losses: torch.Tensor | None = None,
-          parts: list[torch.Tensor] | None = None, stats: torch.Tensor | None = None, out: torch.Tensor | None = None,
-          dlosses: torch.Tensor | None = None, share: torch.Tensor | None = None) -> None:
+def visit(
+    x: torch.Tensor,
+    targets: Targets,
+    first: int = 0,
+    low: int = 0,
+    *,
+    losses: torch.Tensor | None = None,
+    parts: list[torch.Tensor] | None = None,
+    stats: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dlosses: torch.Tensor | None = None,
+    share: torch.Tensor | None = None,
+) -> None:
     """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
 
     They are those of all classes, or where `stats` are read those of some, from `low` on.
@@ -350,8 +527,14 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, low: int = 0, *, lo
     if (x.data_ptr() | onto.data_ptr()) % 16 or (shifted and x.stride(0) != onto.stride(0)):
         grain, shifted = 1, False
     summed = parts is not None
-    what = What(losses is not None, summed, (losses is not None or summed) and stats is not None, out is not None,
-                dlosses is not None, share is not None)
+    what = What(
+        losses is not None,
+        summed,
+        (losses is not None or summed) and stats is not None,
+        out is not None,
+        dlosses is not None,
+        share is not None,
+    )
     dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
     launch, tokens, most = _launch(device, dtypes, classes, grain, shifted, what)
     programs = min(-(-count // tokens), most)
@@ -362,12 +545,31 @@ def visit(x: torch.Tensor, targets: Targets, first: int = 0, low: int = 0, *, lo
     if not count:
         return
     offsets, n = targets.rows
-    start(launch, programs,
-          (x, targets.classes, offsets, *(x if p is None else p for p in (losses, stats, part, dlosses, share)), onto),
-          (x.stride(0), onto.stride(0)),
-          (n, first, low, count, targets.classes.shape[0], targets.ignored, 0 if dlosses is None else dlosses.stride(0)))
+    start(
+        launch,
+        programs,
+        (
+            x,
+            targets.classes,
+            offsets,
+            *(x if p is None else p for p in (losses, stats, part, dlosses, share)),
+            onto,
+        ),
+        (x.stride(0), onto.stride(0)),
+        (
+            n,
+            first,
+            low,
+            count,
+            targets.classes.shape[0],
+            targets.ignored,
+            0 if dlosses is None else dlosses.stride(0),
+        ),
+    )
 
 
 def rowwise(x: torch.Tensor) -> torch.Tensor:
     """x, (total, size), with the elements of a token side by side."""
-    return x if (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1] else x.contiguous()
+    return (
+        x if (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1] else x.contiguous()
+    )

@@ -2,6 +2,7 @@
 
 Every program that makes losses adds up its own; one kernel adds up those sums in a fixed order. So equal inputs give equal bits.
 """
+
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,7 +27,9 @@ class Targets(NamedTuple):
     @property
     def rows(self) -> tuple[torch.Tensor, int]:
         """The offsets as a kernel takes them, and the number of rows."""
-        return (self.classes, 0) if self.offsets is None else (self.offsets, self.offsets.shape[0] - 1)
+        return (
+            (self.classes, 0) if self.offsets is None else (self.offsets, self.offsets.shape[0] - 1)
+        )
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
@@ -46,7 +49,9 @@ def _share(count, MEAN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("parts",))
-def sum_kernel(PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def sum_kernel(
+    PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
     """TOTAL, the sum or mean of all losses, of PARTS (2, parts), and SHARE, what part of it a loss is; one program."""
     if CHAINED:  # it may begin while the losses are still being made
         gdc_wait()
@@ -66,7 +71,9 @@ def sum_kernel(PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize=("n", "size", "ignored"))
-def share_kernel(TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def share_kernel(
+    TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """SHARE, the part that a token has in the mean, where no loss is known yet; one program."""
     end = size
     if ROWS:
@@ -74,12 +81,16 @@ def share_kernel(TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, 
     counts = tl.zeros([BLOCK], tl.int32)
     for at in range(0, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
-        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(tl.int32)
+        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(
+            tl.int32
+        )
     tl.store(SHARE, _share(tl.sum(counts, 0), True))
 
 
 @triton.jit(do_not_specialize=("ignored", "stride"))
-def rows_kernel(LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+def rows_kernel(
+    LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
+):
     """MEANS (n,) of the LOSSES (total,) that count in each row; BACKWARD: LOSSES, their gradient, from that of MEANS."""
     row = tl.program_id(0)
     start = tl.load(OFFSETS + row)
@@ -88,7 +99,9 @@ def rows_kernel(LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.cons
     counts = tl.zeros([BLOCK], tl.int32)
     for at in range(start, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
-        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(tl.int32)
+        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(
+            tl.int32
+        )
         if not BACKWARD:
             totals += tl.load(LOSSES + token, mask=token < end, other=0.0)
     count = tl.sum(counts, 0)
@@ -105,11 +118,17 @@ def rows_kernel(LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.cons
 @cache
 def _sum_launch(device: torch.device, mean: bool) -> Launch:
     chained = follows(device)
-    return Launch(sum_kernel, dict(MEAN=mean, BLOCK=4096, CHAINED=chained), dict(num_warps=32, launch_pdl=chained))
+    return Launch(
+        sum_kernel,
+        dict(MEAN=mean, BLOCK=4096, CHAINED=chained),
+        dict(num_warps=32, launch_pdl=chained),
+    )
 
 
 @cache
-def _share_launch(device: torch.device, classes: torch.dtype, offsets: torch.dtype | None) -> Launch:
+def _share_launch(
+    device: torch.device, classes: torch.dtype, offsets: torch.dtype | None
+) -> Launch:
     return Launch(share_kernel, dict(ROWS=offsets is not None, BLOCK=4096), dict(num_warps=16))
 
 
@@ -117,12 +136,23 @@ def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, to
     """The "sum" or "mean" of all losses, and what part of it a loss is; 0-d."""
     values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
-    start(_sum_launch(values.device, reduction == "mean"), 1, (values, total, share), (), (values.shape[1],))
+    start(
+        _sum_launch(values.device, reduction == "mean"),
+        1,
+        (values, total, share),
+        (),
+        (values.shape[1],),
+    )
     return total, share
 
 
 @cache
-def _rows_launch(device: torch.device, classes: torch.dtype, offsets: torch.dtype | None, back: torch.dtype | None) -> Launch:
+def _rows_launch(
+    device: torch.device,
+    classes: torch.dtype,
+    offsets: torch.dtype | None,
+    back: torch.dtype | None,
+) -> Launch:
     return Launch(rows_kernel, dict(BLOCK=1024, BACKWARD=back is not None), dict(num_warps=4))
 
 
@@ -131,8 +161,13 @@ def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
     offsets, n = targets.rows
     means = torch.empty((n,), dtype=torch.float32, device=losses.device)
     if n:
-        start(_rows_launch(means.device, *targets.dtypes, None), n, (losses, targets.classes, offsets, means), (),
-              (targets.ignored, 1))
+        start(
+            _rows_launch(means.device, *targets.dtypes, None),
+            n,
+            (losses, targets.classes, offsets, means),
+            (),
+            (targets.ignored, 1),
+        )
     return means
 
 
@@ -144,8 +179,13 @@ def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tens
     offsets, n = targets.rows
     dlosses = torch.empty((total,), dtype=torch.float32, device=dloss.device)
     if n:
-        start(_rows_launch(dloss.device, *targets.dtypes, dloss.dtype), n, (dlosses, targets.classes, offsets, dloss), (),
-              (targets.ignored, dloss.stride(0)))
+        start(
+            _rows_launch(dloss.device, *targets.dtypes, dloss.dtype),
+            n,
+            (dlosses, targets.classes, offsets, dloss),
+            (),
+            (targets.ignored, dloss.stride(0)),
+        )
     return dlosses
 
 
@@ -153,6 +193,11 @@ def share_of(targets: Targets) -> torch.Tensor:
     """What part of the mean a loss is, before there are any; 0-d."""
     offsets, n = targets.rows
     share = torch.empty((), dtype=torch.float32, device=offsets.device)
-    start(_share_launch(share.device, *targets.dtypes), 1, (targets.classes, offsets, share), (),
-          (n, targets.classes.shape[0], targets.ignored))
+    start(
+        _share_launch(share.device, *targets.dtypes),
+        1,
+        (targets.classes, offsets, share),
+        (),
+        (n, targets.classes.shape[0], targets.ignored),
+    )
     return share

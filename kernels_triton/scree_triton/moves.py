@@ -1,4 +1,5 @@
 """Calls that move tokens: to and from padded batches, by their numbers, rows, and rows of several arrays end to end."""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,11 @@ def run_unpad(call: Any) -> torch.Tensor:
     if call.mask is None:
         return apply("unpad", x, offsets, dim, layout.total, False)
     x = (x.movedim(dim + 1, 1) if dim else x).flatten(0, 1)
-    slots = mark(call.mask, layout.total, offsets.dtype)[1] if call.slots is None else call.slots[:layout.total]
+    slots = (
+        mark(call.mask, layout.total, offsets.dtype)[1]
+        if call.slots is None
+        else call.slots[: layout.total]
+    )
     out = apply("take", x, slots, True)
     return out.movedim(0, dim) if dim else out
 
@@ -81,7 +86,12 @@ def run_scatter(call: Any) -> torch.Tensor:
     index = call.index.contiguous()
     if call.add:
         return apply("add", call.x, index, call.size)
-    return apply("keep", call.x, index, (last_op if torch.compiler.is_compiling() else last)(index, call.size))
+    return apply(
+        "keep",
+        call.x,
+        index,
+        (last_op if torch.compiler.is_compiling() else last)(index, call.size),
+    )
 
 
 def run_scatter_again(call: Any) -> Callable[..., torch.Tensor] | None:
@@ -91,8 +101,13 @@ def run_scatter_again(call: Any) -> Callable[..., torch.Tensor] | None:
         return None
 
     def put(x: Any, index: Any) -> torch.Tensor:
-        places, real = (index if isinstance(index, torch.Tensor) else index.values).to(dtype), x.layout.real
-        return run_scatter(make(x.values, places if real is None else torch.where(real, places, size), size, add))
+        places, real = (
+            (index if isinstance(index, torch.Tensor) else index.values).to(dtype),
+            x.layout.real,
+        )
+        return run_scatter(
+            make(x.values, places if real is None else torch.where(real, places, size), size, add)
+        )
 
     return put
 
@@ -100,8 +115,16 @@ def run_scatter_again(call: Any) -> Callable[..., torch.Tensor] | None:
 def run_select(call: Any) -> torch.Tensor:
     """Run a `SelectCall`."""
     x, layout = call.x, call.layout
-    return apply("select", x.values, _offsets(layout), call.starts.contiguous(), x.ragged_dim, layout.total, call.step,
-                  call.distinct)
+    return apply(
+        "select",
+        x.values,
+        _offsets(layout),
+        call.starts.contiguous(),
+        x.ragged_dim,
+        layout.total,
+        call.step,
+        call.distinct,
+    )
 
 
 def run_join(call: Any) -> torch.Tensor:

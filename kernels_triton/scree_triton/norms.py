@@ -5,6 +5,7 @@ computes the statistics again from the row that it needs anyway, so that the for
 walk over the tokens and each keeps its share of the gradients of weight and bias, which a second small kernel adds up in a
 fixed order: equal inputs give equal bits.
 """
+
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -25,7 +26,9 @@ _COLUMNS = 16  # of a program that adds up
 @triton.jit
 def _places(tokens, columns, stride, count, D: tl.constexpr):
     """Where the elements of some tokens stand, and which exist."""
-    return tokens.to(tl.int64)[:, None] * stride + columns[None, :], (tokens < count)[:, None] & (columns < D)[None, :]
+    return tokens.to(tl.int64)[:, None] * stride + columns[None, :], (tokens < count)[:, None] & (
+        columns < D
+    )[None, :]
 
 
 @triton.jit
@@ -66,15 +69,34 @@ def _sums(x, y):
 
 
 @triton.jit(do_not_specialize=("count", "eps"))
-def forward_kernel(X, RESIDUAL, W, B, Y, SUM, x_stride, residual_stride, y_stride, count, eps, D: tl.constexpr,
-                   BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-                   BIAS: tl.constexpr):
+def forward_kernel(
+    X,
+    RESIDUAL,
+    W,
+    B,
+    Y,
+    SUM,
+    x_stride,
+    residual_stride,
+    y_stride,
+    count,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens a program; with ADD of SUM = X + RESIDUAL instead of X."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _load(X, tokens, columns, x_stride, count, D).to(tl.float32)
     if ADD:
-        total = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D).to(tl.float32)).to(SUM.dtype.element_ty)
+        total = (x + _load(RESIDUAL, tokens, columns, residual_stride, count, D).to(tl.float32)).to(
+            SUM.dtype.element_ty
+        )
         x = total.to(tl.float32)
     if WEIGHT:
         w = _vector(W, columns, D)
@@ -99,9 +121,31 @@ def _inputs(X, DY, DSUM, tokens, columns, x_stride, dy_stride, dsum_stride, coun
 
 
 @triton.jit(do_not_specialize=("count", "eps"))
-def backward_kernel(X, W, DY, DSUM, DX, PARTS, x_stride, dy_stride, dsum_stride, dx_stride, count, eps, D: tl.constexpr,
-                    BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-                    DW: tl.constexpr, DB: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, AGAIN: tl.constexpr):
+def backward_kernel(
+    X,
+    W,
+    DY,
+    DSUM,
+    DX,
+    PARTS,
+    x_stride,
+    dy_stride,
+    dsum_stride,
+    dx_stride,
+    count,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    ADD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    DW: tl.constexpr,
+    DB: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
     """DX, with ADD plus DSUM; and PARTS (2, programs, D), what each program adds to the gradients of weight and bias.
 
     The next tokens are on their way to shared memory, or with AHEAD, for which ADD must be set, to registers. With AGAIN the weight
@@ -157,8 +201,17 @@ def backward_kernel(X, W, DY, DSUM, DX, PARTS, x_stride, dy_stride, dsum_stride,
 
 
 @triton.jit(do_not_specialize=("parts",))
-def add_kernel(PARTS, DW, DB, parts, D: tl.constexpr, DO_DW: tl.constexpr, MOST: tl.constexpr, COLUMNS: tl.constexpr,
-               FOLLOWS: tl.constexpr):
+def add_kernel(
+    PARTS,
+    DW,
+    DB,
+    parts,
+    D: tl.constexpr,
+    DO_DW: tl.constexpr,
+    MOST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """The sums of PARTS (2, parts, D) over its parts, COLUMNS columns a program: with DO_DW first those of DW, then of DB."""
     if FOLLOWS:  # the backward, whose end it waits for
         gdc_wait()
@@ -167,7 +220,12 @@ def add_kernel(PARTS, DW, DB, parts, D: tl.constexpr, DO_DW: tl.constexpr, MOST:
     columns = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, MOST)
     inside = (part < parts)[:, None] & (columns < D)[None, :]
-    total = tl.sum(tl.load(PARTS + (which * parts + part)[:, None] * D + columns[None, :], mask=inside, other=0.0), 0)
+    total = tl.sum(
+        tl.load(
+            PARTS + (which * parts + part)[:, None] * D + columns[None, :], mask=inside, other=0.0
+        ),
+        0,
+    )
     if which == 0:
         tl.store(DW + columns, total.to(DW.dtype.element_ty), mask=columns < D)
     else:
@@ -191,19 +249,31 @@ def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
 
 
 @cache
-def _forward_launch(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int,
-                    centre: bool) -> tuple[Launch, int]:
+def _forward_launch(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int, centre: bool
+) -> tuple[Launch, int]:
     """The forward for x, residual, weight and bias of these dtypes, or None, and how many tokens a program has."""
     block = triton.next_power_of_2(width)
     rows, warps = _forward_shape(width, block, dtypes[0].itemsize, centre)
     _, add, weight, bias = (dtype is not None for dtype in dtypes)
-    return Launch(forward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight, BIAS=bias),
-                  dict(num_warps=warps)), rows
+    return Launch(
+        forward_kernel,
+        dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight, BIAS=bias),
+        dict(num_warps=warps),
+    ), rows
 
 
 @cache
-def _backward_launches(device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int, centre: bool, dy: torch.dtype,
-                       add: bool, weight_too: bool, bias_too: bool) -> tuple[Launch, Launch, int, int]:
+def _backward_launches(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    width: int,
+    centre: bool,
+    dy: torch.dtype,
+    add: bool,
+    weight_too: bool,
+    bias_too: bool,
+) -> tuple[Launch, Launch, int, int]:
     """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
     x, _, weight, _ = dtypes
     block = triton.next_power_of_2(width)
@@ -211,19 +281,47 @@ def _backward_launches(device: torch.device, dtypes: tuple[torch.dtype | None, .
     # Three arrays of 16 bits go to registers, which takes 3 to 7% less; of longer rows or numbers they hold too little.
     ahead = add and x.itemsize == 2 and 1024 <= block <= 4096
     how = dict(STAGES=1 if ahead else stages, AHEAD=ahead, AGAIN=ahead or block > 8192)
-    first = Launch(backward_kernel, dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight is not None,
-                                         DW=weight_too, DB=bias_too, **how), dict(num_warps=warps, maxnreg=128 if ahead else None))
+    first = Launch(
+        backward_kernel,
+        dict(
+            D=width,
+            BLOCK=block,
+            ROWS=rows,
+            CENTRE=centre,
+            ADD=add,
+            WEIGHT=weight is not None,
+            DW=weight_too,
+            DB=bias_too,
+            **how,
+        ),
+        dict(num_warps=warps, maxnreg=128 if ahead else None),
+    )
     most, chained = multiprocessors(device) * each, follows(device)
-    second = Launch(add_kernel, dict(D=width, DO_DW=weight_too, MOST=triton.next_power_of_2(most), COLUMNS=_COLUMNS,
-                                     FOLLOWS=chained), dict(num_warps=8, launch_pdl=chained))
+    second = Launch(
+        add_kernel,
+        dict(
+            D=width,
+            DO_DW=weight_too,
+            MOST=triton.next_power_of_2(most),
+            COLUMNS=_COLUMNS,
+            FOLLOWS=chained,
+        ),
+        dict(num_warps=8, launch_pdl=chained),
+    )
     return first, second, rows, most
 
 
 class _Plan:
     """What follows from what the host knows of the arrays of a norm, so that a call only allocates and launches."""
 
-    def __init__(self, device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: tuple[int, ...], eps: float,
-                 centre: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        dtypes: tuple[torch.dtype | None, ...],
+        shape: tuple[int, ...],
+        eps: float,
+        centre: bool,
+    ):
         *axes, width = shape
         self.index = device.index if device.type == "cuda" else None
         self.device, self.dtypes, self.width, self.centre = device, dtypes, width, centre
@@ -235,24 +333,49 @@ class _Plan:
         self.ways: dict[tuple[torch.dtype, bool, bool, bool], tuple[Any, ...]] = {}  # back
 
     @on_its_device
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
-                bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x over its last axis, contiguous, and what was normalised: x or its sum with the residual."""
         y = self.new(*self.out)
         total = x if residual is None else self.new(*self.out)
         if self.programs:
             x, stride = even(x)
             residual, residual_stride = (x, stride) if residual is None else even(residual)
-            self.launch(self.programs, (x, residual, x if weight is None else weight, x if bias is None else bias, y, total),
-                        (stride, residual_stride, self.width), self.numbers)
+            self.launch(
+                self.programs,
+                (
+                    x,
+                    residual,
+                    x if weight is None else weight,
+                    x if bias is None else bias,
+                    y,
+                    total,
+                ),
+                (stride, residual_stride, self.width),
+                self.numbers,
+            )
         return y, total
 
     @on_its_device
-    def backward(self, x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, dsum: torch.Tensor | None,
-                 weight_too: bool, bias_too: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def backward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        dy: torch.Tensor,
+        dsum: torch.Tensor | None,
+        weight_too: bool,
+        bias_too: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of x, which was normalised, of weight and bias; dsum is what reaches x besides."""
         asked = dy.dtype, dsum is not None, weight_too, bias_too
-        first, second, programs, adding, dw_like, db_like, parts_like = self.ways.get(asked) or self._way(asked)
+        first, second, programs, adding, dw_like, db_like, parts_like = self.ways.get(
+            asked
+        ) or self._way(asked)
         dx = self.new(*self.out)
         dw = self.new(*dw_like) if dw_like else None
         db = self.new(*db_like) if db_like else None
@@ -261,17 +384,28 @@ class _Plan:
             x, stride = even(x)
             dy, dy_stride = even(dy)
             dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
-            first(programs, (x, x if weight is None else weight, dy, dsum, dx, parts),
-                  (stride, dy_stride, dsum_stride, self.width), self.numbers)
+            first(
+                programs,
+                (x, x if weight is None else weight, dy, dsum, dx, parts),
+                (stride, dy_stride, dsum_stride, self.width),
+                self.numbers,
+            )
         if parts_like:
-            second(adding, (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,))
+            second(
+                adding, (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,)
+            )
         return dx, dw, db
 
     def _way(self, asked: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
         """The launches of a backward, the programs of both, and what dw, db and their parts look like, if they are there."""
-        first, second, rows, most = _backward_launches(self.device, self.dtypes, self.width, self.centre, *asked)
+        first, second, rows, most = _backward_launches(
+            self.device, self.dtypes, self.width, self.centre, *asked
+        )
         programs, width = min(-(-self.numbers[0] // rows), most), self.width
-        likes = [((width,), (1,), dtype) if wanted else None for dtype, wanted in zip(self.dtypes[2:], asked[2:])]
+        likes = [
+            ((width,), (1,), dtype) if wanted else None
+            for dtype, wanted in zip(self.dtypes[2:], asked[2:])
+        ]
         parts = (*contiguous((2, programs, width)), torch.float32) if any(likes) else None
         adding = -(-width // _COLUMNS) * sum(asked[2:])
         way = self.ways[asked] = first, second, programs, adding, *likes, parts
@@ -279,13 +413,24 @@ class _Plan:
 
 
 @lru_cache(1024)
-def _cached(device: torch.device, dtypes: tuple[torch.dtype | None, ...], shape: tuple[int, ...], eps: float,
-            centre: bool) -> _Plan:
+def _cached(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    shape: tuple[int, ...],
+    eps: float,
+    centre: bool,
+) -> _Plan:
     return _Plan(device, dtypes, shape, eps, centre)
 
 
-def _plan(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-          centre: bool) -> _Plan:
+def _plan(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centre: bool,
+) -> _Plan:
     dtypes = tuple(None if p is None else p.dtype for p in (x, residual, weight, bias))
     return _cached(x.device, dtypes, x.shape, eps, centre)
 
@@ -320,9 +465,17 @@ class _Norm(Function):
 
 
 @torch.library.custom_op("scree_triton::norm", mutates_args=())
-def _op(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-        centre: bool) -> list[torch.Tensor]:
-    return list(_plan(x, residual, weight, bias, eps, centre).forward(x, residual, weight, bias))[: 1 if residual is None else 2]
+def _op(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centre: bool,
+) -> list[torch.Tensor]:
+    return list(_plan(x, residual, weight, bias, eps, centre).forward(x, residual, weight, bias))[
+        : 1 if residual is None else 2
+    ]
 
 
 @_op.register_fake
@@ -331,8 +484,15 @@ def _(x, residual, weight, bias, eps, centre):
 
 
 @torch.library.custom_op("scree_triton::norm_backward", mutates_args=())
-def _backward_op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dy: torch.Tensor,
-                 dsum: torch.Tensor | None, eps: float, centre: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward_op(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    eps: float,
+    centre: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = x.new_empty((0,))
     plan = _plan(x, dsum, weight, bias, eps, centre)
     dx, dw, db = plan.backward(x, weight, dy, dsum, weight is not None, bias is not None)
@@ -341,7 +501,9 @@ def _backward_op(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
 
 @_backward_op.register_fake
 def _(x, weight, bias, dy, dsum, eps, centre):
-    return x.new_empty(x.shape), *(x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias))
+    return x.new_empty(x.shape), *(
+        x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias)
+    )
 
 
 def _save(ctx, inputs, output):
@@ -352,15 +514,30 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grads):
     total, weight, bias = ctx.saved_tensors
-    dx, dw, db = _backward_op(total, weight, bias, grads[0], grads[1] if ctx.add else None, ctx.eps, ctx.centre)
-    return dx, dx if ctx.add else None, None if weight is None else dw, None if bias is None else db, None, None
+    dx, dw, db = _backward_op(
+        total, weight, bias, grads[0], grads[1] if ctx.add else None, ctx.eps, ctx.centre
+    )
+    return (
+        dx,
+        dx if ctx.add else None,
+        None if weight is None else dw,
+        None if bias is None else db,
+        None,
+        None,
+    )
 
 
 _op.register_autograd(_differentiate, setup_context=_save)
 
 
-def norm(plan: _Plan, wanted: bool, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None,
-         bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(
+    plan: _Plan,
+    wanted: bool,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `plan.forward` gives; `wanted` is whether one of the arrays requires a gradient. Weight and bias are contiguous."""
     if not (wanted and torch.is_grad_enabled()):
         return plan.forward(x, residual, weight, bias)
@@ -397,10 +574,17 @@ def _again(call: Any, centre: bool) -> Callable[..., Any]:
     plan, wanted = _plan(*arrays, call.eps, centre), _wanted(*arrays)
     even_too = all(p is None or p.is_contiguous() for p in (call.weight, call.bias))
 
-    def run(x: Any, weight: torch.Tensor | None, residual: Any, bias: torch.Tensor | None = None) -> Any:
+    def run(
+        x: Any, weight: torch.Tensor | None, residual: Any, bias: torch.Tensor | None = None
+    ) -> Any:
         if not even_too:
-            weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
-        y, total = norm(plan, wanted, x.values, None if residual is None else residual.values, weight, bias)
+            weight, bias = (
+                weight if weight is None else weight.contiguous(),
+                bias if bias is None else bias.contiguous(),
+            )
+        y, total = norm(
+            plan, wanted, x.values, None if residual is None else residual.values, weight, bias
+        )
         y = x._of(y, x.layout, x.ragged_dim)
         return y if residual is None else (y, x._of(total, x.layout, x.ragged_dim))
 

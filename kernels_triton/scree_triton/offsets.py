@@ -1,4 +1,5 @@
 """What kernels ask of offsets: the row of a token, by bisection; and offsets from lengths, by one launch."""
+
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,9 @@ from .launch import Launch
 
 _BLOCK = 1024  # rows of a program
 _BEFORE = 8192  # rows at a time, of those before
-_MOST_ROWS = 1 << 16  # beyond, a scan is faster than programs that each look at all rows before their own
+_MOST_ROWS = (
+    1 << 16
+)  # beyond, a scan is faster than programs that each look at all rows before their own
 _DTYPES = (torch.int32, torch.int64)
 
 
@@ -50,7 +53,13 @@ def offsets(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(n + 1,) of a dtype: where rows of these lengths begin, and where the last one ends."""
     n = lengths.shape[0]
     found = torch.empty((n + 1,), dtype=dtype, device=lengths.device)
-    start(_launch(lengths.device, lengths.dtype, dtype), n // _BLOCK + 1, (lengths.contiguous(), found), (), (n,))
+    start(
+        _launch(lengths.device, lengths.dtype, dtype),
+        n // _BLOCK + 1,
+        (lengths.contiguous(), found),
+        (),
+        (n,),
+    )
     return found
 
 

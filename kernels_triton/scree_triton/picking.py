@@ -1,4 +1,5 @@
 """Tokens by their numbers, and back to their places; rows whose tokens stand at equal distances, and their gradient."""
+
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,43 +13,150 @@ from .addition import add
 from .copies import MOST_PLANS, Copier, Plan, Seen, copy, eight, laid, part, resized, rows_of, seen
 from .places import last
 
-_NUMBERS = 8  # bytes that are written and read for a place, where the token that goes there is looked up
+_NUMBERS = (
+    8  # bytes that are written and read for a place, where the token that goes there is looked up
+)
 
 
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
-def take_kernel(OUT, X, INDEX, CHECK, count, size, x_token, x_piece, y_token, y_piece, CHECKED: tl.constexpr, PIECES: tl.constexpr,
-                WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr,
-                ALIGN: tl.constexpr, LONG: tl.constexpr, FOLLOWS: tl.constexpr):
+def take_kernel(
+    OUT,
+    X,
+    INDEX,
+    CHECK,
+    count,
+    size,
+    x_token,
+    x_piece,
+    y_token,
+    y_piece,
+    CHECKED: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LONG: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """Token i of OUT from token INDEX[i] of X, if there is one; with CHECK, if CHECK[INDEX[i]] is i."""
     _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     exists = token < count
-    policy: tl.constexpr = "evict_first" if SIDE == 1 else ""  # a gain where tokens come from anywhere, else a loss
+    policy: tl.constexpr = (
+        "evict_first" if SIDE == 1 else ""
+    )  # a gain where tokens come from anywhere, else a loss
     source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy=policy)
     real = (source >= 0) & (source < size)
     if CHECKED:
         real &= tl.load(CHECK + source, mask=real, other=-1) == token
     source = source.to(token.dtype) * x_token + piece * x_piece
     target = token if SIDE > 1 else token * y_token + piece * y_piece
-    copy(X, OUT, source, target, real, exists, first + TOKENS > count, 0, 0, column, WIDTH, BC, SIDE, UNIT, ALIGN)
+    copy(
+        X,
+        OUT,
+        source,
+        target,
+        real,
+        exists,
+        first + TOKENS > count,
+        0,
+        0,
+        column,
+        WIDTH,
+        BC,
+        SIDE,
+        UNIT,
+        ALIGN,
+    )
 
 
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
-def put_kernel(OUT, X, TO, count, size, y_token, y_piece, x_token, x_piece, PIECES: tl.constexpr, WIDTH: tl.constexpr,
-               BC: tl.constexpr, TOKENS: tl.constexpr, SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
-               LONG: tl.constexpr, FOLLOWS: tl.constexpr):
+def put_kernel(
+    OUT,
+    X,
+    TO,
+    count,
+    size,
+    y_token,
+    y_piece,
+    x_token,
+    x_piece,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LONG: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """Token i of X to token TO[i] of OUT, if there is one."""
     _, _, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
     place = tl.load(TO + token, mask=token < count, other=-1)
     real = (place >= 0) & (place < size)
     target = place.to(token.dtype) * y_token + piece * y_piece
-    copy(X, OUT, token * x_token + piece * x_piece, target, real, real, True, 0, 0, column, WIDTH, BC, SIDE, UNIT, ALIGN)
+    copy(
+        X,
+        OUT,
+        token * x_token + piece * x_piece,
+        target,
+        real,
+        real,
+        True,
+        0,
+        0,
+        column,
+        WIDTH,
+        BC,
+        SIDE,
+        UNIT,
+        ALIGN,
+    )
 
 
-@triton.jit(do_not_specialize=("n", "total", "size", "step", "low", "high", "x_token", "x_piece", "y_token",
-                               "y_piece"))
-def select_kernel(TO, FROM, OFFSETS, STARTS, n, total, size, step, low, high, x_token, x_piece, y_token, y_piece,
-                  BACK: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr,
-                  SIDE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, LONG: tl.constexpr, FOLLOWS: tl.constexpr):
+@triton.jit(
+    do_not_specialize=(
+        "n",
+        "total",
+        "size",
+        "step",
+        "low",
+        "high",
+        "x_token",
+        "x_piece",
+        "y_token",
+        "y_piece",
+    )
+)
+def select_kernel(
+    TO,
+    FROM,
+    OFFSETS,
+    STARTS,
+    n,
+    total,
+    size,
+    step,
+    low,
+    high,
+    x_token,
+    x_piece,
+    y_token,
+    y_piece,
+    BACK: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LONG: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """Rows of OUT, whose tokens stand at STARTS, STARTS + step ... in X; BACK puts them there.
 
     BACK is 2 where they fill X; then what stands behind the last row in both is set to 0.
@@ -63,27 +171,66 @@ def select_kernel(TO, FROM, OFFSETS, STARTS, n, total, size, step, low, high, x_
     here = token if SIDE > 1 else token * y_token + piece * y_piece
     if BACK:
         exists = (real | (row == n)) if BACK == 2 else real
-        copy(FROM, TO, here, there, real, exists & (token < total), True, low, high, column, WIDTH, BC, SIDE, UNIT, ALIGN)
+        copy(
+            FROM,
+            TO,
+            here,
+            there,
+            real,
+            exists & (token < total),
+            True,
+            low,
+            high,
+            column,
+            WIDTH,
+            BC,
+            SIDE,
+            UNIT,
+            ALIGN,
+        )
     else:
-        copy(FROM, TO, there, here, real, token < total, first + TOKENS > total, low, high, column, WIDTH, BC, SIDE, UNIT,
-              ALIGN)
+        copy(
+            FROM,
+            TO,
+            there,
+            here,
+            real,
+            token < total,
+            first + TOKENS > total,
+            low,
+            high,
+            column,
+            WIDTH,
+            BC,
+            SIDE,
+            UNIT,
+            ALIGN,
+        )
 
 
 @lru_cache(MOST_PLANS)
-def _take_plan(x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None, count: int, ordered: bool) -> Plan:
+def _take_plan(
+    x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None, count: int, ordered: bool
+) -> Plan:
     x = Seen(*x)
     out = x.made(resized(x.shape, 0, count))
     made = [(out.shape, out.dtype)]
     if not math.prod(out.shape):
         return Plan(x.device, made)
-    copier = Copier(take_kernel, count, ordered, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None)
+    copier = Copier(
+        take_kernel, count, ordered, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None
+    )
     return copier.plan(made, copier.blocks(count), count, x.shape[0])
 
 
-def _taken(x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, ordered: bool) -> torch.Tensor:
+def _taken(
+    x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, ordered: bool
+) -> torch.Tensor:
     """The tokens of x at `index`, which mostly ascends where it is `ordered`; 0 where there is none, or `check` leads elsewhere."""
     x = laid(x, 0)
-    plan = _take_plan(seen(x), index.dtype, None if check is None else check.dtype, index.shape[0], ordered)
+    plan = _take_plan(
+        seen(x), index.dtype, None if check is None else check.dtype, index.shape[0], ordered
+    )
     return plan.run(x, index, index if check is None else check)[0]
 
 
@@ -125,8 +272,17 @@ def unkeep(dy: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.T
 
 
 @lru_cache(MOST_PLANS)
-def _select_plan(given: tuple[Any, ...], offsets: torch.dtype, starts: torch.dtype, n: int, dim: int, size: int, step: int,
-                 fill: int, back: bool) -> Plan:
+def _select_plan(
+    given: tuple[Any, ...],
+    offsets: torch.dtype,
+    starts: torch.dtype,
+    n: int,
+    dim: int,
+    size: int,
+    step: int,
+    fill: int,
+    back: bool,
+) -> Plan:
     """What copies tokens to rows, or with `back` from them to so many tokens, as the kernel says."""
     given = Seen(*given)
     out = given.made(resized(given.shape, dim, size))
@@ -136,26 +292,60 @@ def _select_plan(given: tuple[Any, ...], offsets: torch.dtype, starts: torch.dty
         return Plan(given.device, made, zeros=True)
     x, rows = (out, given) if back else (given, out)
     total = rows.shape[dim]
-    copier = Copier(select_kernel, total, not back, [(x, dim, 0), (rows, dim, 0)], (offsets, starts), back and 1 + whole)
-    return copier.plan(made, copier.blocks(total), n, total, x.shape[dim], step, *eight(fill, 1.0, out.dtype),
-                       zeros=back and not whole)
+    copier = Copier(
+        select_kernel,
+        total,
+        not back,
+        [(x, dim, 0), (rows, dim, 0)],
+        (offsets, starts),
+        back and 1 + whole,
+    )
+    return copier.plan(
+        made,
+        copier.blocks(total),
+        n,
+        total,
+        x.shape[dim],
+        step,
+        *eight(fill, 1.0, out.dtype),
+        zeros=back and not whole,
+    )
 
 
-def select(x: torch.Tensor, offsets: torch.Tensor, starts: torch.Tensor, dim: int, total: int, step: int, distinct: bool,
-           fill: int = 0) -> torch.Tensor:
+def select(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    starts: torch.Tensor,
+    dim: int,
+    total: int,
+    step: int,
+    distinct: bool,
+    fill: int = 0,
+) -> torch.Tensor:
     """Rows (..., total, ...), whose tokens stand at `starts`, `starts + step` ... in x."""
     x = laid(x, dim)
-    plan = _select_plan(seen(x), offsets.dtype, starts.dtype, offsets.shape[0] - 1, dim, total, step, fill, False)
+    plan = _select_plan(
+        seen(x), offsets.dtype, starts.dtype, offsets.shape[0] - 1, dim, total, step, fill, False
+    )
     return plan.run(x, offsets, starts)[0]
 
 
-def unselect(dy: torch.Tensor, shape: Sequence[int], offsets: torch.Tensor, starts: torch.Tensor, dim: int, step: int,
-             distinct: bool) -> torch.Tensor:
+def unselect(
+    dy: torch.Tensor,
+    shape: Sequence[int],
+    offsets: torch.Tensor,
+    starts: torch.Tensor,
+    dim: int,
+    step: int,
+    distinct: bool,
+) -> torch.Tensor:
     """The gradient of the x of this shape whose rows were selected; what was taken twice adds up."""
     if not distinct:
         numbers = torch.arange(shape[dim], dtype=offsets.dtype, device=dy.device)
         numbers = select(numbers, offsets, starts, 0, dy.shape[dim], step, True, -1)
         return add(dy.movedim(dim, 0), numbers, shape[dim]).movedim(0, dim).contiguous()
     dy = laid(dy, dim)
-    plan = _select_plan(seen(dy), offsets.dtype, starts.dtype, offsets.shape[0] - 1, dim, shape[dim], step, 0, True)
+    plan = _select_plan(
+        seen(dy), offsets.dtype, starts.dtype, offsets.shape[0] - 1, dim, shape[dim], step, 0, True
+    )
     return plan.run(dy, offsets, starts)[0]

@@ -1,4 +1,5 @@
 """Which token goes where: the slots that a mask marks, and the last token that goes to each of numbered places."""
+
 import math
 from functools import cache, lru_cache
 from typing import Any
@@ -13,7 +14,10 @@ from .launch import Launch, contiguous, empty
 from .offsets import offsets
 
 _FEW = 1 << 17  # slots, up to which every program counts all marks before its own
-_TILES = {True: (512, 16), False: (1024, 2)}  # by whether they are few: the slots of a program, and its warps
+_TILES = {
+    True: (512, 16),
+    False: (1024, 2),
+}  # by whether they are few: the slots of a program, and its warps
 _EACH = 4  # blocks that a program counts
 _SIDE = 8  # neighbors in a thread
 _BEFORE = 8192  # of those before, at a time
@@ -39,8 +43,22 @@ def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("slots", "length", "total", "filled"))
-def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, filled, COUNTED: tl.constexpr, WORDS: tl.constexpr,
-                BLOCK: tl.constexpr, SIDE: tl.constexpr, BEFORE: tl.constexpr, FOLLOWS: tl.constexpr):
+def mark_kernel(
+    MASK,
+    COUNTS,
+    OFFSETS,
+    SLOTS,
+    slots,
+    length,
+    total,
+    filled,
+    COUNTED: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """SLOTS (total,): the marked slots, and `slots` behind them up to `filled`; and the OFFSETS of rows of `length` slots each.
 
     A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
@@ -67,7 +85,9 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, filled, COUN
                 marks += ((eight * 0x0101010101010101) >> 56).to(number)
         else:
             for at in range(0, first, BEFORE):
-                marks += (tl.load(MASK + at + each, mask=at + each < first, other=0) != 0).to(number)
+                marks += (tl.load(MASK + at + each, mask=at + each < first, other=0) != 0).to(
+                    number
+                )
         token = tl.sum(marks, 0)
     side = first + tl.arange(0, BLOCK // SIDE) * SIDE
     slot = side[:, None] + tl.arange(0, SIDE)[None, :]
@@ -86,7 +106,11 @@ def mark_kernel(MASK, COUNTS, OFFSETS, SLOTS, slots, length, total, filled, COUN
         before = token + (tl.cumsum(count, 0) - count).to(number)
         rank = before[:, None] + (tl.cumsum(real, 1) - real).to(number)
         tl.store(SLOTS + rank, slot, mask=(real > 0) & (rank < total))
-        tl.store(OFFSETS + row, before + tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number), mask=begins)
+        tl.store(
+            OFFSETS + row,
+            before + tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number),
+            mask=begins,
+        )
         found = tl.sum(count, 0).to(number)
     if first + BLOCK > slots:
         for rest in range(token + found, filled, BEFORE):
@@ -101,12 +125,21 @@ def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, FOLLOWS: tl.const
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
-    tl.atomic_max(LAST + place, token.to(LAST.dtype.element_ty), mask=(place >= 0) & (place < size), sem="relaxed")
+    tl.atomic_max(
+        LAST + place,
+        token.to(LAST.dtype.element_ty),
+        mask=(place >= 0) & (place < size),
+        sem="relaxed",
+    )
 
 
 @cache
-def _launch(kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int) -> Launch:
-    return Launch(kernel, constants, dict(num_warps=warps, launch_pdl=constants.get("FOLLOWS", False)))
+def _launch(
+    kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int
+) -> Launch:
+    return Launch(
+        kernel, constants, dict(num_warps=warps, launch_pdl=constants.get("FOLLOWS", False))
+    )
 
 
 def _counter(count: int) -> torch.dtype:
@@ -117,19 +150,39 @@ def _counter(count: int) -> torch.dtype:
 class _Mark:
     """What follows from shapes and dtypes where the marks of a mask are counted, so that a call only allocates and launches."""
 
-    def __init__(self, device: torch.device, marks: torch.dtype, shape: tuple[int, int], known: int | None, dtype: torch.dtype,
-                 words: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        marks: torch.dtype,
+        shape: tuple[int, int],
+        known: int | None,
+        dtype: torch.dtype,
+        words: bool,
+    ):
         (n, length), slots = shape, math.prod(shape)
         total, filled = (slots, 0) if known is None else (known, known)
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.offsets, self.found = (*contiguous((n + 1,)), dtype), (*contiguous((total,)), _counter(max(slots, total)))
+        self.offsets, self.found = (
+            (*contiguous((n + 1,)), dtype),
+            (*contiguous((total,)), _counter(max(slots, total))),
+        )
         self.few, self.slots = slots <= _FEW, slots
         (block, warps), side = _TILES[self.few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
         self.programs, self.numbers = slots // block + 1, (slots, length, total, filled)
         self.counts = *contiguous((self.programs,)), torch.int32
         self.count = _launch(count_kernel, device, (marks,), 2, BLOCK=block, EACH=_EACH)
-        self.mark = _launch(mark_kernel, device, (marks, dtype, self.found[2]), warps, COUNTED=not self.few, WORDS=words,
-                            BLOCK=block, SIDE=side, BEFORE=_BEFORE, FOLLOWS=follows(device))
+        self.mark = _launch(
+            mark_kernel,
+            device,
+            (marks, dtype, self.found[2]),
+            warps,
+            COUNTED=not self.few,
+            WORDS=words,
+            BLOCK=block,
+            SIDE=side,
+            BEFORE=_BEFORE,
+            FOLLOWS=follows(device),
+        )
 
     @on_its_device
     def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +202,9 @@ class _Mark:
 _marking = lru_cache(1024)(_Mark)
 
 
-def mark(mask: torch.Tensor, total: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def mark(
+    mask: torch.Tensor, total: int | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none.
 
     Where `total` is None there is room for n length tokens, and what stands behind the last one is not written.
@@ -164,7 +219,14 @@ def last(index: torch.Tensor, size: int) -> torch.Tensor:
     count = index.shape[0]
     found = torch.full((size,), -1, dtype=_counter(count), device=index.device)
     if count and size:
-        launch = _launch(last_kernel, index.device, (index.dtype, found.dtype), 4, BLOCK=256, FOLLOWS=follows(index.device))
+        launch = _launch(
+            last_kernel,
+            index.device,
+            (index.dtype, found.dtype),
+            4,
+            BLOCK=256,
+            FOLLOWS=follows(index.device),
+        )
         start(launch, -(-count // 256), (index, found), (), (count, size))
     return found
 
@@ -176,7 +238,9 @@ last_op = torch.library.custom_op("scree_triton::last", last, mutates_args=())
 @mark_op.register_fake
 def _(mask, total, dtype):
     total = mask.numel() if total is None else total
-    return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty((total,), dtype=_counter(max(mask.numel(), total)))
+    return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty(
+        (total,), dtype=_counter(max(mask.numel(), total))
+    )
 
 
 @last_op.register_fake

@@ -5,6 +5,7 @@ six from 0, so every product of matrices here is six of bfloat16, added up in fl
 written by one pass over them; those of the weights are made in registers. Sums over a tile are added to the result by ordinary
 additions, as the tensor cores' own round towards zero.
 """
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -39,8 +40,24 @@ def split_kernel(X, SPLIT, stride, head, total, heads, DIM: tl.constexpr, BLOCK:
 
 
 @triton.jit(do_not_specialize=("dlse_stride", "dlse_head", "total", "plane", "heads"))
-def split_dout_kernel(OUT, DO, LSE, DLSE, STATS, SPLIT, do_stride, do_head, dlse_stride, dlse_head, total, plane, heads,
-                      DIM: tl.constexpr, BLOCK: tl.constexpr, HAS_DLSE: tl.constexpr):
+def split_dout_kernel(
+    OUT,
+    DO,
+    LSE,
+    DLSE,
+    STATS,
+    SPLIT,
+    do_stride,
+    do_head,
+    dlse_stride,
+    dlse_head,
+    total,
+    plane,
+    heads,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
     """The planes of DO, and STATS (2, heads, total): the LSE in base 2, and delta, the sum of OUT * DO less DLSE."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DIM)
@@ -61,7 +78,9 @@ def split_dout_kernel(OUT, DO, LSE, DLSE, STATS, SPLIT, do_stride, do_head, dlse
 @gluon.jit
 def _widen(x):
     """float32 of bfloat16, two at a time; an ordinary cast goes one by one through a slow pipe."""
-    return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2)
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
+    )
 
 
 @gluon.jit
@@ -84,7 +103,9 @@ def _product(a, ring, slot, LAYOUT: gl.constexpr, TURNED: gl.constexpr):
         b0 = b0.permute((1, 0))
         b1 = b1.permute((1, 0))
         b2 = b2.permute((1, 0))
-    x = warpgroup_mma(a[0], b2, gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT), use_acc=False, is_async=True)
+    x = warpgroup_mma(
+        a[0], b2, gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT), use_acc=False, is_async=True
+    )
     x = warpgroup_mma(a[2], b0, x, is_async=True)
     x = warpgroup_mma(a[1], b1, x, is_async=True)
     x = warpgroup_mma(a[0], b1, x, is_async=True)
@@ -96,4 +117,4 @@ def _product(a, ring, slot, LAYOUT: gl.constexpr, TURNED: gl.constexpr):
 def _plus_product(y, x, ring, slot, LAYOUT: gl.constexpr):
     """Add x @ b to y, with the planes of b in a slot of a ring."""
     a = _split(x, gl.DotOperandLayout(0, LAYOUT, 2))
-    return y + warpgroup_mma_wait(0, deps=(_product(a, ring, slot, LAYOUT, False), ) + a)[0]
+    return y + warpgroup_mma_wait(0, deps=(_product(a, ring, slot, LAYOUT, False),) + a)[0]

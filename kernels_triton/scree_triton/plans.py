@@ -3,6 +3,7 @@
 A plan holds what follows from a call's static facts (device, dtype, shapes but for the number of tokens, strides, kind of
 mask). Plans are cached. For given rows a plan makes functions that only allocate their results and launch.
 """
+
 import os
 import sys
 from collections.abc import Callable
@@ -20,9 +21,15 @@ from .tuned import FEW, GLUON, GLUON_FEW, SHORT, GluonTiles, Tile, Tiles, portab
 
 LOG2E = 1.4426950408889634
 _MOST_PLANS = 1024
-_MOST_READ = 40_000_000  # numbers of heads side by side, beyond which the L2 cache of an H100 loses them
-AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"  # measure the tiles of portable kernels at the first call of a kind
-GLUON_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))  # Gluon changes, and so does what it compiles to
+_MOST_READ = (
+    40_000_000  # numbers of heads side by side, beyond which the L2 cache of an H100 loses them
+)
+AUTOTUNE = (
+    os.environ.get("SCREE_AUTOTUNE") == "1"
+)  # measure the tiles of portable kernels at the first call of a kind
+GLUON_KNOWN = triton.__version__.startswith(
+    ("3.6.", "3.7.")
+)  # Gluon changes, and so does what it compiles to
 
 
 class Spec(NamedTuple):
@@ -80,18 +87,39 @@ class _Shape(NamedTuple):
 _PLANS: dict[tuple, "Plan"] = {}
 
 
-def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool) -> "Plan":
+def plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool
+) -> "Plan":
     """The plan for a call, from the cache or new."""
     left, right, _, softcap = spec
     total, heads, dim = q.shape
     total_k, k_heads, dim_v = v.shape
     some = total > 0 and total_k > 0
-    key = (q.device, q.dtype, heads, dim, k_heads, dim_v, q.stride(), k.stride(), v.stride(), left < UNBOUNDED,
-           right < UNBOUNDED, right == 0, softcap > 0, alibi, some and aligned(q, k, v), rows.q is rows.k, tf32(q.dtype),
-           rows.longest <= SHORT and total * heads <= FEW)
+    key = (
+        q.device,
+        q.dtype,
+        heads,
+        dim,
+        k_heads,
+        dim_v,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        left < UNBOUNDED,
+        right < UNBOUNDED,
+        right == 0,
+        softcap > 0,
+        alibi,
+        some and aligned(q, k, v),
+        rows.q is rows.k,
+        tf32(q.dtype),
+        rows.longest <= SHORT and total * heads <= FEW,
+    )
     found = _PLANS.get(key)
     if found is None:
-        if len(_PLANS) >= _MOST_PLANS:  # strides that change with the number of tokens make new keys for ever
+        if (
+            len(_PLANS) >= _MOST_PLANS
+        ):  # strides that change with the number of tokens make new keys for ever
             _PLANS.clear()
         shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
         found = _plan(q.device, q.dtype, shapes, *key[9:])
@@ -111,14 +139,32 @@ def tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
-def _plan(device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool, right: bool, causal: bool,
-          softcap: bool, alibi: bool, aligned: bool, same: bool, tf32: bool, few: bool) -> "Plan":
+def _plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[_Shape, ...],
+    left: bool,
+    right: bool,
+    causal: bool,
+    softcap: bool,
+    alibi: bool,
+    aligned: bool,
+    same: bool,
+    tf32: bool,
+    few: bool,
+) -> "Plan":
     q, _, v = shapes
     window = left or (right and not causal)
     half = dtype != torch.float32
-    hopper = (GLUON_KNOWN and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-              and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None and aligned and q.dim % 8 == v.dim % 8 == 0
-              and all(_reachable(x.stride, x.head, x.heads) for x in shapes))
+    hopper = (
+        GLUON_KNOWN
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None
+        and aligned
+        and q.dim % 8 == v.dim % 8 == 0
+        and all(_reachable(x.stride, x.head, x.heads) for x in shapes)
+    )
     if hopper and half:
         return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same, few)
     if hopper and not tf32:
@@ -172,15 +218,21 @@ class Plan:
         self.out_stride = self.heads * self.v.dim
         self.empty = empty(device.type)
 
-    def _query_tiles(self, rows: Rows, total: int, block: int, spec: Spec, shared: int = 1) -> tuple[torch.Tensor, int]:
+    def _query_tiles(
+        self, rows: Rows, total: int, block: int, spec: Spec, shared: int = 1
+    ) -> tuple[torch.Tensor, int]:
         """The tiles of the queries, and how many programs take them, `shared` on a multiprocessor."""
         return rows.query_tiles(total, block, spec), min(
-            shared * self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads)
+            shared * self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads
+        )
 
-    def _key_tiles(self, rows: Rows, total: int, block: int, spec: Spec) -> tuple[torch.Tensor, int]:
+    def _key_tiles(
+        self, rows: Rows, total: int, block: int, spec: Spec
+    ) -> tuple[torch.Tensor, int]:
         """The same of the keys."""
         return rows.key_tiles(total, block, spec), min(
-            self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.k_heads)
+            self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.k_heads
+        )
 
     def _counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
         """Of heads that read so many tokens each: the queries', those that share a key's, and how many run side by side."""
@@ -192,10 +244,19 @@ class Plan:
         """Whether the kernels read a gradient of the output as it lies."""
         return dout.stride(2) == 1
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, rows: Rows,
-                spec: Spec) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        rows: Rows,
+        spec: Spec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
-        found: tuple[torch.Tensor, torch.Tensor] = self.forward_on(rows, q.shape[0], k.shape[0], spec)(q, k, v, slopes)
+        found: tuple[torch.Tensor, torch.Tensor] = self.forward_on(
+            rows, q.shape[0], k.shape[0], spec
+        )(q, k, v, slopes)
         return found
 
     def forward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
@@ -211,19 +272,36 @@ class Plan:
 
         return on_device(self.index, run)
 
-    def backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, out: torch.Tensor,
-                 lse: torch.Tensor, dout: torch.Tensor | None, dlse: torch.Tensor | None, rows: Rows,
-                 spec: Spec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        rows: Rows,
+        spec: Spec,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, contiguous; dlse has the shape of lse."""
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.backward_on(rows, q.shape[0], k.shape[0], spec)(
-            q, k, v, slopes, out, lse, dout, dlse)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.backward_on(
+            rows, q.shape[0], k.shape[0], spec
+        )(q, k, v, slopes, out, lse, dout, dlse)
         return found
 
     def backward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
         """What computes `backward` of its other arguments on these rows, with so many tokens."""
         new, prepare = self.empty, self._backward(rows, total, total_k, spec)
-        dq_like, dk_like, dv_like = ((*contiguous(shape), self.dtype) for shape in (
-            (total, self.heads, self.q.dim), (total_k, self.k_heads, self.q.dim), (total_k, self.k_heads, self.v.dim)))
+        dq_like, dk_like, dv_like = (
+            (*contiguous(shape), self.dtype)
+            for shape in (
+                (total, self.heads, self.q.dim),
+                (total_k, self.k_heads, self.q.dim),
+                (total_k, self.k_heads, self.v.dim),
+            )
+        )
         stats_like = *contiguous((2, self.heads, total)), torch.float32
         launches: dict[Any, Callable[..., None]] = {}
 
@@ -237,7 +315,20 @@ class Plan:
                 strides = dout.stride(), strides[1]
                 launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
             dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
-            launch(q, k, v, q if slopes is None else slopes, out, lse, dout, lse if dlse is None else dlse, stats, dq, dk, dv)
+            launch(
+                q,
+                k,
+                v,
+                q if slopes is None else slopes,
+                out,
+                lse,
+                dout,
+                lse if dlse is None else dlse,
+                stats,
+                dq,
+                dk,
+                dv,
+            )
             return dq, dk, dv
 
         return on_device(self.index, run)
@@ -246,8 +337,18 @@ class Plan:
 class PortablePlan(Plan):
     """Plain Triton: one program a tile and head."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], left: bool,
-                 right: bool, softcap: bool, alibi: bool, tf32: bool, tiles: Tiles | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        shapes: tuple[_Shape, ...],
+        left: bool,
+        right: bool,
+        softcap: bool,
+        alibi: bool,
+        tf32: bool,
+        tiles: Tiles | None = None,
+    ):
         super().__init__(device, dtype, shapes)
         self.features = dict(left=left, right=right, softcap=softcap, alibi=alibi, tf32=tf32)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
@@ -260,50 +361,112 @@ class PortablePlan(Plan):
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, tile: Tile, **more: Any) -> Launch:
-            return Launch(kernel, dict(DIM=self.q.dim, DIM_V=self.v.dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
-                                       BLOCK_M=tile.m, BLOCK_N=tile.n, LEFT=left, RIGHT=right,
-                                       SOFTCAP=softcap, ALIBI=alibi, PRECISION="tf32" if tf32 else "tf32x3", **more),
-                          dict(num_warps=tile.warps, num_stages=tile.stages))
+            return Launch(
+                kernel,
+                dict(
+                    DIM=self.q.dim,
+                    DIM_V=self.v.dim,
+                    BLOCK_D=block_d,
+                    BLOCK_DV=block_dv,
+                    BLOCK_M=tile.m,
+                    BLOCK_N=tile.n,
+                    LEFT=left,
+                    RIGHT=right,
+                    SOFTCAP=softcap,
+                    ALIBI=alibi,
+                    PRECISION="tf32" if tf32 else "tf32x3",
+                    **more,
+                ),
+                dict(num_warps=tile.warps, num_stages=tile.stages),
+            )
 
         self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
-        self.dq_launches = [launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)]
+        self.dq_launches = [
+            launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)
+        ]
         self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv)
 
-    def tuned(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec) -> "PortablePlan":
+    def tuned(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec
+    ) -> "PortablePlan":
         """The same plan with the tiles that are the fastest for these arguments."""
         from .autotune import measured
 
         def make(tiles: Tiles) -> PortablePlan:
-            return PortablePlan(self.device, self.dtype, (self.q, self.k, self.v), **self.features, tiles=tiles)
+            return PortablePlan(
+                self.device, self.dtype, (self.q, self.k, self.v), **self.features, tiles=tiles
+            )
 
         features = tuple(name for name, has in self.features.items() if has)
-        return make(measured((self.device, *self.kind, self.dtype, *features), make, self.tiles, q, k, v, rows, spec,
-                             self.features["alibi"]))
+        return make(
+            measured(
+                (self.device, *self.kind, self.dtype, *features),
+                make,
+                self.tiles,
+                q,
+                k,
+                v,
+                rows,
+                spec,
+                self.features["alibi"],
+            )
+        )
 
     def _forward(self, rows, total, spec):
         tiles, programs = self._query_tiles(rows, total, self.tiles.forward.m, spec)
         launch, strides = self.forward_launch, (*self.strides, self.out_stride)
         numbers = total, *self._counts(self.heads, total), *spec
-        return lambda q, k, v, slopes, out, lse: launch(programs, (q, k, v, slopes, out, lse, tiles), strides, numbers)
+        return lambda q, k, v, slopes, out, lse: launch(
+            programs, (q, k, v, slopes, out, lse, tiles), strides, numbers
+        )
 
     def _backward(self, rows, total, total_k, spec):
         plane = self.heads * total
-        query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq.m, spec) if total > 0 else (None, 0)
-        key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv.n, spec) if total_k > 0 else (None, 0)
-        dkdv_launch, dkdv_numbers = self.dkdv_launch, (total, plane, *self._counts(self.k_heads, total), *spec)
+        query_tiles, dq_programs = (
+            self._query_tiles(rows, total, self.tiles.dq.m, spec) if total > 0 else (None, 0)
+        )
+        key_tiles, dkdv_programs = (
+            self._key_tiles(rows, total_k, self.tiles.dkdv.n, spec) if total_k > 0 else (None, 0)
+        )
+        dkdv_launch, dkdv_numbers = (
+            self.dkdv_launch,
+            (total, plane, *self._counts(self.k_heads, total), *spec),
+        )
 
         def prepare(dout_strides, dlse_strides):
             dlse_head, dlse_stride = dlse_strides or (0, 0)
             dq_launch = self.dq_launches[dlse_strides is not None]
             dq_strides = *self.strides, self.out_stride, *dout_strides[:2], self.heads * self.q.dim
-            dq_numbers = dlse_stride, dlse_head, total, plane, *self._counts(self.heads, total_k), *spec
-            dkdv_strides = *self.strides, *dout_strides[:2], self.k_heads * self.q.dim, self.k_heads * self.v.dim
+            dq_numbers = (
+                dlse_stride,
+                dlse_head,
+                total,
+                plane,
+                *self._counts(self.heads, total_k),
+                *spec,
+            )
+            dkdv_strides = (
+                *self.strides,
+                *dout_strides[:2],
+                self.k_heads * self.q.dim,
+                self.k_heads * self.v.dim,
+            )
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 if query_tiles is not None:
-                    dq_launch(dq_programs, (q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles), dq_strides, dq_numbers)
+                    dq_launch(
+                        dq_programs,
+                        (q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles),
+                        dq_strides,
+                        dq_numbers,
+                    )
                 if key_tiles is not None:
-                    dkdv_launch(dkdv_programs, (q, k, v, slopes, dout, stats, dk, dv, key_tiles), dkdv_strides, dkdv_numbers)
+                    dkdv_launch(
+                        dkdv_programs,
+                        (q, k, v, slopes, dout, stats, dk, dv, key_tiles),
+                        dkdv_strides,
+                        dkdv_numbers,
+                    )
 
             return launch
 
@@ -313,14 +476,28 @@ class PortablePlan(Plan):
 def _numbers(spec: Spec) -> tuple[int, int, float, float]:
     """The window, and what scores are multiplied by before and after the softcap, log2(e) in the last factor of all."""
     left, right, scale, softcap = spec
-    return (left, right, scale / softcap, softcap * LOG2E) if softcap else (left, right, scale * LOG2E, 0.0)
+    return (
+        (left, right, scale / softcap, softcap * LOG2E)
+        if softcap
+        else (left, right, scale * LOG2E, 0.0)
+    )
 
 
 class HopperPlan(Plan):
     """Gluon on Hopper: one persistent program a multiprocessor."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...], causal: bool, window: bool,
-                 softcap: bool, alibi: bool, same: bool, few: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        shapes: tuple[_Shape, ...],
+        causal: bool,
+        window: bool,
+        softcap: bool,
+        alibi: bool,
+        same: bool,
+        few: bool,
+    ):
         from . import hopper, hopper_backward, hopper_forward
 
         super().__init__(device, dtype, shapes)
@@ -335,24 +512,71 @@ class HopperPlan(Plan):
         self.columns = self.q.head, self.k.head, self.v.head
         values = dict(DIM_V=self.v.dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        self.forward_counts = self.heads, self.heads // self.k_heads, _beside(self.heads, 4 if width >= 128 else 8)
+        self.forward_counts = (
+            self.heads,
+            self.heads // self.k_heads,
+            _beside(self.heads, 4 if width >= 128 else 8),
+        )
         m, n, stages, own, self.shared = self.tiles.forward
-        self.forward_launch = Launch(hopper_forward.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, THROUGH=own > 1 and self.q.dim == self.v.dim,
-            CONSUMERS=m // 64, SAME=same and causal, **features),
-            dict(num_warps=4, maxnreg=_registers(self.shared, m // 64)), (64, n, n, 64))
+        self.forward_launch = Launch(
+            hopper_forward.forward_kernel,
+            dict(
+                BLOCK_M=m,
+                BLOCK_N=n,
+                **values,
+                STAGES=stages,
+                Q_STAGES=own,
+                THROUGH=own > 1 and self.q.dim == self.v.dim,
+                CONSUMERS=m // 64,
+                SAME=same and causal,
+                **features,
+            ),
+            dict(num_warps=4, maxnreg=_registers(self.shared, m // 64)),
+            (64, n, n, 64),
+        )
         values = dict(DIM=self.q.dim, BLOCK_D=block_d, **values)
         m, n, stages, own = self.tiles.dq
-        self.dq_launches = [Launch(hopper_backward.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, **values, STAGES=stages, Q_STAGES=own, CONSUMERS=m // 64, **features, HAS_DLSE=x),
-            dict(num_warps=4, maxnreg=_registers(1, m // 64), launch_pdl=True), (64, n, n, 64, 64)) for x in (False, True)]
+        self.dq_launches = [
+            Launch(
+                hopper_backward.dq_kernel,
+                dict(
+                    BLOCK_M=m,
+                    BLOCK_N=n,
+                    **values,
+                    STAGES=stages,
+                    Q_STAGES=own,
+                    CONSUMERS=m // 64,
+                    **features,
+                    HAS_DLSE=x,
+                ),
+                dict(num_warps=4, maxnreg=_registers(1, m // 64), launch_pdl=True),
+                (64, n, n, 64, 64),
+            )
+            for x in (False, True)
+        ]
         m, n, stages, own = self.tiles.dkdv
         # To pass over tiles takes registers, which at head_dim 128 the loops need themselves.
-        self.dkdv_launches = [Launch(hopper_backward.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, **values, HAS_DK=dk, HAS_DV=dv, STAGES=stages, K_STAGES=own, CONSUMERS=n // 64, **features,
-            HELD=width == 64 and causal, PASS=width != 128),
-            dict(num_warps=4, maxnreg=_registers(1, n // 64), launch_pdl=True), (m, 64, 64, m))
-            for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])]
+        self.dkdv_launches = [
+            Launch(
+                hopper_backward.dkdv_kernel,
+                dict(
+                    BLOCK_M=m,
+                    BLOCK_N=n,
+                    **values,
+                    HAS_DK=dk,
+                    HAS_DV=dv,
+                    STAGES=stages,
+                    K_STAGES=own,
+                    CONSUMERS=n // 64,
+                    **features,
+                    HELD=width == 64 and causal,
+                    PASS=width != 128,
+                ),
+                dict(num_warps=4, maxnreg=_registers(1, n // 64), launch_pdl=True),
+                (m, 64, 64, m),
+            )
+            for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])
+        ]
 
     def _takes(self, dout: torch.Tensor) -> bool:
         stride, head, last = dout.stride()
@@ -360,35 +584,85 @@ class HopperPlan(Plan):
 
     def _forward(self, rows, total, spec):
         counter, device = self.counter, self.device
-        described = *self.described, ragged(self.heads, self.v.dim, self.out_stride, self.v.dim, *_tiled(self.v.dim))
+        described = (
+            *self.described,
+            ragged(self.heads, self.v.dim, self.out_stride, self.v.dim, *_tiled(self.v.dim)),
+        )
         launch = self.forward_launch
         tiles, programs = self._query_tiles(rows, total, self.tiles.forward[0], spec, self.shared)
-        strides, numbers = (*self.columns, self.out_stride), (total, *self.forward_counts, *_numbers(spec))
+        strides, numbers = (
+            (*self.columns, self.out_stride),
+            (total, *self.forward_counts, *_numbers(spec)),
+        )
         return lambda q, k, v, slopes, out, lse: launch(
-            programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, k, v, out), described)
+            programs,
+            (slopes, out, lse, tiles, counter(device)),
+            strides,
+            numbers,
+            (q, k, v, out),
+            described,
+        )
 
     def _backward(self, rows, total, total_k, spec):
-        plane, numbers, counter, device = self.heads * total, _numbers(spec), self.counter, self.device
+        plane, numbers, counter, device = (
+            self.heads * total,
+            _numbers(spec),
+            self.counter,
+            self.device,
+        )
         query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq[0], spec)
         key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv[1], spec)
-        dkdv_launches, dkdv_numbers = self.dkdv_launches, (total, plane, *self._counts(self.k_heads, total), *numbers)
+        dkdv_launches, dkdv_numbers = (
+            self.dkdv_launches,
+            (total, plane, *self._counts(self.k_heads, total), *numbers),
+        )
 
         def prepare(dout_strides, dlse_strides):
             stride, head, _ = dout_strides
-            shapes = *self.described, ragged(self.heads, self.v.dim, stride, head, *_tiled(self.v.dim))
-            dq_shapes = *shapes, ragged(self.heads, self.q.dim, self.heads * self.q.dim, self.q.dim, *_tiled(self.q.dim))
+            shapes = (
+                *self.described,
+                ragged(self.heads, self.v.dim, stride, head, *_tiled(self.v.dim)),
+            )
+            dq_shapes = (
+                *shapes,
+                ragged(
+                    self.heads, self.q.dim, self.heads * self.q.dim, self.q.dim, *_tiled(self.q.dim)
+                ),
+            )
             columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
-            dq_launch, dq_strides = self.dq_launches[dlse_strides is not None], (*columns, self.out_stride)
-            dq_numbers = dlse_stride, dlse_head, total, plane, *self._counts(self.heads, total_k), *numbers
+            dq_launch, dq_strides = (
+                self.dq_launches[dlse_strides is not None],
+                (*columns, self.out_stride),
+            )
+            dq_numbers = (
+                dlse_stride,
+                dlse_head,
+                total,
+                plane,
+                *self._counts(self.heads, total_k),
+                *numbers,
+            )
             dkdv_strides = *columns, self.k_heads * self.q.dim, self.k_heads * self.v.dim
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 described, count = (q, k, v, dout), counter(device)
-                dq_launch(dq_programs, (slopes, out, lse, dlse, stats, query_tiles, count), dq_strides, dq_numbers,
-                          (*described, dq), dq_shapes)
+                dq_launch(
+                    dq_programs,
+                    (slopes, out, lse, dlse, stats, query_tiles, count),
+                    dq_strides,
+                    dq_numbers,
+                    (*described, dq),
+                    dq_shapes,
+                )
                 for dkdv_launch in dkdv_launches:
-                    dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, count), dkdv_strides, dkdv_numbers, described,
-                                shapes)
+                    dkdv_launch(
+                        dkdv_programs,
+                        (slopes, stats, dk, dv, key_tiles, count),
+                        dkdv_strides,
+                        dkdv_numbers,
+                        described,
+                        shapes,
+                    )
 
             return launch
 
@@ -400,7 +674,15 @@ class SplitPlan(Plan):
 
     BLOCK = 32  # numbers of heads that a program of the kernels that split takes
 
-    def __init__(self, device: torch.device, shapes: tuple[_Shape, ...], causal: bool, window: bool, softcap: bool, alibi: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        shapes: tuple[_Shape, ...],
+        causal: bool,
+        window: bool,
+        softcap: bool,
+        alibi: bool,
+    ):
         from . import hopper, hopper_float32, planes
 
         super().__init__(device, torch.float32, shapes)
@@ -415,18 +697,32 @@ class SplitPlan(Plan):
         features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         split, options = dict(DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
         self.split_launch = Launch(planes.split_kernel, split, options)
-        self.split_dout_launches = [Launch(planes.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
-                                    for x in (False, True)]
+        self.split_dout_launches = [
+            Launch(planes.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
+            for x in (False, True)
+        ]
         options = dict(num_warps=4, maxnreg=_registers(1, 2))
         m, n, stages, *_ = self.tiles.forward
-        self.forward_launch = Launch(hopper_float32.forward_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m // 2, n, n))
+        self.forward_launch = Launch(
+            hopper_float32.forward_kernel,
+            dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features),
+            options,
+            (m // 2, n, n),
+        )
         m, n, stages, _ = self.tiles.dq
-        self.dq_launch = Launch(hopper_float32.dq_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m // 2, n, n, m // 2))
+        self.dq_launch = Launch(
+            hopper_float32.dq_kernel,
+            dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features),
+            options,
+            (m // 2, n, n, m // 2),
+        )
         m, n, stages, _ = self.tiles.dkdv
-        self.dkdv_launch = Launch(hopper_float32.dkdv_kernel, dict(
-            BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features), options, (m, n // 2, n // 2, m))
+        self.dkdv_launch = Launch(
+            hopper_float32.dkdv_kernel,
+            dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features),
+            options,
+            (m, n // 2, n // 2, m),
+        )
 
     def _empty_planes(self, x: torch.Tensor) -> torch.Tensor:
         total, heads, dim = x.shape
@@ -435,19 +731,36 @@ class SplitPlan(Plan):
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         planes, (total, heads, _) = self._empty_planes(x), x.shape
-        self.split_launch(triton.cdiv(total * heads, self.BLOCK), (x, planes), x.stride()[:2], (total, heads))
+        self.split_launch(
+            triton.cdiv(total * heads, self.BLOCK), (x, planes), x.stride()[:2], (total, heads)
+        )
         return planes
 
     def _forward(self, rows, total, spec):
         counter, device, split = self.counter, self.device, self._split
         launch, shapes = self.forward_launch, (self.described_q, *self.described[1:3])
         tiles, programs = self._query_tiles(rows, total, self.tiles.forward[0], spec)
-        strides, numbers = (self.q.head, self.out_stride), (total, *self._counts(self.heads, total), *_numbers(spec))
+        strides, numbers = (
+            (self.q.head, self.out_stride),
+            (total, *self._counts(self.heads, total), *_numbers(spec)),
+        )
         return lambda q, k, v, slopes, out, lse: launch(
-            programs, (slopes, out, lse, tiles, counter(device)), strides, numbers, (q, split(k), split(v)), shapes)
+            programs,
+            (slopes, out, lse, tiles, counter(device)),
+            strides,
+            numbers,
+            (q, split(k), split(v)),
+            shapes,
+        )
 
     def _backward(self, rows, total, total_k, spec):
-        plane, numbers, counter, device, split = self.heads * total, _numbers(spec), self.counter, self.device, self._split
+        plane, numbers, counter, device, split = (
+            self.heads * total,
+            _numbers(spec),
+            self.counter,
+            self.device,
+            self._split,
+        )
         query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq[0], spec)
         key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv[1], spec)
         dq_numbers = total, plane, *self._counts(self.heads, total_k), *numbers
@@ -455,17 +768,37 @@ class SplitPlan(Plan):
 
         def prepare(dout_strides, dlse_strides):
             dlse_head, dlse_stride = dlse_strides or (0, 0)
-            split_dout_launch, split_programs = self.split_dout_launches[dlse_strides is not None], triton.cdiv(plane, self.BLOCK)
+            split_dout_launch, split_programs = (
+                self.split_dout_launches[dlse_strides is not None],
+                triton.cdiv(plane, self.BLOCK),
+            )
             split_numbers = dlse_stride, dlse_head, total, plane, self.heads
 
             def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 split_dout = self._empty_planes(dout)
-                split_dout_launch(split_programs, (out, dout, lse, dlse, stats, split_dout), dout_strides[:2], split_numbers)
+                split_dout_launch(
+                    split_programs,
+                    (out, dout, lse, dlse, stats, split_dout),
+                    dout_strides[:2],
+                    split_numbers,
+                )
                 described, count = (split(q), split(k), split(v), split_dout), counter(device)
-                self.dq_launch(dq_programs, (slopes, stats, dq, query_tiles, count), (self.out_stride,), dq_numbers,
-                               described, self.described)
-                self.dkdv_launch(dkdv_programs, (slopes, stats, dk, dv, key_tiles, count), (self.k_heads * self.q.dim,),
-                                 dkdv_numbers, described, self.described)
+                self.dq_launch(
+                    dq_programs,
+                    (slopes, stats, dq, query_tiles, count),
+                    (self.out_stride,),
+                    dq_numbers,
+                    described,
+                    self.described,
+                )
+                self.dkdv_launch(
+                    dkdv_programs,
+                    (slopes, stats, dk, dv, key_tiles, count),
+                    (self.k_heads * self.q.dim,),
+                    dkdv_numbers,
+                    described,
+                    self.described,
+                )
 
             return launch
 

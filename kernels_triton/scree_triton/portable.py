@@ -14,6 +14,7 @@ Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 
 
 With ALiBi (Press et al., 2021, arXiv:2108.12409) a head's slope times the distance of query and key is taken off each score.
 """
+
 import triton
 import triton.language as tl
 
@@ -22,7 +23,17 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Where a running maximum starts. Finite, so that a row without valid keys so far meets exp2(-inf - m) = 0, not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 # Numbers that change from batch to batch: a kernel must not be compiled anew for a count that is 1 or a multiple of 16.
-_COUNTS = ("dlse_stride", "dlse_head", "total", "plane", "heads", "group_size", "group", "left", "right")
+_COUNTS = (
+    "dlse_stride",
+    "dlse_head",
+    "total",
+    "plane",
+    "heads",
+    "group_size",
+    "group",
+    "left",
+    "right",
+)
 
 
 @triton.jit
@@ -38,8 +49,16 @@ def _entry(TILES, heads, group):
 
 
 @triton.jit
-def _load_rows(base, first, length, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-               CHECK: tl.constexpr):
+def _load_rows(
+    base,
+    first,
+    length,
+    stride,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHECK: tl.constexpr,
+):
     """A (ROWS, BLOCK_D) tile from row `first` on; zeros beyond DIM and, with CHECK, beyond `length`."""
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
@@ -48,7 +67,9 @@ def _load_rows(base, first, length, stride, ROWS: tl.constexpr, DIM: tl.constexp
         if DIM == BLOCK_D:
             return tl.load(pointers, mask=(first + rows < length)[:, None], other=0.0)
         else:
-            return tl.load(pointers, mask=(first + rows < length)[:, None] & (cols < DIM)[None, :], other=0.0)
+            return tl.load(
+                pointers, mask=(first + rows < length)[:, None] & (cols < DIM)[None, :], other=0.0
+            )
     else:
         if DIM == BLOCK_D:
             return tl.load(pointers)
@@ -57,11 +78,17 @@ def _load_rows(base, first, length, stride, ROWS: tl.constexpr, DIM: tl.constexp
 
 
 @triton.jit
-def _store_rows(base, value, first, length, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _store_rows(
+    base, value, first, length, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
-    tl.store(pointers, value.to(base.dtype.element_ty), mask=(first + rows < length)[:, None] & (cols < DIM)[None, :])
+    tl.store(
+        pointers,
+        value.to(base.dtype.element_ty),
+        mask=(first + rows < length)[:, None] & (cols < DIM)[None, :],
+    )
 
 
 @triton.jit
@@ -70,8 +97,17 @@ def _tanh(x):
 
 
 @triton.jit
-def _attended(first, length, other, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, OWN: tl.constexpr,
-              STEP: tl.constexpr):
+def _attended(
+    first,
+    length,
+    other,
+    before,
+    after,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """The other side's tokens that a tile attends, in steps: [low, a) and [b, high) need a mask, [a, b) does not."""
     shift = other - length
     last = tl.minimum(first + OWN, length) - 1
@@ -106,10 +142,36 @@ def _distance(query, key, shift):
 
 
 @triton.jit
-def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap, slope,
-                  DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                  BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-                  ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr):
+def _forward_step(
+    acc,
+    m,
+    l,
+    q,
+    K,
+    V,
+    j,
+    query,
+    k_len,
+    k_stride,
+    v_stride,
+    shift,
+    left,
+    right,
+    scale,
+    softcap,
+    slope,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
@@ -122,7 +184,11 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
         x = x * factor - slope * _distance(query[:, None], key[None, :], shift)
         factor = 1.0
     if MASK:
-        x = tl.where(_valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT), x, -float("inf"))
+        x = tl.where(
+            _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT),
+            x,
+            -float("inf"),
+        )
     m_new = tl.maximum(m, tl.max(x, 1) * factor)
     p = tl.exp2(x * factor - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -133,11 +199,41 @@ def _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def forward_kernel(Q, K, V, SLOPES, OUT, LSE, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, total,
-                   heads, group_size, group, left, right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-                   PRECISION: tl.constexpr):
+def forward_kernel(
+    Q,
+    K,
+    V,
+    SLOPES,
+    OUT,
+    LSE,
+    TILES,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    v_head,
+    out_stride,
+    total,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """OUT (total, heads, DIM_V) and LSE (heads, total), one query tile and head a program."""
     tile, head, exists = _entry(TILES, heads, group)
     if not exists:
@@ -161,29 +257,133 @@ def forward_kernel(Q, K, V, SLOPES, OUT, LSE, TILES, q_stride, q_head, k_stride,
     low, a, b, high = _attended(first, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LEFT:
         for j in range(low, a, BLOCK_N):
-            acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                                      softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                                      True, PRECISION)
+            acc, m, l = _forward_step(
+                acc,
+                m,
+                l,
+                q,
+                K,
+                V,
+                j,
+                query,
+                k_len,
+                k_stride,
+                v_stride,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                slope,
+                DIM,
+                DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                True,
+                PRECISION,
+            )
     for j in range(a, b, BLOCK_N):
-        acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                                  softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                                  False, PRECISION)
+        acc, m, l = _forward_step(
+            acc,
+            m,
+            l,
+            q,
+            K,
+            V,
+            j,
+            query,
+            k_len,
+            k_stride,
+            v_stride,
+            shift,
+            left,
+            right,
+            scale,
+            softcap,
+            slope,
+            DIM,
+            DIM_V,
+            BLOCK_D,
+            BLOCK_DV,
+            BLOCK_N,
+            LEFT,
+            RIGHT,
+            SOFTCAP,
+            ALIBI,
+            False,
+            PRECISION,
+        )
     for j in range(b, high, BLOCK_N):
-        acc, m, l = _forward_step(acc, m, l, q, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                                  softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                                      True, PRECISION)
+        acc, m, l = _forward_step(
+            acc,
+            m,
+            l,
+            q,
+            K,
+            V,
+            j,
+            query,
+            k_len,
+            k_stride,
+            v_stride,
+            shift,
+            left,
+            right,
+            scale,
+            softcap,
+            slope,
+            DIM,
+            DIM_V,
+            BLOCK_D,
+            BLOCK_DV,
+            BLOCK_N,
+            LEFT,
+            RIGHT,
+            SOFTCAP,
+            ALIBI,
+            True,
+            PRECISION,
+        )
     some = l > 0.0
     acc = acc / tl.where(some, l, 1.0)[:, None]
     lse = tl.where(some, (m + tl.log2(tl.where(some, l, 1.0))) * LN2, -float("inf"))
     # A NaN in the scores must reach the LSE, though it compares as "no valid key".
     lse = tl.where(l != l, l, lse)
-    _store_rows(OUT + q_start * out_stride + head * DIM_V, acc, first, q_len, out_stride, BLOCK_M, DIM_V, BLOCK_DV)
+    _store_rows(
+        OUT + q_start * out_stride + head * DIM_V,
+        acc,
+        first,
+        q_len,
+        out_stride,
+        BLOCK_M,
+        DIM_V,
+        BLOCK_DV,
+    )
     tl.store(LSE + head * total + q_start + query, lse, mask=query < q_len)
 
 
 @triton.jit
-def _score_gradient(x, dp, lse, delta, query, key, valid, shift, scale, softcap, slope, SOFTCAP: tl.constexpr,
-                    ALIBI: tl.constexpr, MASK: tl.constexpr):
+def _score_gradient(
+    x,
+    dp,
+    lse,
+    delta,
+    query,
+    key,
+    valid,
+    shift,
+    scale,
+    softcap,
+    slope,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """Probabilities and the gradient of the scaled scores; query, key and statistics arrive ready to be broadcast."""
     if ALIBI:
         lse += slope * _distance(query, key, shift)
@@ -198,33 +398,116 @@ def _score_gradient(x, dp, lse, delta, query, key, valid, shift, scale, softcap,
     if SOFTCAP:
         ds *= 1.0 - x * x
     if MASK:
-        ds = tl.where(valid, ds, 0.0)  # again: a query without valid keys may have any dout, also NaN
+        ds = tl.where(
+            valid, ds, 0.0
+        )  # again: a query without valid keys may have any dout, also NaN
     return p, ds
 
 
 @triton.jit
-def _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale, softcap, slope,
-             DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-             BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-             MASK: tl.constexpr, PRECISION: tl.constexpr):
+def _dq_step(
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    K,
+    V,
+    j,
+    query,
+    k_len,
+    k_stride,
+    v_stride,
+    shift,
+    left,
+    right,
+    scale,
+    softcap,
+    slope,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
     v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     key = j + tl.arange(0, BLOCK_N)
     valid = _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT)
-    _, ds = _score_gradient(x, dp, lse[:, None], delta[:, None], query[:, None], key[None, :], valid, shift, scale, softcap,
-                            slope, SOFTCAP, ALIBI, MASK)
+    _, ds = _score_gradient(
+        x,
+        dp,
+        lse[:, None],
+        delta[:, None],
+        query[:, None],
+        key[None, :],
+        valid,
+        shift,
+        scale,
+        softcap,
+        slope,
+        SOFTCAP,
+        ALIBI,
+        MASK,
+    )
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head,
-              out_stride, do_stride, do_head, dq_stride, dlse_stride, dlse_head, total, plane, heads, group_size, group, left,
-              right, scale, softcap, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr,
-              RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-              HAS_DLSE: tl.constexpr):
+def dq_kernel(
+    Q,
+    K,
+    V,
+    SLOPES,
+    OUT,
+    LSE,
+    DO,
+    DLSE,
+    STATS,
+    DQ,
+    TILES,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    v_head,
+    out_stride,
+    do_stride,
+    do_head,
+    dq_stride,
+    dlse_stride,
+    dlse_head,
+    total,
+    plane,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
     """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and the softmax's row term
     sum(out * dout) - dlse, through which the gradient of the LSE enters."""
     tile, head, exists = _entry(TILES, heads, group)
@@ -244,11 +527,31 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
     query = first + tl.arange(0, BLOCK_M)
     inside = query < q_len
     q = _load_rows(Q, first, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, True)
-    do = _load_rows(DO + q_start * do_stride + head * do_head, first, q_len, do_stride, BLOCK_M, DIM_V, BLOCK_DV, True)
-    out = _load_rows(OUT + q_start * out_stride + head * DIM_V, first, q_len, out_stride, BLOCK_M, DIM_V, BLOCK_DV, True)
+    do = _load_rows(
+        DO + q_start * do_stride + head * do_head,
+        first,
+        q_len,
+        do_stride,
+        BLOCK_M,
+        DIM_V,
+        BLOCK_DV,
+        True,
+    )
+    out = _load_rows(
+        OUT + q_start * out_stride + head * DIM_V,
+        first,
+        q_len,
+        out_stride,
+        BLOCK_M,
+        DIM_V,
+        BLOCK_DV,
+        True,
+    )
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(DLSE + (q_start + query) * dlse_stride + head * dlse_head, mask=inside, other=0.0)
+        delta -= tl.load(
+            DLSE + (q_start + query) * dlse_stride + head * dlse_head, mask=inside, other=0.0
+        )
     lse = tl.load(LSE + head * total + q_start + query, mask=inside, other=0.0) * LOG2E
     stats = STATS + head * total + q_start + query
     tl.store(stats, lse, mask=inside)
@@ -257,25 +560,147 @@ def dq_kernel(Q, K, V, SLOPES, OUT, LSE, DO, DLSE, STATS, DQ, TILES, q_stride, q
     low, a, b, high = _attended(first, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
     if LEFT:
         for j in range(low, a, BLOCK_N):
-            dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                          softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                          True, PRECISION)
+            dq = _dq_step(
+                dq,
+                q,
+                do,
+                lse,
+                delta,
+                K,
+                V,
+                j,
+                query,
+                k_len,
+                k_stride,
+                v_stride,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                slope,
+                DIM,
+                DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                True,
+                PRECISION,
+            )
     for j in range(a, b, BLOCK_N):
-        dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                      softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                      False, PRECISION)
+        dq = _dq_step(
+            dq,
+            q,
+            do,
+            lse,
+            delta,
+            K,
+            V,
+            j,
+            query,
+            k_len,
+            k_stride,
+            v_stride,
+            shift,
+            left,
+            right,
+            scale,
+            softcap,
+            slope,
+            DIM,
+            DIM_V,
+            BLOCK_D,
+            BLOCK_DV,
+            BLOCK_N,
+            LEFT,
+            RIGHT,
+            SOFTCAP,
+            ALIBI,
+            False,
+            PRECISION,
+        )
     for j in range(b, high, BLOCK_N):
-        dq = _dq_step(dq, q, do, lse, delta, K, V, j, query, k_len, k_stride, v_stride, shift, left, right, scale,
-                      softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI,
-                          True, PRECISION)
-    _store_rows(DQ + q_start * dq_stride + head * DIM, dq * scale, first, q_len, dq_stride, BLOCK_M, DIM, BLOCK_D)
+        dq = _dq_step(
+            dq,
+            q,
+            do,
+            lse,
+            delta,
+            K,
+            V,
+            j,
+            query,
+            k_len,
+            k_stride,
+            v_stride,
+            shift,
+            left,
+            right,
+            scale,
+            softcap,
+            slope,
+            DIM,
+            DIM_V,
+            BLOCK_D,
+            BLOCK_DV,
+            BLOCK_N,
+            LEFT,
+            RIGHT,
+            SOFTCAP,
+            ALIBI,
+            True,
+            PRECISION,
+        )
+    _store_rows(
+        DQ + q_start * dq_stride + head * DIM,
+        dq * scale,
+        first,
+        q_len,
+        dq_stride,
+        BLOCK_M,
+        DIM,
+        BLOCK_D,
+    )
 
 
 @triton.jit
-def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride, do_stride, shift, left, right, scale,
-               softcap, slope, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-               BLOCK_M: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-               MASK: tl.constexpr, PRECISION: tl.constexpr):
+def _dkdv_step(
+    dk,
+    dv,
+    k,
+    v,
+    Q,
+    DO,
+    STATS,
+    plane,
+    i,
+    key,
+    q_len,
+    k_len,
+    q_stride,
+    do_stride,
+    shift,
+    left,
+    right,
+    scale,
+    softcap,
+    slope,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     query = i + tl.arange(0, BLOCK_M)
     q = _load_rows(Q, i, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, MASK)
     x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -289,19 +714,69 @@ def _dkdv_step(dk, dv, k, v, Q, DO, STATS, plane, i, key, q_len, k_len, q_stride
         lse = tl.load(STATS + query)
         delta = tl.load(STATS + plane + query)
     valid = _valid(query[None, :], key[:, None], k_len, shift, left, right, LEFT, RIGHT)
-    p, ds = _score_gradient(x, dp, lse[None, :], delta[None, :], query[None, :], key[:, None], valid, shift, scale, softcap,
-                            slope, SOFTCAP, ALIBI, MASK)
+    p, ds = _score_gradient(
+        x,
+        dp,
+        lse[None, :],
+        delta[None, :],
+        query[None, :],
+        key[:, None],
+        valid,
+        shift,
+        scale,
+        softcap,
+        slope,
+        SOFTCAP,
+        ALIBI,
+        MASK,
+    )
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=_COUNTS)
-def dkdv_kernel(Q, K, V, SLOPES, DO, STATS, DK, DV, TILES, q_stride, q_head, k_stride, k_head, v_stride, v_head, do_stride,
-                do_head, dk_stride, dv_stride, total, plane, heads, group_size, group, left, right, scale, softcap,
-                DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-                ALIBI: tl.constexpr, PRECISION: tl.constexpr):
+def dkdv_kernel(
+    Q,
+    K,
+    V,
+    SLOPES,
+    DO,
+    STATS,
+    DK,
+    DV,
+    TILES,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    v_stride,
+    v_head,
+    do_stride,
+    do_head,
+    dk_stride,
+    dv_stride,
+    total,
+    plane,
+    heads,
+    group_size,
+    group,
+    left,
+    right,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """DK and DV, one key tile and key head a program; it runs over all query heads that share the key head."""
     tile, head, exists = _entry(TILES, heads // group_size, group)
     if not exists:
@@ -314,8 +789,19 @@ def dkdv_kernel(Q, K, V, SLOPES, DO, STATS, DK, DV, TILES, q_stride, q_head, k_s
     shift = k_len - q_len
     head = head.to(tl.int64)
     key = first + tl.arange(0, BLOCK_N)
-    k = _load_rows(K + k_start * k_stride + head * k_head, first, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, True)
-    v = _load_rows(V + k_start * v_stride + head * v_head, first, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, True)
+    k = _load_rows(
+        K + k_start * k_stride + head * k_head, first, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, True
+    )
+    v = _load_rows(
+        V + k_start * v_stride + head * v_head,
+        first,
+        k_len,
+        v_stride,
+        BLOCK_N,
+        DIM_V,
+        BLOCK_DV,
+        True,
+    )
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     # Seen from a key, the window's sides change places.
@@ -328,17 +814,116 @@ def dkdv_kernel(Q, K, V, SLOPES, DO, STATS, DK, DV, TILES, q_stride, q_head, k_s
         slope = tl.load(SLOPES + q_one) * LOG2E if ALIBI else 0.0
         if RIGHT:
             for i in range(low, a, BLOCK_M):
-                dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride,
-                                    shift, left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT,
-                                    RIGHT, SOFTCAP, ALIBI, True, PRECISION)
+                dk, dv = _dkdv_step(
+                    dk,
+                    dv,
+                    k,
+                    v,
+                    Q1,
+                    DO1,
+                    STATS1,
+                    plane,
+                    i,
+                    key,
+                    q_len,
+                    k_len,
+                    q_stride,
+                    do_stride,
+                    shift,
+                    left,
+                    right,
+                    scale,
+                    softcap,
+                    slope,
+                    DIM,
+                    DIM_V,
+                    BLOCK_D,
+                    BLOCK_DV,
+                    BLOCK_M,
+                    LEFT,
+                    RIGHT,
+                    SOFTCAP,
+                    ALIBI,
+                    True,
+                    PRECISION,
+                )
         for i in range(a, b, BLOCK_M):
-            dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride, shift,
-                                left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
-                                SOFTCAP, ALIBI, False, PRECISION)
+            dk, dv = _dkdv_step(
+                dk,
+                dv,
+                k,
+                v,
+                Q1,
+                DO1,
+                STATS1,
+                plane,
+                i,
+                key,
+                q_len,
+                k_len,
+                q_stride,
+                do_stride,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                slope,
+                DIM,
+                DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                False,
+                PRECISION,
+            )
         for i in range(b, high, BLOCK_M):
-            dk, dv = _dkdv_step(dk, dv, k, v, Q1, DO1, STATS1, plane, i, key, q_len, k_len, q_stride, do_stride, shift,
-                                left, right, scale, softcap, slope, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, LEFT, RIGHT,
-                                SOFTCAP, ALIBI, True, PRECISION)
+            dk, dv = _dkdv_step(
+                dk,
+                dv,
+                k,
+                v,
+                Q1,
+                DO1,
+                STATS1,
+                plane,
+                i,
+                key,
+                q_len,
+                k_len,
+                q_stride,
+                do_stride,
+                shift,
+                left,
+                right,
+                scale,
+                softcap,
+                slope,
+                DIM,
+                DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                True,
+                PRECISION,
+            )
     row = k_start * dk_stride
     _store_rows(DK + row + head * DIM, dk * scale, first, k_len, dk_stride, BLOCK_N, DIM, BLOCK_D)
-    _store_rows(DV + k_start * dv_stride + head * DIM_V, dv, first, k_len, dv_stride, BLOCK_N, DIM_V, BLOCK_DV)
+    _store_rows(
+        DV + k_start * dv_stride + head * DIM_V,
+        dv,
+        first,
+        k_len,
+        dv_stride,
+        BLOCK_N,
+        DIM_V,
+        BLOCK_DV,
+    )

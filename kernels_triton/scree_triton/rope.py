@@ -4,6 +4,7 @@ A program turns a few tokens, all heads of each, of the queries and of the keys;
 all of them, while they are read. The row of a token is found by bisection, so that positions restart in each row without an
 array of positions.
 """
+
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -22,8 +23,17 @@ _WARP = 1024  # of which a warp has so many
 
 
 @triton.jit
-def _angles(OFFSETS, START, n, bisections, sign, BASE: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
-            HAS_START: tl.constexpr):
+def _angles(
+    OFFSETS,
+    START,
+    n,
+    bisections,
+    sign,
+    BASE: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_START: tl.constexpr,
+):
     """Cosine and sine (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a program.
 
     An angle is an integer, of which a turn has 2**64: whole turns are what overflows. So what is left of an angle of thousands
@@ -38,52 +48,109 @@ def _angles(OFFSETS, START, n, bisections, sign, BASE: tl.constexpr, HALF: tl.co
     rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns a position
     for bit in tl.static_range(9):
         if 1 << bit < HALF:
-            rate *= tl.where((pair >> bit) & 1 > 0, tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64), 1.0)
+            rate *= tl.where(
+                (pair >> bit) & 1 > 0, tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64), 1.0
+            )
     if BASE > 1:
         rate -= tl.floor(rate + 0.5)
-    turn = ((position.to(tl.int64) * (rate * 18446744073709551616.0).to(tl.int64)) >> 32).to(tl.int32)
+    turn = ((position.to(tl.int64) * (rate * 18446744073709551616.0).to(tl.int64)) >> 32).to(
+        tl.int32
+    )
     quarter = (turn + (1 << 29)) >> 30  # the nearest one
     x = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9
     y = x * x
     sin = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
-    cos = 1 + y * (-0.5 + y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5)))
+    cos = 1 + y * (
+        -0.5 + y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5))
+    )
     odd = quarter & 1 > 0
     sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
-    cos, sin = tl.where((quarter + 1) & 2 > 0, -cos, cos), tl.where(quarter & 2 > 0, -sin, sin) * sign
+    cos, sin = (
+        tl.where((quarter + 1) & 2 > 0, -cos, cos),
+        tl.where(quarter & 2 > 0, -sin, sin) * sign,
+    )
     # As one number: else the compiler has each thread compute what it needs anew, for every head, rather than hand it on.
-    both = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(tl.uint32, bitcast=True).to(tl.int64)
+    both = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(tl.uint32, bitcast=True).to(
+        tl.int64
+    )
     both = tl.reshape(both, [TOKENS, HALF])[:, None, :]
-    return (both >> 32).to(tl.int32).to(tl.float32, bitcast=True), both.to(tl.int32).to(tl.float32, bitcast=True)
+    return (both >> 32).to(tl.int32).to(tl.float32, bitcast=True), both.to(tl.int32).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
-def _places(tokens, total, first, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
-            HEADS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _places(
+    tokens,
+    total,
+    first,
+    heads: tl.constexpr,
+    stride,
+    step,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """Where the first elements of pairs stand, (TOKENS, HEADS, HALF), all elements where INTERLEAVED; and which exist."""
     head = first + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
     each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
     tokens = tokens[:, None, None]
-    return tokens * stride + head * step + each, (tokens < total) & (head < heads) & (each < (DIM if INTERLEAVED else DIM // 2))
+    return tokens * stride + head * step + each, (tokens < total) & (head < heads) & (
+        each < (DIM if INTERLEAVED else DIM // 2)
+    )
 
 
 @triton.jit
-def _read(X, tokens, total, first, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
-          HEADS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _read(
+    X,
+    tokens,
+    total,
+    first,
+    heads: tl.constexpr,
+    stride,
+    step,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """The two elements of each pair, (TOKENS, HEADS, HALF), of some heads of some tokens; all of them as one where INTERLEAVED."""
     at, inside = _places(tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
     a = tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
-    return a, a if INTERLEAVED else tl.load(X + at + DIM // 2, mask=inside, other=0.0, eviction_policy="evict_last")
+    return a, a if INTERLEAVED else tl.load(
+        X + at + DIM // 2, mask=inside, other=0.0, eviction_policy="evict_last"
+    )
 
 
 @triton.jit
-def _write(OUT, a, b, cos, sin, tokens, total, first, heads: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-           HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _write(
+    OUT,
+    a,
+    b,
+    cos,
+    sin,
+    tokens,
+    total,
+    first,
+    heads: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """What was read, turned by angles (TOKENS, 1, HALF)."""
-    at, inside = _places(tokens, total, first, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED)
+    at, inside = _places(
+        tokens, total, first, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED
+    )
     if INTERLEAVED:
         a, b = tl.split(tl.reshape(a, [TOKENS, HEADS, HALF, 2]))
     a, b = a.to(tl.float32), b.to(tl.float32)
-    a, b = (a * cos - b * sin).to(OUT.dtype.element_ty), (b * cos + a * sin).to(OUT.dtype.element_ty)
+    a, b = (
+        (a * cos - b * sin).to(OUT.dtype.element_ty),
+        (b * cos + a * sin).to(OUT.dtype.element_ty),
+    )
     if INTERLEAVED:
         tl.store(OUT + at, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=inside)
     else:
@@ -92,20 +159,60 @@ def _write(OUT, a, b, cos, sin, tokens, total, first, heads: tl.constexpr, DIM: 
 
 
 @triton.jit
-def _turn(X, OUT, a, b, cos, sin, tokens, total, heads: tl.constexpr, stride, step, DIM: tl.constexpr, HALF: tl.constexpr,
-          HEADS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _turn(
+    X,
+    OUT,
+    a,
+    b,
+    cos,
+    sin,
+    tokens,
+    total,
+    heads: tl.constexpr,
+    stride,
+    step,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     """All heads of some tokens, of which the first HEADS were read."""
     _write(OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
     for first in range(HEADS, heads, HEADS):
         a, b = _read(X, tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
-        _write(OUT, a, b, cos, sin, tokens, total, first, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+        _write(
+            OUT, a, b, cos, sin, tokens, total, first, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED
+        )
 
 
 @triton.jit(do_not_specialize=("n", "total", "bisections", "sign"))
-def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, k_head, n, total, bisections, sign,
-                DIM: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_TILE: tl.constexpr,
-                K_TILE: tl.constexpr, TOKENS: tl.constexpr, BASE: tl.constexpr, INTERLEAVED: tl.constexpr,
-                HAS_START: tl.constexpr):
+def rope_kernel(
+    Q,
+    K,
+    Q_OUT,
+    K_OUT,
+    OFFSETS,
+    START,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    n,
+    total,
+    bisections,
+    sign,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    Q_TILE: tl.constexpr,
+    K_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BASE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_START: tl.constexpr,
+):
     """Q_OUT (total, Q_HEADS, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; with K_HEADS K too."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     # Before the angles are found, so that these are there when the numbers come.
@@ -113,21 +220,73 @@ def rope_kernel(Q, K, Q_OUT, K_OUT, OFFSETS, START, q_stride, q_head, k_stride, 
     if K_HEADS:
         c, d = _read(K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED)
     cos, sin = _angles(OFFSETS, START, n, bisections, sign, BASE, HALF, TOKENS, HAS_START)
-    _turn(Q, Q_OUT, a, b, cos, sin, tokens, total, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, TOKENS, INTERLEAVED)
+    _turn(
+        Q,
+        Q_OUT,
+        a,
+        b,
+        cos,
+        sin,
+        tokens,
+        total,
+        Q_HEADS,
+        q_stride,
+        q_head,
+        DIM,
+        HALF,
+        Q_TILE,
+        TOKENS,
+        INTERLEAVED,
+    )
     if K_HEADS:
-        _turn(K, K_OUT, c, d, cos, sin, tokens, total, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, TOKENS, INTERLEAVED)
+        _turn(
+            K,
+            K_OUT,
+            c,
+            d,
+            cos,
+            sin,
+            tokens,
+            total,
+            K_HEADS,
+            k_stride,
+            k_head,
+            DIM,
+            HALF,
+            K_TILE,
+            TOKENS,
+            INTERLEAVED,
+        )
 
 
 @cache
-def _launch(device: torch.device, x: torch.dtype, offsets: torch.dtype, start_dtype: torch.dtype | None,
-            heads: tuple[int, int], dim: int, base: float, interleaved: bool) -> tuple[Launch, int]:
+def _launch(
+    device: torch.device,
+    x: torch.dtype,
+    offsets: torch.dtype,
+    start_dtype: torch.dtype | None,
+    heads: tuple[int, int],
+    dim: int,
+    base: float,
+    interleaved: bool,
+) -> tuple[Launch, int]:
     """The kernel for so many heads of queries and keys, and the tokens of a program."""
     half = triton.next_power_of_2(dim // 2)
     tiles = [min(triton.next_power_of_2(max(h, 1)), _MOST // (2 * half)) for h in heads]
     wide = 2 * half * max(tiles)
     tokens = max(1, _FEWEST // wide)
-    constants = dict(DIM=dim, HALF=half, Q_HEADS=heads[0], K_HEADS=heads[1], Q_TILE=tiles[0], K_TILE=tiles[1], TOKENS=tokens,
-                     BASE=base, INTERLEAVED=interleaved, HAS_START=start_dtype is not None)
+    constants = dict(
+        DIM=dim,
+        HALF=half,
+        Q_HEADS=heads[0],
+        K_HEADS=heads[1],
+        Q_TILE=tiles[0],
+        K_TILE=tiles[1],
+        TOKENS=tokens,
+        BASE=base,
+        INTERLEAVED=interleaved,
+        HAS_START=start_dtype is not None,
+    )
     return Launch(rope_kernel, constants, dict(num_warps=wide * tokens // _WARP)), tokens
 
 
@@ -141,42 +300,77 @@ class Turn(NamedTuple):
 
     def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_Plan":
         """The plan for q and k, (total, ..., dim)."""
-        return _plan(q.device, q.dtype, q.shape, None if k is None else k.shape, self.offsets.dtype,
-                     None if self.start is None else self.start.dtype, self.offsets.shape[0] - 1, self.base, self.interleaved)
+        return _plan(
+            q.device,
+            q.dtype,
+            q.shape,
+            None if k is None else k.shape,
+            self.offsets.dtype,
+            None if self.start is None else self.start.dtype,
+            self.offsets.shape[0] - 1,
+            self.base,
+            self.interleaved,
+        )
 
 
 class _Plan:
     """What follows from what the host knows of the arrays, so that a call only allocates and launches."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, q: tuple[int, ...], k: tuple[int, ...] | None,
-                 offsets: torch.dtype, start: torch.dtype | None, n: int, base: float, interleaved: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        q: tuple[int, ...],
+        k: tuple[int, ...] | None,
+        offsets: torch.dtype,
+        start: torch.dtype | None,
+        n: int,
+        base: float,
+        interleaved: bool,
+    ):
         total, *_, dim = q
         heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
         self.index = device.index if device.type == "cuda" else None
-        self.outs = tuple(None if shape is None else (*contiguous(shape), dtype) for shape in (q, k))
+        self.outs = tuple(
+            None if shape is None else (*contiguous(shape), dtype) for shape in (q, k)
+        )
         self.launch, tokens = _launch(device, dtype, offsets, start, heads, dim, base, interleaved)
         self.programs = -(-total // tokens) if any(heads) else 0
         self.numbers = n, total, n.bit_length()
         self.new = empty(device.type)
 
     @on_its_device
-    def turn(self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Turn q and k, (total, ..., dim), by `sign` times the angles that grow with the position; contiguous."""
         q_out, k_out = (None if out is None else self.new(*out) for out in self.outs)
         if self.programs:
             q, q_strides = _heads(q)
             k, k_strides = (q, q_strides) if k is None else _heads(k)
             offsets, start = how.offsets, how.start
-            self.launch(self.programs,
-                        (q, k, q_out, q_out if k_out is None else k_out, offsets, offsets if start is None else start),
-                        (*q_strides, *k_strides), (*self.numbers, sign))
+            self.launch(
+                self.programs,
+                (
+                    q,
+                    k,
+                    q_out,
+                    q_out if k_out is None else k_out,
+                    offsets,
+                    offsets if start is None else start,
+                ),
+                (*q_strides, *k_strides),
+                (*self.numbers, sign),
+            )
         return q_out, k_out
 
 
 _plan = lru_cache(1024)(_Plan)
 
 
-def turn(q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def turn(
+    q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `_Plan.turn` gives."""
     return how.plan(q, k).turn(q, k, how, sign)
 
@@ -209,8 +403,15 @@ class _Rope(Function):
 
 
 @torch.library.custom_op("scree_triton::rope", mutates_args=())
-def _op(q: torch.Tensor, k: torch.Tensor | None, offsets: torch.Tensor, start: torch.Tensor | None, base: float,
-        interleaved: bool, sign: int) -> list[torch.Tensor]:
+def _op(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    offsets: torch.Tensor,
+    start: torch.Tensor | None,
+    base: float,
+    interleaved: bool,
+    sign: int,
+) -> list[torch.Tensor]:
     return [x for x in turn(q, k, Turn(offsets, start, base, interleaved), sign) if x is not None]
 
 
@@ -246,7 +447,11 @@ def run(call: Any) -> Any:
     if not torch.compiler.is_compiling():
         return run_again(call)(call.x, call.k, call.start)
     q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
-    return call.x.with_values(q) if call.k is None else (call.x.with_values(q), call.k.with_values(k[0]))
+    return (
+        call.x.with_values(q)
+        if call.k is None
+        else (call.x.with_values(q), call.k.with_values(k[0]))
+    )
 
 
 def run_again(call: Any) -> Callable[..., Any]:
@@ -256,9 +461,15 @@ def run_again(call: Any) -> Callable[..., Any]:
     plan, wanted = how.plan(q, k), q.requires_grad or (k is not None and k.requires_grad)
 
     def rotate(x: Any, k: Any, start: torch.Tensor | None) -> Any:
-        how = Turn(x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved)
+        how = Turn(
+            x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved
+        )
         arrays = x.values, None if k is None else k.values, how
-        found = _Rope.apply(*arrays, plan) if wanted and torch.is_grad_enabled() else plan.turn(*arrays, 1)
+        found = (
+            _Rope.apply(*arrays, plan)
+            if wanted and torch.is_grad_enabled()
+            else plan.turn(*arrays, 1)
+        )
         if k is not None:
             return x._of(found[0], x.layout, x.ragged_dim), k._of(found[1], k.layout, k.ragged_dim)
         return x._of(found[0] if type(found) is tuple else found, x.layout, x.ragged_dim)
@@ -267,5 +478,9 @@ def run_again(call: Any) -> Callable[..., Any]:
 
 
 def _how(call: Any) -> Turn:
-    return Turn(call.x.offsets.contiguous(), None if call.start is None else call.start.contiguous(),
-                call.theta ** (-2 / call.x.values.shape[-1]), call.interleaved)
+    return Turn(
+        call.x.offsets.contiguous(),
+        None if call.start is None else call.start.contiguous(),
+        call.theta ** (-2 / call.x.values.shape[-1]),
+        call.interleaved,
+    )

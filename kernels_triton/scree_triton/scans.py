@@ -1,4 +1,5 @@
 """Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels of `shares`."""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ from .segments import OPS, Rows, over_rows, plan_of, rows_of
 
 
 def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) -> torch.Tensor:
-    return over_rows(x.contiguous(), rows, OPS[op], shares.RUNNING_BACK if back else shares.RUNNING, dtype=dtype)
+    return over_rows(
+        x.contiguous(), rows, OPS[op], shares.RUNNING_BACK if back else shares.RUNNING, dtype=dtype
+    )
 
 
 class _Scan(Function):
@@ -26,8 +29,14 @@ class _Scan(Function):
 
 
 @torch.library.custom_op("scree_triton::segment_scan", mutates_args=())
-def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype,
-        back: bool) -> torch.Tensor:
+def _op(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    max_length: int | None,
+    op: str,
+    dtype: torch.dtype,
+    back: bool,
+) -> torch.Tensor:
     return _scan(x, Rows(offsets, max_length), op, dtype, back)
 
 
@@ -43,8 +52,12 @@ def _save(ctx, inputs, output):
 
 
 _op.register_autograd(
-    lambda ctx, dy: (_op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.back), *(None,) * 5),
-    setup_context=_save)
+    lambda ctx, dy: (
+        _op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.back),
+        *(None,) * 5,
+    ),
+    setup_context=_save,
+)
 
 
 def rejects(call: Any) -> str | None:
@@ -64,11 +77,17 @@ def run(call: Any) -> torch.Tensor:
 
 def run_again(call: Any) -> Callable[..., torch.Tensor]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
-    plan = plan_of(call.values, rows_of(call.layout), OPS[call.op], shares.RUNNING, dtype=call.dtype)
+    plan = plan_of(
+        call.values, rows_of(call.layout), OPS[call.op], shares.RUNNING, dtype=call.dtype
+    )
     wanted = call.values.requires_grad
 
     def scan(layout: Any, values: torch.Tensor) -> torch.Tensor:
         rows = rows_of(layout)
-        return _Scan.apply(values, rows, plan) if wanted and torch.is_grad_enabled() else plan.run(values.contiguous(), rows)
+        return (
+            _Scan.apply(values, rows, plan)
+            if wanted and torch.is_grad_enabled()
+            else plan.run(values.contiguous(), rows)
+        )
 
     return scan

@@ -2,6 +2,7 @@
 
 Where a device has them, `clusters` take long rows whose tokens are to become something.
 """
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,21 +22,52 @@ _TOKENS = 512  # in a tile, for each warp
 _MOST_WARPS = 16  # of a program
 _MOST_ROWS = 256  # side by side in a tile
 _LANES = 8  # at least, which share a row
-_REGISTERS, _REGISTERS_OF_COUNTS = 64, 80  # of a thread, so that many programs run at once; counts of extrema want more
+_REGISTERS, _REGISTERS_OF_COUNTS = (
+    64,
+    80,
+)  # of a thread, so that many programs run at once; counts of extrema want more
 _SHARE = 2  # tiles in a share, where rows are not too long for one program on average
-_LONG = 1 << 14  # tokens of a row on average, beyond which clusters of programs are faster, where there are any
+_LONG = (
+    1 << 14
+)  # tokens of a row on average, beyond which clusters of programs are faster, where there are any
 _MOST_TILES = 16  # that a program reads one after another rather than cut a row
 _PART = 8192  # places in a part of a row that is cut
 _PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
 _AHEAD = 2  # parts that are reduced ahead of those of the longest row
 _BOUNDARIES = 128  # of shares, that one program finds
 _WIDEST = 1 << 20  # so that places in a share fit 32 bits
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
-_ACC = {torch.float32: tl.float32, torch.float64: tl.float64, torch.int32: tl.int32, torch.int64: tl.int64}
-OPS = {"sum": shares.SUM, "mean": shares.MEAN, "prod": shares.PROD, "max": shares.MAX, "min": shares.MIN, "any": shares.ANY,
-       "all": shares.ALL}
-_SPREAD = {"sum": shares.COPY, "mean": shares.MEAN_BACKWARD}  # gradients that follow from that of the result alone
-_ARGS = {shares.ARGMAX.value: shares.MAX.value, shares.ARGMIN.value: shares.MIN.value}  # searches, and for what
+_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+_ACC = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+OPS = {
+    "sum": shares.SUM,
+    "mean": shares.MEAN,
+    "prod": shares.PROD,
+    "max": shares.MAX,
+    "min": shares.MIN,
+    "any": shares.ANY,
+    "all": shares.ALL,
+}
+_SPREAD = {
+    "sum": shares.COPY,
+    "mean": shares.MEAN_BACKWARD,
+}  # gradients that follow from that of the result alone
+_ARGS = {
+    shares.ARGMAX.value: shares.MAX.value,
+    shares.ARGMIN.value: shares.MIN.value,
+}  # searches, and for what
 _TRUTHS = (shares.ANY.value, shares.ALL.value)
 _SCANS = (shares.RUNNING.value, shares.RUNNING_BACK.value)
 
@@ -57,10 +89,19 @@ class Rows(NamedTuple):
         if found is None:
             device, n = self.offsets.device, self.offsets.shape[0] - 1
             found = torch.empty((shares + 1,), dtype=torch.int32, device=device)
-            start(_find_first(device, self.offsets.dtype), shares // _BOUNDARIES + 1, (self.offsets, found), (),
-                  (n, shares, share, (n + 1).bit_length()))
-            if self.memo is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                self.memo[key] = found  # what is captured belongs to the graph, and is not there before it runs
+            start(
+                _find_first(device, self.offsets.dtype),
+                shares // _BOUNDARIES + 1,
+                (self.offsets, found),
+                (),
+                (n, shares, share, (n + 1).bit_length()),
+            )
+            if self.memo is not None and not (
+                device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            ):
+                self.memo[key] = (
+                    found  # what is captured belongs to the graph, and is not there before it runs
+                )
         return found
 
 
@@ -88,9 +129,17 @@ def _identity(op: int, dtype: torch.dtype) -> float | int:
     return int(op in (shares.PROD.value, shares.FACTORS.value))
 
 
-def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = shares.NONE, *,
-              y: torch.Tensor | None = None, a: torch.Tensor | None = None, b: torch.Tensor | None = None,
-              dtype: torch.dtype | None = None) -> torch.Tensor:
+def over_rows(
+    x: torch.Tensor,
+    rows: Rows,
+    op: tl.constexpr,
+    map: tl.constexpr = shares.NONE,
+    *,
+    y: torch.Tensor | None = None,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Reduce the rows of x, (total, ...), by `op`, to (n, ...); with `map` give the tokens, (total, ...), that come of it.
 
     Parameters
@@ -110,12 +159,29 @@ def over_rows(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr =
     return plan_of(x, rows, op, map, y=y, a=a, b=b, dtype=dtype).run(x, rows, y, a, b)
 
 
-def plan_of(x: torch.Tensor, rows: Rows, op: tl.constexpr, map: tl.constexpr = shares.NONE, *, y: torch.Tensor | None = None,
-            a: torch.Tensor | None = None, b: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> "_Plan":
+def plan_of(
+    x: torch.Tensor,
+    rows: Rows,
+    op: tl.constexpr,
+    map: tl.constexpr = shares.NONE,
+    *,
+    y: torch.Tensor | None = None,
+    a: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> "_Plan":
     """What runs `over_rows` on these arguments, and on all that differ in the contents of their arrays alone."""
     offsets = rows.offsets
-    dtypes = x.dtype, None if y is None else y.dtype, None if a is None else a.dtype, None if b is None else b.dtype, offsets.dtype
-    return _plan(x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length)
+    dtypes = (
+        x.dtype,
+        None if y is None else y.dtype,
+        None if a is None else a.dtype,
+        None if b is None else b.dtype,
+        offsets.dtype,
+    )
+    return _plan(
+        x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length
+    )
 
 
 @dataclass
@@ -124,7 +190,9 @@ class _Plan:
 
     index: int | None  # of the CUDA device
     new: Callable[..., torch.Tensor]  # makes a tensor there
-    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None  # its shape, strides and dtype; None to write into x
+    out: (
+        tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
+    )  # its shape, strides and dtype; None to write into x
     wide: columns.Plan | None  # for wide tokens, which want nothing of what follows
     held: torch.dtype  # in which tokens are reduced
     cut: "_Cut"
@@ -134,8 +202,14 @@ class _Plan:
     visits: int = 1  # to each of their parts
 
     @on_its_device
-    def run(self, x: torch.Tensor, rows: Rows, y: torch.Tensor | None = None, a: torch.Tensor | None = None,
-            b: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        rows: Rows,
+        y: torch.Tensor | None = None,
+        a: torch.Tensor | None = None,
+        b: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """What `over_rows` gives."""
         out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
@@ -145,17 +219,34 @@ class _Plan:
             return out
         cut = self.cut
         x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-        pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, kept, rows.offsets
+        pointers = (
+            x,
+            x if y is None else y,
+            x if a is None else a,
+            x if b is None else b,
+            kept,
+            rows.offsets,
+        )
         n, total = rows.offsets.shape[0] - 1, x.shape[0]
         if self.clusters:
             between = self.new(*contiguous((n, 2, self.clusters)), self.held)
             self.whole(n, (*pointers, between), (), (n, total, cut.most))
         else:
             first = rows.first(cut.share, cut.shares)
-            self.whole(cut.shares, (*pointers, first), (), (n, total, cut.share, cut.most, rows.max_length or 0))
+            self.whole(
+                cut.shares,
+                (*pointers, first),
+                (),
+                (n, total, cut.share, cut.most, rows.max_length or 0),
+            )
         if self.parts is not None:
             between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
-            pointers = *pointers, rows.first(_PART, cut.parts), between, columns.counters(x.device, cut.parts)
+            pointers = (
+                *pointers,
+                rows.first(_PART, cut.parts),
+                between,
+                columns.counters(x.device, cut.parts),
+            )
             self.parts(cut.parts * self.visits, pointers, (), (_PART, cut.most, cut.parts, cut.lag))
         return out
 
@@ -176,7 +267,9 @@ class _Cut(NamedTuple):
 def _cut(total: int, n: int, max_length: int | None) -> _Cut:
     longest = total if max_length is None else min(max_length, total)
     rest, others = total, max(n, 1)
-    if longest > _MOST_TILES * _TOKENS and total - longest >= n - 1 > 0:  # a row as long as many says nothing of the others
+    if (
+        longest > _MOST_TILES * _TOKENS and total - longest >= n - 1 > 0
+    ):  # a row as long as many says nothing of the others
         rest, others = total - longest, n - 1
     mean = -(-rest // others)
     width = min(triton.next_power_of_2(max(mean, 1)), _MOST_WARPS * _TOKENS)
@@ -186,56 +279,119 @@ def _cut(total: int, n: int, max_length: int | None) -> _Cut:
     most = _MOST_TILES * warps * _TOKENS
     share = most if rest > most * others else _SHARE * warps * _TOKENS
     parts = -(-(total + n) // _PART) if longest > most else 0
-    return _Cut(mean, width, warps, share, -(-(total + n) // share), most, parts, min(longest // _PART + _AHEAD, parts))
+    return _Cut(
+        mean,
+        width,
+        warps,
+        share,
+        -(-(total + n) // share),
+        most,
+        parts,
+        min(longest // _PART + _AHEAD, parts),
+    )
 
 
 @lru_cache(1024)
-def _plan(device: torch.device, dtypes: tuple[torch.dtype | None, ...], op: int, map: int, dtype: torch.dtype | None,
-          shape: tuple[int, ...], n: int, max_length: int | None) -> _Plan:
+def _plan(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    op: int,
+    map: int,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...],
+    n: int,
+    max_length: int | None,
+) -> _Plan:
     """For x, y, a, b and offsets of these dtypes, and x of this shape."""
     total, *token = shape
     acc = accumulator(dtypes[0] if dtype is None or op in _ARGS or op in _TRUTHS else dtype)
     held = torch.int64 if op in _ARGS else torch.int32 if op in _TRUTHS else acc
-    identity, cut = _identity(op, held if dtypes[0] != torch.bool else torch.bool), _cut(total, n, max_length)
+    identity, cut = (
+        _identity(op, held if dtypes[0] != torch.bool else torch.bool),
+        _cut(total, n, max_length),
+    )
     strides = tuple(math.prod(token[i:]) for i in range(len(token) + 1))
     out = None
     if map not in columns.SPREAD:
         out = (total if map else n, *token), strides, dtype or (dtypes[0] if map else acc)
     index, new = device.index if device.type == "cuda" else None, empty(device.type)
     if strides[0] >= columns.LEAST:
-        kinds = dtypes[0], dtypes[1] is not None, *dtypes[2:4], out[2] if out else dtypes[0], dtypes[4]
+        kinds = (
+            dtypes[0],
+            dtypes[1] is not None,
+            *dtypes[2:4],
+            out[2] if out else dtypes[0],
+            dtypes[4],
+        )
         wide = columns.plan(device, kinds, op, map, acc, held, identity, shape, n, max_length)
         return _Plan(index, new, out, wide, held, cut)
     reads = 2 if dtypes[1] else int(map not in columns.SPREAD)
     what = dict(OP=op, MAP=map)
     operands = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
-    same = operands | dict(IDENTITY=identity, OTHER=_identity(_ARGS.get(op, op), dtypes[0]), ACC=_ACC[acc], KEPT=_ACC[held])
+    same = operands | dict(
+        IDENTITY=identity,
+        OTHER=_identity(_ARGS.get(op, op), dtypes[0]),
+        ACC=_ACC[acc],
+        KEPT=_ACC[held],
+    )
     tile, lanes = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
-    tiles = dict(G=tile // cut.width, W=cut.width, L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
-                 FL=lanes if cut.warps == 1 else min(4 * lanes, tile), VECTOR=cut.warps > 1,
-                 EVEN=bool(op) and max_length is not None and n * max_length == total)
+    tiles = dict(
+        G=tile // cut.width,
+        W=cut.width,
+        L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
+        FL=lanes if cut.warps == 1 else min(4 * lanes, tile),
+        VECTOR=cut.warps > 1,
+        EVEN=bool(op) and max_length is not None and n * max_length == total,
+    )
     many = max(acc.itemsize, held.itemsize) > 4 or (reads == 2 and cut.warps == 1)
     registers = _REGISTERS_OF_COUNTS if op == shares.EQUAL.value else _REGISTERS
     options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=registers)
     key = device, dtypes, out and out[2]
     twice, long = op and map and map not in _SCANS, n and cut.mean > _LONG
-    clusters = _clusters(device) if twice and long and acc == torch.float32 and op != shares.FACTORS.value else None
+    clusters = (
+        _clusters(device)
+        if twice and long and acc == torch.float32 and op != shares.FACTORS.value
+        else None
+    )
     follow = bool(cut.parts) and follows(device)
     if clusters:
         whole = clusters.launch(cut.mean, what | operands | dict(FOLLOWED=follow))
     else:
-        whole = _launch(key, shares.share_kernel, _items(what | tiles | same | dict(FOLLOWED=follow)), _items(options))
+        whole = _launch(
+            key,
+            shares.share_kernel,
+            _items(what | tiles | same | dict(FOLLOWED=follow)),
+            _items(options),
+        )
     tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
     options = dict(num_warps=_PART_WARPS, launch_pdl=follow)
     constants = what | tiles | same | dict(FOLLOWS=follow)
-    parts = _launch(key, shares.part_kernel, _items(constants), _items(options)) if cut.parts else None
-    return _Plan(index, new, out, None, held, cut, whole, clusters.PROGRAMS if clusters else 0, parts, 2 if op and map else 1)
+    parts = (
+        _launch(key, shares.part_kernel, _items(constants), _items(options)) if cut.parts else None
+    )
+    return _Plan(
+        index,
+        new,
+        out,
+        None,
+        held,
+        cut,
+        whole,
+        clusters.PROGRAMS if clusters else 0,
+        parts,
+        2 if op and map else 1,
+    )
 
 
 @cache
 def _clusters(device: torch.device) -> Any:
     """The kernel of this device for clusters of programs, if there is one."""
-    if INTERPRETED or not GLUON_KNOWN or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if (
+        INTERPRETED
+        or not GLUON_KNOWN
+        or device.type != "cuda"
+        or torch.cuda.get_device_capability(device) != (9, 0)
+    ):
         return None
     from . import clusters
 
@@ -247,13 +403,25 @@ def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 @cache
-def _launch(key: Any, kernel: Any, constants: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> Launch:
+def _launch(
+    key: Any,
+    kernel: Any,
+    constants: tuple[tuple[str, Any], ...],
+    options: tuple[tuple[str, Any], ...],
+) -> Launch:
     """The launch of a kernel with these constants and options, for what `key` tells apart."""
     return Launch(kernel, dict(constants), dict(options))
 
 
-def _gradient(dout: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
-              rows: Rows, op: str) -> torch.Tensor:
+def _gradient(
+    dout: torch.Tensor,
+    x: torch.Tensor | None,
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rows: Rows,
+    op: str,
+) -> torch.Tensor:
     """That of a reduction of x, of this shape and dtype, to out; where neither counts, None will do.
 
     Tokens that are all the extremum of their row share its gradient.
@@ -282,7 +450,9 @@ class _Reduce(Function):
 
 
 @torch.library.custom_op("scree_triton::segment_reduce", mutates_args=())
-def _reduce_op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype) -> torch.Tensor:
+def _reduce_op(
+    x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype
+) -> torch.Tensor:
     return over_rows(x.contiguous(), Rows(offsets, max_length), OPS[op], dtype=dtype)
 
 
@@ -292,8 +462,14 @@ def _(x, offsets, max_length, op, dtype):
 
 
 @torch.library.custom_op("scree_triton::segment_reduce_backward", mutates_args=())
-def _reduce_backward_op(dout: torch.Tensor, x: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, max_length: int | None,
-                        op: str) -> torch.Tensor:
+def _reduce_backward_op(
+    dout: torch.Tensor,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    max_length: int | None,
+    op: str,
+) -> torch.Tensor:
     return _gradient(dout, x, out, x.shape, x.dtype, Rows(offsets, max_length), op)
 
 
@@ -308,8 +484,15 @@ def _save(ctx, inputs, output):
 
 
 _reduce_op.register_autograd(
-    lambda ctx, dout: (_reduce_backward_op(dout, *ctx.saved_tensors, ctx.max_length, ctx.op), None, None, None, None),
-    setup_context=_save)
+    lambda ctx, dout: (
+        _reduce_backward_op(dout, *ctx.saved_tensors, ctx.max_length, ctx.op),
+        None,
+        None,
+        None,
+        None,
+    ),
+    setup_context=_save,
+)
 
 
 def rejects(call: Any) -> str | None:
@@ -348,7 +531,11 @@ def run_again(call: Any) -> Callable[..., torch.Tensor]:
 def too_wide(x: torch.Tensor) -> str | None:
     """Why a token of x, (total, ...), has too many elements; None if it has not."""
     width = math.prod(x.shape[1:])
-    return f"the Triton kernels take tokens of up to {_WIDEST} elements here, not {width}" if width > _WIDEST else None
+    return (
+        f"the Triton kernels take tokens of up to {_WIDEST} elements here, not {width}"
+        if width > _WIDEST
+        else None
+    )
 
 
 def rows_of(layout: Any) -> Rows:

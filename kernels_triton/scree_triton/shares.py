@@ -11,6 +11,7 @@ they wait for. Equal inputs give equal bits.
 
 Values have the shape (total,). Tokens behind the last row are written as 0.
 """
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -25,7 +26,9 @@ LSE = tl.constexpr(5)  # two numbers: the maximum m and sum(exp(x - m))
 DOT = tl.constexpr(6)  # sum(x * y)
 SUM_Y = tl.constexpr(7)  # sum(y)
 EQUAL = tl.constexpr(8)  # how many x are a
-ARGMAX = tl.constexpr(9)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
+ARGMAX = tl.constexpr(
+    9
+)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
 ARGMIN = tl.constexpr(10)
 MEAN = tl.constexpr(11)
 ANY = tl.constexpr(12)  # how many x are not 0, which is kept as whether there is one
@@ -249,7 +252,17 @@ def _bounds(OFFSETS, row):
 
 
 @triton.jit
-def _operands(A, B, rows, lengths, inside, MAP: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, ACC: tl.constexpr):
+def _operands(
+    A,
+    B,
+    rows,
+    lengths,
+    inside,
+    MAP: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """(1, G, 1) the entries of rows (G,) of these lengths."""
     a = tl.zeros([1, 1, 1], ACC)
     b = tl.zeros([1, 1, 1], ACC)
@@ -282,11 +295,25 @@ def _lines(K: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _chunk(X, Y, at, t0, t1, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr, READS: tl.constexpr,
-           OTHER: tl.constexpr, ACC: tl.constexpr, KEEP: tl.constexpr):
+def _chunk(
+    X,
+    Y,
+    at,
+    t0,
+    t1,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    VECTOR: tl.constexpr,
+    READS: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACC: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """Tokens [at, at + F) as (F / L, 1, L), and which are in [t0, t1)."""
     line, step = _lines(F // L, L)
-    valid = (line + step >= tl.maximum(t0 - at, 0).to(tl.int32)) & (line + step < tl.minimum(t1 - at, F).to(tl.int32))
+    valid = (line + step >= tl.maximum(t0 - at, 0).to(tl.int32)) & (
+        line + step < tl.minimum(t1 - at, F).to(tl.int32)
+    )
     if VECTOR and READS > 0:
         if (at >= t0) & (at + F <= t1):  # without a mask a lane loads 16 bytes at once
             x = tl.load(X + at + line + step, eviction_policy=KEEP).to(ACC)
@@ -299,25 +326,61 @@ def _chunk(X, Y, at, t0, t1, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.conste
 
 
 @triton.jit
-def _reduce_tokens(X, Y, a, start, t0, t1, OP: tl.constexpr, F: tl.constexpr, L: tl.constexpr, VECTOR: tl.constexpr,
-                   READS: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+def _reduce_tokens(
+    X,
+    Y,
+    a,
+    start,
+    t0,
+    t1,
+    OP: tl.constexpr,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    VECTOR: tl.constexpr,
+    READS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
     u = tl.full([1, 1, L], IDENTITY, KEPT)  # a number a lane: they meet only at the end
     v = tl.zeros([1, 1, L], KEPT)
     line, step = _lines(F // L, L)
-    begin = t0 - t0 % 32  # not t0 // 32 * 32: where Triton sees that it is aligned, masked loads take a token of every four
+    begin = (
+        t0 - t0 % 32
+    )  # not t0 // 32 * 32: where Triton sees that it is aligned, masked loads take a token of every four
     for done in range(0, t1 - begin, F):
         at = begin + done
         if VECTOR:
             at = tl.multiple_of(at, 32)
         x, y, valid = _chunk(X, Y, at, t0, t1, F, L, VECTOR, READS, OTHER, ACC, "")
-        u, v = add_tokens(u, v, _alone(x, y, a, valid, at - start, line + step, OP, IDENTITY, KEPT), OP)
+        u, v = add_tokens(
+            u, v, _alone(x, y, a, valid, at - start, line + step, OP, IDENTITY, KEPT), OP
+        )
     return _gather(u, v, OP)
 
 
 @triton.jit
-def _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP: tl.constexpr, MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
-                VECTOR: tl.constexpr, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
+def _map_tokens(
+    X,
+    Y,
+    OUT,
+    u,
+    v,
+    a,
+    b,
+    t0,
+    t1,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    VECTOR: tl.constexpr,
+    READS: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """Write what the tokens [t0, t1) of one row become. What is read for the last time makes room in the cache first."""
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = F if RUN else L
@@ -352,9 +415,27 @@ def _keep(OUT, u, v, rows, lengths, inside, OP: tl.constexpr, IDENTITY: tl.const
 
 
 @triton.jit
-def _row(X, Y, A, B, OUT, OFFSETS, row, OP: tl.constexpr, MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr,
-         VECTOR: tl.constexpr, READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr,
-         OTHER: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+def _row(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    row,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    VECTOR: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """One whole row, F tokens at a time."""
     start, end = _bounds(OFFSETS, row)
     one = row + tl.zeros([1], tl.int32)
@@ -363,7 +444,9 @@ def _row(X, Y, A, B, OUT, OFFSETS, row, OP: tl.constexpr, MAP: tl.constexpr, F: 
     if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
         u, v = _nothing(1, IDENTITY, KEPT)
     else:
-        u, v = _reduce_tokens(X, Y, a, start, start, end, OP, F, L, VECTOR, READS, IDENTITY, OTHER, ACC, KEPT)
+        u, v = _reduce_tokens(
+            X, Y, a, start, start, end, OP, F, L, VECTOR, READS, IDENTITY, OTHER, ACC, KEPT
+        )
     if MAP == NONE:
         _keep(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
     else:
@@ -389,17 +472,45 @@ def first_kernel(OFFSETS, FIRST, n, count, share, bisections, BLOCK: tl.constexp
     high = low + n
     for _ in range(bisections):
         middle = (low + high) // 2
-        before = (low < high) & (tl.load(OFFSETS + middle).to(tl.int64) + middle < p.to(tl.int64) * share)
+        before = (low < high) & (
+            tl.load(OFFSETS + middle).to(tl.int64) + middle < p.to(tl.int64) * share
+        )
         low = tl.where(before, middle + 1, low)
         high = tl.where(before, high, middle)
     tl.store(FIRST + p, low, mask=p <= count)
 
 
 @triton.jit(do_not_specialize=("n", "total", "share", "most", "longest"))
-def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest, OP: tl.constexpr, MAP: tl.constexpr,
-                 G: tl.constexpr, W: tl.constexpr, L: tl.constexpr, FL: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
-                 READS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
-                 ACC: tl.constexpr, KEPT: tl.constexpr, FOLLOWED: tl.constexpr):
+def share_kernel(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    FIRST,
+    n,
+    total,
+    share,
+    most,
+    longest,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    L: tl.constexpr,
+    FL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    EVEN: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+    FOLLOWED: tl.constexpr,
+):
     """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens OUT (total,).
 
     Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the program for itself. With EVEN
@@ -434,7 +545,9 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest
         valid = line + step < tl.where(short, lengths, 0)[None, :, None]
         at = starts[None, :, None] + line
         x, y = _read(X + base, Y + base, at, step, valid, READS, OTHER, ACC)
-        if OP == EQUAL:  # or the assembler compares each token before it reads the next, to keep no more than what it found
+        if (
+            OP == EQUAL
+        ):  # or the assembler compares each token before it reads the next, to keep no more than what it found
             tl.debug_barrier()
         a, b = _operands(A, B, rows, lengths, rows < last, MAP, HAS_A, HAS_B, ACC)
         u, v = _nothing(G, IDENTITY, KEPT)
@@ -455,7 +568,27 @@ def share_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, n, total, share, most, longest
         for _ in range(tl.sum(longer, 0)):
             i = tl.argmax(longer, 0)
             longer = tl.where(each == i, 0, longer)
-            _row(X, Y, A, B, OUT, OFFSETS, group + i, OP, MAP, G * W, FL, VECTOR, READS, HAS_A, HAS_B, IDENTITY, OTHER, ACC, KEPT)
+            _row(
+                X,
+                Y,
+                A,
+                B,
+                OUT,
+                OFFSETS,
+                group + i,
+                OP,
+                MAP,
+                G * W,
+                FL,
+                VECTOR,
+                READS,
+                HAS_A,
+                HAS_B,
+                IDENTITY,
+                OTHER,
+                ACC,
+                KEPT,
+            )
 
 
 @triton.jit
@@ -472,7 +605,9 @@ def turn(slot, count, lag):
 
 
 @triton.jit
-def _put_together(PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+def _put_together(
+    PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr
+):
     """What the parts [first, stop) of a row that begins in part `begin` reduce to."""
     u, v = _nothing(1, IDENTITY, KEPT)
     for q in range(first, stop, 1024):
@@ -486,10 +621,33 @@ def _put_together(PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.cons
 
 
 @triton.jit(do_not_specialize=("part", "most", "parts", "lag"))
-def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, parts, lag, OP: tl.constexpr,
-                MAP: tl.constexpr, F: tl.constexpr, L: tl.constexpr, READS: tl.constexpr,
-                HAS_A: tl.constexpr, HAS_B: tl.constexpr, IDENTITY: tl.constexpr, OTHER: tl.constexpr,
-                ACC: tl.constexpr, KEPT: tl.constexpr, FOLLOWS: tl.constexpr):
+def part_kernel(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    FIRST,
+    PARTS,
+    COUNTS,
+    part,
+    most,
+    parts,
+    lag,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    F: tl.constexpr,
+    L: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    OTHER: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
     """Rows of more than `most` tokens, cut into parts of up to `part` tokens, which is no more than `most`.
 
     The first visit leaves in PARTS (parts, 2, 2) what the part's end of an earlier row (0) and its beginning of a later one
@@ -506,7 +664,7 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, part
     last = tl.load(FIRST + p + 1)
     for side in tl.static_range(2):
         row = first - 1 if side == 0 else last - 1
-        if (first > 0 if side == 0 else last > first):
+        if first > 0 if side == 0 else last > first:
             start, end = _bounds(OFFSETS, row)
             begin = ((start + row) // part).to(tl.int32)
             final = ((end + row) // part).to(tl.int32)
@@ -519,7 +677,9 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, part
                 counter = COUNTS + begin
                 u, v = _nothing(1, IDENTITY, KEPT)
                 if not again:
-                    u, v = _reduce_tokens(X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT)
+                    u, v = _reduce_tokens(
+                        X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT
+                    )
                     here = PARTS + (p.to(tl.int64) * 2 + side) * 2 + tl.zeros([1, 1, 1], tl.int32)
                     tl.store(here, u)
                     tl.store(here + 1, v)
@@ -535,12 +695,24 @@ def part_kernel(X, Y, A, B, OUT, OFFSETS, FIRST, PARTS, COUNTS, part, most, part
                         while tl.atomic_add(counter, 0, sem="acquire") <= final - begin:
                             pass
                         tl.debug_barrier()
-                        u, v = _put_together(PARTS, begin, p + 1 if MAP == RUNNING_BACK else begin,
-                                             p if MAP == RUNNING else final + 1, OP, IDENTITY, KEPT)
+                        u, v = _put_together(
+                            PARTS,
+                            begin,
+                            p + 1 if MAP == RUNNING_BACK else begin,
+                            p if MAP == RUNNING else final + 1,
+                            OP,
+                            IDENTITY,
+                            KEPT,
+                        )
                     if OP == LSE:
                         u = _finite(u)
-                    _map_tokens(X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC)
-                    if TWICE and tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1:  # all have seen them
+                    _map_tokens(
+                        X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC
+                    )
+                    if (
+                        TWICE
+                        and tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1
+                    ):  # all have seen them
                         tl.store(counter, 0)
     if FOLLOWS and tl.program_id(0) == 0:
         gdc_wait()

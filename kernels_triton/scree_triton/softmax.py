@@ -1,4 +1,5 @@
 """Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ class _Kind(NamedTuple):
 
 _KINDS = {
     "softmax": _Kind((shares.LSE, shares.SOFTMAX), (shares.DOT, shares.SOFTMAX_BACKWARD)),
-    "log_softmax": _Kind((shares.LSE, shares.LOG_SOFTMAX), (shares.SUM_Y, shares.LOG_SOFTMAX_BACKWARD)),
+    "log_softmax": _Kind(
+        (shares.LSE, shares.LOG_SOFTMAX), (shares.SUM_Y, shares.LOG_SOFTMAX_BACKWARD)
+    ),
     "logsumexp": _Kind((shares.LSE, shares.NONE), (shares.LSE, shares.WEIGHTED)),
 }
 
@@ -63,7 +66,9 @@ def _(x, offsets, max_length, kind):
 
 
 @torch.library.custom_op("scree_triton::softmax_backward", mutates_args=())
-def _backward_op(dy: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str) -> torch.Tensor:
+def _backward_op(
+    dy: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
+) -> torch.Tensor:
     return _backward(dy, y, Rows(offsets, max_length), kind)
 
 
@@ -78,7 +83,14 @@ def _save(ctx, inputs, output):
 
 
 _op.register_autograd(
-    lambda ctx, dy: (_backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind), None, None, None), setup_context=_save)
+    lambda ctx, dy: (
+        _backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_save,
+)
 
 
 def rejects(call: Any) -> str | None:

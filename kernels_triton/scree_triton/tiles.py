@@ -7,6 +7,7 @@ Slots that no row fills are holes; they go to the end, where no program looks.
 Values may have room for more tokens than the rows have. What lies behind the last row counts as one more row that attends
 nothing, so kernels write zeros there and nothing is left unwritten.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -57,7 +58,9 @@ def _key(OFFSETS, OTHER, slot, n, total, slots, bisections, before, after, BLOCK
 
 
 @triton.jit
-def _store_entries(TILES, place, key, OFFSETS, OTHER, n, total, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+def _store_entries(
+    TILES, place, key, OFFSETS, OTHER, n, total, BLOCK: tl.constexpr, FIELDS: tl.constexpr
+):
     used = key > 0
     row = (key >> _BLOCK_BITS) & _ROW_MASK
     start, length, other_start, other = _row(OFFSETS, OTHER, row, n, total)
@@ -70,11 +73,34 @@ def _store_entries(TILES, place, key, OFFSETS, OTHER, n, total, BLOCK: tl.conste
 
 
 @triton.jit(do_not_specialize=("n", "total", "slots", "bisections", "before", "after"))
-def _map_kernel(OFFSETS, OTHER, TILES, n, total, slots, bisections, before, after, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-                FIELDS: tl.constexpr):
+def _map_kernel(
+    OFFSETS,
+    OTHER,
+    TILES,
+    n,
+    total,
+    slots,
+    bisections,
+    before,
+    after,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     """The whole map of few slots: every program makes all keys, and counts those that come before its own."""
     chunk = tl.arange(0, CHUNK)
-    key = _key(OFFSETS, OTHER, tl.program_id(0) * CHUNK + chunk, n, total, slots, bisections, before, after, BLOCK)
+    key = _key(
+        OFFSETS,
+        OTHER,
+        tl.program_id(0) * CHUNK + chunk,
+        n,
+        total,
+        slots,
+        bisections,
+        before,
+        after,
+        BLOCK,
+    )
     place = tl.zeros([CHUNK], tl.int32)
     count = 0
     for i in range(0, slots, CHUNK):
@@ -86,16 +112,37 @@ def _map_kernel(OFFSETS, OTHER, TILES, n, total, slots, bisections, before, afte
 
 
 @triton.jit(do_not_specialize=("n", "total", "slots", "bisections", "before", "after"))
-def _key_kernel(OFFSETS, OTHER, KEYS, n, total, slots, bisections, before, after, BLOCK: tl.constexpr,
-                CHUNK: tl.constexpr):
+def _key_kernel(
+    OFFSETS,
+    OTHER,
+    KEYS,
+    n,
+    total,
+    slots,
+    bisections,
+    before,
+    after,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = _key(OFFSETS, OTHER, slot, n, total, slots, bisections, before, after, BLOCK)
     tl.store(KEYS + slot, key, mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=("n", "total", "slots"))
-def _entry_kernel(KEYS, OFFSETS, OTHER, TILES, n, total, slots, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-                  FIELDS: tl.constexpr):
+def _entry_kernel(
+    KEYS,
+    OFFSETS,
+    OTHER,
+    TILES,
+    n,
+    total,
+    slots,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = tl.load(KEYS + slot, mask=slot < slots, other=0)
     following = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
@@ -109,7 +156,9 @@ def tile_bound(total: int, n: int, block: int) -> int:
     return total // block + n + 1
 
 
-def tile_map(offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int, after: int) -> torch.Tensor:
+def tile_map(
+    offsets: torch.Tensor, other: torch.Tensor, total: int, block: int, before: int, after: int
+) -> torch.Tensor:
     """Cut the rows of `offsets` into tiles, those with most work first.
 
     Work is the number of tokens of the `other` side (keys for queries, queries for keys) that a tile attends: with both
@@ -137,12 +186,15 @@ def tile_map(offsets: torch.Tensor, other: torch.Tensor, total: int, block: int,
     tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)
     counts = n, total, slots, (n + 1).bit_length(), before, after
     if slots <= _FEW:
-        _map_kernel[(triton.cdiv(slots, _SMALL_CHUNK),)](offsets, other, tiles, *counts, BLOCK=block, CHUNK=_SMALL_CHUNK,
-                                                         FIELDS=FIELDS)
+        _map_kernel[(triton.cdiv(slots, _SMALL_CHUNK),)](
+            offsets, other, tiles, *counts, BLOCK=block, CHUNK=_SMALL_CHUNK, FIELDS=FIELDS
+        )
         return tiles
     keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
     grid = (triton.cdiv(slots, _CHUNK),)
     _key_kernel[grid](offsets, other, keys, *counts, BLOCK=block, CHUNK=_CHUNK)
     keys = torch.sort(keys, descending=True).values
-    _entry_kernel[grid](keys, offsets, other, tiles, n, total, slots, BLOCK=block, CHUNK=_CHUNK, FIELDS=FIELDS)
+    _entry_kernel[grid](
+        keys, offsets, other, tiles, n, total, slots, BLOCK=block, CHUNK=_CHUNK, FIELDS=FIELDS
+    )
     return tiles

@@ -1,4 +1,5 @@
 """Measured tile sizes. A plain table, so that the first call compiles one kernel and times none."""
+
 from typing import NamedTuple
 
 

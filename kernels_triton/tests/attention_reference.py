@@ -1,4 +1,5 @@
 """Attention by its definition, a row and a head group at a time, in any precision; what the kernels are held against."""
+
 import math
 from typing import NamedTuple
 
@@ -25,11 +26,27 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """A readable test id."""
-        mask = ("causal" if self.causal else "full") + (f"-w{self.window[0]},{self.window[1]}" if any(
-            side is not None for side in self.window) else "")
-        rows = f"{len(self.q_lengths)}rows{sum(self.q_lengths)}" + ("" if self.k_lengths is None else "x")
-        parts = [str(self.dtype)[6:], f"d{self.dim}", f"v{self.dim_v}", f"h{self.heads}/{self.k_heads}", mask, rows]
-        parts += [f"cap{self.softcap}"] * bool(self.softcap) + ["packed"] * self.packed + ["slack"] * bool(self.slack)
+        mask = ("causal" if self.causal else "full") + (
+            f"-w{self.window[0]},{self.window[1]}"
+            if any(side is not None for side in self.window)
+            else ""
+        )
+        rows = f"{len(self.q_lengths)}rows{sum(self.q_lengths)}" + (
+            "" if self.k_lengths is None else "x"
+        )
+        parts = [
+            str(self.dtype)[6:],
+            f"d{self.dim}",
+            f"v{self.dim_v}",
+            f"h{self.heads}/{self.k_heads}",
+            mask,
+            rows,
+        ]
+        parts += (
+            [f"cap{self.softcap}"] * bool(self.softcap)
+            + ["packed"] * self.packed
+            + ["slack"] * bool(self.slack)
+        )
         parts += ["alibi"] * self.alibi
         return "-".join(parts)
 
@@ -129,7 +146,9 @@ def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
     return float((x - exact).norm() / exact.norm().clamp_min(1e-9))
 
 
-def check_public_call(device: str, dtype: torch.dtype, dim: int, options: dict, bound: float) -> None:
+def check_public_call(
+    device: str, dtype: torch.dtype, dim: int, options: dict, bound: float
+) -> None:
     """`scree.attention` on these kernels against the standard path in float64, with slopes, sinks and their gradients."""
     import scree
     import scree_triton
@@ -142,7 +161,11 @@ def check_public_call(device: str, dtype: torch.dtype, dim: int, options: dict, 
         return torch.randn(shape, generator=generator, device=device)
 
     given = [draw(sum(lengths), 4, dim), draw(sum(keys), 2, dim), draw(sum(keys), 2, dim), draw(4)]
-    slopes, dout, dlse = torch.rand(4, generator=generator, device=device), draw(sum(lengths), 4, dim), draw(sum(lengths), 4)
+    slopes, dout, dlse = (
+        torch.rand(4, generator=generator, device=device),
+        draw(sum(lengths), 4, dim),
+        draw(sum(lengths), 4),
+    )
     given = [x.to(dtype) for x in given[:3]] + given[3:]
 
     def run(kernel: str, wide: torch.dtype | None) -> list[torch.Tensor]:
@@ -150,10 +173,22 @@ def check_public_call(device: str, dtype: torch.dtype, dim: int, options: dict, 
         cu = [offsets(n, device) for n in (lengths, keys)]
         q_rows = scree.from_cu_seqlens(q, cu[0], max_length=30)
         k_rows = scree.from_cu_seqlens(k, cu[1], max_length=40)
-        out, lse = scree.attention(q_rows, k_rows, k_rows.with_values(v), alibi_slopes=slopes.to(wide or slopes.dtype),
-                                   sinks=sinks, return_lse=True, kernel=kernel, **options)
+        out, lse = scree.attention(
+            q_rows,
+            k_rows,
+            k_rows.with_values(v),
+            alibi_slopes=slopes.to(wide or slopes.dtype),
+            sinks=sinks,
+            return_lse=True,
+            kernel=kernel,
+            **options,
+        )
         loss = (out.values * dout.to(out.dtype)).to(lse.dtype).sum() + (lse.values * dlse).sum()
         return [out.values, lse.values, *torch.autograd.grad(loss, (q, k, v, sinks))]
 
-    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), run("triton", None), run("standard", torch.float64)):
+    for name, x, exact in zip(
+        ("out", "lse", "dq", "dk", "dv", "dsinks"),
+        run("triton", None),
+        run("standard", torch.float64),
+    ):
         assert distance(x, exact) < bound, name

@@ -1,4 +1,5 @@
 """Without a GPU the kernels run in Triton's interpreter: here, and in no other test of the same process."""
+
 import importlib
 import os
 from importlib.util import find_spec

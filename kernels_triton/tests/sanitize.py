@@ -2,6 +2,7 @@
 
 Arguments are the numbers of cases; all run without.
 """
+
 import sys
 
 import torch
@@ -13,11 +14,31 @@ from scree_triton.plans import Rows, plan
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 ROWS, OTHERS = (165, 0, 130, 7), (70, 5, 164, 1)
 CASES = [
-    *(Case(dtype, dim, dim_v, 2, 1, ROWS, causal=True, slack=20) for dtype, dim, dim_v in (
-        (F16, 32, 32), (F16, 64, 64), (BF16, 128, 128), (F32, 64, 64), (F16, 96, 96), (BF16, 192, 128), (BF16, 256, 256),
-        (F16, 16, 16), (F32, 128, 128))),
-    *(Case(dtype, dim, dim_v, 2, 1, ROWS, OTHERS, window=(33, 20), softcap=15.0, alibi=True) for dtype, dim, dim_v in (
-        (F16, 64, 64), (BF16, 128, 128), (F32, 32, 32), (F16, 40, 24), (F16, 256, 256), (F16, 16, 16))),
+    *(
+        Case(dtype, dim, dim_v, 2, 1, ROWS, causal=True, slack=20)
+        for dtype, dim, dim_v in (
+            (F16, 32, 32),
+            (F16, 64, 64),
+            (BF16, 128, 128),
+            (F32, 64, 64),
+            (F16, 96, 96),
+            (BF16, 192, 128),
+            (BF16, 256, 256),
+            (F16, 16, 16),
+            (F32, 128, 128),
+        )
+    ),
+    *(
+        Case(dtype, dim, dim_v, 2, 1, ROWS, OTHERS, window=(33, 20), softcap=15.0, alibi=True)
+        for dtype, dim, dim_v in (
+            (F16, 64, 64),
+            (BF16, 128, 128),
+            (F32, 32, 32),
+            (F16, 40, 24),
+            (F16, 256, 256),
+            (F16, 16, 16),
+        )
+    ),
     Case(F16, 64, 64, 2, 2, ROWS, OTHERS),
 ]
 
@@ -26,7 +47,10 @@ def main() -> None:
     """Run the cases."""
     for case in [CASES[int(i)] for i in sys.argv[1:]] or CASES:
         p = problem(case, "cuda")
-        rows, spec = Rows(p.cu_q, p.cu_k, {}), spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap)
+        rows, spec = (
+            Rows(p.cu_q, p.cu_k, {}),
+            spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap),
+        )
         way = plan(p.q, p.k, p.v, rows, spec, case.alibi)
         out, lse = way.forward(p.q, p.k, p.v, p.slopes, rows, spec)
         way.backward(p.q, p.k, p.v, p.slopes, out, lse, p.dout, p.dlse.t(), rows, spec)

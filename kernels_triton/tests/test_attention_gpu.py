@@ -2,6 +2,7 @@
 
 On Hopper most of them run in Gluon; head_dim 16, and above 64 in float32, run in the portable kernels everywhere.
 """
+
 import itertools
 import math
 
@@ -16,57 +17,147 @@ MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 LONGER = (64, 0, 70, 65, 9, 300, 128, 64, 500, 5, 1, 400)
 LONG = (900, 1, 1, 640, 2, 1000)
 FEW = (2100, 1, 999)
-MASKS = [dict(), dict(causal=True), dict(causal=True, window=(70, None)), dict(window=(33, 20)),
-         dict(window=(None, 5)), dict(causal=True, softcap=15.0), dict(causal=True, window=(100, None), softcap=30.0)]
+MASKS = [
+    dict(),
+    dict(causal=True),
+    dict(causal=True, window=(70, None)),
+    dict(window=(33, 20)),
+    dict(window=(None, 5)),
+    dict(causal=True, softcap=15.0),
+    dict(causal=True, window=(100, None), softcap=30.0),
+]
 CASES = [
     # Every head_dim and dtype, by mask and heads, on rows of the same and of other lengths.
-    *(Case(dtype, dim, dim, heads, k_heads, MIXED, k_lengths, **mask)
-      for dtype, dim, (heads, k_heads), k_lengths, mask in itertools.product(
-          (f16, bf16), (32, 64, 128), ((4, 4), (4, 1)), (None, LONGER), MASKS)),
-    *(Case(dtype, dim, dim_v, 2, 1, MIXED, k_lengths, **mask)
-      for dtype, (dim, dim_v), k_lengths, mask in itertools.product(
-          (f16, bf16, f32), ((16, 16), (80, 80), (96, 96), (192, 128), (64, 128), (40, 24), (256, 256)),
-          (None, LONGER), (MASKS[1], MASKS[3]))),
-    *(Case(f32, dim, dim, 4, 2, MIXED, k_lengths, **mask)
-      for dim, k_lengths, mask in itertools.product((32, 64, 128), (None, LONGER), MASKS)),
+    *(
+        Case(dtype, dim, dim, heads, k_heads, MIXED, k_lengths, **mask)
+        for dtype, dim, (heads, k_heads), k_lengths, mask in itertools.product(
+            (f16, bf16), (32, 64, 128), ((4, 4), (4, 1)), (None, LONGER), MASKS
+        )
+    ),
+    *(
+        Case(dtype, dim, dim_v, 2, 1, MIXED, k_lengths, **mask)
+        for dtype, (dim, dim_v), k_lengths, mask in itertools.product(
+            (f16, bf16, f32),
+            ((16, 16), (80, 80), (96, 96), (192, 128), (64, 128), (40, 24), (256, 256)),
+            (None, LONGER),
+            (MASKS[1], MASKS[3]),
+        )
+    ),
+    *(
+        Case(f32, dim, dim, 4, 2, MIXED, k_lengths, **mask)
+        for dim, k_lengths, mask in itertools.product((32, 64, 128), (None, LONGER), MASKS)
+    ),
     # Layouts.
-    *(Case(dtype, dim, dim, 2, 1, lengths, causal=causal)
-      for dtype, dim, lengths, causal in itertools.product(
-          (f16, f32), (64, 128), (LONG, (1,), (0, 0, 7), (5,) * 1000, (4000, *(17,) * 50)), (False, True))),
-    *(Case(dtype, dim, dim, 4, 2, LONG, causal=True, packed=True) for dtype in (f16, f32) for dim in (64, 80, 128)),
-    *(Case(dtype, dim, dim, 4, 2, MIXED, causal=causal, slack=slack)
-      for dtype in (bf16, f32) for dim in (64, 80, 128) for causal in (False, True) for slack in (1, 300)),
-    *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, alibi=True, **mask)
-      for dtype, dim, k_lengths, mask in itertools.product(
-          (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:4] + MASKS[5:])),
+    *(
+        Case(dtype, dim, dim, 2, 1, lengths, causal=causal)
+        for dtype, dim, lengths, causal in itertools.product(
+            (f16, f32),
+            (64, 128),
+            (LONG, (1,), (0, 0, 7), (5,) * 1000, (4000, *(17,) * 50)),
+            (False, True),
+        )
+    ),
+    *(
+        Case(dtype, dim, dim, 4, 2, LONG, causal=True, packed=True)
+        for dtype in (f16, f32)
+        for dim in (64, 80, 128)
+    ),
+    *(
+        Case(dtype, dim, dim, 4, 2, MIXED, causal=causal, slack=slack)
+        for dtype in (bf16, f32)
+        for dim in (64, 80, 128)
+        for causal in (False, True)
+        for slack in (1, 300)
+    ),
+    *(
+        Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, alibi=True, **mask)
+        for dtype, dim, k_lengths, mask in itertools.product(
+            (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:4] + MASKS[5:]
+        )
+    ),
     # Heads that the copy engine fills up to 32, 64 and 128 numbers.
-    *(Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, **mask)
-      for (dtype, dim), k_lengths, mask in itertools.product(
-          ((f16, 24), (bf16, 40), (f16, 48), (bf16, 72), (f16, 112)), (None, LONGER), (MASKS[0], MASKS[1], MASKS[6]))),
-    *(Case(dtype, dim, dim, 4, 2, LONG, packed=packed, alibi=not packed, **mask)
-      for (dtype, dim), packed, mask in itertools.product(((f16, 96), (bf16, 80)), (False, True), (MASKS[1], MASKS[3]))),
+    *(
+        Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, **mask)
+        for (dtype, dim), k_lengths, mask in itertools.product(
+            ((f16, 24), (bf16, 40), (f16, 48), (bf16, 72), (f16, 112)),
+            (None, LONGER),
+            (MASKS[0], MASKS[1], MASKS[6]),
+        )
+    ),
+    *(
+        Case(dtype, dim, dim, 4, 2, LONG, packed=packed, alibi=not packed, **mask)
+        for (dtype, dim), packed, mask in itertools.product(
+            ((f16, 96), (bf16, 80)), (False, True), (MASKS[1], MASKS[3])
+        )
+    ),
     # Heads of several parts, and of v of another width.
-    *(Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, **mask)
-      for (dtype, dim, dim_v), k_lengths, mask in itertools.product(
-          ((bf16, 192, 128), (f16, 128, 192), (bf16, 160, 160), (f16, 192, 192), (bf16, 256, 256), (f16, 128, 64)),
-          (None, LONGER), (MASKS[0], MASKS[6], dict(causal=True, alibi=True)))),
-    *(Case(dtype, dim, dim_v, 4, 1, LONG, causal=True, slack=slack)
-      for dtype, dim, dim_v in ((bf16, 192, 128), (f16, 136, 200), (bf16, 256, 256), (f16, 64, 128)) for slack in (0, 70)),
-    *(Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=right is None, window=(left, right))
-      for dim in (64, 128) for k_lengths in (None, LONG[::-1])
-      for left, right in ((0, None), (127, None), (128, None), (300, None), (0, 0), (200, 130), (None, 64))),
-    *(Case(dtype, dim, dim, 4, 2, FEW, k_lengths, alibi=alibi, **mask)
-      for (dtype, dim), k_lengths, (alibi, mask) in itertools.product(
-          ((f16, 64), (bf16, 48)), (None, FEW[::-1]), ((False, MASKS[0]), (False, MASKS[1]), (False, MASKS[3]), (True, MASKS[6])))),
-    *(Case(dtype, dim, dim, 16, 16, LONG, causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
-    *(Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True) for dtype in (f16, bf16) for dim in (64, 128)),
+    *(
+        Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, **mask)
+        for (dtype, dim, dim_v), k_lengths, mask in itertools.product(
+            (
+                (bf16, 192, 128),
+                (f16, 128, 192),
+                (bf16, 160, 160),
+                (f16, 192, 192),
+                (bf16, 256, 256),
+                (f16, 128, 64),
+            ),
+            (None, LONGER),
+            (MASKS[0], MASKS[6], dict(causal=True, alibi=True)),
+        )
+    ),
+    *(
+        Case(dtype, dim, dim_v, 4, 1, LONG, causal=True, slack=slack)
+        for dtype, dim, dim_v in (
+            (bf16, 192, 128),
+            (f16, 136, 200),
+            (bf16, 256, 256),
+            (f16, 64, 128),
+        )
+        for slack in (0, 70)
+    ),
+    *(
+        Case(f16, dim, dim, 4, 2, LONG, k_lengths, causal=right is None, window=(left, right))
+        for dim in (64, 128)
+        for k_lengths in (None, LONG[::-1])
+        for left, right in (
+            (0, None),
+            (127, None),
+            (128, None),
+            (300, None),
+            (0, 0),
+            (200, 130),
+            (None, 64),
+        )
+    ),
+    *(
+        Case(dtype, dim, dim, 4, 2, FEW, k_lengths, alibi=alibi, **mask)
+        for (dtype, dim), k_lengths, (alibi, mask) in itertools.product(
+            ((f16, 64), (bf16, 48)),
+            (None, FEW[::-1]),
+            ((False, MASKS[0]), (False, MASKS[1]), (False, MASKS[3]), (True, MASKS[6])),
+        )
+    ),
+    *(
+        Case(dtype, dim, dim, 16, 16, LONG, causal=True)
+        for dtype in (f16, bf16)
+        for dim in (64, 128)
+    ),
+    *(
+        Case(dtype, dim, dim, 6, 3, LONG, LONG[::-1], causal=True)
+        for dtype in (f16, bf16)
+        for dim in (64, 128)
+    ),
 ]
 
 
 @pytest.fixture(autouse=True)
 def poison():
     """Fill free memory with NaN, so that whatever a kernel does not write shows."""
-    blocks = [torch.full((n,), math.nan, device="cuda") for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)]
+    blocks = [
+        torch.full((n,), math.nan, device="cuda")
+        for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
+    ]
     torch.cuda.synchronize()
     del blocks
 
@@ -75,8 +166,19 @@ def run(case, p, max_length=None):
     from scree_triton.attention import attention
 
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
-    out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
-                         softcap=case.softcap, alibi_slopes=p.slopes, max_length=max_length)
+    out, lse = attention(
+        q,
+        k,
+        v,
+        p.cu_q,
+        p.cu_k,
+        causal=case.causal,
+        window=case.window,
+        scale=case.dim**-0.5,
+        softcap=case.softcap,
+        alibi_slopes=p.slopes,
+        max_length=max_length,
+    )
     return out, lse, *torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
 
 
@@ -93,7 +195,11 @@ def check(case, max_length=None):
     eager = reference(case, p, case.dtype)
     for name, x, y, e, other in zip(("out", "lse", "dq", "dk", "dv"), found, again, exact, eager):
         # Three TF32 products keep about 21 bits, and the backward takes the difference of two sums of them.
-        floor = {f16: 2e-4, bf16: 1.6e-3, f32: 2e-6 if name == "out" else 1e-5}[case.dtype] if name != "lse" else 5e-7
+        floor = (
+            {f16: 2e-4, bf16: 1.6e-3, f32: 2e-6 if name == "out" else 1e-5}[case.dtype]
+            if name != "lse"
+            else 5e-7
+        )
         assert distance(x, e) < 2 * distance(other, e) + floor, name
         assert torch.equal(x, y), f"{name}: two runs differ"
 
@@ -103,22 +209,41 @@ def test_error(case):
     check(case)
 
 
-@pytest.mark.parametrize("case", [
-    Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, slack=slack, **mask)
-    for (dtype, dim, dim_v), (k_lengths, slack), mask in itertools.product(
-        ((f16, 32, 32), (bf16, 64, 64), (f16, 128, 128), (bf16, 80, 128)), ((None, 0), (LONGER, 0), (None, 70)),
-        (MASKS[1], MASKS[3], MASKS[6]))], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, slack=slack, **mask)
+        for (dtype, dim, dim_v), (k_lengths, slack), mask in itertools.product(
+            ((f16, 32, 32), (bf16, 64, 64), (f16, 128, 128), (bf16, 80, 128)),
+            ((None, 0), (LONGER, 0), (None, 70)),
+            (MASKS[1], MASKS[3], MASKS[6]),
+        )
+    ],
+    ids=lambda c: c.name,
+)
 def test_few_short_rows(case):
     """Rows that are known to be short, and few, take smaller tiles."""
     check(case, max_length=500)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                    reason="elsewhere float32 is multiplied as three TF32 products")
-@pytest.mark.parametrize("case", [
-    case for dim in (32, 64)
-    for case in (Case(f32, dim, dim, 4, 2, LONG, causal=True), Case(f32, dim, dim, 4, 1, LONGER, MIXED, causal=True),
-                 Case(f32, dim, dim, 4, 4, MIXED, LONGER), Case(f32, dim, dim, 2, 2, (4000, 17)))], ids=lambda c: c.name)
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="elsewhere float32 is multiplied as three TF32 products",
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for dim in (32, 64)
+        for case in (
+            Case(f32, dim, dim, 4, 2, LONG, causal=True),
+            Case(f32, dim, dim, 4, 1, LONGER, MIXED, causal=True),
+            Case(f32, dim, dim, 4, 4, MIXED, LONGER),
+            Case(f32, dim, dim, 2, 2, (4000, 17)),
+        )
+    ],
+    ids=lambda c: c.name,
+)
 def test_float32_products(case):
     """What Hopper makes of six products of bfloat16 is as good as float32 itself."""
     p = problem(case, "cuda")
@@ -127,9 +252,13 @@ def test_float32_products(case):
         assert distance(x, e) < 2 * distance(other, e), name
 
 
-@pytest.mark.parametrize("dtype, dim, options, bound", [
-    (f32, 64, dict(window=(4, 6)), 1e-5), (bf16, 128, dict(causal=True, deterministic=True), 2e-2),
-])
+@pytest.mark.parametrize(
+    "dtype, dim, options, bound",
+    [
+        (f32, 64, dict(window=(4, 6)), 1e-5),
+        (bf16, 128, dict(causal=True, deterministic=True), 2e-2),
+    ],
+)
 def test_public_call(dtype, dim, options, bound):
     check_public_call("cuda", dtype, dim, options, bound)
 
@@ -143,11 +272,15 @@ def test_rows_do_not_leak(dtype, dim, causal):
     clean = run(case, p)
     start = p.cu_q.tolist()
     for row in (3, 8):
-        poisoned = p._replace(**{name: getattr(p, name).clone() for name in ("q", "k", "v", "dout", "dlse")})
+        poisoned = p._replace(
+            **{name: getattr(p, name).clone() for name in ("q", "k", "v", "dout", "dlse")}
+        )
         for x in (poisoned.q, poisoned.k, poisoned.v, poisoned.dout, poisoned.dlse):
-            x[start[row]:start[row + 1]] = math.nan if row == 3 else math.inf
+            x[start[row] : start[row + 1]] = math.nan if row == 3 else math.inf
         for x, y in zip(clean, run(case, poisoned)):
-            assert torch.equal(x[:start[row]], y[:start[row]]) and torch.equal(x[start[row + 1]:], y[start[row + 1]:])
+            assert torch.equal(x[: start[row]], y[: start[row]]) and torch.equal(
+                x[start[row + 1] :], y[start[row + 1] :]
+            )
 
 
 @pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])
@@ -158,10 +291,14 @@ def test_negative_slopes(dtype, dim):
     p = p._replace(slopes=torch.full_like(p.slopes, -0.5))
     exact, eager = reference(case, p, torch.float64), reference(case, p, dtype)
     for name, x, e, other in zip(("out", "lse", "dq", "dk", "dv"), run(case, p), exact, eager):
-        assert distance(x, e) < 2 * distance(other, e) + {f16: 2e-4, bf16: 1.6e-3, f32: 1e-5}[dtype], name
+        assert (
+            distance(x, e) < 2 * distance(other, e) + {f16: 2e-4, bf16: 1.6e-3, f32: 1e-5}[dtype]
+        ), name
 
 
-@pytest.mark.parametrize("lengths", [(7,) * 10000, (131072, *(64,) * 255)], ids=["10000 rows", "one long row"])
+@pytest.mark.parametrize(
+    "lengths", [(7,) * 10000, (131072, *(64,) * 255)], ids=["10000 rows", "one long row"]
+)
 def test_large_layouts(lengths):
     """Against the same rows computed by themselves."""
     from scree_triton.attention import attention
@@ -171,8 +308,11 @@ def test_large_layouts(lengths):
     found = run(case, p)
     tail = Case(bf16, 64, 64, 1, 1, lengths[-40:], causal=True)
     n = sum(tail.q_lengths)
-    part = p._replace(**{x: getattr(p, x)[-n:] for x in ("q", "k", "v", "dout", "dlse")},
-                      cu_q=offsets(tail.q_lengths, "cuda"), cu_k=offsets(tail.q_lengths, "cuda"))
+    part = p._replace(
+        **{x: getattr(p, x)[-n:] for x in ("q", "k", "v", "dout", "dlse")},
+        cu_q=offsets(tail.q_lengths, "cuda"),
+        cu_k=offsets(tail.q_lengths, "cuda"),
+    )
     for x, e in zip(found, reference(tail, part, torch.float64)):
         assert not x.isnan().any()
         assert distance(x[-n:], e) < 5e-3
@@ -191,12 +331,28 @@ def test_more_than_2_31_elements(dtype, dim):
     n = (1 << 31) // (heads * dim * length) + 2
     q = torch.empty((n * length, heads, dim), dtype=dtype, device="cuda").uniform_(-1, 1)
     cu = offsets((length,) * n, "cuda")
-    out, lse = attention(q, q[:, :1], q[:, 1:2], cu, cu, causal=True, window=(50, None) if dim == 80 else (None, None),
-                         scale=0.125)
+    out, lse = attention(
+        q,
+        q[:, :1],
+        q[:, 1:2],
+        cu,
+        cu,
+        causal=True,
+        window=(50, None) if dim == 80 else (None, None),
+        scale=0.125,
+    )
     one = offsets((length,), "cuda")
     last = q[-length:]
-    again, lse_again = attention(last, last[:, :1], last[:, 1:2], one, one, causal=True,
-                                 window=(50, None) if dim == 80 else (None, None), scale=0.125)
+    again, lse_again = attention(
+        last,
+        last[:, :1],
+        last[:, 1:2],
+        one,
+        one,
+        causal=True,
+        window=(50, None) if dim == 80 else (None, None),
+        scale=0.125,
+    )
     assert torch.equal(out[-length:], again) and torch.equal(lse[-length:], lse_again)
 
 
@@ -263,7 +419,9 @@ def test_graph_follows_offsets(dim):
 
     def attend():
         q = scree.from_cu_seqlens(p.q, p.cu_q, max_length=sum(LONG))
-        return scree.attention(q, q.with_values(p.k), q.with_values(p.v), causal=True, kernel="triton").values
+        return scree.attention(
+            q, q.with_values(p.k), q.with_values(p.v), causal=True, kernel="triton"
+        ).values
 
     attend()
     torch.cuda.synchronize()
@@ -273,7 +431,10 @@ def test_graph_follows_offsets(dim):
     p.cu_q.copy_(offsets(LONG[::-1], "cuda"))
     graph.replay()
     assert torch.equal(captured, attend())
-    assert distance(captured, reference(case._replace(q_lengths=LONG[::-1]), p, torch.float64)[0]) < 1e-3
+    assert (
+        distance(captured, reference(case._replace(q_lengths=LONG[::-1]), p, torch.float64)[0])
+        < 1e-3
+    )
 
 
 def test_overlapping_launches():

@@ -3,6 +3,7 @@
 The kernels for Hopper are written in Gluon, which no interpreter runs: here is tested which calls they get, and what they compute
 where there is such a GPU, in `test_attention_gpu`.
 """
+
 import os
 from types import SimpleNamespace
 
@@ -47,15 +48,29 @@ CASES = [
 def test_attention(case):
     p = problem(case, DEVICE)
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
-    out, lse = attention(q, k, v, p.cu_q, p.cu_k, causal=case.causal, window=case.window, scale=case.dim**-0.5,
-                         softcap=case.softcap, alibi_slopes=p.slopes)
+    out, lse = attention(
+        q,
+        k,
+        v,
+        p.cu_q,
+        p.cu_k,
+        causal=case.causal,
+        window=case.window,
+        scale=case.dim**-0.5,
+        softcap=case.softcap,
+        alibi_slopes=p.slopes,
+    )
     grads = torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
     assert out.is_contiguous() and lse.shape == out.shape[:2] and lse.dtype == torch.float32
-    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)):
+    for name, x, exact in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)
+    ):
         assert distance(x, exact) < BOUND[case.dtype], name
 
 
-@pytest.mark.parametrize("options", [dict(window=(4, 6)), dict(causal=True, softcap=3.0, deterministic=True)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(window=(4, 6)), dict(causal=True, softcap=3.0, deterministic=True)], ids=str
+)
 def test_public_call(options):
     """Through scree, with slopes and sinks, against the standard path; gradients of sinks and log-sum-exp too."""
     check_public_call(DEVICE, f32, 16, options, BOUND[f32])
@@ -69,32 +84,74 @@ def test_negative_slopes():
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
     out, lse = attention(q, k, v, p.cu_q, p.cu_k, scale=0.25, alibi_slopes=p.slopes)
     grads = torch.autograd.grad([out, lse], [q, k, v], [p.dout, p.dlse])
-    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)):
+    for name, x, exact in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), reference(case, p, torch.float64)
+    ):
         assert distance(x, exact) < 4 * 50 * 2**-23, name  # scores are that large
 
 
-CAUSAL = dict(left=False, right=True, causal=True, softcap=False, alibi=False, aligned=True, same=True, tf32=False,
-              few=False)
+CAUSAL = dict(
+    left=False,
+    right=True,
+    causal=True,
+    softcap=False,
+    alibi=False,
+    aligned=True,
+    same=True,
+    tf32=False,
+    few=False,
+)
 
 
-@pytest.mark.parametrize("dtype, dims, change, expected", [
-    *((torch.float16, (dim, dim), {}, "HopperPlan") for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)),
-    *((torch.bfloat16, dims, {}, "HopperPlan") for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))),
-    *((torch.bfloat16, (64, 64), change, "HopperPlan") for change in (
-        dict(right=False, causal=False), dict(left=True), dict(left=True, causal=False), dict(left=True, right=False, causal=False),
-        dict(causal=False), dict(softcap=True), dict(alibi=True), dict(left=True, softcap=True, alibi=True), dict(same=False))),
-    *((torch.float16, dims, {}, "PortablePlan") for dims in ((16, 16), (64, 16), (16, 64), (28, 28))),
-    (torch.float16, (64, 64), dict(aligned=False), "PortablePlan"),
-    *((f32, (dim, dim), {}, "SplitPlan") for dim in (32, 64)),
-    *((f32, (dim, dim), {}, "PortablePlan") for dim in (16, 48, 128)),
-    *((f32, (64, 64), change, "SplitPlan") for change in (dict(left=True), dict(causal=False), dict(softcap=True, alibi=True))),
-    (f32, (64, 64), dict(tf32=True), "PortablePlan"),
-], ids=str)
+@pytest.mark.parametrize(
+    "dtype, dims, change, expected",
+    [
+        *(
+            (torch.float16, (dim, dim), {}, "HopperPlan")
+            for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)
+        ),
+        *(
+            (torch.bfloat16, dims, {}, "HopperPlan")
+            for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))
+        ),
+        *(
+            (torch.bfloat16, (64, 64), change, "HopperPlan")
+            for change in (
+                dict(right=False, causal=False),
+                dict(left=True),
+                dict(left=True, causal=False),
+                dict(left=True, right=False, causal=False),
+                dict(causal=False),
+                dict(softcap=True),
+                dict(alibi=True),
+                dict(left=True, softcap=True, alibi=True),
+                dict(same=False),
+            )
+        ),
+        *(
+            (torch.float16, dims, {}, "PortablePlan")
+            for dims in ((16, 16), (64, 16), (16, 64), (28, 28))
+        ),
+        (torch.float16, (64, 64), dict(aligned=False), "PortablePlan"),
+        *((f32, (dim, dim), {}, "SplitPlan") for dim in (32, 64)),
+        *((f32, (dim, dim), {}, "PortablePlan") for dim in (16, 48, 128)),
+        *(
+            (f32, (64, 64), change, "SplitPlan")
+            for change in (dict(left=True), dict(causal=False), dict(softcap=True, alibi=True))
+        ),
+        (f32, (64, 64), dict(tf32=True), "PortablePlan"),
+    ],
+    ids=str,
+)
 def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
     """As the table in the documentation says."""
     monkeypatch.setattr(plans, "GLUON_KNOWN", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=132),
+    )
     shapes = tuple(plans._Shape(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
     found = plans._plan(torch.device("cuda", 0), dtype, shapes, **{**CAUSAL, **change})
     assert type(found).__name__ == expected
@@ -104,8 +161,17 @@ def test_few_short_rows(monkeypatch):
     """Small tiles are for rows that are known to be short, and few."""
     monkeypatch.setattr(plans, "_PLANS", {})
     monkeypatch.setattr(plans, "_plan", lambda *args: args[-1])
-    x, cu, spec = torch.randn((40, 1, 16), device=DEVICE), offsets((40,), DEVICE), Spec(UNBOUNDED, 0, 0.25, 0.0)
-    for heads, longest, few in ((1, 40, True), (1, UNBOUNDED, False), (1, 1601, False), (2000, 40, False)):
+    x, cu, spec = (
+        torch.randn((40, 1, 16), device=DEVICE),
+        offsets((40,), DEVICE),
+        Spec(UNBOUNDED, 0, 0.25, 0.0),
+    )
+    for heads, longest, few in (
+        (1, 40, True),
+        (1, UNBOUNDED, False),
+        (1, 1601, False),
+        (2000, 40, False),
+    ):
         assert plan(*[x.expand(40, heads, 16)] * 3, Rows(cu, cu, None, longest), spec, False) is few
 
 
@@ -114,7 +180,9 @@ def test_tf32_is_a_choice(monkeypatch):
     x, cu = torch.randn((40, 1, 16), device=DEVICE), offsets((40,), DEVICE)
     plans = []
     for precision in ("highest", "high"):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        monkeypatch.setattr(
+            torch, "get_float32_matmul_precision", lambda precision=precision: precision
+        )
         plans.append(plan(x, x, x, Rows(cu, cu, None), Spec(UNBOUNDED, 0, 0.25, 0.0), False))
     assert [one.forward_launch.constants["PRECISION"] for one in plans] == ["tf32x3", "tf32"]
 
@@ -125,7 +193,9 @@ def test_autotune(monkeypatch, capsys):
     p = problem(case, DEVICE)
     asked = []
 
-    def measure(call, plan):  # no clock in an interpreter: the more queries and the fewer stages, the better
+    def measure(
+        call, plan
+    ):  # no clock in an interpreter: the more queries and the fewer stages, the better
         asked.append(plan.tiles)
         return sum(-t.m + abs(t.n - 32) + t.stages + t.warps / 100 for t in plan.tiles)
 
@@ -139,7 +209,10 @@ def test_autotune(monkeypatch, capsys):
         assert all(tile[:3] == (128, 32, 4) and tile.stages == 1 for tile in found.tiles)
         count = len(asked)
         plans._PLANS.clear()
-    assert count == len(asked) and capsys.readouterr().out.count(f"(4, 32): {found.tiles!r},  # torch.float32, right") == 1
+    assert (
+        count == len(asked)
+        and capsys.readouterr().out.count(f"(4, 32): {found.tiles!r},  # torch.float32, right") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +237,9 @@ def test_rejects(change, reason):
     assert reason in scree.explain("attention", x, x, x, **change).rejected["triton"]
 
 
-@pytest.mark.parametrize("lengths, slack", [((300, 0, 64, 1, 129), 0), ((1,) * 40, 7), ((), 0), ((0, 0), 65)])
+@pytest.mark.parametrize(
+    "lengths, slack", [((300, 0, 64, 1, 129), 0), ((1,) * 40, 7), ((), 0), ((0, 0), 65)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("few", [2048, 0])
 def test_tile_map(lengths, slack, causal, few, monkeypatch):
@@ -180,6 +255,12 @@ def test_tile_map(lengths, slack, causal, few, monkeypatch):
     expected = {(start, n, first) for start, n in rows for first in range(0, n, 64)}
     found = [(start, n, first) for start, n, _, _, first, *_ in tiles[1 : count + 1].tolist()]
     assert len(found) == count and set(found) == expected
-    assert all(other == (0 if (start, n) == tail and slack else n) for start, n, _, other, *_ in tiles[1 : count + 1].tolist())
-    work = [0 if (start, n) == tail else min(first + 64, n) if causal else n for start, n, first in found]
+    assert all(
+        other == (0 if (start, n) == tail and slack else n)
+        for start, n, _, other, *_ in tiles[1 : count + 1].tolist()
+    )
+    work = [
+        0 if (start, n) == tail else min(first + 64, n) if causal else n
+        for start, n, first in found
+    ]
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))

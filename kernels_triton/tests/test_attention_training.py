@@ -1,4 +1,5 @@
 """Attention as a part of training: a module's step, checkpoints, autocast, compilers, export. Without a GPU interpreted."""
+
 import copy
 import gc
 import os
@@ -51,7 +52,10 @@ class Block(torch.nn.Module):
 
 def batch(dtype, dim, seed=1):
     generator = torch.Generator(device=DEVICE).manual_seed(seed)
-    x, target = (torch.randn((sum(LENGTHS), 2 * dim), generator=generator, device=DEVICE).to(dtype) for _ in range(2))
+    x, target = (
+        torch.randn((sum(LENGTHS), 2 * dim), generator=generator, device=DEVICE).to(dtype)
+        for _ in range(2)
+    )
     return x, offsets(LENGTHS, DEVICE), target
 
 
@@ -89,7 +93,9 @@ def test_steps(dtype, dim):
             torch.cuda.set_sync_debug_mode("default")
     for before, p, e in zip(start, ours.parameters(), exact.parameters()):
         # Half precision rounds the parameters themselves at each step.
-        assert distance(p - before, e.detach() - before.to(f64)) < (BOUND[dtype] if dtype == f32 else 0.05)
+        assert distance(p - before, e.detach() - before.to(f64)) < (
+            BOUND[dtype] if dtype == f32 else 0.05
+        )
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
@@ -110,7 +116,9 @@ def test_autocast():
     plain = gradients(block, block, x, cu)
     with torch.autocast(DEVICE, dtype=f16):
         cast = gradients(block, block, x, cu)
-    assert all(b.dtype == f32 and distance(b, a.detach().to(f64)) < BOUND[f16] for a, b in zip(plain, cast))
+    assert all(
+        b.dtype == f32 and distance(b, a.detach().to(f64)) < BOUND[f16] for a, b in zip(plain, cast)
+    )
     assert not torch.equal(plain[0], cast[0])
 
 
@@ -119,7 +127,9 @@ def test_compiled_module(dtype, dim):
     """One graph, through the operators and their fakes, and the gradients of eager calls."""
     x, cu, _ = batch(dtype, dim)
     block = Block(dtype, dim)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    compiled = torch.compile(
+        block, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
+    )
     for a, b in zip(gradients(block, block, x, cu), gradients(compiled, block, x, cu)):
         assert distance(b, a.detach().to(f64)) < BOUND[dtype]
 
@@ -134,12 +144,17 @@ def test_compiled_layers_share_the_tile_maps(monkeypatch):
     def layers(x, cu):
         return block(block(x, cu), cu)
 
-    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    compiled = torch.compile(
+        layers, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor"
+    )
     plain = gradients(layers, block, x, cu)
     kept = []
     for _ in range(3):
         made.clear()
-        assert all(distance(b, a.detach().to(f64)) < BOUND[f32] for a, b in zip(plain, gradients(compiled, block, x, cu)))
+        assert all(
+            distance(b, a.detach().to(f64)) < BOUND[f32]
+            for a, b in zip(plain, gradients(compiled, block, x, cu))
+        )
         assert len(made) <= 3  # those of forward, dq, dkdv; each layer its own would make 6
         gc.collect()
         kept.append(len(_MEMOS))
@@ -151,7 +166,10 @@ def test_exported(dtype, dim):
     """An exported program runs on another number of tokens and rows."""
     x, cu, _ = batch(dtype, dim)
     block = Block(dtype, dim)
-    tokens, entries = torch.export.Dim("tokens", min=2, max=4096), torch.export.Dim("entries", min=2, max=64)
+    tokens, entries = (
+        torch.export.Dim("tokens", min=2, max=4096),
+        torch.export.Dim("entries", min=2, max=64),
+    )
     program = torch.export.export(block, (x, cu), dynamic_shapes=({0: tokens}, {0: entries}))
     assert any("scree_triton" in str(node.target) for node in program.graph.nodes)
     more = torch.cat([x, x[:12]]), offsets((*LENGTHS, 12), DEVICE)
@@ -164,8 +182,12 @@ def test_exported(dtype, dim):
 def test_operator(dtype, dim):
     """The operators' schemas, fakes and autograd."""
     generator = torch.Generator(device=DEVICE).manual_seed(2)
-    q, k, v = (torch.randn((sum(LENGTHS), 2, dim), generator=generator, device=DEVICE).to(dtype).requires_grad_()
-               for _ in range(3))
+    q, k, v = (
+        torch.randn((sum(LENGTHS), 2, dim), generator=generator, device=DEVICE)
+        .to(dtype)
+        .requires_grad_()
+        for _ in range(3)
+    )
     cu = offsets(LENGTHS, DEVICE)
     torch.library.opcheck(_rows_op, (cu,))
     torch.library.opcheck(_forward_op, (q, k, v, None, cu, cu, UNBOUNDED, 0, 0.1, 0.0))
@@ -174,20 +196,30 @@ def test_operator(dtype, dim):
 def test_what_needs_a_gradient():
     """Gradients of some inputs, of the log-sum-exp alone, and none of gradients."""
     generator = torch.Generator(device=DEVICE).manual_seed(2)
-    q, k, v = (torch.randn((sum(LENGTHS), 2, 16), generator=generator, device=DEVICE) for _ in range(3))
+    q, k, v = (
+        torch.randn((sum(LENGTHS), 2, 16), generator=generator, device=DEVICE) for _ in range(3)
+    )
     cu = offsets(LENGTHS, DEVICE)
 
     def run(*needed):
         inputs = [x.detach().requires_grad_(x is y) for x, y in zip((q, k, v), needed)]
-        return *attention(*inputs, cu, cu, causal=True, scale=0.25), [x for x in inputs if x.requires_grad]
+        return *attention(*inputs, cu, cu, causal=True, scale=0.25), [
+            x for x in inputs if x.requires_grad
+        ]
 
     out, lse, every = run(q, k, v)
     full = torch.autograd.grad(out.sum(), every, retain_graph=True)
     for i, needed in enumerate(((q, None, None), (None, k, None), (None, None, v))):
         part, _, inputs = run(*needed)
         assert torch.equal(torch.autograd.grad(part.sum(), inputs)[0], full[i])
-    assert not torch.autograd.grad(lse.nan_to_num(neginf=0.0).sum(), every)[2].any()  # it does not depend on v
-    once = torch.autograd.grad(attention(*every, cu, cu, causal=True, scale=0.25)[0].square().sum(), every, create_graph=True)
+    assert not torch.autograd.grad(lse.nan_to_num(neginf=0.0).sum(), every)[
+        2
+    ].any()  # it does not depend on v
+    once = torch.autograd.grad(
+        attention(*every, cu, cu, causal=True, scale=0.25)[0].square().sum(),
+        every,
+        create_graph=True,
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         once[0].sum().backward()
 
@@ -199,7 +231,9 @@ def test_what_is_kept_goes_with_the_rows():
         x = torch.randn((sum(LENGTHS), 2, 16), device=DEVICE, requires_grad=True)
         rows = scree.from_cu_seqlens(x, offsets(LENGTHS, DEVICE), max_length=max(LENGTHS))
         for _ in range(2):
-            y = scree.attention(rows, rows.with_values(x * 1), rows.with_values(x * 2), causal=True, kernel="triton")
+            y = scree.attention(
+                rows, rows.with_values(x * 1), rows.with_values(x * 2), causal=True, kernel="triton"
+            )
             y.values.sum().backward()
         layout, kept = weakref.ref(rows.layout), len(rows.layout.memo)
         del rows, y

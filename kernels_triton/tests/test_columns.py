@@ -1,4 +1,5 @@
 """Rows of wide tokens, cut into shares so short that every way through the kernel is taken; without a GPU in the interpreter."""
+
 import pytest
 import torch
 from kernels_reference import Case, check, check_product, f16, f32
@@ -11,10 +12,17 @@ LENGTHS = (40, 2, 0, 9, 1, 4, 4, 0, 0, 17)
 NAMES = ("softmax", "log_softmax", "logsumexp", "sum", "mean", "max", "cumulative_sum")
 CASES = [
     *(Case(name, f32, (3,), LENGTHS) for name in NAMES),
-    *(Case(name, f16, (130,), LENGTHS, wide=True) for name in ("softmax", "sum", "cumulative_sum")),  # two blocks of columns
-    *(Case(name, f32, (24,), (70,)) for name in ("logsumexp", "cumulative_sum")),  # parts of one row alone
+    *(
+        Case(name, f16, (130,), LENGTHS, wide=True) for name in ("softmax", "sum", "cumulative_sum")
+    ),  # two blocks of columns
+    *(
+        Case(name, f32, (24,), (70,)) for name in ("logsumexp", "cumulative_sum")
+    ),  # parts of one row alone
     Case("max", f16, (130,), (130, 3)),  # narrower blocks of columns
-    *(Case(name, f32, (2, 16), (3,) * 20, bounded=True) for name in ("log_softmax", "mean", "cumulative_sum")),  # nothing is cut
+    *(
+        Case(name, f32, (2, 16), (3,) * 20, bounded=True)
+        for name in ("log_softmax", "mean", "cumulative_sum")
+    ),  # nothing is cut
     *(Case(name, f32, (50,), (70, 90, 66, 40), bounded=True) for name in NAMES),  # a program a row
 ]
 
@@ -53,8 +61,13 @@ def test_counts_are_left_as_found(map, monkeypatch):
 
 def test_running_back_is_the_reverse_of_running():
     x = torch.randint(-9, 9, (193, 40), device=DEVICE).float()
-    found, expected = (segments.over_rows(values, rows(edges), shares.SUM, map) for values, edges, map in (
-        (x, (0, 150, 150, 193), shares.RUNNING_BACK), (x.flip(0), (0, 43, 43, 193), shares.RUNNING)))
+    found, expected = (
+        segments.over_rows(values, rows(edges), shares.SUM, map)
+        for values, edges, map in (
+            (x, (0, 150, 150, 193), shares.RUNNING_BACK),
+            (x.flip(0), (0, 43, 43, 193), shares.RUNNING),
+        )
+    )
     assert torch.equal(found, expected.flip(0))
 
 
@@ -65,10 +78,14 @@ def test_tokens_behind_the_last_row(longest):
     x[8:] = torch.nan
     ragged = segments.Rows(rows((0, 3, 5, 5, 8)).offsets, longest)
     found = segments.over_rows(x, ragged, shares.SUM, shares.RUNNING)
-    expected = torch.cat([part.cumsum(0) for part in x[:8].split([3, 2, 0, 3])] + [torch.zeros_like(x[8:])])
+    expected = torch.cat(
+        [part.cumsum(0) for part in x[:8].split([3, 2, 0, 3])] + [torch.zeros_like(x[8:])]
+    )
     torch.testing.assert_close(found, expected)
     found = segments.over_rows(x, ragged, shares.SUM)
-    torch.testing.assert_close(found, torch.stack([part.sum(0) for part in x[:8].split([3, 2, 0, 3])]))
+    torch.testing.assert_close(
+        found, torch.stack([part.sum(0) for part in x[:8].split([3, 2, 0, 3])])
+    )
 
 
 def rows(edges):

@@ -1,4 +1,5 @@
 """Kernels that move tokens, against loops over rows in NumPy; without a GPU in Triton's interpreter."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +17,23 @@ from scree_triton.launch import INTERPRETED
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (3, 0, 17, 1, 40)
-DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float64)
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float64,
+)
 
 
 def numbers(*shape, dtype=torch.float32, seed=0):
-    return (10 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+    return (
+        (10 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+        .to(dtype)
+        .to(DEVICE)
+    )
 
 
 def rows_of(x):
@@ -39,7 +52,9 @@ def equal(x, rows):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_every_dtype(dtype, dim):
     total = sum(LENGTHS)
-    x = scree.from_lengths(numbers(*((total, 3), (3, total))[dim], dtype=dtype), LENGTHS, ragged_dim=dim)
+    x = scree.from_lengths(
+        numbers(*((total, 3), (3, total))[dim], dtype=dtype), LENGTHS, ragged_dim=dim
+    )
     rows = rows_of(x)
     for side in ("right", "left"):
         padded, mask = scree.to_padded(x, side=side, fill_value=1, length=44, kernel="triton")
@@ -52,24 +67,33 @@ def test_every_dtype(dtype, dim):
         for m in (mask, mask.to(torch.int32)):
             assert equal(scree.from_padded(padded, m, ragged_dim=dim, kernel="triton"), rows)
         if side == "right":
-            assert equal(scree.from_padded(padded, lengths=LENGTHS, ragged_dim=dim, kernel="triton"), rows)
+            assert equal(
+                scree.from_padded(padded, lengths=LENGTHS, ragged_dim=dim, kernel="triton"), rows
+            )
     chosen = torch.tensor([4, 2, 2, 0], device=DEVICE)
     assert scree.explain("select", x, x.layout, x.offsets[:-1]).provider == "triton"
     assert equal(x[chosen], [rows[i] for i in (4, 2, 2, 0)])
     assert equal(x[:, ::-1], [row[::-1] for row in rows]) if dim == 0 else True
     other = (2, 9, 0, 0, 5)
-    y = scree.from_lengths(numbers(*((16, 3), (3, 16))[dim], dtype=dtype, seed=1), other, ragged_dim=dim)
+    y = scree.from_lengths(
+        numbers(*((16, 3), (3, 16))[dim], dtype=dtype, seed=1), other, ragged_dim=dim
+    )
     joined = scree.namespace(x).concat([x, y, x], axis=dim + 1)
     assert equal(joined, [np.concatenate(parts) for parts in zip(rows, rows_of(y), rows)])
     if dim == 0:
         index = scree.from_lengths(torch.tensor([60, 0, 0, 7, 60], device=DEVICE), [2, 3])
         everything = np.concatenate(rows)
-        assert equal(scree.gather(x, index, kernel="triton"), [everything[[60, 0]], everything[[0, 7, 60]]])
+        assert equal(
+            scree.gather(x, index, kernel="triton"), [everything[[60, 0]], everything[[0, 7, 60]]]
+        )
 
 
 def test_taken_again():
     """Calls alike on a device are not checked again: other numbers, and other dtypes of them, on the same rows."""
-    x, like = scree.from_lengths(numbers(61, 3), LENGTHS), scree.from_lengths(torch.zeros(5, device=DEVICE), [2, 0, 3])
+    x, like = (
+        scree.from_lengths(numbers(61, 3), LENGTHS),
+        scree.from_lengths(torch.zeros(5, device=DEVICE), [2, 0, 3]),
+    )
     for y in (x, x.values):
         for dtype in (torch.uint8, torch.int64, torch.uint8):
             for chosen in ([60, 0, 0, 7, 60], [1, 2, 3, 4, 5]):
@@ -77,7 +101,10 @@ def test_taken_again():
                 assert torch.equal(scree.gather(y, index, kernel="triton").values, x.values[chosen])
     xp, joined = scree.namespace(x), scree.from_lengths(numbers(61, 3, seed=1), LENGTHS[::-1])
     for seed in range(2, 5):
-        one, other = x.with_values(numbers(61, 3, seed=seed)), joined.with_values(numbers(61, 3, seed=seed + 5))
+        one, other = (
+            x.with_values(numbers(61, 3, seed=seed)),
+            joined.with_values(numbers(61, 3, seed=seed + 5)),
+        )
         for pair in ((one, other), (one, one), (other, one)):
             found = xp.concat(pair, axis=1)
             assert equal(found, [np.concatenate(parts) for parts in zip(*map(rows_of, pair))])
@@ -102,14 +129,21 @@ def test_many_rows(token, long, monkeypatch):
     assert equal(joined, [np.concatenate(pair) for pair in zip(rows, rows[::-1])])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.int16, torch.float32, torch.float64],
+    ids=lambda dtype: str(dtype)[6:],
+)
 def test_numbers_side_by_side(dtype):
     """Several tokens a thread: of one row, of two, of many; and the last of a program."""
     values = numbers(2223, dtype=dtype).requires_grad_(dtype.is_floating_point)
     x = scree.from_lengths(values, [1500, 0, 3, 0, 1, 706, 8, 5])
     rows = rows_of(x)
     padded, _ = scree.to_padded(x, length=1502, kernel="triton")
-    assert all(np.array_equal(padded[i, : len(row)].detach().cpu().numpy(), row) for i, row in enumerate(rows))
+    assert all(
+        np.array_equal(padded[i, : len(row)].detach().cpu().numpy(), row)
+        for i, row in enumerate(rows)
+    )
     assert not padded[1].any() and not padded[0, 1500:].any()
     assert equal(scree.from_padded(padded, lengths=x.lengths, total=2223, kernel="triton"), rows)
     flipped = x[:, ::-1]
@@ -132,29 +166,48 @@ def test_offsets_of_two_dtypes():
 def test_reasons():
     x = scree.from_lengths(numbers(5, 2), [2, 3])
     assert "up to 4" in scree.explain("join", **{f"x{i}": x for i in range(5)}).rejected["triton"]
-    assert "one data type" in scree.explain("join", x=x, y=x.with_values(x.values.double())).rejected["triton"]
-    assert "no complex64" in scree.explain("pad", x.with_values(x.values.to(torch.complex64))).rejected["triton"]
+    assert (
+        "one data type"
+        in scree.explain("join", x=x, y=x.with_values(x.values.double())).rejected["triton"]
+    )
+    assert (
+        "no complex64"
+        in scree.explain("pad", x.with_values(x.values.to(torch.complex64))).rejected["triton"]
+    )
     assert "one element" in scree.explain("pad", x.with_values(x.values[:, :0])).rejected["triton"]
     places = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-    assert "add up bool" in scree.explain("scatter", x.values.bool(), places, 6, add=True).rejected["triton"]
+    assert (
+        "add up bool"
+        in scree.explain("scatter", x.values.bool(), places, 6, add=True).rejected["triton"]
+    )
 
 
 @pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and put into bins
-@pytest.mark.parametrize(("width", "many"), [((), 128), ((3,), 8), ((600,), 8)])  # those of 6 together, or by one program
+@pytest.mark.parametrize(
+    ("width", "many"), [((), 128), ((3,), 8), ((600,), 8)]
+)  # those of 6 together, or by one program
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
     """Sums of chunks and of stretches, in a fixed order; and of narrow tokens in any order, where nobody asks for that."""
     monkeypatch.setattr(binned, "_MANY", many)
     addition._plan.cache_clear()
     x = numbers(300, *width)
-    index = torch.where(torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6, 5,
-                        torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(3))).to(DEVICE)
+    index = torch.where(
+        torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6,
+        5,
+        torch.randint(0, size, (300,), generator=torch.Generator().manual_seed(3)),
+    ).to(DEVICE)
     index[40:60] = 6
     exact = np.zeros((size, *width))
     np.add.at(exact, index.cpu().numpy(), x.cpu().numpy().astype(np.float64))
     for ordered in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered)
+        monkeypatch.setattr(
+            torch, "are_deterministic_algorithms_enabled", lambda ordered=ordered: ordered
+        )
         found = scree.scatter_add(x, index, size, kernel="triton")
-        assert np.abs(found.cpu().numpy() - exact).max() <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
+        assert (
+            np.abs(found.cpu().numpy() - exact).max()
+            <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
+        )
     assert torch.equal(found, addition.add(x, index, size))
 
 
@@ -162,7 +215,12 @@ def test_many_tokens_in_one_place(width, size, many, monkeypatch):
 def test_places_like_words(count):
     """The most frequent take a good part of the tokens, most take one or none: bins, single programs and shared sums at once."""
     size, generator = count // 2, torch.Generator().manual_seed(4)
-    index = torch.multinomial(1 / torch.arange(1, size + 1, dtype=torch.float32), count, replacement=True, generator=generator)
+    index = torch.multinomial(
+        1 / torch.arange(1, size + 1, dtype=torch.float32),
+        count,
+        replacement=True,
+        generator=generator,
+    )
     x = numbers(count, 40)
     exact = torch.zeros((size, 40), dtype=torch.float64).index_add(0, index, x.cpu().double())
     bound = torch.zeros_like(exact).index_add(0, index, x.cpu().double().abs())
@@ -175,11 +233,21 @@ def test_places_like_words(count):
 @pytest.mark.parametrize("width", [1, 2, 3, 20])
 def test_narrow_tokens(dtype, width):
     """As they come: integers are exact, halves are added in float32."""
-    x, index = numbers(300, width, dtype=dtype), torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    x, index = (
+        numbers(300, width, dtype=dtype),
+        torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
+    )
     found = addition.add(x, index, 7).cpu()
-    known, wide = ((index >= 0) & (index < 7)).cpu(), torch.float64 if dtype.is_floating_point else dtype
-    exact = torch.zeros((7, width), dtype=wide).index_add(0, index.cpu()[known], x.cpu()[known].to(wide))
-    most = x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
+    known, wide = (
+        ((index >= 0) & (index < 7)).cpu(),
+        torch.float64 if dtype.is_floating_point else dtype,
+    )
+    exact = torch.zeros((7, width), dtype=wide).index_add(
+        0, index.cpu()[known], x.cpu()[known].to(wide)
+    )
+    most = (
+        x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
+    )
     assert found.dtype == dtype and (found.to(wide) - exact).abs().max() <= most
 
 
@@ -187,17 +255,35 @@ def test_narrow_tokens(dtype, width):
 def test_sums_beyond_the_cache(dtype, monkeypatch):
     """Made in parts, the last one shorter; half precision goes through memory for one part."""
     monkeypatch.setattr(addition, "_cached", lambda device: 500)
-    x, index = numbers(300, 3, dtype=dtype), torch.randint(-2, 103, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    plan = addition._Coming(x.device, dtype, index.dtype, x.shape, 100, addition.ACC[dtype], addition._WIDE[addition.ACC[dtype]])
+    x, index = (
+        numbers(300, 3, dtype=dtype),
+        torch.randint(-2, 103, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
+    )
+    plan = addition._Coming(
+        x.device,
+        dtype,
+        index.dtype,
+        x.shape,
+        100,
+        addition.ACC[dtype],
+        addition._WIDE[addition.ACC[dtype]],
+    )
     assert 100 // plan.each >= 2 and 100 % plan.each
     found, known = plan.run(x, index), (index >= 0) & (index < 100)
-    exact = torch.zeros((100, 3), dtype=torch.float64).index_add(0, index[known].cpu(), x[known].cpu().double())
-    most = x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
+    exact = torch.zeros((100, 3), dtype=torch.float64).index_add(
+        0, index[known].cpu(), x[known].cpu().double()
+    )
+    most = (
+        x.abs().sum().item() * max(torch.finfo(dtype).eps, 2**-24) if dtype.is_floating_point else 0
+    )
     assert found.dtype == dtype and (found.cpu().double() - exact).abs().max() <= most
 
 
 def test_the_last_of_many_stays():
-    x, index = numbers(300, 2), torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    x, index = (
+        numbers(300, 2),
+        torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
+    )
     x.requires_grad_()
     found = scree.scatter(x, index, 9, kernel="triton")
     right, source = np.zeros((9, 2), np.float32), np.full(9, -1)
@@ -223,7 +309,9 @@ def test_tokens_behind_the_last_row_go_nowhere():
     index = rows.with_values(torch.tensor(places, dtype=torch.int32, device=DEVICE))
     for _ in range(2):
         assert np.array_equal(scree.scatter_add(rows, index, 8).cpu().numpy(), right)
-    assert np.array_equal(scree.scatter_add(rows, index.values.to(torch.int64), 8).cpu().numpy(), right)
+    assert np.array_equal(
+        scree.scatter_add(rows, index.values.to(torch.int64), 8).cpu().numpy(), right
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -251,7 +339,9 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     mask[1], mask[2] = False, True  # and with them whole blocks
     padded = numbers(*((4, 2000, 2), (4, 2, 2000))[dim]).requires_grad_()
     count = int(mask.sum())
-    rows = [np.moveaxis(p, dim, 0)[m] for p, m in zip(padded.detach().cpu().numpy(), mask.cpu().numpy())]
+    rows = [
+        np.moveaxis(p, dim, 0)[m] for p, m in zip(padded.detach().cpu().numpy(), mask.cpu().numpy())
+    ]
     y = scree.from_padded(padded, mask, ragged_dim=dim, kernel="triton")
     assert equal(y, rows)
     dy = numbers(*y.values.shape, seed=1)
@@ -261,7 +351,9 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
     for total in (count + 5, None):
         offsets, slots = places.mark(mask, total, torch.int64)
-        assert offsets.tolist() == y.offsets.tolist() and (total is None or slots[count:].tolist() == [mask.numel()] * 5)
+        assert offsets.tolist() == y.offsets.tolist() and (
+            total is None or slots[count:].tolist() == [mask.numel()] * 5
+        )
         assert slots[:count].tolist() == np.flatnonzero(mask.cpu().numpy()).tolist()
 
 
@@ -269,18 +361,30 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
 def test_a_mask_is_read_once(kernel, monkeypatch):
     """Where looking at it is not free: its offsets by the kernels, itself by the standard path. All that they say is kept."""
     seen, lib = [], backend(numbers(1))
-    away = replace(lib, peek=lambda x: None, read=lambda x: seen.append(tuple(x.shape)) or lib.read(x))
+    away = replace(
+        lib, peek=lambda x: None, read=lambda x: seen.append(tuple(x.shape)) or lib.read(x)
+    )
     monkeypatch.setitem(backends._BY_TYPE, torch.Tensor, away)
-    monkeypatch.setitem(registry._KERNELS, "mark", [k for k in registry._KERNELS["mark"] if k.provider == kernel])
+    monkeypatch.setitem(
+        registry._KERNELS, "mark", [k for k in registry._KERNELS["mark"] if k.provider == kernel]
+    )
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], device=DEVICE)
     padded = numbers(3, 4, 2)
     y = scree.from_padded(padded, mask, kernel=kernel)
     assert seen == ([(4,)] if kernel == "triton" else [(3, 4), (4,)])
-    assert torch.equal(y.values, padded[mask > 0]) and y.layout.host.tolist() == y.offsets.tolist() == [0, 3, 3, 4]
+    assert torch.equal(
+        y.values, padded[mask > 0]
+    ) and y.layout.host.tolist() == y.offsets.tolist() == [0, 3, 3, 4]
     assert y.max_length == 3 and y.offsets.dtype == torch.int32
     for shape in ((0, 4, 2), (2, 0, 2)):
-        y = scree.from_padded(numbers(*shape), torch.ones(shape[:2], dtype=torch.bool, device=DEVICE), kernel=kernel)
-        assert y.offsets.tolist() == [0] * (shape[0] + 1) and y.values.shape == (0, 2) and y.max_length == 0
+        y = scree.from_padded(
+            numbers(*shape), torch.ones(shape[:2], dtype=torch.bool, device=DEVICE), kernel=kernel
+        )
+        assert (
+            y.offsets.tolist() == [0] * (shape[0] + 1)
+            and y.values.shape == (0, 2)
+            and y.max_length == 0
+        )
 
 
 def test_padding_alike_is_checked_once(monkeypatch):
@@ -291,7 +395,9 @@ def test_padding_alike_is_checked_once(monkeypatch):
     first, mask = scree.to_padded(x, fill_value=-1)
     monkeypatch.delitem(registry._DESCRIBE, "pad")
     padded, same = scree.to_padded(x * 2, fill_value=-1)
-    assert torch.equal(padded, torch.where(mask[..., None], first * 2, -1)) and torch.equal(mask, same)
+    assert torch.equal(padded, torch.where(mask[..., None], first * 2, -1)) and torch.equal(
+        mask, same
+    )
 
 
 def test_numbers_beyond():
@@ -307,7 +413,10 @@ def test_numbers_beyond():
 
 def test_groups_and_back():
     """The path of a mixture of experts, with its gradient."""
-    x, ids = numbers(30, 4).requires_grad_(), torch.randint(0, 5, (30,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x, ids = (
+        numbers(30, 4).requires_grad_(),
+        torch.randint(0, 5, (30,), generator=torch.Generator().manual_seed(0)).to(DEVICE),
+    )
     grouped, index = scree.group(x, ids, 5)
     assert equal(grouped, [x.detach().cpu().numpy()[ids.cpu().numpy() == i] for i in range(5)])
     back = scree.scatter(grouped, index, 30, kernel="triton")
@@ -323,7 +432,10 @@ def test_offsets_from_lengths(count):
     given = torch.arange(count, device=DEVICE) % 7
     for dtype in (torch.int32, torch.int64):
         call = OffsetsCall(given.to(dtype), torch.int32)
-        assert scree.registry.run("offsets", call, "triton").tolist() == np.cumsum([0, *given.tolist()]).tolist()
+        assert (
+            scree.registry.run("offsets", call, "triton").tolist()
+            == np.cumsum([0, *given.tolist()]).tolist()
+        )
 
 
 def test_gradients_of_gradients():

@@ -1,4 +1,5 @@
 """Cross-entropy beyond what every operation is tested for: chunks, gradients of the forward pass, targets, numbers, memory."""
+
 import math
 from dataclasses import replace
 
@@ -35,9 +36,14 @@ def problem(lengths, width, classes, dtype, bias=True, seed=0):
 
 def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
     """The loss and the gradients of all inputs, by PyTorch."""
-    leaves = [p.detach().to(dtype).requires_grad_() for p in (x.values, weight, bias) if p is not None]
-    loss = functional.cross_entropy(functional.linear(*leaves).to(torch.promote_types(dtype, f32)), targets.values,
-                                    reduction=reduction)
+    leaves = [
+        p.detach().to(dtype).requires_grad_() for p in (x.values, weight, bias) if p is not None
+    ]
+    loss = functional.cross_entropy(
+        functional.linear(*leaves).to(torch.promote_types(dtype, f32)),
+        targets.values,
+        reduction=reduction,
+    )
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -56,7 +62,9 @@ def test_chunks(small_chunks, dtype, reduction, bias):
     parts = problem([3, 0, 4, 2], 24, 50, dtype, bias)
     right, rough = (exact(*parts, reduction, d) for d in (torch.float64, dtype))
     leaves = [p for p in (parts[0].values, *parts[1:3]) if p is not None]
-    loss = scree.linear_cross_entropy(*parts[:2], parts[3], parts[2], reduction=reduction, kernel="triton")
+    loss = scree.linear_cross_entropy(
+        *parts[:2], parts[3], parts[2], reduction=reduction, kernel="triton"
+    )
     again = [torch.autograd.grad(loss * factor, leaves, retain_graph=True) for factor in (0.3, 1.0)]
     assert loss.dtype == f32
     assert distance(loss.detach(), right[0]) <= 2 * distance(rough[0], right[0]) + 4e-7
@@ -92,7 +100,9 @@ def test_a_scaled_loss_saves_small_gradients_in_float16():
 def test_the_logits_stay_as_they_are():
     x = scree.from_lengths(torch.randn(7, 33, device=DEVICE, requires_grad=True), [3, 0, 4])
     before = x.values.detach().clone()
-    scree.cross_entropy(x, x.with_values(torch.arange(7, device=DEVICE)), kernel="triton").backward()
+    scree.cross_entropy(
+        x, x.with_values(torch.arange(7, device=DEVICE)), kernel="triton"
+    ).backward()
     assert torch.equal(x.values.detach(), before)
 
 
@@ -108,7 +118,10 @@ def test_large_numbers(dtype, classes):
     wide = x.detach().double().requires_grad_()
     right = functional.cross_entropy(wide, targets, reduction="none")
     assert torch.allclose(losses.double(), right, rtol=1e-6, atol=1e-6)
-    got, expected = torch.autograd.grad(losses.sum(), x)[0], torch.autograd.grad(right.sum(), wide)[0]
+    got, expected = (
+        torch.autograd.grad(losses.sum(), x)[0],
+        torch.autograd.grad(right.sum(), wide)[0],
+    )
     assert distance(got, expected) < (1e-6 if dtype == f32 else 5e-3)
 
 
@@ -129,10 +142,12 @@ def test_logits_anywhere_in_memory(classes, dtype):
             losses, stats, _ = cross_entropy.forward(x, targets)
             assert torch.allclose(losses.double(), right, rtol=1e-6, atol=1e-6)
             exact = torch.autograd.grad(right, wide, dy.double())[0]
-            assert distance(cross_entropy.backward(dy, x, stats, targets), exact) < (1e-6 if dtype == f32 else 5e-3)
+            assert distance(cross_entropy.backward(dy, x, stats, targets), exact) < (
+                1e-6 if dtype == f32 else 5e-3
+            )
             cross_entropy.visit(x, targets, losses=losses, out=x, dlosses=dy)
             assert distance(x, exact) < (1e-6 if dtype == f32 else 5e-3)
-            assert base[:, :at].isnan().all() and base[:, at + classes:].isnan().all()
+            assert base[:, :at].isnan().all() and base[:, at + classes :].isnan().all()
 
 
 def test_targets_that_do_not_exist():
@@ -142,11 +157,17 @@ def test_targets_that_do_not_exist():
     losses, stats, _ = cross_entropy.forward(x, targets)
     assert losses.isnan().tolist() == [False, True, True, False, False] and losses[4] == 0
     dx = cross_entropy.backward(torch.ones_like(losses), x, stats, targets)
-    assert dx.isnan().all(1).tolist() == dx.isnan().any(1).tolist() == [False, True, True, False, False]
+    assert (
+        dx.isnan().all(1).tolist()
+        == dx.isnan().any(1).tolist()
+        == [False, True, True, False, False]
+    )
     assert not dx[4].any()
 
 
-@pytest.mark.parametrize("classes", [20, 40 if INTERPRETED else 2500])  # of a program that holds them all, and of one that does not
+@pytest.mark.parametrize(
+    "classes", [20, 40 if INTERPRETED else 2500]
+)  # of a program that holds them all, and of one that does not
 def test_what_does_not_count_reaches_nothing(classes):
     """NaN and infinity in the logits of tokens without a target."""
     x = torch.randn(5, classes, device=DEVICE)
@@ -158,7 +179,11 @@ def test_what_does_not_count_reaches_nothing(classes):
     wide = x.detach().double()[[0, 2, 3]].requires_grad_()
     right = functional.cross_entropy(wide, targets[[0, 2, 3]])
     (dx,), (exact,) = torch.autograd.grad(loss, x), torch.autograd.grad(right, wide)
-    assert distance(loss.detach(), right.detach()) < 1e-6 and distance(dx[[0, 2, 3]], exact) < 1e-6 and not dx[[1, 4]].any()
+    assert (
+        distance(loss.detach(), right.detach()) < 1e-6
+        and distance(dx[[0, 2, 3]], exact) < 1e-6
+        and not dx[[1, 4]].any()
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -171,17 +196,24 @@ def test_the_mean_over_nothing(compiled, ignored):
     def both(x, weight):
         logits = torch.nn.functional.linear(x, weight)
         first = scree.cross_entropy(logits, targets, ignore_index=0, kernel="triton")
-        return first, scree.linear_cross_entropy(x, weight, targets, ignore_index=0, kernel="triton")
+        return first, scree.linear_cross_entropy(
+            x, weight, targets, ignore_index=0, kernel="triton"
+        )
 
     torch._dynamo.reset()
-    found = (torch.compile(both, fullgraph=True, backend="aot_eager") if compiled else both)(x.values, weight)
+    found = (torch.compile(both, fullgraph=True, backend="aot_eager") if compiled else both)(
+        x.values, weight
+    )
     right = exact(x, weight, None, x.with_values(torch.where(targets == 0, -100, targets)), "mean")
     for loss in found:
         gradients = torch.autograd.grad(loss, (x.values, weight), retain_graph=True)
         if ignored == 0:
             assert loss.isnan() and not any(g.any() for g in gradients)
         else:
-            assert all(distance(got.detach(), expected) < 1e-6 for got, expected in zip((loss, *gradients), right))
+            assert all(
+                distance(got.detach(), expected) < 1e-6
+                for got, expected in zip((loss, *gradients), right)
+            )
 
 
 def test_reasons():
@@ -190,21 +222,34 @@ def test_reasons():
     with pytest.raises(ValueError, match="float64"):
         scree.cross_entropy(x, targets, kernel="triton")
     assert scree.explain("linear_cross_entropy", x, x, targets).provider == "standard"
-    assert "32 bits" in scree.explain("cross_entropy", x.float(), targets, ignore_index=-1 << 40).rejected["triton"]
+    assert (
+        "32 bits"
+        in scree.explain("cross_entropy", x.float(), targets, ignore_index=-1 << 40).rejected[
+            "triton"
+        ]
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("classes", [3001, 32000, 50257, 128256, 256000])
 def test_many_classes(classes):
     generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(300, classes, generator=generator, device="cuda").mul(3).to(bf16).requires_grad_()
+    x = (
+        torch.randn(300, classes, generator=generator, device="cuda")
+        .mul(3)
+        .to(bf16)
+        .requires_grad_()
+    )
     targets = torch.randint(classes, (300,), generator=generator, device="cuda")
     losses = scree.cross_entropy(x, targets, reduction="none", kernel="triton")
     wide = x.detach().double().requires_grad_()
     right = functional.cross_entropy(wide, targets, reduction="none")
     assert distance(losses, right) < 1e-6
     dy = torch.randn(300, generator=generator, device="cuda")
-    got, expected = torch.autograd.grad(losses, x, dy)[0], torch.autograd.grad(right, wide, dy.double())[0]
+    got, expected = (
+        torch.autograd.grad(losses, x, dy)[0],
+        torch.autograd.grad(right, wide, dy.double())[0],
+    )
     assert distance(got, expected) < 4e-3
 
 
@@ -217,25 +262,38 @@ def test_more_than_2_31_logits():
     alone = cross_entropy.Targets(targets[-8:], None, -100)
     right, right_stats, _ = cross_entropy.forward(x[-8:], alone)
     assert torch.equal(losses[-8:], right)
-    dx = cross_entropy.backward(torch.ones_like(losses), x, stats, cross_entropy.Targets(targets, None, -100))
-    assert torch.equal(dx[-8:], cross_entropy.backward(torch.ones_like(right), x[-8:], right_stats, alone))
+    dx = cross_entropy.backward(
+        torch.ones_like(losses), x, stats, cross_entropy.Targets(targets, None, -100)
+    )
+    assert torch.equal(
+        dx[-8:], cross_entropy.backward(torch.ones_like(right), x[-8:], right_stats, alone)
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width, classes, more", [(1024, 8192, 1024 * 8192), (256, 131072, 4096 * (256 + 4096))])
+@pytest.mark.parametrize(
+    "width, classes, more", [(1024, 8192, 1024 * 8192), (256, 131072, 4096 * (256 + 4096))]
+)
 def test_all_logits_never_exist(width, classes, more):
     """The peak is that of the gradients and the logits of 1,024 tokens; or of 4,096 tokens and 4,096 classes, and those tokens."""
     x, weight, _, targets = problem([4000, 192, 4000], width, classes, bf16, bias=False)
-    for p in torch.autograd.grad(scree.linear_cross_entropy(x, weight, targets, kernel="triton"), (x.values, weight)):
+    for p in torch.autograd.grad(
+        scree.linear_cross_entropy(x, weight, targets, kernel="triton"), (x.values, weight)
+    ):
         assert p.isfinite().all()  # and cuBLAS has its memory
     del p
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     scree.linear_cross_entropy(x, weight, targets, kernel="triton").backward()
-    assert torch.cuda.max_memory_allocated() - before < 2 * (weight.numel() + x.size + more) + (4 << 20)
+    assert torch.cuda.max_memory_allocated() - before < 2 * (weight.numel() + x.size + more) + (
+        4 << 20
+    )
     sample = slice(0, 512)  # the reference of all tokens would not fit
     part = scree.from_lengths(x.values[sample].detach().requires_grad_(), [512])
-    right, rough = (exact(part, weight, None, part.with_values(targets.values[sample]), "sum", d)[1] for d in (torch.float64, bf16))
+    right, rough = (
+        exact(part, weight, None, part.with_values(targets.values[sample]), "sum", d)[1]
+        for d in (torch.float64, bf16)
+    )
     scale = (targets.values >= 0).sum()
     assert distance(x.values.grad[sample] * scale, right) <= 2 * distance(rough, right) + 2.4e-3
 
@@ -244,7 +302,9 @@ def test_all_logits_never_exist(width, classes, more):
 def test_losses_alike_are_checked_once(monkeypatch, reduction):
     x = scree.from_lengths(torch.randn(5, 9, device=DEVICE), [2, 0, 3])
     checked, describe = [], registry._DESCRIBE["cross_entropy"]
-    monkeypatch.setitem(registry._DESCRIBE, "cross_entropy", lambda **call: checked.append(call) or describe(**call))
+    monkeypatch.setitem(
+        registry._DESCRIBE, "cross_entropy", lambda **call: checked.append(call) or describe(**call)
+    )
     if INTERPRETED:  # as if the host could not look at the targets
         x.layout.backend = replace(x.layout.backend, peek=lambda x: None)
     for _ in range(3):

@@ -1,9 +1,22 @@
 """The kernels beside attention on a GPU: operations x dtypes x widths x hard layouts against float64."""
+
 import math
 
 import pytest
 import torch
-from kernels_reference import OPERATIONS, Case, bf16, check, check_product, distance, f16, f32, inputs, offsets, run
+from kernels_reference import (
+    OPERATIONS,
+    Case,
+    bf16,
+    check,
+    check_product,
+    distance,
+    f16,
+    f32,
+    inputs,
+    offsets,
+    run,
+)
 
 import scree
 
@@ -12,24 +25,58 @@ pytestmark = pytest.mark.gpu
 MIXED = (1, 63, 64, 65, 0, 127, 128, 129, 300, 5, 191, 193)
 ROWWISE = ("softmax", "log_softmax", "logsumexp", "sum", "mean", "max", "min", "cumulative_sum")
 CASES = [
-    *(Case(name, dtype, token, MIXED, bounded=bounded)
-      for name, operation in OPERATIONS.items() for token in operation.tokens
-      for dtype, bounded in ((bf16, True), (f32, False), *[(f16, False)] * (name not in ROWWISE))),
-    *(Case(name, f32, operation.tokens[0], lengths, wide=True)
-      for name, operation in OPERATIONS.items() for lengths in (MIXED, (), (0, 0, 7), (5,) * 1000)),
-    *(Case(name, dtype, token, lengths, slack=slack)
-      for name in ("softmax", "log_softmax", "sum", "max", "cumulative_sum")
-      for dtype, token, slack in ((f32, (), 0), (bf16, (24,), 100))
-      for lengths in ((70000, *(4,) * 900, 0, 0, 300), (4,) * 3000, (20000, 3, 9000), (1,), (0,) * 5000 + (9,))),
-    *(Case(name, dtype, (), (70000, 65536, 30000, 20000, 0, 16385, 40001), slack=slack)
-      for name in ("softmax", "log_softmax", "logsumexp", "max") for dtype, slack in ((f32, 0), (f16, 100))),
-    *(Case(name, dtype, token, MIXED, slack=100) for name in ("pad", "pad left", "pad and unpad", "gather", "flip")
-      for dtype, token in ((f32, ()), (bf16, (24,)))),
-    *(Case(name, bf16, (48,), MIXED, sliced=True) for name in OPERATIONS if "rope" not in name and name != "rms_norm of a sum"),
-    *(Case(name, f32, (), (300, 0, 4), slack=200_000, bounded=True) for name in ("softmax", "cumulative_sum", "sum")),
-    *(Case(name, f32, (), (length,) * 3000, bounded=True) for name in ("softmax", "cumulative_sum", "max") for length in (1, 4)),
+    *(
+        Case(name, dtype, token, MIXED, bounded=bounded)
+        for name, operation in OPERATIONS.items()
+        for token in operation.tokens
+        for dtype, bounded in ((bf16, True), (f32, False), *[(f16, False)] * (name not in ROWWISE))
+    ),
+    *(
+        Case(name, f32, operation.tokens[0], lengths, wide=True)
+        for name, operation in OPERATIONS.items()
+        for lengths in (MIXED, (), (0, 0, 7), (5,) * 1000)
+    ),
+    *(
+        Case(name, dtype, token, lengths, slack=slack)
+        for name in ("softmax", "log_softmax", "sum", "max", "cumulative_sum")
+        for dtype, token, slack in ((f32, (), 0), (bf16, (24,), 100))
+        for lengths in (
+            (70000, *(4,) * 900, 0, 0, 300),
+            (4,) * 3000,
+            (20000, 3, 9000),
+            (1,),
+            (0,) * 5000 + (9,),
+        )
+    ),
+    *(
+        Case(name, dtype, (), (70000, 65536, 30000, 20000, 0, 16385, 40001), slack=slack)
+        for name in ("softmax", "log_softmax", "logsumexp", "max")
+        for dtype, slack in ((f32, 0), (f16, 100))
+    ),
+    *(
+        Case(name, dtype, token, MIXED, slack=100)
+        for name in ("pad", "pad left", "pad and unpad", "gather", "flip")
+        for dtype, token in ((f32, ()), (bf16, (24,)))
+    ),
+    *(
+        Case(name, bf16, (48,), MIXED, sliced=True)
+        for name in OPERATIONS
+        if "rope" not in name and name != "rms_norm of a sum"
+    ),
+    *(
+        Case(name, f32, (), (300, 0, 4), slack=200_000, bounded=True)
+        for name in ("softmax", "cumulative_sum", "sum")
+    ),
+    *(
+        Case(name, f32, (), (length,) * 3000, bounded=True)
+        for name in ("softmax", "cumulative_sum", "max")
+        for length in (1, 4)
+    ),
     Case("rms_norm of a sum", bf16, (2, 48), MIXED, sliced=True),
-    *(Case(name, bf16, (3, 64), MIXED, sliced=True) for name in ("rope", "rope interleaved", "rope of q and k")),
+    *(
+        Case(name, bf16, (3, 64), MIXED, sliced=True)
+        for name in ("rope", "rope interleaved", "rope of q and k")
+    ),
 ]
 
 
@@ -53,7 +100,9 @@ def test_no_sync_and_equal_bits(name):
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype, token, slack", [(f32, (), 0), (bf16, (), 100), (f16, (24,), 100), (bf16, (1024,), 0)])
+@pytest.mark.parametrize(
+    "dtype, token, slack", [(f32, (), 0), (bf16, (), 100), (f16, (24,), 100), (bf16, (1024,), 0)]
+)
 def test_gradient_of_a_product(dtype, token, slack, compiled):
     check_product((*MIXED, 3000, 0, 20000), token, dtype, "cuda", slack, compiled)
 
@@ -93,10 +142,15 @@ def test_graph(name):
     torch.cuda.synchronize()
     graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(captured, run(case, *fresh[:2], fresh[2])))
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(captured, run(case, *fresh[:2], fresh[2]))
+    )
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "softmax", "sum", "cumulative_sum", "rope", "gather", "flip", "concat"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "softmax", "sum", "cumulative_sum", "rope", "gather", "flip", "concat"]
+)
 def test_more_than_2_31_elements(name):
     """The last row against itself alone."""
     length, width = 1000, 1024
@@ -107,10 +161,14 @@ def test_more_than_2_31_elements(name):
 
     def last(values, lengths):
         with torch.no_grad():
-            y = OPERATIONS[name].run(scree.from_offsets(values.view(shape), offsets(lengths, "cuda")), *weight)
+            y = OPERATIONS[name].run(
+                scree.from_offsets(values.view(shape), offsets(lengths, "cuda")), *weight
+            )
         return y.values[-length:] if isinstance(y, scree.Array) else y[-1]
 
-    assert torch.allclose(last(x, (length,) * n).float(), last(x[-length:], (length,)).float(), rtol=2e-3, atol=1e-5)
+    assert torch.allclose(
+        last(x, (length,) * n).float(), last(x[-length:], (length,)).float(), rtol=2e-3, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("length", [10_000_000])
@@ -122,7 +180,9 @@ def test_skew(length):
     values = torch.randn(int(cu[-1]), device="cuda")
     x = scree.from_offsets(values, cu)
     ids = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), lengths)
-    exact = torch.zeros(len(lengths), dtype=torch.float64, device="cuda").index_add_(0, ids, values.double())
+    exact = torch.zeros(len(lengths), dtype=torch.float64, device="cuda").index_add_(
+        0, ids, values.double()
+    )
     found = scree.namespace(x).sum(x, axis=1)
     assert distance(found, exact) < 1e-6
     assert abs(float(found[500_000]) - float(exact[500_000])) < 1e-6 * math.sqrt(length) * 10
@@ -134,6 +194,9 @@ def test_skew(length):
     assert distance(found, running[1:] - running[cu[:-1].long()][ids]) < 1e-6
     found = scree.namespace(x).argmax(x, axis=1)
     before, row, after = values.split([2_000_000, length, 2_000_000])
-    assert torch.equal(found, torch.cat([before.view(-1, 4).argmax(1), row.argmax(0, keepdim=True), after.view(-1, 4).argmax(1)]))
-
-
+    assert torch.equal(
+        found,
+        torch.cat(
+            [before.view(-1, 4).argmax(1), row.argmax(0, keepdim=True), after.view(-1, 4).argmax(1)]
+        ),
+    )

@@ -1,4 +1,5 @@
 """The kernels beside attention on a small fixed set; without a GPU in Triton's interpreter."""
+
 import pytest
 import torch
 from kernels_reference import OPERATIONS, Case, check, check_product, f16, f32, inputs, offsets, run
@@ -10,23 +11,64 @@ from scree_triton.launch import INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LAYOUTS = ((5, 0, 33, 70, 1), (0, 0), ())
 CASES = [
-    *(Case(name, f32, operation.tokens[0], (5, 0, 8, 1) if "entropy" in name else LAYOUTS[0], wide=True)  # a program a token
-      for name, operation in OPERATIONS.items()),
-    *(Case(name, f16, operation.tokens[1], (3, 0, 20), bounded=True)
-      for name, operation in OPERATIONS.items()),
-    *(Case(name, f32, operation.tokens[0], lengths) for name, operation in OPERATIONS.items() for lengths in LAYOUTS[1:]),
-    *(Case(name, f32, (24,), (4, 3), sliced=True) for name in ("rms_norm", "layer_norm", "swiglu", "softmax", "sum")),
-    *(Case(name, f32, (2, 16), (4, 3), sliced=True) for name in ("rms_norm of a sum", "rope", "rope of q and k")),
-    Case("rms_norm of a sum", f16, (2, 1024), (20, 0, 11)),  # more tokens than the programs of the backward have at once
+    *(
+        Case(
+            name,
+            f32,
+            operation.tokens[0],
+            (5, 0, 8, 1) if "entropy" in name else LAYOUTS[0],
+            wide=True,
+        )  # a program a token
+        for name, operation in OPERATIONS.items()
+    ),
+    *(
+        Case(name, f16, operation.tokens[1], (3, 0, 20), bounded=True)
+        for name, operation in OPERATIONS.items()
+    ),
+    *(
+        Case(name, f32, operation.tokens[0], lengths)
+        for name, operation in OPERATIONS.items()
+        for lengths in LAYOUTS[1:]
+    ),
+    *(
+        Case(name, f32, (24,), (4, 3), sliced=True)
+        for name in ("rms_norm", "layer_norm", "swiglu", "softmax", "sum")
+    ),
+    *(
+        Case(name, f32, (2, 16), (4, 3), sliced=True)
+        for name in ("rms_norm of a sum", "rope", "rope of q and k")
+    ),
+    Case(
+        "rms_norm of a sum", f16, (2, 1024), (20, 0, 11)
+    ),  # more tokens than the programs of the backward have at once
     Case("grouped_matmul", f32, (24,), (4, 3), sliced=True),
-    *(Case(name, f32, (10, 1024), (3, 0, 2)) for name in ("rope interleaved", "rope of q and k")),  # more heads than at a time
+    *(
+        Case(name, f32, (10, 1024), (3, 0, 2)) for name in ("rope interleaved", "rope of q and k")
+    ),  # more heads than at a time
 ]
-LONG = [Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
-        for name, token in (("softmax", ()), ("log_softmax", (3,)), ("logsumexp", ()), ("sum", (3,)), ("mean", ()), ("mean", (3,)),
-                           ("max", ()), ("cumulative_sum", ()), ("cumulative_sum", (3,)))]
-LONG += [Case(name, f32, (), (300, 200, 0, 90)) for name in ("softmax", "sum", "cumulative_sum")]  # several warps a program
-LONG += [Case(name, f32, (), (150, 140, 0, 160, 130), bounded=True)  # second visits close behind the first
-         for name in ("softmax", "max", "cumulative_sum")]
+LONG = [
+    Case(name, f32, token, (300, 2, 0, 40, *(4,) * 9))
+    for name, token in (
+        ("softmax", ()),
+        ("log_softmax", (3,)),
+        ("logsumexp", ()),
+        ("sum", (3,)),
+        ("mean", ()),
+        ("mean", (3,)),
+        ("max", ()),
+        ("cumulative_sum", ()),
+        ("cumulative_sum", (3,)),
+    )
+]
+LONG += [
+    Case(name, f32, (), (300, 200, 0, 90)) for name in ("softmax", "sum", "cumulative_sum")
+]  # several warps a program
+LONG += [
+    Case(
+        name, f32, (), (150, 140, 0, 160, 130), bounded=True
+    )  # second visits close behind the first
+    for name in ("softmax", "max", "cumulative_sum")
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -34,9 +76,21 @@ def test_error(case):
     check(case, DEVICE)
 
 
-@pytest.mark.parametrize("name", [
-    "rms_norm", "rms_norm of a sum", "layer_norm", "swiglu", "softmax", "logsumexp", "sum", "max", "cumulative_sum",
-    "rope of q and k"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rms_norm",
+        "rms_norm of a sum",
+        "layer_norm",
+        "swiglu",
+        "softmax",
+        "logsumexp",
+        "sum",
+        "max",
+        "cumulative_sum",
+        "rope of q and k",
+    ],
+)
 def test_calls_alike(name):
     """What is kept with the rows holds nothing of the contents of the arrays that it came from, and heeds `no_grad`."""
     case = Case(name, f32, OPERATIONS[name].tokens[0], (5, 0, 8, 1))
@@ -54,7 +108,10 @@ def test_calls_alike(name):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_angles_of_far_positions(theta, interleaved):
     """An angle of thousands of turns is as exact as the first ones."""
-    values, start = torch.randn(40, 2, 32, device=DEVICE), torch.tensor([5, 0, 1 << 20], device=DEVICE)
+    values, start = (
+        torch.randn(40, 2, 32, device=DEVICE),
+        torch.tensor([5, 0, 1 << 20], device=DEVICE),
+    )
     x = scree.from_lengths(values, [20, 0, 20])
     found = scree.rope(x, theta=theta, interleaved=interleaved, start=start, kernel="triton").values
     position = torch.cat([torch.arange(20) + 5, torch.arange(20) + (1 << 20)]).double()
@@ -72,10 +129,19 @@ def test_rows_longer_than_a_share(case, monkeypatch):
     check(case, DEVICE)
 
 
-@pytest.mark.parametrize("name, dtype", [
-    ("any", torch.bool), ("all", torch.bool),
-    ("count_nonzero", torch.bool),
-    *((name, dtype) for name in ("any", "all", "sum", "prod", "max", "min") for dtype in (torch.int32, torch.int64))])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("any", torch.bool),
+        ("all", torch.bool),
+        ("count_nonzero", torch.bool),
+        *(
+            (name, dtype)
+            for name in ("any", "all", "sum", "prod", "max", "min")
+            for dtype in (torch.int32, torch.int64)
+        ),
+    ],
+)
 def test_integers(name, dtype):
     lengths = [3, 0, 40, 1]
     x = scree.from_lengths(torch.randint(-3, 4, (44, 2), device=DEVICE).to(dtype), lengths)
@@ -88,7 +154,11 @@ def test_integers(name, dtype):
         row = row.to(torch.int64) if dtype != torch.bool else row
         if name in ("max", "min"):
             worst = limit.min if name == "max" else limit.max
-            expected = (row.amax(0) if name == "max" else row.amin(0)) if len(row) else torch.full_like(got, worst)
+            expected = (
+                (row.amax(0) if name == "max" else row.amin(0))
+                if len(row)
+                else torch.full_like(got, worst)
+            )
         else:
             expected = row.sum(0) if name == "count_nonzero" else getattr(row, name)(0)
         assert torch.equal(got.to(torch.int64), expected.to(torch.int64))
@@ -103,22 +173,36 @@ def test_truth_of_numbers(dtype, token, cut, monkeypatch):
         cut_small(monkeypatch)
     lengths = [300, 0, 40, 1, *(4,) * 9, 40]
     generator = torch.Generator(DEVICE).manual_seed(0)
-    numbers = torch.tensor([0.0, -0.0, 3.0, 1e-6, torch.nan] if dtype.is_floating_point else [0, 0, -1 << 32, 1, 3], device=DEVICE)
-    values = numbers[torch.randint(0, 5, (sum(lengths), *token), generator=generator, device=DEVICE)].to(dtype)
+    numbers = torch.tensor(
+        [0.0, -0.0, 3.0, 1e-6, torch.nan] if dtype.is_floating_point else [0, 0, -1 << 32, 1, 3],
+        device=DEVICE,
+    )
+    values = numbers[
+        torch.randint(0, 5, (sum(lengths), *token), generator=generator, device=DEVICE)
+    ].to(dtype)
     values[:300], values[-40:] = numbers[4], 0
     values[150] = 0
     x = scree.from_lengths(values, lengths)
     for name in ("any", "all"):
-        assert scree.explain("segment_reduce", name, values, x.layout, torch.bool).provider == "triton"
+        assert (
+            scree.explain("segment_reduce", name, values, x.layout, torch.bool).provider == "triton"
+        )
         found = getattr(scree.namespace(x), name)(x, axis=1)
         assert found.dtype == torch.bool
-        assert torch.equal(found, torch.stack([getattr(row != 0, name)(0) for row in values.split(lengths)]))
+        assert torch.equal(
+            found, torch.stack([getattr(row != 0, name)(0) for row in values.split(lengths)])
+        )
 
 
 def test_truth_of_other_numbers():
     """Numbers that the kernels do not read are compared with 0 before."""
-    x = scree.from_lengths(torch.tensor([1, 0, 2, 0], dtype=torch.int8, device=DEVICE), [1, 2, 0, 1])
-    assert scree.explain("segment_reduce", "any", x.values, x.layout, torch.bool).provider == "standard"
+    x = scree.from_lengths(
+        torch.tensor([1, 0, 2, 0], dtype=torch.int8, device=DEVICE), [1, 2, 0, 1]
+    )
+    assert (
+        scree.explain("segment_reduce", "any", x.values, x.layout, torch.bool).provider
+        == "standard"
+    )
     assert scree.namespace(x).any(x, axis=1).tolist() == [True, True, False, False]
     assert scree.namespace(x).all(x, axis=1).tolist() == [True, False, True, False]
 
@@ -130,33 +214,60 @@ def test_mean_is_one_operation():
         out = dtype if dtype.is_floating_point else f32
         assert scree.explain("segment_mean", "mean", x.values, x.layout, out).provider == "triton"
         found = scree.namespace(x).mean(x, axis=1)
-        assert torch.equal(found[::2], torch.tensor([1, 5], dtype=out, device=DEVICE)) and found[1].isnan()
+        assert (
+            torch.equal(found[::2], torch.tensor([1, 5], dtype=out, device=DEVICE))
+            and found[1].isnan()
+        )
 
 
 def cut_small(monkeypatch):
     """Tiles, shares and parts so short that long rows are cut."""
-    for name, value in dict(_TOKENS=32, _SHARE=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64).items():
+    for name, value in dict(
+        _TOKENS=32, _SHARE=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64
+    ).items():
         monkeypatch.setattr(segments, name, value)
     monkeypatch.setattr(columns, "_SHORTEST", 0)
     monkeypatch.setattr(segments, "_plan", segments._plan.__wrapped__)
 
 
-@pytest.mark.parametrize("dtype, token, lengths", [
-    (f32, (), (3, 0, 40, 1, 0, 17, 2)), (f16, (), (0, 150, 1, 0, 70, 5)), (f32, (2,), (0, 40, 3)), (f16, (2,), (5, 0, 0, 21))])
+@pytest.mark.parametrize(
+    "dtype, token, lengths",
+    [
+        (f32, (), (3, 0, 40, 1, 0, 17, 2)),
+        (f16, (), (0, 150, 1, 0, 70, 5)),
+        (f32, (2,), (0, 40, 3)),
+        (f16, (2,), (5, 0, 0, 21)),
+    ],
+)
 def test_gradient_of_a_product(dtype, token, lengths, monkeypatch):
     check_product(lengths, token, dtype, DEVICE)
     cut_small(monkeypatch)
     check_product(lengths, token, dtype, DEVICE)
 
 
-@pytest.mark.parametrize("run", [
-    lambda x, w: scree.softmax(x).values, lambda x, w: scree.rms_norm(x, w).values, lambda x, w: scree.rope(x).values,
-    lambda x, w: scree.to_padded(x, length=4)[0], lambda x, w: scree.namespace(x).sum(x, axis=1),
-    lambda x, w: scree.gather(x, x.with_values(torch.tensor([1, 0, 4, 4, 2], device=DEVICE))).values,
-    lambda x, w: scree.cross_entropy(x, x.with_values(torch.tensor([1, 0, 7, 4, 2], device=DEVICE))),
-], ids=["softmax", "rms_norm", "rope", "pad", "sum", "gather", "cross_entropy"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, w: scree.softmax(x).values,
+        lambda x, w: scree.rms_norm(x, w).values,
+        lambda x, w: scree.rope(x).values,
+        lambda x, w: scree.to_padded(x, length=4)[0],
+        lambda x, w: scree.namespace(x).sum(x, axis=1),
+        lambda x, w: (
+            scree.gather(x, x.with_values(torch.tensor([1, 0, 4, 4, 2], device=DEVICE))).values
+        ),
+        lambda x, w: scree.cross_entropy(
+            x, x.with_values(torch.tensor([1, 0, 7, 4, 2], device=DEVICE))
+        ),
+    ],
+    ids=["softmax", "rms_norm", "rope", "pad", "sum", "gather", "cross_entropy"],
+)
 def test_transforms_of_torch_func_take_the_standard_path(run):
-    rows, values, weights = offsets((2, 0, 3), DEVICE), torch.randn(3, 5, 8, device=DEVICE), torch.randn(3, 8, device=DEVICE)
+    rows, values, weights = (
+        offsets((2, 0, 3), DEVICE),
+        torch.randn(3, 5, 8, device=DEVICE),
+        torch.randn(3, 8, device=DEVICE),
+    )
 
     def f(values, weight):
         return run(scree.from_offsets(values, rows), weight)
@@ -165,12 +276,21 @@ def test_transforms_of_torch_func_take_the_standard_path(run):
     assert torch.allclose(torch.func.vmap(f)(values, weights), right, rtol=1e-5, atol=1e-6)
     slope = torch.func.grad(lambda x: f(x, weights[0]).square().sum())(values[0])
     leaf = values[0].clone().requires_grad_()
-    assert torch.allclose(slope, torch.autograd.grad(f(leaf, weights[0]).square().sum(), leaf)[0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(
+        slope,
+        torch.autograd.grad(f(leaf, weights[0]).square().sum(), leaf)[0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 def test_one_long_row_says_nothing_of_the_others():
     """Tiles are as wide as the other rows, where the host knows a long one; a bound that is no row's length is none."""
-    assert segments._cut(14_000_000, 1_000_001, 10_000_000).width == segments._cut(4_000_000, 1_000_000, 4).width == 4
+    assert (
+        segments._cut(14_000_000, 1_000_001, 10_000_000).width
+        == segments._cut(4_000_000, 1_000_000, 4).width
+        == 4
+    )
     assert segments._cut(14_000_000, 1_000_001, 14_000_000).width == 16
 
 
@@ -181,7 +301,9 @@ def test_counts_of_parts_are_left_as_found(map, monkeypatch):
     counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(columns, "counters", lambda device, number: counts[:number])
     x = torch.randn(580, device=DEVICE)
-    rows = segments.Rows(torch.tensor([0, 150, 290, 450, 580], dtype=torch.int32, device=DEVICE), 160)
+    rows = segments.Rows(
+        torch.tensor([0, 150, 290, 450, 580], dtype=torch.int32, device=DEVICE), 160
+    )
     first = segments.over_rows(x, rows, shares.LSE, map)
     assert not counts.any()
     assert torch.equal(first, segments.over_rows(x, rows, shares.LSE, map))
@@ -197,12 +319,16 @@ def test_rows_before_shares():
     assert segments.rows_of(x.layout).first(16, 32) is first
 
 
-@pytest.mark.parametrize("edges", [(0, 4, 8, 12), (0, 4, 4, 8), (0, 3, 7, 11)], ids=["even", "empty", "uneven"])
+@pytest.mark.parametrize(
+    "edges", [(0, 4, 8, 12), (0, 4, 4, 8), (0, 3, 7, 11)], ids=["even", "empty", "uneven"]
+)
 def test_rows_that_may_be_of_one_length(edges):
     """As many tokens as if all rows were as long as the longest: where they are not, some tokens are behind the last row."""
     rows = segments.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), 4)
     x = torch.randn(12, device=DEVICE)
-    expected = torch.cat([*(x[a:b].softmax(0) for a, b in zip(edges, edges[1:])), 0 * x[edges[-1]:]])
+    expected = torch.cat(
+        [*(x[a:b].softmax(0) for a, b in zip(edges, edges[1:])), 0 * x[edges[-1] :]]
+    )
     torch.testing.assert_close(segments.over_rows(x, rows, shares.LSE, shares.SOFTMAX), expected)
 
 
@@ -217,8 +343,13 @@ def test_tokens_behind_the_last_row(longest, monkeypatch):
     expected = torch.cat([part.softmax(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)])
     torch.testing.assert_close(segments.over_rows(x, rows, shares.LSE, shares.SOFTMAX), expected)
     running = segments.over_rows(x, rows, shares.SUM, shares.RUNNING)
-    torch.testing.assert_close(running, torch.cat([part.cumsum(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)]))
-    torch.testing.assert_close(segments.over_rows(x, rows, shares.SUM), torch.stack([part.sum(0) for part in parts]))
+    torch.testing.assert_close(
+        running,
+        torch.cat([part.cumsum(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)]),
+    )
+    torch.testing.assert_close(
+        segments.over_rows(x, rows, shares.SUM), torch.stack([part.sum(0) for part in parts])
+    )
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -230,11 +361,21 @@ def test_first_extremum(dtype, width, cut, monkeypatch):
         cut_small(monkeypatch)
     lengths = [300, 0, 40, 1, 2, *(4,) * 9, 0, 7]
     generator = torch.Generator(DEVICE).manual_seed(0)
-    values = torch.randint(-3, 4, (sum(lengths), *width), generator=generator, device=DEVICE).to(dtype)
+    values = torch.randint(-3, 4, (sum(lengths), *width), generator=generator, device=DEVICE).to(
+        dtype
+    )
     if dtype.is_floating_point:
-        special = torch.tensor([0.0, -0.0, 0.0, -0.0, 2.5, -torch.inf, torch.inf, torch.nan], dtype=dtype, device=DEVICE)
+        special = torch.tensor(
+            [0.0, -0.0, 0.0, -0.0, 2.5, -torch.inf, torch.inf, torch.nan],
+            dtype=dtype,
+            device=DEVICE,
+        )
         chosen = torch.randint(0, 8, values.shape, generator=generator, device=DEVICE)
-        values = torch.where(torch.arange(len(values), device=DEVICE).view(-1, *(1,) * len(width)) > 320, special[chosen], values)
+        values = torch.where(
+            torch.arange(len(values), device=DEVICE).view(-1, *(1,) * len(width)) > 320,
+            special[chosen],
+            values,
+        )
     elif dtype == torch.int32:
         values[5], values[310] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
     x = scree.from_lengths(values, lengths)
@@ -243,17 +384,25 @@ def test_first_extremum(dtype, width, cut, monkeypatch):
         found = getattr(scree.namespace(x), f"arg{name}")(x, axis=1).tolist()
         exact = values.double().cpu().numpy()  # NumPy takes the first, and NaN
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        rows = [exact[a:a + n] for a, n in zip(starts, lengths)]
-        assert found == [getattr(r, f"arg{name}")(0).tolist() if len(r) else torch.full(width, -1).tolist() for r in rows]
+        rows = [exact[a : a + n] for a, n in zip(starts, lengths)]
+        assert found == [
+            getattr(r, f"arg{name}")(0).tolist() if len(r) else torch.full(width, -1).tolist()
+            for r in rows
+        ]
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("name, dtype", [(name, dtype) for name in ("sum", "prod") for dtype in (torch.int32, torch.int64)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, dtype) for name in ("sum", "prod") for dtype in (torch.int32, torch.int64)],
+)
 def test_scan_of_integers(name, dtype, cut, monkeypatch):
     if cut:
         cut_small(monkeypatch)
     lengths = [300, 0, 40, 1, *(4,) * 9]
-    x = scree.from_lengths(torch.randint(-3, 4, (sum(lengths), 2), device=DEVICE).to(dtype), lengths)
+    x = scree.from_lengths(
+        torch.randint(-3, 4, (sum(lengths), 2), device=DEVICE).to(dtype), lengths
+    )
     if name == "prod":
         x = x.with_values(x.values.sign() + (x.values == 0))  # 1 and -1
     assert scree.explain("segment_scan", name, x.values, x.layout, dtype).provider == "triton"
@@ -262,10 +411,33 @@ def test_scan_of_integers(name, dtype, cut, monkeypatch):
     assert torch.equal(found.values, torch.cat(expected).to(dtype))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rms_norm of a sum", "layer_norm", "softmax", "sum", "mean", "max",
-                                  "cumulative_sum", "swiglu", "rope", "rope of q and k", "grouped_matmul", "pad", "pad and unpad",
-                                  "pad and unpad by mask", "cross_entropy of rows",
-                                  "linear_cross_entropy of rows", "gather", "scatter", "scatter_add", "flip", "concat"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rms_norm",
+        "rms_norm of a sum",
+        "layer_norm",
+        "softmax",
+        "sum",
+        "mean",
+        "max",
+        "cumulative_sum",
+        "swiglu",
+        "rope",
+        "rope of q and k",
+        "grouped_matmul",
+        "pad",
+        "pad and unpad",
+        "pad and unpad by mask",
+        "cross_entropy of rows",
+        "linear_cross_entropy of rows",
+        "gather",
+        "scatter",
+        "scatter_add",
+        "flip",
+        "concat",
+    ],
+)
 def test_compiled(name):
     """Traced whole, forward and backward."""
     case = Case(name, f32, OPERATIONS[name].tokens[0], (5, 0, 33))
@@ -278,7 +450,10 @@ def test_compiled(name):
     torch._dynamo.reset()
     y = torch.compile(f, fullgraph=True, backend="aot_eager")(x.values, x.offsets, parameters)
     found = [y, *torch.autograd.grad(y, [x.values, *parameters], dy)]
-    assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(run(case, x, parameters, dy), found))
+    assert all(
+        torch.allclose(a, b, 0, 0, equal_nan=True)
+        for a, b in zip(run(case, x, parameters, dy), found)
+    )
 
 
 def test_reasons():

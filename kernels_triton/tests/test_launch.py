@@ -1,4 +1,5 @@
 """What a launch asks the JIT once and what it then hands to the launcher in C, with stand-ins for both."""
+
 import sys
 from types import SimpleNamespace
 
@@ -15,14 +16,25 @@ class Jit:
 
     def __init__(self, **run):
         self.asked, self.launched = [], []
-        plain = dict(launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0,
-                     arg_annotations="annotations", kernel_signature="signature")
+        plain = dict(
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            arg_annotations="annotations",
+            kernel_signature="signature",
+        )
         self.run = SimpleNamespace(**plain | run, launch=self.launch)
 
     def __getitem__(self, grid):
         def run(*args, **constants):
             self.asked.append((grid, args, constants))
-            return SimpleNamespace(run=self.run, function="function", packed_metadata="metadata", metadata=SimpleNamespace())
+            return SimpleNamespace(
+                run=self.run,
+                function="function",
+                packed_metadata="metadata",
+                metadata=SimpleNamespace(),
+            )
 
         return run
 
@@ -42,7 +54,7 @@ def jit(monkeypatch):
 
 
 X = torch.empty(64, dtype=torch.uint8)
-X = X[-X.data_ptr() % 16:][:32]  # begins at a multiple of 16
+X = X[-X.data_ptr() % 16 :][:32]  # begins at a multiple of 16
 
 
 def launch_of(kernel, options=None):
@@ -54,11 +66,29 @@ def test_the_common_variant_is_asked_for_once(jit):
     launch = launch_of(kernel, dict(num_warps=4))
     for programs in (5, 6, 7):
         launch(programs, (X,), (16,), (3,))
-    (grid, args, constants), = kernel.asked
-    assert grid == (5,) and args[0] is X and args[1:] == (16, 3) and constants == dict(BLOCK=64, num_warps=4)
+    ((grid, args, constants),) = kernel.asked
+    assert (
+        grid == (5,)
+        and args[0] is X
+        and args[1:] == (16, 3)
+        and constants == dict(BLOCK=64, num_warps=4)
+    )
     assert [args[:4] for args in kernel.launched] == [(6, 1, 1, "stream"), (7, 1, 1, "stream")]
     assert kernel.launched[0][4:] == (
-        "function", False, False, None, None, "metadata", None, None, None, X.data_ptr(), 16, 3, 64)
+        "function",
+        False,
+        False,
+        None,
+        None,
+        "metadata",
+        None,
+        None,
+        None,
+        X.data_ptr(),
+        16,
+        3,
+        64,
+    )
 
 
 @pytest.mark.parametrize(("pointer", "stride"), [(X[1:], 16), (X, 8), (X, 1), (X[1:], 8)])
@@ -69,7 +99,10 @@ def test_each_alignment_is_asked_for_once(jit, pointer, stride):
         launch(5, (X,), (16,), (3,))
         launch(5, (pointer,), (stride,), (3,))
     assert len(kernel.asked) == 2
-    assert [args[-4:-2] for args in kernel.launched] == [(X.data_ptr(), 16), (pointer.data_ptr(), stride)] * 2
+    assert [args[-4:-2] for args in kernel.launched] == [
+        (X.data_ptr(), 16),
+        (pointer.data_ptr(), stride),
+    ] * 2
 
 
 def test_a_stride_of_one_is_a_variant_of_its_own(jit):
@@ -102,8 +135,26 @@ def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
     launch = launch_of(kernel)
     for _ in range(2):
         launch(5, (X,), (16,), (3,))
-    assert kernel.launched == [(5, 1, 1, "stream", "function", False, False, "metadata", None, None, None, None, None,
-                                "annotations", "signature", (X.data_ptr(), 16, 3, 64))]
+    assert kernel.launched == [
+        (
+            5,
+            1,
+            1,
+            "stream",
+            "function",
+            False,
+            False,
+            "metadata",
+            None,
+            None,
+            None,
+            None,
+            None,
+            "annotations",
+            "signature",
+            (X.data_ptr(), 16, 3, 64),
+        )
+    ]
 
 
 def test_a_cooperative_launch_stays_one(jit):
@@ -133,7 +184,9 @@ def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
 
 def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
     encoded = []
-    driver = SimpleNamespace(make_tensordesc_arg=lambda described, how: encoded.append((described.base, how)) or [how])
+    driver = SimpleNamespace(
+        make_tensordesc_arg=lambda described, how: encoded.append((described.base, how)) or [how]
+    )
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
     kernel = jit()
     launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16))
@@ -170,6 +223,8 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     for devices in (1, 2):
         monkeypatch.setattr(host, "_device_count", lambda devices=devices: devices)
-        assert Plan(None).run(3) == Plan(1).run(3) == (3, [])  # in host memory, and on the current one
+        assert (
+            Plan(None).run(3) == Plan(1).run(3) == (3, [])
+        )  # in host memory, and on the current one
     other = Plan(0)
     assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None

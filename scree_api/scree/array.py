@@ -68,9 +68,13 @@ class Array:
                 f"offsets: expected one axis of n + 1 entries, got shape {tuple(offsets.shape)}; an empty batch has [0]"
             )
         if offsets.dtype != lib.xp.int32 and offsets.dtype != lib.xp.int64:
-            raise TypeError(f"offsets: expected int32 or int64, got {offsets.dtype}; convert them with astype")
+            raise TypeError(
+                f"offsets: expected int32 or int64, got {offsets.dtype}; convert them with astype"
+            )
         if offsets.shape[0] == 1 and self.total_length:
-            raise ValueError(f"offsets: expected rows for {self.total_length} tokens, got none; an empty batch has no tokens")
+            raise ValueError(
+                f"offsets: expected rows for {self.total_length} tokens, got none; an empty batch has no tokens"
+            )
         if self.max_length is not None:
             object.__setattr__(self, "max_length", checks.integer("max_length", self.max_length, 0))
         host = self.layout.host
@@ -81,7 +85,9 @@ class Array:
     def _restore(cls, values: Any, offsets: Any, ragged_dim: int, max_length: int | None) -> Array:
         """An array of parts that are known to fit (or, inside a transform, that are no arrays at all): no checks."""
         self = object.__new__(cls)
-        self.__dict__.update(values=values, offsets=offsets, ragged_dim=ragged_dim, max_length=max_length)
+        self.__dict__.update(
+            values=values, offsets=offsets, ragged_dim=ragged_dim, max_length=max_length
+        )
         return self
 
     @classmethod
@@ -100,7 +106,9 @@ class Array:
         layout.check(host, self.total_length)
         longest = int(np.max(host[1:] - host[:-1], initial=0))
         if self.max_length is not None and self.max_length < longest:
-            raise ValueError(f"max_length: expected at least {longest}, the longest row, got {self.max_length}")
+            raise ValueError(
+                f"max_length: expected at least {longest}, the longest row, got {self.max_length}"
+            )
 
     def validate(self) -> Array:
         """Check the values of the offsets wherever they are (this waits for a device), and return the array itself.
@@ -124,7 +132,9 @@ class Array:
         """The row boundaries with everything derived from them, shared by all arrays of one layout."""
         found = self.__dict__.get("_layout")
         if found is None:
-            found = layout.Layout(backends.backend(self.offsets), self.offsets, self.total_length, self.max_length)
+            found = layout.Layout(
+                backends.backend(self.offsets), self.offsets, self.total_length, self.max_length
+            )
             self.__dict__["_layout"] = found
         return found
 
@@ -166,7 +176,9 @@ class Array:
     @property
     def batch_size(self) -> int:
         """Number of rows."""
-        rows: int = self.offsets.shape[0] - 1  # not int(...), which would make a constant of a size that torch.export varies
+        rows: int = (
+            self.offsets.shape[0] - 1
+        )  # not int(...), which would make a constant of a size that torch.export varies
         return rows
 
     @property
@@ -216,13 +228,18 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Bytes of values and offsets together."""
-        return sum(_bits(self.layout.xp, x.dtype) // 8 * _size(x.shape) for x in (self.values, self.offsets))
+        return sum(
+            _bits(self.layout.xp, x.dtype) // 8 * _size(x.shape)
+            for x in (self.values, self.offsets)
+        )
 
     @property
     def mT(self) -> Array:  # noqa: N802 (the standard's name)
         """The array with its last two axes exchanged."""
         if self.ndim < 3:
-            raise ValueError(f"mT: expected at least two axes behind the batch, got shape {self.shape}")
+            raise ValueError(
+                f"mT: expected at least two axes behind the batch, got shape {self.shape}"
+            )
         last, xp = self.values.ndim - 1, self.layout.xp
         dim = {last: last - 1, last - 1: last}.get(self.ragged_dim, self.ragged_dim)
         return self.with_values(xp.matrix_transpose(self.values), ragged_dim=dim)
@@ -233,7 +250,11 @@ class Array:
             raise ValueError("stream: expected None, the streams of a library are not known here")
         move = self.layout.backend.to_device
         moved = layout.Layout(
-            self.layout.backend, move(self.offsets, device), self.total_length, self.layout.max_length, self.layout.host
+            self.layout.backend,
+            move(self.offsets, device),
+            self.total_length,
+            self.layout.max_length,
+            self.layout.host,
         )
         return Array._of(move(self.values, device), moved, self.ragged_dim)
 
@@ -281,7 +302,9 @@ class Array:
         return namespace(self, api_version=api_version)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a ragged array is no NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)")
+        raise TypeError(
+            "a ragged array is no NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
+        )
 
     def __getitem__(self, key: Any) -> Any:
         from .index import getitem
@@ -289,7 +312,9 @@ class Array:
         return getitem(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise TypeError("a ragged array does not change: scree.at(arr)[...].set(value) gives a new one")
+        raise TypeError(
+            "a ragged array does not change: scree.at(arr)[...].set(value) gives a new one"
+        )
 
     def __len__(self) -> int:
         return self.batch_size

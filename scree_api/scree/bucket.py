@@ -55,7 +55,11 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     array([ True,  True,  True, False, False])
     """
     arr, fill_value = trimmed(ragged("arr", arr)), scalar("fill_value", fill_value, arr.values)
-    rows, lengths, growth = arr.layout, np.diff(arr.layout.read()), number("growth", growth, above=1)
+    rows, lengths, growth = (
+        arr.layout,
+        np.diff(arr.layout.read()),
+        number("growth", growth, above=1),
+    )
     total, longest = _size(rows.total, growth), _size(int(lengths.max(initial=0)), growth)
     padding, added = total - rows.total, math.ceil(total * (1 - 1 / growth) / longest)
     count = _size(rows.num_rows, growth) + added

@@ -8,11 +8,18 @@ import numpy as np
 
 from .backends import backend, is_array
 
-NUMBERS = bool, int, float, complex  # for `isinstance`, which `bool | int | float | complex` would make anew in each call
+NUMBERS = (
+    bool,
+    int,
+    float,
+    complex,
+)  # for `isinstance`, which `bool | int | float | complex` would make anew in each call
 INTEGERS = int, np.integer
 
 
-def integer(name: str, x: Any, low: int | None = None, high: int | None = None, of: str = "") -> int:
+def integer(
+    name: str, x: Any, low: int | None = None, high: int | None = None, of: str = ""
+) -> int:
     """`x` as a Python integer; raises unless it is one in [low, high), which `of` may explain."""
     if isinstance(x, bool) or not isinstance(x, INTEGERS):
         hint = "; use int(...), which reads the array" if is_array(x) else ""
@@ -28,9 +35,13 @@ def dense(name: str, x: Any, like: Any) -> None:
     lib = backend(like)
     if type(x) is not type(like) and (not is_array(x) or backend(x) is not lib):
         came = f"one of {backend(x).name}" if is_array(x) else type(x).__name__
-        raise TypeError(f"{name}: expected a dense array of {lib.name}, got {came}; convert it with asarray")
+        raise TypeError(
+            f"{name}: expected a dense array of {lib.name}, got {came}; convert it with asarray"
+        )
     if lib.apart(x, like):
-        raise ValueError(f"{name}: expected device {lib.device(like)}, got {lib.device(x)}; move one of them")
+        raise ValueError(
+            f"{name}: expected device {lib.device(like)}, got {lib.device(x)}; move one of them"
+        )
 
 
 def integers(name: str, x: Any, like: Any) -> Any:
@@ -47,13 +58,17 @@ def integers(name: str, x: Any, like: Any) -> Any:
 def floating(name: str, x: Any) -> None:
     """Raise unless the dense array `x` holds real floating-point numbers."""
     if not backend(x).xp.isdtype(x.dtype, "real floating"):
-        raise TypeError(f"{name}: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype")
+        raise TypeError(
+            f"{name}: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype"
+        )
 
 
 def real(function: str, xp: Any, dtype: Any) -> None:
     """Raise for complex numbers, which have no order."""
     if xp.isdtype(dtype, "complex floating"):
-        raise TypeError(f"x: expected real numbers for {function}, got {dtype}; see xp.abs, xp.real and xp.imag")
+        raise TypeError(
+            f"x: expected real numbers for {function}, got {dtype}; see xp.abs, xp.real and xp.imag"
+        )
 
 
 def flag(name: str, x: Any) -> bool:
@@ -73,9 +88,15 @@ def scalar(name: str, x: Any, like: Any) -> Any:
     if xp.isdtype(dtype, ("real floating", "complex floating")):
         fits = xp.isdtype(dtype, "complex floating") or not isinstance(x, complex)
     else:
-        fits = isinstance(x, int) and not xp.isdtype(dtype, "bool") and xp.iinfo(dtype).min <= x <= xp.iinfo(dtype).max
+        fits = (
+            isinstance(x, int)
+            and not xp.isdtype(dtype, "bool")
+            and xp.iinfo(dtype).min <= x <= xp.iinfo(dtype).max
+        )
     if not fits:
-        raise TypeError(f"{name}: expected a number that {dtype} holds, got {x!r}; see xp.astype for the array")
+        raise TypeError(
+            f"{name}: expected a number that {dtype} holds, got {x!r}; see xp.astype for the array"
+        )
     return x
 
 
@@ -105,4 +126,6 @@ def _listed(name: str, x: Any) -> np.ndarray:
     try:
         return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list is one of integers
     except ValueError as error:
-        raise TypeError(f"{name}: expected a list of numbers, got one of lists of different lengths") from error
+        raise TypeError(
+            f"{name}: expected a list of numbers, got one of lists of different lengths"
+        ) from error

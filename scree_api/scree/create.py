@@ -49,14 +49,21 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         raise TypeError(f"arrays: expected a sequence of arrays, got {type(arrays).__name__}")
     arrays = list(arrays)
     if not arrays:
-        raise ValueError("arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])")
+        raise ValueError(
+            "arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])"
+        )
     first = arrays[0]
     lib = backend(first, "arrays[0]")
     if first.ndim == 0:
         raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
     integer("ragged_dim", ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
     if len(set(map(type, arrays))) > 1:
-        _agree("library", "convert it first", TypeError, [backend(x).name if is_array(x) else type(x).__name__ for x in arrays])
+        _agree(
+            "library",
+            "convert it first",
+            TypeError,
+            [backend(x).name if is_array(x) else type(x).__name__ for x in arrays],
+        )
     if len({x.dtype for x in arrays}) > 1:
         _agree("dtype", "convert it first", TypeError, [x.dtype for x in arrays])
     if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
@@ -67,7 +74,12 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
         _agree("device", "move it first", ValueError, [lib.device(x) for x in arrays])
         shapes = [tuple(x.shape) for x in arrays]
         rest = [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes]
-        _agree(f"shape without axis {ragged_dim}", "only the axis ragged_dim may differ", ValueError, rest)
+        _agree(
+            f"shape without axis {ragged_dim}",
+            "only the axis ragged_dim may differ",
+            ValueError,
+            rest,
+        )
         raise
     lengths = np.asarray([x.shape[ragged_dim] for x in arrays])
     return Array._of(values, Layout.from_host(lib, lengths, device=lib.device(first)), ragged_dim)
@@ -77,7 +89,9 @@ def _agree(what: str, remedy: str, error: type[Exception], found: list[Any]) -> 
     """Raise unless all entries are equal; name the first that is not."""
     for i, x in enumerate(found):
         if x is not found[0] and x != found[0]:
-            raise error(f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; {remedy}")
+            raise error(
+                f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; {remedy}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,9 @@ def unpack(arr: Array) -> list[Any]:
     return [arr.values[(*before, slice(a, b), ...)] for a, b in pairwise(bounds)]
 
 
-def from_offsets(values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None) -> Array:
+def from_offsets(
+    values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None
+) -> Array:
     """A ragged array on given values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
 
     Parameters
@@ -154,7 +170,9 @@ def from_offsets(values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: 
 from_cu_seqlens = from_offsets
 
 
-def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: int | None = None) -> Array:
+def from_lengths(
+    values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: int | None = None
+) -> Array:
     """A ragged array of rows of given lengths.
 
     Parameters
@@ -188,19 +206,32 @@ def from_lengths(values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: 
     known = peeked("lengths", lengths)
     if known is not None:
         if known.ndim != 1 or known.dtype.kind not in "iu":
-            raise TypeError(f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}")
+            raise TypeError(
+                f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}"
+            )
         if (known < 0).any():
-            raise ValueError(f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}")
+            raise ValueError(
+                f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}"
+            )
         total, given = _tokens(values, ragged_dim), int(known.sum())
         if given != total:
-            raise ValueError(f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {given}")
-        arr = Array(values, Layout.from_host(lib, known, device=lib.device(values)).offsets, ragged_dim, max_length)
+            raise ValueError(
+                f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {given}"
+            )
+        arr = Array(
+            values,
+            Layout.from_host(lib, known, device=lib.device(values)).offsets,
+            ragged_dim,
+            max_length,
+        )
         arr.layout.learn(known)
         return arr if max_length is None else arr.validate()
     lengths = integers("lengths", lengths, values)
     if lengths.ndim != 1:
         raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
-    offsets = run("offsets", OffsetsCall(lengths, counter(lib.xp, _tokens(values, ragged_dim), lengths)))
+    offsets = run(
+        "offsets", OffsetsCall(lengths, counter(lib.xp, _tokens(values, ragged_dim), lengths))
+    )
     return Array(values, offsets, ragged_dim, max_length)
 
 
@@ -220,7 +251,12 @@ def _add_up(call: OffsetsCall) -> Any:
 
 
 def from_segment_ids(
-    values: Any, segment_ids: Any, num_segments: int | None = None, *, ragged_dim: int = 0, max_length: int | None = None
+    values: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    *,
+    ragged_dim: int = 0,
+    max_length: int | None = None,
 ) -> Array:
     """A ragged array of tokens that carry the number of their row.
 
@@ -258,7 +294,9 @@ def from_segment_ids(
     if num_segments is not None:
         num_segments = integer("num_segments", num_segments, 0)
     if tuple(segment_ids.shape) != (total,):
-        raise ValueError(f"segment_ids: expected one id for each of {total} tokens, got shape {tuple(segment_ids.shape)}")
+        raise ValueError(
+            f"segment_ids: expected one id for each of {total} tokens, got shape {tuple(segment_ids.shape)}"
+        )
     host = lib.peek(segment_ids) if num_segments is not None else lib.read(segment_ids)
     if host is not None and host.size:
         falls = np.nonzero(host[1:] < host[:-1])[0]
@@ -269,7 +307,9 @@ def from_segment_ids(
             )
         if host[0] < 0 or (num_segments is not None and host[-1] >= num_segments):
             end = "" if num_segments is None else f" and below num_segments, {num_segments}"
-            raise ValueError(f"segment_ids: expected ids of at least 0{end}, got {host[0]} to {host[-1]}")
+            raise ValueError(
+                f"segment_ids: expected ids of at least 0{end}, got {host[0]} to {host[-1]}"
+            )
     if num_segments is None:
         assert host is not None
         num_segments = int(host[-1]) + 1 if host.size else 0
@@ -279,4 +319,6 @@ def from_segment_ids(
 
 
 def _tokens(values: Any, ragged_dim: int) -> int:
-    return int(values.shape[integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")])
+    return int(
+        values.shape[integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")]
+    )

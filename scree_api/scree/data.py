@@ -18,7 +18,15 @@ from .fit import ragged
 from .index import select
 from .layout import Layout
 
-__all__ = ["Interleaved", "TokenBudgetSampler", "chunk", "collate", "interleave", "split_balanced", "truncate"]
+__all__ = [
+    "Interleaved",
+    "TokenBudgetSampler",
+    "chunk",
+    "collate",
+    "interleave",
+    "split_balanced",
+    "truncate",
+]
 
 
 def collate(samples: Sequence[Any], library: Any = None) -> Any:
@@ -60,7 +68,9 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     names = set(samples[0])
     for i, sample in enumerate(samples):
         if set(sample) != names:
-            raise ValueError(f"samples[{i}]: expected the names {sorted(names)}, got {sorted(sample)}")
+            raise ValueError(
+                f"samples[{i}]: expected the names {sorted(names)}, got {sorted(sample)}"
+            )
     batch: dict[str, Any] = {}
     layouts: dict[tuple[Any, ...], Array] = {}
     for name in samples[0]:
@@ -127,9 +137,16 @@ class TokenBudgetSampler:
     """
 
     def __init__(
-        self, lengths: Any, budget: int, *, shuffle: bool = True, seed: int = 0, rank: int = 0, num_ranks: int = 1,
+        self,
+        lengths: Any,
+        budget: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
         drop_last: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.lengths = _lengths(lengths)
         self.budget = integer("budget", budget, 1)
         self.num_ranks = integer("num_ranks", num_ranks, 1)
@@ -140,7 +157,9 @@ class TokenBudgetSampler:
         self._plans: tuple[int, list[np.ndarray]] | None = None
         if self.lengths.size and self.lengths.max() > budget:
             i = int(self.lengths.argmax())
-            raise ValueError(f"lengths: expected at most {budget}, the budget, got {self.lengths[i]} at {i}; cut or chunk that row")
+            raise ValueError(
+                f"lengths: expected at most {budget}, the budget, got {self.lengths[i]} at {i}; cut or chunk that row"
+            )
 
     def __len__(self) -> int:
         return len(self._plan())
@@ -158,19 +177,31 @@ class TokenBudgetSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch the sampler is, the same on every rank; and what the batches follow from."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._settings()}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            **self._settings(),
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from where `state_dict` was taken; raises `ValueError` if rows or settings are others."""
         for name, own in self._settings().items():
             if state.get(name) != own:
-                raise ValueError(f"state: expected one of {name} {own}, got {state.get(name)}; the batches would be others")
+                raise ValueError(
+                    f"state: expected one of {name} {own}, got {state.get(name)}; the batches would be others"
+                )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
         self._plans = None
 
     def _settings(self) -> dict[str, int]:
         rows = {"rows": self.lengths.size, "tokens": int(self.lengths.sum()), "budget": self.budget}
-        return {**rows, "num_ranks": self.num_ranks, "shuffle": self.shuffle, "drop_last": self.drop_last}
+        return {
+            **rows,
+            "num_ranks": self.num_ranks,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
 
     def _plan(self) -> list[np.ndarray]:
         """The batches of this rank in this epoch."""
@@ -194,9 +225,16 @@ class TokenBudgetSampler:
                 batches.pop()
             return batches[: len(batches) // self.num_ranks * self.num_ranks]
         while len(batches) % self.num_ranks:  # a batch more, of half the rows of the largest
-            i = max(range(len(batches)), key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum()))
+            i = max(
+                range(len(batches)),
+                key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum()),
+            )
             batch = batches[i]
-            halves = split_balanced(self.lengths[batch], 2) if batch.size > 1 else [np.zeros(1, np.int64)] * 2
+            halves = (
+                split_balanced(self.lengths[batch], 2)
+                if batch.size > 1
+                else [np.zeros(1, np.int64)] * 2
+            )
             batches[i : i + 1] = [batch[half] for half in halves]
         return batches
 
@@ -204,7 +242,9 @@ class TokenBudgetSampler:
         """The batches of this rank: of every `num_ranks` the largest goes to the rank with the fewest tokens so far."""
         total, mine = np.zeros(self.num_ranks, np.int64), []
         for i in range(0, len(batches), self.num_ranks):
-            tokens = np.asarray([self.lengths[batch].sum() for batch in batches[i : i + self.num_ranks]])
+            tokens = np.asarray(
+                [self.lengths[batch].sum() for batch in batches[i : i + self.num_ranks]]
+            )
             ranks, order = np.argsort(total, kind="stable"), np.argsort(-tokens, kind="stable")
             total[ranks] += tokens[order]
             mine.append(batches[i + int(order[np.flatnonzero(ranks == self.rank)[0]])])
@@ -248,15 +288,21 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     lengths, k = _lengths(arr), integer("k", k, 1)
     if isinstance(cost, str):
         if cost not in ("tokens", "attention"):
-            raise ValueError(f"cost: expected 'tokens', 'attention' or one number a row, got {cost!r}")
+            raise ValueError(
+                f"cost: expected 'tokens', 'attention' or one number a row, got {cost!r}"
+            )
         costs = lengths if cost == "tokens" else lengths.astype(np.float64) ** 2
     else:
         costs = read("cost", cost)
         if costs.shape != lengths.shape or costs.dtype.kind not in "iuf":
-            raise ValueError(f"cost: expected {lengths.size} numbers, one a row, got {costs.dtype} of shape {costs.shape}")
+            raise ValueError(
+                f"cost: expected {lengths.size} numbers, one a row, got {costs.dtype} of shape {costs.shape}"
+            )
         wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
         if wrong.size:
-            raise ValueError(f"cost: expected finite numbers >= 0, got {costs[wrong[0]]} for row {wrong[0]}")
+            raise ValueError(
+                f"cost: expected finite numbers >= 0, got {costs[wrong[0]]} for row {wrong[0]}"
+            )
     part = np.zeros(lengths.size, np.int64)
     for number, rows in enumerate(_differences(costs.tolist(), k)):
         part[rows] = number
@@ -271,10 +317,15 @@ def _differences(costs: list[float], k: int) -> list[list[int]]:
     count = len(heap)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [(x + y, s if t is None else t if s is None else (s, t)) for (x, s), (y, t) in zip(a, reversed(b), strict=True)]
+        joined = [
+            (x + y, s if t is None else t if s is None else (s, t))
+            for (x, s), (y, t) in zip(a, reversed(b), strict=True)
+        ]
         joined.sort(key=lambda part: -part[0])
         lightest, count = joined[-1][0], count + 1
-        heapq.heappush(heap, (lightest - joined[0][0], count, [(x - lightest, t) for x, t in joined]))
+        heapq.heappush(
+            heap, (lightest - joined[0][0], count, [(x - lightest, t) for x, t in joined])
+        )
     return [_leaves(tree) for _, tree in heap[0][2]] if heap else []
 
 
@@ -370,13 +421,18 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     >>> scree.unpack(windows), rows
     ([array([0, 1, 2]), array([2, 3, 4]), array([5, 6])], array([0, 0, 1], dtype=int32))
     """
-    size, overlap = integer("size", size, 1), integer("overlap", overlap, 0, size, ", the size of a window")
+    size, overlap = (
+        integer("size", size, 1),
+        integer("overlap", overlap, 0, size, ", the size of a window"),
+    )
     host = ragged("arr", arr).layout.read().astype(np.int64)
     lengths, step = np.diff(host), size - overlap
     counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
     rows = np.repeat(np.arange(lengths.size), counts)
     first = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
-    windows = Layout.from_host(arr.layout.backend, np.minimum(size, lengths[rows] - first), like=arr.offsets)
+    windows = Layout.from_host(
+        arr.layout.backend, np.minimum(size, lengths[rows] - first), like=arr.offsets
+    )
     return select(arr, windows, arr.layout.put(host[rows] + first)), arr.layout.put(rows)
 
 
@@ -434,14 +490,20 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     if not isinstance(samples, Sequence):
         raise TypeError(f"samples: expected a list of rows, got {type(samples).__name__}")
     for i, sample in enumerate(samples):
-        if not isinstance(sample, Sequence) or not all(isinstance(part, Sequence) and len(part) == 2 for part in sample):
-            raise TypeError(f"samples[{i}]: expected pairs of a modality and an array, got {sample!r:.80}")
+        if not isinstance(sample, Sequence) or not all(
+            isinstance(part, Sequence) and len(part) == 2 for part in sample
+        ):
+            raise TypeError(
+                f"samples[{i}]: expected pairs of a modality and an array, got {sample!r:.80}"
+            )
     kinds = np.asarray([modality for sample in samples for modality, _ in sample])
     parts = [tokens for sample in samples for _, tokens in sample]
     if not parts:
         raise ValueError("samples: expected at least one segment, got none")
     if kinds.dtype.kind not in "iu":
-        raise TypeError(f"samples: expected a number for each segment's modality, got {kinds.dtype}")
+        raise TypeError(
+            f"samples: expected a number for each segment's modality, got {kinds.dtype}"
+        )
     flat = pack(parts)
     counts = np.asarray([len(sample) for sample in samples])
     lengths, ends = np.diff(flat.layout.read()), np.cumsum(counts)
@@ -451,7 +513,9 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     number = np.arange(lengths.size) - np.repeat(ends - counts, counts)
     xp, device = flat.layout.xp, flat.layout.device
     modality, segment = (
-        tokens.with_values(flat.layout.backend.from_host(np.repeat(x, lengths).astype(np.int32), xp.int32, device))
+        tokens.with_values(
+            flat.layout.backend.from_host(np.repeat(x, lengths).astype(np.int32), xp.int32, device)
+        )
         for x in (kinds, number)
     )
     return Interleaved(tokens, modality, segment)
@@ -463,5 +527,7 @@ def _lengths(x: Any) -> np.ndarray:
         return np.diff(x.layout.read()).astype(np.int64)
     found = read("lengths", x)
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
-        raise ValueError(f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}")
+        raise ValueError(
+            f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}"
+        )
     return found.astype(np.int64)

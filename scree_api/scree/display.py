@@ -26,7 +26,13 @@ def _rows(arr: Array) -> list[tuple[str, str, str]]:
             rows.append(("...", "", ""))
             continue
         a, b = int(host[i]), int(host[i + 1])
-        rows.append((str(i), str(b - a), _content(arr.values[(*before, slice(a, b), ...)]) if free else f"{b - a} tokens"))
+        rows.append(
+            (
+                str(i),
+                str(b - a),
+                _content(arr.values[(*before, slice(a, b), ...)]) if free else f"{b - a} tokens",
+            )
+        )
     return rows
 
 
@@ -49,12 +55,16 @@ def text(arr: Array) -> str:
     """The shape, dtype and library, and the first and last rows."""
     if not hasattr(arr.offsets, "shape"):  # inside a transform the parts may be anything
         return f"scree.Array(values={arr.values!r}, offsets={arr.offsets!r})"
-    return "\n".join([f"scree.Array({_head(arr)})"] + [f"  {i:>4}: {content}".rstrip() for i, _, content in _rows(arr)])
+    return "\n".join(
+        [f"scree.Array({_head(arr)})"]
+        + [f"  {i:>4}: {content}".rstrip() for i, _, content in _rows(arr)]
+    )
 
 
 def html(arr: Array) -> str:
     """The same as a table."""
     from html import escape  # here, because `import scree` should not wait for it
+
     body = "".join(
         f"<tr><th>{i}</th><td>{length}</td><td><code>{escape(content)}</code></td></tr>"
         for i, length, content in _rows(arr)

@@ -21,7 +21,9 @@ _SCALARS = *checks.NUMBERS, np.generic
 def ragged(name: str, x: Any) -> Array:
     """`x`; raises unless it is a ragged array."""
     if not isinstance(x, Array):
-        raise TypeError(f"{name}: expected a ragged array, got {type(x).__name__}; see scree.pack and scree.from_cu_seqlens")
+        raise TypeError(
+            f"{name}: expected a ragged array, got {type(x).__name__}; see scree.pack and scree.from_cu_seqlens"
+        )
     return x
 
 
@@ -68,7 +70,9 @@ def difference(a: Array, b: Array) -> str:
     if a.batch_size != b.batch_size:
         return f"{a.batch_size} and {b.batch_size} rows (shapes {a.shape} and {b.shape})"
     x, y = (None if one.layout.host is None else np.diff(one.layout.host) for one in (a, b))
-    if x is None or y is None or np.array_equal(x, y):  # rows alike, and room for more tokens behind them in one
+    if (
+        x is None or y is None or np.array_equal(x, y)
+    ):  # rows alike, and room for more tokens behind them in one
         return f"{a.total_length} and {b.total_length} tokens"
     i = int(np.flatnonzero(x != y)[0])
     return f"{x[i]} and {y[i]} tokens in row {i} (shapes {a.shape} and {b.shape})"
@@ -86,7 +90,9 @@ def moved(xp: Any, values: Any, source: int, destination: int) -> Any:
 def stretches(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = False) -> bool:
     """Whether an array of `shape`, aligned right, stretches to `target`, or `both` to one another up to missing axes."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
-    return len(shape) <= len(target) and all(a == 1 or a == b or (both and b == 1) for a, b in pairs)
+    return len(shape) <= len(target) and all(
+        a == 1 or a == b or (both and b == 1) for a, b in pairs
+    )
 
 
 def against(name: str, x: Any, like: Array) -> Any:
@@ -94,7 +100,9 @@ def against(name: str, x: Any, like: Array) -> Any:
     if x is None or isinstance(x, _SCALARS):
         return x
     if not is_array(x):
-        raise TypeError(f"{name}: expected an array or a Python scalar, got {type(x).__name__}; convert it with asarray")
+        raise TypeError(
+            f"{name}: expected an array or a Python scalar, got {type(x).__name__}; convert it with asarray"
+        )
     if type(x) is not type(like.values):
         checks.dense(name, x, like.values)
     if x.ndim == 0:
@@ -103,21 +111,27 @@ def against(name: str, x: Any, like: Array) -> Any:
     if not stretches(shape, target, both=True):
         new = ", None" * (like.ndim - 1)
         hint = f"; v[:{new}] has one entry a row" if shape == (like.batch_size,) else ""
-        raise ValueError(f"{name}: shape {shape} does not broadcast, aligned right, against {target}{hint}")
+        raise ValueError(
+            f"{name}: shape {shape} does not broadcast, aligned right, against {target}{hint}"
+        )
     if len(shape) < len(target):
         return x
     xp, dim = like.layout.xp, like.ragged_dim
     if shape[0] == 1:
         return xp.squeeze(x, axis=0)
     if shape[0] != like.batch_size:  # a batch of one row does not stretch
-        raise ValueError(f"{name}: shape {shape} does not broadcast against {target}: expected {like.batch_size} rows")
+        raise ValueError(
+            f"{name}: shape {shape} does not broadcast against {target}: expected {like.batch_size} rows"
+        )
     per_row = xp.take(xp.squeeze(x, axis=dim + 1), like.layout.rows, axis=0)
     return moved(xp, per_row, 0, dim)
 
 
 def by_token(x: Array, numbers: Any) -> Any:
     """`numbers`, (total,) one a token, with the axes of the values of `x`."""
-    return x.layout.xp.reshape(numbers, tuple(-1 if a == x.ragged_dim else 1 for a in range(x.values.ndim)))
+    return x.layout.xp.reshape(
+        numbers, tuple(-1 if a == x.ragged_dim else 1 for a in range(x.values.ndim))
+    )
 
 
 def in_rows(x: Array, values: Any, spare: Any = 0) -> Any:

@@ -52,7 +52,9 @@ def getitem(arr: Array, key: Any, missing: Any = None) -> Any:
 def _expand(arr: Array, keys: tuple[Any, ...]) -> list[Any]:
     """One key an axis: the ellipsis and missing keys as full slices."""
     if any(isinstance(k, Array) for k in keys):
-        raise TypeError("index: expected a ragged mask or ragged positions alone, as arr[mask], got it among other entries")
+        raise TypeError(
+            "index: expected a ragged mask or ragged positions alone, as arr[mask], got it among other entries"
+        )
     for k in keys:
         if isinstance(k, slice):
             if not all(x is None or hasattr(x, "__index__") for x in (k.start, k.stop, k.step)):
@@ -61,7 +63,9 @@ def _expand(arr: Array, keys: tuple[Any, ...]) -> list[Any]:
                 raise ValueError(f"index: expected a slice step other than 0, got {k}")
     dots = [i for i, k in enumerate(keys) if k is Ellipsis]
     if len(dots) > 1 or len(keys) - len(dots) > arr.ndim:
-        raise IndexError(f"index: expected at most {arr.ndim} entries and one ellipsis for shape {arr.shape}, got {len(keys)}")
+        raise IndexError(
+            f"index: expected at most {arr.ndim} entries and one ellipsis for shape {arr.shape}, got {len(keys)}"
+        )
     at = dots[0] if dots else len(keys)
     fill = [FULL] * (arr.ndim - len(keys) + len(dots))
     return [*keys[:at], *fill, *keys[at + 1 :]]
@@ -83,7 +87,9 @@ def _in_bounds(arr: Array, shape: tuple[int, ...], keys: list[Any]) -> None:
     """Raise unless the integers among the keys lie within the axes behind the batch; some libraries would clip them."""
     for axis, (k, size) in enumerate(zip(keys, shape, strict=True), start=1):
         if isinstance(k, checks.INTEGERS) and not -size <= k < size:
-            raise IndexError(f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}")
+            raise IndexError(
+                f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}"
+            )
 
 
 def _row(arr: Array, i: int) -> Any:
@@ -107,16 +113,28 @@ def _rows(arr: Array, key: Any) -> Array:
 def row_numbers(key: Any, n: int) -> np.ndarray:
     """The numbers >= 0 of the rows, of `n`, that an array or a list of numbers or of booleans names. Reads it."""
     if not is_array(key) and not isinstance(key, list):
-        raise TypeError(f"index: expected an integer, a slice or an array of rows, got {type(key).__name__}")
-    rows = backend(key).read(key) if is_array(key) else np.asarray(key, dtype=None if key else np.int64)
+        raise TypeError(
+            f"index: expected an integer, a slice or an array of rows, got {type(key).__name__}"
+        )
+    rows = (
+        backend(key).read(key)
+        if is_array(key)
+        else np.asarray(key, dtype=None if key else np.int64)
+    )
     if rows.dtype.kind == "b":
         if rows.shape != (n,):
-            raise IndexError(f"index: expected a mask of shape {(n,)}, one entry a row, got {rows.shape}")
+            raise IndexError(
+                f"index: expected a mask of shape {(n,)}, one entry a row, got {rows.shape}"
+            )
         return np.flatnonzero(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
-        raise IndexError(f"index: expected one axis of integers or booleans, got {rows.dtype} of shape {rows.shape}")
+        raise IndexError(
+            f"index: expected one axis of integers or booleans, got {rows.dtype} of shape {rows.shape}"
+        )
     if ((rows < -n) | (rows >= n)).any():
-        raise IndexError(f"index: expected rows in [-{n}, {n}), got {rows[(rows < -n) | (rows >= n)][0]}")
+        raise IndexError(
+            f"index: expected rows in [-{n}, {n}), got {rows[(rows < -n) | (rows >= n)][0]}"
+        )
     return np.where(rows < 0, rows + n, rows)
 
 
@@ -124,8 +142,16 @@ def _row_range(arr: Array, start: int, stop: int) -> Array:
     host = arr.layout.read()[start : stop + 1]
     first, last = int(host[0]), int(host[-1])
     offsets = arr.offsets[start : stop + 1]
-    rows = Layout(arr.layout.backend, offsets - first if first else offsets, last - first, None, host - host[0])
-    return Array._of(arr.values[(FULL,) * arr.ragged_dim + (slice(first, last), ...)], rows, arr.ragged_dim)
+    rows = Layout(
+        arr.layout.backend,
+        offsets - first if first else offsets,
+        last - first,
+        None,
+        host - host[0],
+    )
+    return Array._of(
+        arr.values[(FULL,) * arr.ragged_dim + (slice(first, last), ...)], rows, arr.ragged_dim
+    )
 
 
 def trimmed(arr: Array) -> Array:
@@ -139,7 +165,13 @@ def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     old = arr.layout
     new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
-    return select(arr, new, old.xp.take(old.offsets[:-1], old.put(rows), axis=0), distinct=distinct, kernel=kernel)
+    return select(
+        arr,
+        new,
+        old.xp.take(old.offsets[:-1], old.put(rows), axis=0),
+        distinct=distinct,
+        kernel=kernel,
+    )
 
 
 def _slice(arr: Array, key: slice) -> Array:
@@ -161,10 +193,18 @@ def _slice(arr: Array, key: slice) -> Array:
 
 
 def select(
-    arr: Array, new: Layout, starts: Any, step: int = 1, *, distinct: bool = False, kernel: str | None = None
+    arr: Array,
+    new: Layout,
+    starts: Any,
+    step: int = 1,
+    *,
+    distinct: bool = False,
+    kernel: str | None = None,
 ) -> Array:
     """Rows of the layout `new`, whose tokens stand at `starts`, `starts + step` ... in the values of `arr`."""
-    return Array._of(run("select", SelectCall(arr, new, starts, step, distinct), kernel), new, arr.ragged_dim)
+    return Array._of(
+        run("select", SelectCall(arr, new, starts, step, distinct), kernel), new, arr.ragged_dim
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +238,9 @@ def _token(arr: Array, i: int, missing: Any) -> Any:
         short = np.flatnonzero(np.diff(layout.host) < need)
         if short.size:
             names = ", ".join(map(str, short[:5].tolist())) + (" ..." if short.size > 5 else "")
-            raise IndexError(f"index: expected rows of at least {need} tokens for [:, {i}], got shorter rows: {names}")
+            raise IndexError(
+                f"index: expected rows of at least {need} tokens for [:, {i}], got shorter rows: {names}"
+            )
     elif missing is None and not xp.isdtype(arr.dtype, ("real floating", "complex floating")):
         raise TypeError(
             f"index: [:, {i}] of {arr.dtype} needs offsets that are readable without waiting: a row that is too short has no "
@@ -209,7 +251,9 @@ def _token(arr: Array, i: int, missing: Any) -> Any:
         return xp.zeros((0, *values.shape[1:]), dtype=arr.dtype, device=layout.device)
     missing = float("nan") if missing is None else missing
     if layout.total == 0:
-        return xp.full((layout.num_rows, *values.shape[1:]), missing, dtype=arr.dtype, device=layout.device)
+        return xp.full(
+            (layout.num_rows, *values.shape[1:]), missing, dtype=arr.dtype, device=layout.device
+        )
     tokens = layout.offsets[:-1] + i if i >= 0 else layout.offsets[1:] + i
     found = xp.take(values, layout.clip(tokens), axis=0)
     if layout.host is None:
@@ -229,9 +273,14 @@ def _elements(arr: Array, keys: list[Any]) -> Array:
             continue
         if is_array(k) and k.ndim == 1:
             places = entries(arr, k, axis)
-            arr, keys[axis] = arr.with_values(arr.layout.xp.take(arr.values, places, axis=axis)), FULL
+            arr, keys[axis] = (
+                arr.with_values(arr.layout.xp.take(arr.values, places, axis=axis)),
+                FULL,
+            )
         else:
-            raise TypeError(f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}")
+            raise TypeError(
+                f"index: expected integers, slices or 1-D arrays on the element axes, got {type(k).__name__}"
+            )
     gone = sum(_is_integer(k) for k in keys[: arr.ragged_dim])
     return arr.with_values(arr.values[tuple(keys)], ragged_dim=arr.ragged_dim - gone)
 
@@ -244,14 +293,18 @@ def entries(arr: Array, key: Any, axis: int) -> Any:
         known = backend(key).read(key)
         if known.dtype.kind == "b":
             if known.shape != (size,):
-                raise IndexError(f"index: expected a mask of {size} entries {where}, got {known.shape[0]}")
+                raise IndexError(
+                    f"index: expected a mask of {size} entries {where}, got {known.shape[0]}"
+                )
             known = np.flatnonzero(known)
         key = lib.from_host(known, None, arr.layout.device)
     if not xp.isdtype(key.dtype, "integral"):
         raise TypeError(f"index: expected integers or booleans {where}, got {key.dtype}")
     seen = lib.peek(key)
     if seen is not None and seen.size and (seen.min() < -size or seen.max() >= size):
-        raise IndexError(f"index: expected numbers in [-{size}, {size}) {where}, got {seen.min()} to {seen.max()}")
+        raise IndexError(
+            f"index: expected numbers in [-{size}, {size}) {where}, got {seen.min()} to {seen.max()}"
+        )
     key = xp.astype(key, arr.offsets.dtype, copy=False)
     return xp.where(key < 0, key + size, key)
 
@@ -269,21 +322,34 @@ def _new_axes(arr: Array, keys: tuple[Any, ...], missing: Any) -> Any:
             found = arr.layout.xp.expand_dims(found, axis=axis)
         elif new:
             if axis == 0:
-                raise ValueError("index: a new axis cannot stand before the batch of a ragged array")
+                raise ValueError(
+                    "index: a new axis cannot stand before the batch of a ragged array"
+                )
             dim = found.ragged_dim + (axis - 1 <= found.ragged_dim)
-            found = found.with_values(arr.layout.xp.expand_dims(found.values, axis=axis - 1), ragged_dim=dim)
+            found = found.with_values(
+                arr.layout.xp.expand_dims(found.values, axis=axis - 1), ragged_dim=dim
+            )
     return found
 
 
 def _mask(arr: Array, mask: Array) -> Array:
     """The tokens, or elements, of each row where the mask holds. Reads the mask."""
-    if mask.ndim > arr.ndim or arr.ragged_dim or mask.ragged_dim or mask.values.shape != arr.values.shape[: mask.values.ndim]:
-        raise IndexError(f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}")
+    if (
+        mask.ndim > arr.ndim
+        or arr.ragged_dim
+        or mask.ragged_dim
+        or mask.values.shape != arr.values.shape[: mask.values.ndim]
+    ):
+        raise IndexError(
+            f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}"
+        )
     if mask.layout is not arr.layout and not np.array_equal(mask.layout.read(), arr.layout.read()):
         raise IndexError("index: expected a mask with the rows of the array, got other lengths")
     xp, lib = arr.layout.xp, arr.layout.backend
     real = lib.read(mask.values)
-    counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(real.sum(axis=tuple(range(1, real.ndim))))])
+    counts = np.concatenate(
+        [np.zeros(1, np.int64), np.cumsum(real.sum(axis=tuple(range(1, real.ndim))))]
+    )
     rows = Layout.from_host(lib, np.diff(counts[arr.layout.read()]), like=arr.offsets)
     flat = xp.reshape(arr.values, (real.size, *arr.values.shape[mask.values.ndim :]))
     return Array._of(xp.take(flat, arr.layout.put(np.flatnonzero(real), real.size), axis=0), rows)
@@ -299,14 +365,30 @@ def any_outside(index: Array, place: Any, length: Any) -> bool:
 def _positions(arr: Array, index: Array) -> Array:
     """Of each row the tokens at the positions in the same row of `index`, (n, None)."""
     if index.ndim != 2 or index.batch_size != arr.batch_size:
-        raise IndexError(f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}")
-    place, layout, xp = checks.integers("index", index.values, arr.values), arr.layout, arr.layout.xp
+        raise IndexError(
+            f"index: expected positions ({arr.batch_size}, None), got shape {index.shape}"
+        )
+    place, layout, xp = (
+        checks.integers("index", index.values, arr.values),
+        arr.layout,
+        arr.layout.xp,
+    )
     if 0 in (arr.total_length, index.total_length):
         if index.total_length:
-            raise IndexError("index: expected positions within the rows, got some for rows that are all empty")
+            raise IndexError(
+                "index: expected positions within the rows, got some for rows that are all empty"
+            )
         return select(arr, index.layout, index.layout.offsets[:-1])
-    start, length = (xp.take(n, index.layout.rows, axis=0) for n in (layout.offsets[:-1], layout.lengths))
+    start, length = (
+        xp.take(n, index.layout.rows, axis=0) for n in (layout.offsets[:-1], layout.lengths)
+    )
     place = xp.where(place < 0, place + length, place)
     if any_outside(index, place, length):
-        raise IndexError("index: expected positions within the rows, got one that is outside of its row")
-    return Array._of(xp.take(arr.values, layout.clip(start + place), axis=arr.ragged_dim), index.layout, arr.ragged_dim)
+        raise IndexError(
+            "index: expected positions within the rows, got one that is outside of its row"
+        )
+    return Array._of(
+        xp.take(arr.values, layout.clip(start + place), axis=arr.ragged_dim),
+        index.layout,
+        arr.ragged_dim,
+    )

@@ -89,9 +89,14 @@ class Layout:
     """
 
     def __init__(
-        self, backend: Backend, offsets: Any, total: int | None, max_length: int | None = None, host: np.ndarray | None = None,
+        self,
+        backend: Backend,
+        offsets: Any,
+        total: int | None,
+        max_length: int | None = None,
+        host: np.ndarray | None = None,
         full: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.backend = backend
         self.xp = backend.xp
         self.offsets = offsets
@@ -102,11 +107,16 @@ class Layout:
         self._full = full
 
     @classmethod
-    def from_host(cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None) -> Layout:
+    def from_host(
+        cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None
+    ) -> Layout:
         """The layout of rows whose lengths are known on the host; offsets as `like`, or else int32 where that suffices."""
         host = np.zeros(len(lengths) + 1, np.int64)
         lengths.cumsum(dtype=np.int64, out=host[1:])
-        dtype, device = counter(backend.xp, int(host[-1]), like), device if like is None else backend.device(like)
+        dtype, device = (
+            counter(backend.xp, int(host[-1]), like),
+            device if like is None else backend.device(like),
+        )
         host = host if dtype == backend.xp.int64 else host.astype(np.int32)
         offsets = backend.from_host(host, dtype, device)
         longest = int(lengths.max()) if len(lengths) else 0
@@ -167,7 +177,9 @@ class Layout:
 
     def put(self, host: np.ndarray, last: int = 0) -> Any:
         """Indices from host memory, up to `last`, as the offsets are and where they are."""
-        return self.backend.from_host(np.ascontiguousarray(host), counter(self.xp, last, self.offsets), self.device)
+        return self.backend.from_host(
+            np.ascontiguousarray(host), counter(self.xp, last, self.offsets), self.device
+        )
 
     def at_home(self) -> Layout:
         """The same rows in host memory, for plans that no device shall wait for; where their offsets are known there."""
@@ -213,7 +225,9 @@ class Layout:
         if self.backend.row_ids is None:
             return self._row_of(self.offsets[1:], self.total)
         tail = self.total - self.offsets[-1:]
-        return self.backend.row_ids(self.xp.concat([self.lengths, self.xp.astype(tail, self.offsets.dtype)]), self.total)
+        return self.backend.row_ids(
+            self.xp.concat([self.lengths, self.xp.astype(tail, self.offsets.dtype)]), self.total
+        )
 
     @_once
     def rows(self) -> Any:
@@ -259,13 +273,21 @@ class Layout:
         more than another call. So there are at most about ``20 + 16 * log(longest / LONG)`` buckets. Where nothing is to be
         padded, every length has a bucket of its own.
         """
-        found: Buckets = self.once(("buckets", padded), lambda: self._bucket(self.read().astype(np.int64), padded))
+        found: Buckets = self.once(
+            ("buckets", padded), lambda: self._bucket(self.read().astype(np.int64), padded)
+        )
         return found
 
     def _bucket(self, host: np.ndarray, padded: bool) -> Buckets:
         lengths, device = np.diff(host), self.device
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-        slots, parts, starts, used, falling = np.zeros(self.total, np.int64), [], [], 0, 16 * lengths[order]
+        slots, parts, starts, used, falling = (
+            np.zeros(self.total, np.int64),
+            [],
+            [],
+            0,
+            16 * lengths[order],
+        )
         while order.size:
             longest = lengths[order[0]]
             share = 16 if not padded else 12 if longest < LONG else 15
@@ -287,7 +309,10 @@ class Layout:
         end = tiles.total * size
 
         def slots() -> Any:
-            return self._below(self.xp.take(tiles.counting(end)[:-1], self.rows, axis=0) * size + self.positions, end)
+            return self._below(
+                self.xp.take(tiles.counting(end)[:-1], self.rows, axis=0) * size + self.positions,
+                end,
+            )
 
         return self.once(("slots", size), slots)
 
@@ -303,10 +328,16 @@ class Layout:
             layout = Layout.from_host(self.backend, counts, like=self.offsets)
         else:
             counts = (self.lengths + (size - 1)) // size
-            offsets = xp.concat([self.offsets[:1] * 0, xp.cumulative_sum(counts, dtype=self.offsets.dtype)])
-            layout = Layout(self.backend, offsets, self.total // size + self.num_rows, -(-self.bound // size))
+            offsets = xp.concat(
+                [self.offsets[:1] * 0, xp.cumulative_sum(counts, dtype=self.offsets.dtype)]
+            )
+            layout = Layout(
+                self.backend, offsets, self.total // size + self.num_rows, -(-self.bound // size)
+            )
         starts = layout.positions * size
-        tokens = (xp.take(self.offsets[:-1], layout.rows, axis=0) + starts)[:, None] + self.arange(size)[None, :]
+        tokens = (xp.take(self.offsets[:-1], layout.rows, axis=0) + starts)[:, None] + self.arange(
+            size
+        )[None, :]
         ends = xp.take(self.offsets[1:], layout.rows, axis=0)
         exists = layout.segment_ids < self.num_rows
         valid = (tokens < ends[:, None]) & exists[:, None]
@@ -348,7 +379,9 @@ def same(a: Layout, b: Layout) -> bool | None:
 def check(offsets: np.ndarray, total: int) -> None:
     """Raise `ValueError` unless the offsets start at 0, never fall and end at `total`."""
     if offsets[0] != 0:
-        raise ValueError(f"offsets: expected to start at 0, got {offsets[0]}; subtract offsets[0] and cut the values")
+        raise ValueError(
+            f"offsets: expected to start at 0, got {offsets[0]}; subtract offsets[0] and cut the values"
+        )
     falls = np.nonzero(offsets[1:] < offsets[:-1])[0]
     if falls.size:
         i = int(falls[0])

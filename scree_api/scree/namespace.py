@@ -59,9 +59,13 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
         elif isinstance(x, bool | int | float | complex | None):
             continue
         else:
-            raise TypeError(f"arrays[{i}]: expected a ragged or dense array, got {type(x).__name__}")
+            raise TypeError(
+                f"arrays[{i}]: expected a ragged or dense array, got {type(x).__name__}"
+            )
         if found is not None and lib is not found:
-            raise TypeError(f"arrays[{i}]: expected an array of {found.name} as the others, got one of {lib.name}")
+            raise TypeError(
+                f"arrays[{i}]: expected an array of {found.name} as the others, got one of {lib.name}"
+            )
         found = lib
     if found is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
@@ -76,7 +80,9 @@ def by_name(library: str) -> ModuleType:
 
 
 def build(lib: Backend) -> ModuleType:
-    module = ModuleType(f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}.")
+    module = ModuleType(
+        f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}."
+    )
     _fill(module, lib.xp, KINDS, lib)
     for name, table in EXTENSIONS.items():
         if hasattr(lib.xp, name):

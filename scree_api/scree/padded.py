@@ -67,7 +67,9 @@ def from_padded(
     """
     call = UnpadCall.make(padded, mask, lengths=lengths, total=total, ragged_dim=ragged_dim)
     values, rows = run("unpad", call, kernel), call.layout
-    if call.slots is not None and total is None:  # a device has counted, and now the host knows the rows too
+    if (
+        call.slots is not None and total is None
+    ):  # a device has counted, and now the host knows the rows too
         rows.max_length = rows.bound
     return Array._of(values, rows, call.ragged_dim)
 
@@ -88,15 +90,28 @@ class UnpadCall:
 
     @classmethod
     def make(
-        cls, padded: Any, mask: Any = None, *, lengths: Any = None, total: int | None = None, ragged_dim: int = 0
+        cls,
+        padded: Any,
+        mask: Any = None,
+        *,
+        lengths: Any = None,
+        total: int | None = None,
+        ragged_dim: int = 0,
     ) -> UnpadCall:
         """Check the arguments of `from_padded` and bring them into one form."""
         lib = backend(padded, "padded")
         if padded.ndim < 2:
-            raise ValueError(f"padded: expected at least two axes, (n, L), got shape {tuple(padded.shape)}")
-        axis = 1 + integer("ragged_dim", ragged_dim, 0, padded.ndim - 1, ", the axes of a padded row")
+            raise ValueError(
+                f"padded: expected at least two axes, (n, L), got shape {tuple(padded.shape)}"
+            )
+        axis = 1 + integer(
+            "ragged_dim", ragged_dim, 0, padded.ndim - 1, ", the axes of a padded row"
+        )
         if (mask is None) == (lengths is None):
-            raise ValueError("mask: expected either mask or lengths, got " + ("neither" if mask is None else "both"))
+            raise ValueError(
+                "mask: expected either mask or lengths, got "
+                + ("neither" if mask is None else "both")
+            )
         total = None if total is None else integer("total", total, 0)
         shape = int(padded.shape[0]), int(padded.shape[axis])
         if mask is None:
@@ -105,8 +120,12 @@ class UnpadCall:
             mask, counts = _marked(mask, padded, shape)
         if isinstance(counts, np.ndarray):
             if total is not None and total != counts.sum():
-                raise ValueError(f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out")
-            return cls(padded, Layout.from_host(lib, counts, device=lib.device(padded)), mask, axis - 1)
+                raise ValueError(
+                    f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out"
+                )
+            return cls(
+                padded, Layout.from_host(lib, counts, device=lib.device(padded)), mask, axis - 1
+            )
         dtype = counter(lib.xp, math.prod(shape) if total is None else total)
         if mask is None:
             offsets, slots = run("offsets", OffsetsCall(counts, dtype)), None
@@ -121,13 +140,19 @@ def _lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | Non
     if known is None and total is not None:
         lengths = integers("lengths", lengths, padded)
         if tuple(lengths.shape) != shape[:1]:
-            raise ValueError(f"lengths: expected {shape[0]} integers, one a row, got shape {tuple(lengths.shape)}")
+            raise ValueError(
+                f"lengths: expected {shape[0]} integers, one a row, got shape {tuple(lengths.shape)}"
+            )
         return lengths
     known = read("lengths", lengths) if known is None else known
     if known.shape != shape[:1] or known.dtype.kind not in "iu":
-        raise ValueError(f"lengths: expected {shape[0]} integers, one a row, got {known.dtype} of shape {known.shape}")
+        raise ValueError(
+            f"lengths: expected {shape[0]} integers, one a row, got {known.dtype} of shape {known.shape}"
+        )
     if known.size and (known.min() < 0 or known.max() > shape[1]):
-        raise ValueError(f"lengths: expected lengths in [0, {shape[1]}], got {known.min()} to {known.max()}")
+        raise ValueError(
+            f"lengths: expected lengths in [0, {shape[1]}], got {known.min()} to {known.max()}"
+        )
     return known
 
 
@@ -144,12 +169,22 @@ def _marked(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, Any]:
     found = mask if seen is None else seen
     if tuple(found.shape) != shape:
         hint = "; lengths are given as lengths=" if tuple(found.shape) == shape[:1] else ""
-        raise ValueError(f"mask: expected shape {shape}, the first axes of padded, got {tuple(found.shape)}{hint}")
-    if not (lib.xp.isdtype(mask.dtype, ("bool", "integral")) if seen is None else seen.dtype.kind in "biu"):
-        raise TypeError(f"mask: expected booleans or integers, got {found.dtype}; compare it with 0 first")
+        raise ValueError(
+            f"mask: expected shape {shape}, the first axes of padded, got {tuple(found.shape)}{hint}"
+        )
+    if not (
+        lib.xp.isdtype(mask.dtype, ("bool", "integral"))
+        if seen is None
+        else seen.dtype.kind in "biu"
+    ):
+        raise TypeError(
+            f"mask: expected booleans or integers, got {found.dtype}; compare it with 0 first"
+        )
     if seen is not None:
         real = seen != 0
-        return mask if here else lib.from_host(real, lib.xp.bool, lib.device(padded)), np.count_nonzero(real, axis=1)
+        return mask if here else lib.from_host(
+            real, lib.xp.bool, lib.device(padded)
+        ), np.count_nonzero(real, axis=1)
     return mask, None
 
 
@@ -178,9 +213,18 @@ def _count(call: MarkCall) -> tuple[Any, Any]:
     if call.total is None:
         real = lib.read(call.mask) != 0
         ends = np.cumsum(np.count_nonzero(real, axis=1))
-        return tuple(lib.from_host(x, call.dtype, device) for x in (np.concatenate([[0], ends]), np.flatnonzero(real)))
-    marked = xp.cumulative_sum(xp.reshape(xp.astype(_real(call.mask), call.dtype), (-1,)), dtype=call.dtype)
-    ends = xp.reshape(marked, (n, longest))[:, -1] if longest else xp.zeros((n,), dtype=call.dtype, device=device)
+        return tuple(
+            lib.from_host(x, call.dtype, device)
+            for x in (np.concatenate([[0], ends]), np.flatnonzero(real))
+        )
+    marked = xp.cumulative_sum(
+        xp.reshape(xp.astype(_real(call.mask), call.dtype), (-1,)), dtype=call.dtype
+    )
+    ends = (
+        xp.reshape(marked, (n, longest))[:, -1]
+        if longest
+        else xp.zeros((n,), dtype=call.dtype, device=device)
+    )
     offsets = xp.concat([xp.zeros((1,), dtype=call.dtype, device=device), ends])
     return offsets, xp.searchsorted(marked, Layout(lib, offsets, call.total).arange(call.total) + 1)
 
@@ -189,29 +233,50 @@ def _count(call: MarkCall) -> tuple[Any, Any]:
 def _take_marked(call: UnpadCall) -> Any:
     x, dim, xp = call.x, call.ragged_dim, call.layout.xp
     rows = moved(xp, x, dim + 1, 1)
-    values = xp.take(xp.reshape(rows, (rows.shape[0] * rows.shape[1], *rows.shape[2:])), _slots(call), axis=0)
+    values = xp.take(
+        xp.reshape(rows, (rows.shape[0] * rows.shape[1], *rows.shape[2:])), _slots(call), axis=0
+    )
     return moved(xp, values, 0, dim)
 
 
 def _slots(call: UnpadCall) -> Any:
     """(total,) where the tokens stand among all slots of the padded batch."""
-    layout, longest, mask, slots = call.layout, call.x.shape[call.ragged_dim + 1], call.mask, call.slots
-    lib, xp, size = layout.backend, layout.xp, call.layout.num_rows * call.x.shape[call.ragged_dim + 1]
+    layout, longest, mask, slots = (
+        call.layout,
+        call.x.shape[call.ragged_dim + 1],
+        call.mask,
+        call.slots,
+    )
+    lib, xp, size = (
+        layout.backend,
+        layout.xp,
+        call.layout.num_rows * call.x.shape[call.ragged_dim + 1],
+    )
     if slots is None:
         if mask is None:
-            real = None if layout.host is None else np.arange(longest) < np.diff(layout.host)[:, None]
+            real = (
+                None if layout.host is None else np.arange(longest) < np.diff(layout.host)[:, None]
+            )
         else:  # its counts are known
             real = lib.peek(mask)
             real = lib.read(mask) if real is None else real
         if real is not None:
             return layout.put(np.flatnonzero(real), size)
-        slots = xp.astype(layout.rows, counter(xp, size, layout.rows), copy=False) * longest + layout.positions
+        slots = (
+            xp.astype(layout.rows, counter(xp, size, layout.rows), copy=False) * longest
+            + layout.positions
+        )
     slots = slots[: layout.total]
     return xp.where(slots < size, slots, max(size - 1, 0))
 
 
 def to_padded(
-    arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None, kernel: str | None = None
+    arr: Array,
+    *,
+    side: str = "right",
+    fill_value: Any = 0,
+    length: int | None = None,
+    kernel: str | None = None,
 ) -> tuple[Any, Any]:
     """A padded batch and the mask of its real tokens.
 
@@ -249,7 +314,9 @@ def to_padded(
     array([[-1, -1,  1],
            [ 2,  3,  4]])
     """
-    padded, mask = again.run("pad", {"arr": arr}, {"side": side, "fill_value": fill_value, "length": length}, kernel)
+    padded, mask = again.run(
+        "pad", {"arr": arr}, {"side": side, "fill_value": fill_value, "length": length}, kernel
+    )
     return padded, mask
 
 
@@ -266,7 +333,9 @@ class PadCall:
     fill_value: bool | int | float | complex = 0
 
     @classmethod
-    def make(cls, arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None) -> PadCall:
+    def make(
+        cls, arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None
+    ) -> PadCall:
         """Check the arguments of `to_padded` and bring them into one form."""
         layout = ragged("arr", arr).layout
         length = None if length is None else integer("length", length, 0)
@@ -288,7 +357,13 @@ class PadCall:
 
 @declare("pad", PadCall.make)
 def _take_padded(call: PadCall) -> tuple[Any, Any]:
-    arr, length, layout, xp, n = call.x, call.length, call.x.layout, call.x.layout.xp, call.x.batch_size
+    arr, length, layout, xp, n = (
+        call.x,
+        call.length,
+        call.x.layout,
+        call.x.layout.xp,
+        call.x.batch_size,
+    )
     slots = layout.arange(length)[None, :]
     lengths, starts = layout.lengths[:, None], layout.offsets[:-1][:, None]
     mask = slots < lengths if call.side == "right" else slots >= length - lengths
@@ -296,7 +371,9 @@ def _take_padded(call: PadCall) -> tuple[Any, Any]:
     values = moved(xp, arr.values, arr.ragged_dim, 0)
     fill = xp.full((), call.fill_value, dtype=arr.dtype, device=layout.device)
     if layout.total == 0 or n == 0 or length == 0:
-        padded = xp.full((n, length, *values.shape[1:]), call.fill_value, dtype=arr.dtype, device=layout.device)
+        padded = xp.full(
+            (n, length, *values.shape[1:]), call.fill_value, dtype=arr.dtype, device=layout.device
+        )
     else:
         padded = xp.take(values, xp.reshape(layout.clip(tokens), (-1,)), axis=0)
         padded = xp.reshape(padded, (n, length, *values.shape[1:]))

@@ -36,7 +36,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: runs on {self.provider!r}"]
-        return "\n".join(lines + [f"  {name!r} rejects: {reason}" for name, reason in self.rejected.items()])
+        return "\n".join(
+            lines + [f"  {name!r} rejects: {reason}" for name, reason in self.rejected.items()]
+        )
 
 
 _KERNELS: dict[str, list[Kernel]] = {}
@@ -60,9 +62,12 @@ def declare(name: str, describe: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def register_kernel(
-    operation: str, *, provider: str, rejects: Callable[[Any], str | None] = _accepts,
+    operation: str,
+    *,
+    provider: str,
+    rejects: Callable[[Any], str | None] = _accepts,
     again: Callable[[Any], Callable[..., Any] | None] | None = None,
-) -> Callable[[F], F]:  # fmt: skip
+) -> Callable[[F], F]:
     """Register the decorated function as a kernel for an operation.
 
     Parameters
@@ -132,13 +137,17 @@ def unregister_kernel(operation: str, provider: str) -> None:
     """
     _declared(operation)
     if provider == STANDARD:
-        raise ValueError(f"provider: {STANDARD!r} names the standard path, which stays; choose another name")
+        raise ValueError(
+            f"provider: {STANDARD!r} names the standard path, which stays; choose another name"
+        )
     _KERNELS[operation] = [k for k in _KERNELS[operation] if k.provider != provider]
 
 
 def _declared(operation: str) -> None:
     if not isinstance(operation, str) or operation not in _DESCRIBE:
-        raise ValueError(f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}")
+        raise ValueError(
+            f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}"
+        )
 
 
 def _select(name: str, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
@@ -199,7 +208,9 @@ def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any
 
 def load_plugins(library: str) -> None:
     """Let every installed package that declares kernels for a library register them, once."""
-    from importlib.metadata import entry_points  # here, because `import scree` should not wait for it
+    from importlib.metadata import (
+        entry_points,
+    )  # here, because `import scree` should not wait for it
 
     if library in _LOADED:
         return

@@ -59,11 +59,17 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
     return int(info.min if lowest else info.max)
 
 
-def segment_reduce(op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None) -> Any:
+def segment_reduce(
+    op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None
+) -> Any:
     """Reduce each row of `values` (total, ...), in their own dtype unless one is given, to one entry: (n, ...)."""
     dtype = values.dtype if dtype is None else dtype
-    operation = "segment_mean" if op == "mean" else "segment_reduce"  # who adds up needs no kernel of its own for means
-    out = again.run(operation, {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel)
+    operation = (
+        "segment_mean" if op == "mean" else "segment_reduce"
+    )  # who adds up needs no kernel of its own for means
+    out = again.run(
+        operation, {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel
+    )
     return out if out.dtype == dtype else layout.xp.astype(out, dtype)
 
 
@@ -72,16 +78,23 @@ def _reduce_tiles(call: SegmentCall) -> Any:
     layout, xp = call.layout, call.layout.xp
     known = truth(xp, call.values) if call.op in ("any", "all") else call.values
     if known is not call.values:
-        return segment_reduce(call.op, known, layout, dtype=call.dtype)  # who takes no such numbers may take booleans
+        return segment_reduce(
+            call.op, known, layout, dtype=call.dtype
+        )  # who takes no such numbers may take booleans
     values = call.converted
-    empty = xp.full((), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.device)
+    empty = xp.full(
+        (), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.device
+    )
     if layout.num_rows == 0 or layout.total == 0:
         return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
     filled = layout.filled
     keep = {"dtype": values.dtype} if call.op in SCANS else {}
     while layout.bound > 1:
         tiles = layout.tiles(min(TILE, layout.bound))
-        values, layout = getattr(xp, call.op)(tiled(xp, values, tiles, empty), axis=1, **keep), tiles.layout
+        values, layout = (
+            getattr(xp, call.op)(tiled(xp, values, tiles, empty), axis=1, **keep),
+            tiles.layout,
+        )
     firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
     return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
 
@@ -105,7 +118,9 @@ def segment_arg(op: str, values: Any, layout: Layout) -> Any:
 
     NaN counts as the extremum.
     """
-    return again.run("segment_arg", {"layout": layout, "values": values}, {"op": op, "dtype": values.dtype})
+    return again.run(
+        "segment_arg", {"layout": layout, "values": values}, {"op": op, "dtype": values.dtype}
+    )
 
 
 @declare("segment_arg", SegmentCall)
@@ -141,10 +156,16 @@ def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.device)
     inside = getattr(xp, SCANS[op])(tiled(xp, values, tiles, neutral), axis=1, dtype=values.dtype)
     through = _scan_tiles(op, inside[:, -1, ...], tiles.layout)
-    before = xp.concat([xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0)
+    before = xp.concat(
+        [xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0
+    )
     before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
     inside = inside + before if op == "sum" else inside * before
-    return xp.take(xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:])), layout.tile_slots(size), axis=0)
+    return xp.take(
+        xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:])),
+        layout.tile_slots(size),
+        axis=0,
+    )
 
 
 def divide(xp: Any, total: Any, count: Any) -> Any:

@@ -27,7 +27,17 @@ MOST_HEADER = 100_000_000  # bytes; the format's own limit
 FORMATS = (".safetensors", ".npz")
 
 #: What NumPy says of a file that is none of its own, beside the errors of archives.
-NPZ_ERRORS = (KeyError, ValueError, EOFError, OSError, AttributeError, RuntimeError, MemoryError, OverflowError, struct.error)
+NPZ_ERRORS = (
+    KeyError,
+    ValueError,
+    EOFError,
+    OSError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    struct.error,
+)
 
 
 def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> None:
@@ -64,7 +74,9 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
     path = Path(path)
     kind = _format(path)
     if not isinstance(arrays, Array | Mapping):
-        raise TypeError(f"arrays: expected a ragged array, or a mapping of names to such, got {type(arrays).__name__}")
+        raise TypeError(
+            f"arrays: expected a ragged array, or a mapping of names to such, got {type(arrays).__name__}"
+        )
     named = {"": arrays} if isinstance(arrays, Array) else dict(arrays)
     tensors: dict[str, np.ndarray] = {}
     about: dict[str, Any] = {}
@@ -82,7 +94,9 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
         about[name] = {"rows": shared, "ragged_dim": arr.ragged_dim, "max_length": arr.max_length}
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        (_write_safetensors if kind == ".safetensors" else _write_npz)(scratch, tensors, json.dumps(about))
+        (_write_safetensors if kind == ".safetensors" else _write_npz)(
+            scratch, tensors, json.dumps(about)
+        )
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -128,7 +142,12 @@ def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = 
         for name, entry in about.items():
             values, rows = tensors[_join(name, "values")], entry["rows"]
             if rows == name:
-                found[name] = Array(values, tensors[_join(name, "offsets")], entry["ragged_dim"], entry["max_length"])
+                found[name] = Array(
+                    values,
+                    tensors[_join(name, "offsets")],
+                    entry["ragged_dim"],
+                    entry["max_length"],
+                )
             else:
                 found[name] = found[rows].with_values(values, ragged_dim=entry["ragged_dim"])
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError) as error:
@@ -143,7 +162,9 @@ def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = 
 
 def _format(path: Path) -> str:
     if path.suffix not in FORMATS:
-        raise ValueError(f"path: expected a name that ends in {' or '.join(FORMATS)}, got {path.name!r}")
+        raise ValueError(
+            f"path: expected a name that ends in {' or '.join(FORMATS)}, got {path.name!r}"
+        )
     return path.suffix
 
 
@@ -152,7 +173,9 @@ def _join(name: str, part: str) -> str:
 
 
 def _damaged(path: Path, why: str) -> ValueError:
-    return ValueError(f"path: expected a file that scree.save wrote, but {path} is damaged or another: {why}")
+    return ValueError(
+        f"path: expected a file that scree.save wrote, but {path} is damaged or another: {why}"
+    )
 
 
 def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], about: str) -> None:
@@ -161,10 +184,16 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], about: str) -
     for name, x in tensors.items():
         if dtype_name(x.dtype) not in CODES:
             raise TypeError(f"{name}: safetensors has no {x.dtype}; convert it with astype")
-        header[name] = {"dtype": CODES[dtype_name(x.dtype)], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
+        header[name] = {
+            "dtype": CODES[dtype_name(x.dtype)],
+            "shape": list(x.shape),
+            "data_offsets": [end, end + x.nbytes],
+        }
         end += x.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % 64)  # so that the values lie where every library can take them as they are
+    text += b" " * (
+        -(len(text) + 8) % 64
+    )  # so that the values lie where every library can take them as they are
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
@@ -181,12 +210,16 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], Any]:
     try:
         header = json.loads(text)
         about = header.pop("__metadata__")["scree"]
-        return {name: _mapped(path, 8 + length, size, **entry) for name, entry in header.items()}, about
+        return {
+            name: _mapped(path, 8 + length, size, **entry) for name, entry in header.items()
+        }, about
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is no header of arrays ({error})") from error
 
 
-def _mapped(path: Path, start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
+def _mapped(
+    path: Path, start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]
+) -> np.ndarray:
     """One tensor of the file, after a check that it lies within the file."""
     first, last = data_offsets
     name = DTYPES[dtype]
@@ -196,10 +229,17 @@ def _mapped(path: Path, start: int, size: int, dtype: str, shape: list[int], dat
         import ml_dtypes  # noqa: F401 (teaches NumPy the name)
     kind = np.dtype(name)
     if last - first != math.prod(shape) * kind.itemsize or start + last > size:
-        raise ValueError(f"{dtype} of shape {shape} at {first} to {last} does not fit into {size - start} bytes")
+        raise ValueError(
+            f"{dtype} of shape {shape} at {first} to {last} does not fit into {size - start} bytes"
+        )
     if first == last:
         return np.empty(shape, kind)
-    return np.memmap(path, np.uint8, "c", start + first, (last - first,)).view(np.ndarray).view(kind).reshape(shape)
+    return (
+        np.memmap(path, np.uint8, "c", start + first, (last - first,))
+        .view(np.ndarray)
+        .view(kind)
+        .reshape(shape)
+    )
 
 
 def _write_npz(path: Path, tensors: dict[str, np.ndarray], about: str) -> None:

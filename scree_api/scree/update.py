@@ -87,12 +87,19 @@ class Update:
     def _apply(self, op: str, value: Any) -> Array:
         arr, layout = self.array, self.array.layout
         xp, device = layout.xp, layout.device
-        numbers = xp.reshape(xp.arange(arr.size, dtype=counter(xp, arr.size, layout.offsets), device=device), arr.values.shape)
-        chosen = getitem(arr.with_values(numbers), self.key, missing=arr.size)  # a number beyond all entries
+        numbers = xp.reshape(
+            xp.arange(arr.size, dtype=counter(xp, arr.size, layout.offsets), device=device),
+            arr.values.shape,
+        )
+        chosen = getitem(
+            arr.with_values(numbers), self.key, missing=arr.size
+        )  # a number beyond all entries
         places = values_of(chosen)
         if isinstance(value, Array):
             if not isinstance(chosen, Array):
-                raise ValueError(f"value: expected a dense array for entries of shape {places.shape}, got {value.shape}")
+                raise ValueError(
+                    f"value: expected a dense array for entries of shape {places.shape}, got {value.shape}"
+                )
             shared_layout("value", (chosen, value))
             value = value.values
         elif isinstance(chosen, Array):
@@ -102,7 +109,9 @@ class Update:
         else:
             dense("value", value, arr.values)
         if value.dtype != arr.dtype:
-            raise TypeError(f"value: expected dtype {arr.dtype} as the array, got {value.dtype}; convert it with xp.astype")
+            raise TypeError(
+                f"value: expected dtype {arr.dtype} as the array, got {value.dtype}; convert it with xp.astype"
+            )
         shape, given = tuple(places.shape), tuple(value.shape)
         if not stretches(given, shape):
             raise ValueError(f"value: expected it to fit the entries of shape {shape}, got {given}")
@@ -111,14 +120,20 @@ class Update:
             return arr
         places, flat = xp.reshape(places, (-1,)), xp.reshape(arr.values, (-1,))
         order = xp.argsort(places, stable=True)
-        bounds = xp.searchsorted(xp.take(places, order), xp.arange(size + 1, dtype=places.dtype, device=device))
-        met = Layout(layout.backend, bounds, int(value.shape[0]))  # entry -> the values that it meets
+        bounds = xp.searchsorted(
+            xp.take(places, order), xp.arange(size + 1, dtype=places.dtype, device=device)
+        )
+        met = Layout(
+            layout.backend, bounds, int(value.shape[0])
+        )  # entry -> the values that it meets
         value = xp.take(value, order)
         if op == "set":
             flat = xp.where(met.filled, xp.take(value, met.clip(bounds[1:] - 1)), flat)
         else:
             wide = accumulator(xp, arr.dtype)
-            found = COMBINE[op](xp, xp.astype(flat, wide, copy=False), segment_reduce(op, value, met, dtype=wide))
+            found = COMBINE[op](
+                xp, xp.astype(flat, wide, copy=False), segment_reduce(op, value, met, dtype=wide)
+            )
             flat = xp.astype(found, arr.dtype, copy=False)
         return arr.with_values(xp.reshape(flat, arr.values.shape))
 

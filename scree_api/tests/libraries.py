@@ -12,8 +12,18 @@ import numpy as np
 
 import scree
 
-MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "mlx": "mlx.core", "array_api_strict": "array_api_strict"}
-NAMES = [name for name in os.environ.get("SCREE_BACKENDS", ",".join(MODULES)).split(",") if name in MODULES]
+MODULES = {
+    "numpy": "numpy",
+    "torch": "torch",
+    "jax": "jax.numpy",
+    "mlx": "mlx.core",
+    "array_api_strict": "array_api_strict",
+}
+NAMES = [
+    name
+    for name in os.environ.get("SCREE_BACKENDS", ",".join(MODULES)).split(",")
+    if name in MODULES
+]
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,9 @@ class Library:
 
     def f(self, *shape: int) -> Any:
         """Small float32 numbers."""
-        return self.make((np.arange(np.prod(shape, dtype=int)) % 7).reshape(shape).astype(np.float32))
+        return self.make(
+            (np.arange(np.prod(shape, dtype=int)) % 7).reshape(shape).astype(np.float32)
+        )
 
     def i(self, numbers: Any, dtype: str = "int32") -> Any:
         """These integers."""
@@ -37,7 +49,9 @@ class Library:
 
     def r(self, lengths: list[int], *token: int, dtype: str = "float32") -> scree.Array:
         """A ragged array of small numbers, rows [0, 1, ...] of these lengths."""
-        values = (np.arange(np.prod((sum(lengths), *token), dtype=int)) % 7).reshape(sum(lengths), *token)
+        values = (np.arange(np.prod((sum(lengths), *token), dtype=int)) % 7).reshape(
+            sum(lengths), *token
+        )
         return scree.from_lengths(self.make(values.astype(dtype)), lengths)
 
     @property
@@ -54,4 +68,7 @@ class Library:
 def load(name: str) -> Library:
     """The library of this name; `ImportError` where it is not installed."""
     module = import_module(MODULES[name])
-    return Library(name, module.from_numpy if name == "torch" else getattr(module, "array", None) or module.asarray)
+    return Library(
+        name,
+        module.from_numpy if name == "torch" else getattr(module, "array", None) or module.asarray,
+    )

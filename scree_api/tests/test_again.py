@@ -19,7 +19,9 @@ from scree.layout import OTHERS
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls of attention that a kernel was asked about whose answer holds for calls alike. It gives back what it is given."""
     scree.namespace(torch.zeros(1))  # what PyTorch brings is there
-    monkeypatch.setattr(registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()})
+    monkeypatch.setattr(
+        registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()}
+    )
     calls: list[Any] = []
 
     def rejects(call: Any) -> str | None:
@@ -30,7 +32,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         causal, scale = call.causal, call.scale
         return lambda **arrays: (causal, scale, arrays)
 
-    scree.register_kernel("attention", provider="mine", rejects=rejects, again=run_again)(lambda call: call)
+    scree.register_kernel("attention", provider="mine", rejects=rejects, again=run_again)(
+        lambda call: call
+    )
     return calls
 
 
@@ -61,7 +65,9 @@ def test_calls_alike_are_asked_about_once(asked: list[Any]) -> None:
     lambda q: dict.fromkeys("qkv", rows([0, 1, 5])),
     lambda q: dict.fromkeys("kv", rows([0, 1, 5])),
 ])  # fmt: skip
-def test_calls_that_differ_are_asked_about(asked: list[Any], other: Callable[[scree.Array], dict[str, Any]]) -> None:
+def test_calls_that_differ_are_asked_about(
+    asked: list[Any], other: Callable[[scree.Array], dict[str, Any]]
+) -> None:
     q = rows([0, 2, 5])
     arguments = {"q": q, "k": q, "v": q, "causal": True}
     scree.attention(**arguments)
@@ -73,7 +79,9 @@ def test_calls_that_differ_are_asked_about(asked: list[Any], other: Callable[[sc
 
 
 @pytest.mark.parametrize("in_c", [True, False])
-def test_what_the_host_knows_of_arrays_tells_them_apart(monkeypatch: pytest.MonkeyPatch, in_c: bool) -> None:
+def test_what_the_host_knows_of_arrays_tells_them_apart(
+    monkeypatch: pytest.MonkeyPatch, in_c: bool
+) -> None:
     from scree.backends import torch as library
 
     assert library._GUARDS is not None
@@ -84,8 +92,18 @@ def test_what_the_host_knows_of_arrays_tells_them_apart(monkeypatch: pytest.Monk
     same = alike([x, y])
     assert same(x, y) and same(y, x) and same(torch.zeros(4, 6), x)
     others = [
-        x.double(), x[:3], x.clone().requires_grad_(), torch.randn(6, 4).t(), torch.nn.Parameter(x), x.to("meta"), x[None],
-        torch.nn.Parameter(x, requires_grad=False), x.numpy(), [1.0], 1.0, None,
+        x.double(),
+        x[:3],
+        x.clone().requires_grad_(),
+        torch.randn(6, 4).t(),
+        torch.nn.Parameter(x),
+        x.to("meta"),
+        x[None],
+        torch.nn.Parameter(x, requires_grad=False),
+        x.numpy(),
+        [1.0],
+        1.0,
+        None,
     ]
     assert not any(same(x, other) or same(other, x) for other in others)
     twice = alike([x, x])
@@ -118,7 +136,9 @@ def test_kernels_are_asked_again_where_another_comes_or_goes(asked: list[Any]) -
 def test_what_may_answer_otherwise_is_asked_each_time(asked: list[Any]) -> None:
     q, picky = rows([0, 2, 5]), []
 
-    @scree.register_kernel("attention", provider="picky", rejects=lambda call: picky.append(call) or "not today")
+    @scree.register_kernel(
+        "attention", provider="picky", rejects=lambda call: picky.append(call) or "not today"
+    )
     def run(call: Any) -> None:
         raise AssertionError
 
@@ -164,7 +184,9 @@ def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -
     assert len(asked) == 29
 
 
-def test_options_that_never_come_twice_do_not_fill_the_memory(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_never_come_twice_do_not_fill_the_memory(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(again, "MOST", 10)
     q = rows([0, 2, 5])
     for i in range(1, 30):
@@ -176,7 +198,9 @@ def test_options_that_never_come_twice_do_not_fill_the_memory(asked: list[Any], 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kernels of all operations that run calls alike another way: the operations that were asked about."""
     scree.namespace(torch.zeros(1))
-    monkeypatch.setattr(registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()})
+    monkeypatch.setattr(
+        registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()}
+    )
     names: list[str] = []
     for name in registry._KERNELS:
 
@@ -187,7 +211,9 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def run_again(call: Any, name: str = name) -> Callable[..., Any]:
             facts = {field: getattr(call, field) for field in options_of(call)}
             names.append(name)
-            return lambda **arrays: registry._KERNELS[name][-1].run(registry._DESCRIBE[name](**arrays, **facts))
+            return lambda **arrays: registry._KERNELS[name][-1].run(
+                registry._DESCRIBE[name](**arrays, **facts)
+            )
 
         scree.register_kernel(name, provider="mine", again=run_again)(run)
     return names
@@ -195,7 +221,21 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def options_of(call: Any) -> list[str]:
     """The fields of a call that are no arrays."""
-    arrays = {"x", "k", "q", "v", "values", "layout", "weight", "bias", "residual", "start", "alibi_slopes", "targets", "index"}
+    arrays = {
+        "x",
+        "k",
+        "q",
+        "v",
+        "values",
+        "layout",
+        "weight",
+        "bias",
+        "residual",
+        "start",
+        "alibi_slopes",
+        "targets",
+        "index",
+    }
     return [field for field in call.__dataclass_fields__ if field not in arrays]
 
 
@@ -267,7 +307,9 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
 
 
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
-def test_what_is_wrong_is_refused_behind_what_is_right_as_without_it(name: str, everywhere: list[str]) -> None:
+def test_what_is_wrong_is_refused_behind_what_is_right_as_without_it(
+    name: str, everywhere: list[str]
+) -> None:
     f, (right, *wrong) = RIGHT_AND_WRONG[name]
     for arguments in wrong:
         refused = []

@@ -30,7 +30,11 @@ def arr() -> scree.Array:
 
 def same(a: scree.Array, b: scree.Array) -> bool:
     """Whether two arrays on NumPy have the same rows."""
-    return a.ragged_dim == b.ragged_dim and np.array_equal(a.offsets, b.offsets) and np.array_equal(a.values, b.values)
+    return (
+        a.ragged_dim == b.ragged_dim
+        and np.array_equal(a.offsets, b.offsets)
+        and np.array_equal(a.values, b.values)
+    )
 
 
 # ------------------------------------------------------------------------------------------- what it is made of
@@ -39,7 +43,13 @@ def test_parts_are_kept_as_they_are(dtype: str) -> None:
     values, cu = np.zeros((2, 5, 3), np.float32), np.asarray([0, 2, 2, 5], dtype)
     arr = scree.from_cu_seqlens(values, cu, ragged_dim=1, max_length=4)
     assert arr.values is values and arr.offsets is cu
-    assert (arr.ragged_dim, arr.max_length, arr.batch_size, len(arr), arr.total_length) == (1, 4, 3, 3, 5)
+    assert (arr.ragged_dim, arr.max_length, arr.batch_size, len(arr), arr.total_length) == (
+        1,
+        4,
+        3,
+        3,
+        5,
+    )
     assert (arr.shape, arr.ndim, arr.element_shape, arr.size) == ((3, 2, None, 3), 4, (2, 3), 30)
     assert (arr.dtype, arr.device, arr.nbytes) == (values.dtype, "cpu", values.nbytes + cu.nbytes)
     assert arr.lengths.tolist() == ROWS and arr.lengths.dtype == cu.dtype
@@ -53,15 +63,29 @@ def test_numpy_integers_are_integers() -> None:
 
 def test_views_share_memory(arr: scree.Array) -> None:
     values = arr.values
-    for view in (arr[0], arr[1:].values, arr[-2:].values, arr[0:3].values, arr[...].values, *scree.unpack(arr), *arr):
+    for view in (
+        arr[0],
+        arr[1:].values,
+        arr[-2:].values,
+        arr[0:3].values,
+        arr[...].values,
+        *scree.unpack(arr),
+        *arr,
+    ):
         assert view.base is values or view is values
     assert arr[:2].offsets.base is arr.offsets  # from the first row on, even the offsets
     assert arr[:, :].values is values and arr[:].values is values
     other = arr.with_values(np.zeros((5, 2)))
-    assert other.offsets is arr.offsets and other.layout is arr.layout and (arr * 2).layout is arr.layout
+    assert (
+        other.offsets is arr.offsets
+        and other.layout is arr.layout
+        and (arr * 2).layout is arr.layout
+    )
     cube = scree.from_lengths(np.zeros((4, 6)), ROWS + [1], ragged_dim=1)
     assert cube.mT.values.base is cube.values and cube.mT.shape == (4, None, 4)
-    assert np.shares_memory(cube[1:3].values, cube.values) and np.shares_memory(cube[:, 1].values, cube.values)
+    assert np.shares_memory(cube[1:3].values, cube.values) and np.shares_memory(
+        cube[:, 1].values, cube.values
+    )
 
 
 def test_arrays_are_frozen_and_have_no_hash(arr: scree.Array) -> None:
@@ -78,7 +102,9 @@ def test_iteration_gives_the_rows(arr: scree.Array) -> None:
     assert [row.tolist() for row in reversed(arr)] == [[3.0, 4.0, 5.0], [], [1.0, 2.0]]
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
 def test_copies_and_pickles_are_whole(again: Callable[[scree.Array], scree.Array]) -> None:
     arr = scree.Array(np.arange(10).reshape(2, 5), np.asarray([0, 2, 5], np.int64), 1, 4)
     arr.layout.tiles(2)  # what the layout keeps stays behind
@@ -92,7 +118,11 @@ def test_copies_and_pickles_are_whole(again: Callable[[scree.Array], scree.Array
 def test_every_library_makes_copies(name: str) -> None:
     arr = load(name).r(ROWS, 2)
     for new in (copy.copy(arr), copy.deepcopy(arr)):
-        assert scree.same_layout(new, arr) in (True, None) and new.shape == arr.shape and new.dtype == arr.dtype
+        assert (
+            scree.same_layout(new, arr) in (True, None)
+            and new.shape == arr.shape
+            and new.dtype == arr.dtype
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,8 +146,10 @@ def test_to_device_moves_both_parts(arr: scree.Array) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ operators
-OPERATORS = {f"__{name}__": getattr(operator, f"{name}_" if name in ("and", "or") else name)
-             for name in (*UNARY, *BINARY, *COMPARISONS)}  # fmt: skip
+OPERATORS = {
+    f"__{name}__": getattr(operator, f"{name}_" if name in ("and", "or") else name)
+    for name in (*UNARY, *BINARY, *COMPARISONS)
+}
 INTEGERS = ("and", "or", "xor", "lshift", "rshift", "invert")
 
 
@@ -131,14 +163,26 @@ def test_unary_operators(name: str, arr: scree.Array) -> None:
 @pytest.mark.parametrize("name", [name for name in (*BINARY, *COMPARISONS) if name != "matmul"])
 def test_binary_operators_from_either_side(name: str, arr: scree.Array) -> None:
     x = arr.with_values(arr.values.astype(int)) if name in INTEGERS else arr
-    f, scalar, row = OPERATORS[f"__{name}__"], x.values.dtype.type(2).item(), np.asarray([[1], [2], [3]], x.dtype)
+    f, scalar, row = (
+        OPERATORS[f"__{name}__"],
+        x.values.dtype.type(2).item(),
+        np.asarray([[1], [2], [3]], x.dtype),
+    )
     spread = np.repeat(row[:, 0], ROWS)
-    for other, dense in ((x, x.values), (scalar, scalar), (row, spread), (row[0, 0], 1), (row[:1, 0], 1)):
+    for other, dense in (
+        (x, x.values),
+        (scalar, scalar),
+        (row, spread),
+        (row[0, 0], 1),
+        (row[:1, 0], 1),
+    ):
         assert same(f(x, other), x.with_values(f(x.values, dense)))
         assert same(f(other, x), x.with_values(f(dense, x.values))), "reflected"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("mlx", "array_api_strict")])  # these raise themselves
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("mlx", "array_api_strict")]
+)  # these raise themselves
 def test_dense_arrays_may_stand_on_the_left(name: str) -> None:
     lib = load(name)
     arr = lib.r(ROWS, 2)
@@ -183,13 +227,24 @@ def test_repr_shows_rows(arr: scree.Array) -> None:
 
 def test_repr_cuts_long_rows_and_many_rows() -> None:
     text = repr(scree.from_lengths(np.arange(3000.0), [1] * 1000 + [2000])).splitlines()
-    assert [line.split(":")[0].strip() for line in text[1:]] == ["0", "1", "2", "...", "998", "999", "1000"]
+    assert [line.split(":")[0].strip() for line in text[1:]] == [
+        "0",
+        "1",
+        "2",
+        "...",
+        "998",
+        "999",
+        "1000",
+    ]
     assert all(len(line) < 100 for line in text)
     assert repr(scree.from_lengths(np.arange(90), [90])).endswith(" ...")
 
 
 def test_repr_of_nothing() -> None:
-    assert repr(scree.from_lengths(np.zeros((0, 2)), [])) == "scree.Array(shape=(0, None, 2), dtype=float64, numpy)"
+    assert (
+        repr(scree.from_lengths(np.zeros((0, 2)), []))
+        == "scree.Array(shape=(0, None, 2), dtype=float64, numpy)"
+    )
     assert "ragged_dim=1" in repr(scree.from_lengths(np.zeros((2, 0)), [0], ragged_dim=1))
 
 
@@ -211,8 +266,15 @@ def test_repr_never_reads_from_a_device() -> None:
         import torch
 
         away = torch.zeros(5, device="meta")  # whose values cannot be read at all
-        known, unknown = scree.from_lengths(away, ROWS), scree.Array(away, torch.zeros(4, dtype=torch.int32, device="meta"))
-        assert repr(known).splitlines()[1:] == ["     0: 2 tokens", "     1: 0 tokens", "     2: 3 tokens"]
+        known, unknown = (
+            scree.from_lengths(away, ROWS),
+            scree.Array(away, torch.zeros(4, dtype=torch.int32, device="meta")),
+        )
+        assert repr(known).splitlines()[1:] == [
+            "     0: 2 tokens",
+            "     1: 0 tokens",
+            "     2: 3 tokens",
+        ]
         assert "<td>2</td><td><code>2 tokens</code></td>" in known._repr_html_()
         assert repr(unknown) == "scree.Array(shape=(3, None), dtype=torch.float32, torch)"
         assert "<tr>" not in unknown._repr_html_()
@@ -224,7 +286,9 @@ def test_repr_never_reads_from_a_device() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- layouts
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "jax"])  # whose kernel keeps nothing
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name != "jax"]
+)  # whose kernel keeps nothing
 def test_queries_forget_the_keys_of_earlier_steps(name: str) -> None:
     lib = load(name)
     q = lib.r([1, 1], 2, 4)
@@ -258,5 +322,7 @@ def test_a_bound_may_be_as_loose_as_one_likes(name: str) -> None:
     lib = load(name)
     x, y = (scree.Array(lib.f(5, 2, 4), lib.i([0, 2, 2, 5]), 0, bound) for bound in (10**9, 3))
     assert x.max_length == 10**9 and x.layout.bound == (5 if name == "mlx" else 3)
-    for found, right in zip((scree.attention(x, x, x), scree.softmax(x)), (scree.attention(y, y, y), scree.softmax(y))):
+    for found, right in zip(
+        (scree.attention(x, x, x), scree.softmax(x)), (scree.attention(y, y, y), scree.softmax(y))
+    ):
         np.testing.assert_allclose(np.asarray(found.values), np.asarray(right.values), rtol=1e-6)

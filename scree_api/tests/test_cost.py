@@ -7,7 +7,9 @@ import pytest
 
 import scree
 
-SKEWED = [4096] + [64] * 63  # padded, the scores of one head alone would take 64 * 4096**2 * 4 bytes, 4 GB
+SKEWED = [4096] + [
+    64
+] * 63  # padded, the scores of one head alone would take 64 * 4096**2 * 4 bytes, 4 GB
 
 
 def peak(f) -> int:
@@ -30,7 +32,10 @@ def tokens() -> scree.Array:
 @pytest.mark.parametrize("window", [None, (64, 0), (None, None)])
 def test_attention_holds_no_more_than_the_tokens(tokens: scree.Array, window: object) -> None:
     causal = window is None
-    assert peak(lambda: scree.attention(tokens, tokens, tokens, causal=causal, window=window)) < 10 * tokens.values.nbytes
+    assert (
+        peak(lambda: scree.attention(tokens, tokens, tokens, causal=causal, window=window))
+        < 10 * tokens.values.nbytes
+    )
 
 
 @pytest.mark.parametrize("name", ["sum", "max", "mean", "var", "cumulative_sum", "sort", "argmax"])

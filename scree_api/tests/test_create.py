@@ -49,12 +49,20 @@ def test_narrow_ids_count_beyond_themselves(name: str, dtype: str) -> None:
 def test_offsets_are_wide_from_two_billion_tokens_on() -> None:
     values = np.broadcast_to(np.int8(5), (2**31 + 3,))  # takes no memory
     arr = scree.from_lengths(values, [2**31 - 1, 0, 4])
-    assert arr.offsets.dtype == np.int64 and arr.offsets.tolist() == [0, 2**31 - 1, 2**31 - 1, 2**31 + 3]
+    assert arr.offsets.dtype == np.int64 and arr.offsets.tolist() == [
+        0,
+        2**31 - 1,
+        2**31 - 1,
+        2**31 + 3,
+    ]
     assert arr[2].tolist() == [5] * 4 and arr[1:].total_length == 4
     assert scree.from_lengths(values[:-4], [2**31 - 1]).offsets.dtype == np.int32
 
 
-@pytest.mark.parametrize("lengths", [[2, 0, 3], (2, 0, 3), range(1, 3), np.asarray([2, 0, 3], np.uint8), [np.int64(5)], []])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2, 0, 3], (2, 0, 3), range(1, 3), np.asarray([2, 0, 3], np.uint8), [np.int64(5)], []],
+)
 def test_lengths_come_in_many_forms(lengths: object) -> None:
     expected = [int(n) for n in lengths]  # type: ignore[attr-defined]
     arr = scree.from_lengths(np.zeros((sum(expected), 2)), lengths)

@@ -20,13 +20,21 @@ def rows(dim: int = 0) -> scree.Array:
 
 
 def log_normal(n: int, sigma: float = 1.0, seed: int = 0) -> np.ndarray:
-    return np.maximum(np.random.default_rng(seed).lognormal(np.log(256), sigma, n).astype(np.int64), 1)
+    return np.maximum(
+        np.random.default_rng(seed).lognormal(np.log(256), sigma, n).astype(np.int64), 1
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- collate
 def test_collate_shares_layouts_and_keeps_dtypes() -> None:
     samples = [
-        {"ids": np.arange(n), "labels": np.ones(n, np.int8), "image": np.zeros((n + 1, 2), np.float32), "weight": n / 2, "n": n}
+        {
+            "ids": np.arange(n),
+            "labels": np.ones(n, np.int8),
+            "image": np.zeros((n + 1, 2), np.float32),
+            "weight": n / 2,
+            "n": n,
+        }
         for n in (3, 0, 2)
     ]
     batch = collate(samples)
@@ -34,7 +42,13 @@ def test_collate_shares_layouts_and_keeps_dtypes() -> None:
     assert batch["ids"].layout is batch["labels"].layout
     assert batch["ids"].layout is not batch["image"].layout
     assert batch["image"].shape == (3, None, 2)
-    assert [batch[name].dtype for name in batch] == [np.int64, np.int8, np.float32, np.float64, np.int64]
+    assert [batch[name].dtype for name in batch] == [
+        np.int64,
+        np.int8,
+        np.float32,
+        np.float64,
+        np.int64,
+    ]
     for i, sample in enumerate(samples):
         assert all(np.array_equal(batch[name][i], sample[name]) for name in batch)
 
@@ -42,6 +56,7 @@ def test_collate_shares_layouts_and_keeps_dtypes() -> None:
 @pytest.mark.needs("torch")
 def test_collate_of_a_data_loader() -> None:
     import torch
+
     data = [{"ids": torch.arange(n), "label": torch.tensor(n)} for n in LENGTHS]
     sampler = TokenBudgetSampler(LENGTHS, budget=12, seed=1)
     seen = []
@@ -74,7 +89,8 @@ def test_collate_says_which_field_does_not_fit() -> None:
 def test_every_row_once_in_batches_within_the_budget(num_ranks: int, shuffle: bool, n: int) -> None:
     lengths, budget = np.minimum(log_normal(n), 2000), 2048
     ranks = [
-        list(TokenBudgetSampler(lengths, budget, shuffle=shuffle, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)
+        list(TokenBudgetSampler(lengths, budget, shuffle=shuffle, rank=rank, num_ranks=num_ranks))
+        for rank in range(num_ranks)
     ]
     assert len({len(batches) for batches in ranks}) == 1
     batches = list(itertools.chain(*ranks))
@@ -114,7 +130,9 @@ def test_it_goes_on_where_it_was_and_orders_differ(rank: int, num_ranks: int) ->
 
 def test_the_last_batches_may_be_left_out() -> None:
     lengths = [5] * 11
-    batches = [list(TokenBudgetSampler(lengths, 10, rank=r, num_ranks=2, drop_last=True)) for r in range(2)]
+    batches = [
+        list(TokenBudgetSampler(lengths, 10, rank=r, num_ranks=2, drop_last=True)) for r in range(2)
+    ]
     assert [len(x) for x in batches] == [2, 2]
     assert all(len(batch) == 2 for batch in itertools.chain(*batches))
     assert list(TokenBudgetSampler([], 10)) == []
@@ -122,7 +140,9 @@ def test_the_last_batches_may_be_left_out() -> None:
     assert list(full) == [[0, 1], [2, 3]]  # the last one is full, and stays
 
 
-@pytest.mark.parametrize("other", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}])
+@pytest.mark.parametrize(
+    "other", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}]
+)
 def test_a_state_fits_the_sampler_that_it_is_of(other: dict[str, Any]) -> None:
     state = TokenBudgetSampler(LENGTHS, 20).state_dict()
     with pytest.raises(ValueError, match="the batches would be others"):
@@ -132,8 +152,12 @@ def test_a_state_fits_the_sampler_that_it_is_of(other: dict[str, Any]) -> None:
 def test_sampler_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="lengths: expected at most 11, the budget, got 12 at 4"):
         TokenBudgetSampler(rows(), 11)
-    with pytest.raises(ValueError, match="state: expected one of num_ranks 2, got 1; the batches would be others"):
-        TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(TokenBudgetSampler(LENGTHS, 20).state_dict())
+    with pytest.raises(
+        ValueError, match="state: expected one of num_ranks 2, got 1; the batches would be others"
+    ):
+        TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(
+            TokenBudgetSampler(LENGTHS, 20).state_dict()
+        )
     with pytest.raises(ValueError, match="rank: expected"):
         TokenBudgetSampler(LENGTHS, 20, rank=2, num_ranks=2)
     for name in ("shuffle", "drop_last"):
@@ -156,7 +180,9 @@ def test_sampler_refuses_what_does_not_fit() -> None:
 @pytest.mark.parametrize("sigma", [0.6, 1.0])
 def test_parts_are_within_two_percent_of_the_best(cost: str, k: int, n: int, sigma: float) -> None:
     lengths = log_normal(n, sigma, seed=k)
-    costs = {"tokens": lengths, "attention": lengths**2, "both": 6 * 384 * lengths + lengths**2}[cost].astype(float)
+    costs = {"tokens": lengths, "attention": lengths**2, "both": 6 * 384 * lengths + lengths**2}[
+        cost
+    ].astype(float)
     parts = split_balanced(lengths, k, costs if cost == "both" else cost)
     assert sorted(np.concatenate(parts).tolist()) == list(range(n))
     assert all((np.diff(part) > 0).all() for part in parts)
@@ -179,7 +205,9 @@ def test_parts_of_few_or_free_rows() -> None:
     with pytest.raises(ValueError, match="cost: expected 5 numbers, one a row"):
         split_balanced(rows(), 2, [1, 2, 3, 4])
     for wrong in (-1, np.inf, np.nan):
-        with pytest.raises(ValueError, match=f"cost: expected finite numbers >= 0, got {float(wrong)} for row 3"):
+        with pytest.raises(
+            ValueError, match=f"cost: expected finite numbers >= 0, got {float(wrong)} for row 3"
+        ):
             split_balanced(rows(), 2, [1.0, 2, 3, wrong, 4])
     with pytest.raises(ValueError, match="k: expected at least 1"):
         split_balanced(rows(), 0)
@@ -190,7 +218,10 @@ def test_parts_of_few_or_free_rows() -> None:
 @pytest.mark.parametrize("length", [0, 1, 4, 99])
 def test_truncate_is_a_slice_of_each_row(dim: int, length: int) -> None:
     arr = rows(dim)
-    for side, cut in (("right", slice(0, length)), ("left", slice(-length or None, None if length else 0))):
+    for side, cut in (
+        ("right", slice(0, length)),
+        ("left", slice(-length or None, None if length else 0)),
+    ):
         found = truncate(arr, length, side=side)
         assert found.layout.max_length is not None
         assert found.layout.max_length <= length
@@ -234,7 +265,9 @@ def test_interleaved_segments_know_what_they_are() -> None:
     assert tokens.lengths.tolist() == [6, 0, 2, 1]
     assert modality.layout is tokens.layout is segment.layout
     for i, sample in enumerate(samples):
-        assert np.array_equal(tokens[i], np.concatenate([np.zeros((0, 3)), *(x for _, x in sample)]))
+        assert np.array_equal(
+            tokens[i], np.concatenate([np.zeros((0, 3)), *(x for _, x in sample)])
+        )
         assert modality[i].tolist() == [kind for kind, x in sample for _ in x]
         assert segment[i].tolist() == [j for j, (_, x) in enumerate(sample) for _ in x]
     images = tokens[modality == image]
@@ -243,7 +276,9 @@ def test_interleaved_segments_know_what_they_are() -> None:
     assert changed.values.sum() == tokens.values.sum() - images.values.sum()
     with pytest.raises(TypeError, match="samples: expected a list of rows, got int"):
         interleave(5)
-    with pytest.raises(TypeError, match=r"samples\[1\]: expected pairs of a modality and an array, got \[1\]"):
+    with pytest.raises(
+        TypeError, match=r"samples\[1\]: expected pairs of a modality and an array, got \[1\]"
+    ):
         interleave([[(0, np.ones(2))], [1]])
     with pytest.raises(ValueError, match="samples: expected at least one segment"):
         interleave([[]])
@@ -254,6 +289,7 @@ def test_interleaved_segments_know_what_they_are() -> None:
 @pytest.mark.needs("torch")
 def test_gradients_pass_through_batches() -> None:
     import torch
+
     parts = [torch.ones(n, 2, requires_grad=True) for n in (3, 0, 5)]
     arr = collate([{"x": part} for part in parts])["x"]
     windows, _ = chunk(truncate(arr, 4, side="left"), 3, overlap=1)
@@ -261,12 +297,23 @@ def test_gradients_pass_through_batches() -> None:
     assert [part.grad[:, 0].tolist() for part in parts] == [[2, 2, 2], [], [0, 2, 2, 4, 2]]
 
 
-@pytest.mark.parametrize("library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES])
+@pytest.mark.parametrize(
+    "library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES]
+)
 def test_on_every_library(library: str) -> None:
     arr = rows().with_values(rows().values.astype(np.int32))
     there = arr.to_backend(library)
-    np.testing.assert_array_equal(truncate(there, 3, side="left").to_numpy().values, truncate(arr, 3, side="left").values)
-    np.testing.assert_array_equal(chunk(there, 4, overlap=2)[0].to_numpy().values, chunk(arr, 4, overlap=2)[0].values)
+    np.testing.assert_array_equal(
+        truncate(there, 3, side="left").to_numpy().values, truncate(arr, 3, side="left").values
+    )
+    np.testing.assert_array_equal(
+        chunk(there, 4, overlap=2)[0].to_numpy().values, chunk(arr, 4, overlap=2)[0].values
+    )
     segments = [[(i, row)] for i, row in enumerate(there)]
-    assert interleave(segments).modality.to_numpy().values.tolist() == np.repeat(range(5), LENGTHS).tolist()
-    assert [part.tolist() for part in split_balanced(there, 2)] == [part.tolist() for part in split_balanced(arr, 2)]
+    assert (
+        interleave(segments).modality.to_numpy().values.tolist()
+        == np.repeat(range(5), LENGTHS).tolist()
+    )
+    assert [part.tolist() for part in split_balanced(there, 2)] == [
+        part.tolist() for part in split_balanced(arr, 2)
+    ]

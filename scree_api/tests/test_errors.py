@@ -19,12 +19,16 @@ ROWS = [2, 0, 3]
 Token = tuple[int, ...]
 
 
-def qkv(lib: Library, q: Token = (2, 4), k: Token = (2, 4), v: Token = (2, 4), **options: Any) -> Any:
+def qkv(
+    lib: Library, q: Token = (2, 4), k: Token = (2, 4), v: Token = (2, 4), **options: Any
+) -> Any:
     """Attention of arrays whose tokens have these shapes."""
     return scree.attention(*(lib.r(ROWS, *token) for token in (q, k, v)), **options)
 
 
-Case = tuple[Callable[[Library], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]]
+Case = tuple[
+    Callable[[Library], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]
+]
 
 #: Call -> error and what its message holds. Names that end in a star read values, which MLX does not give away for free.
 CASES: dict[str, Case] = {
@@ -442,14 +446,18 @@ def test_bad_calls_say_what_is_wrong(name: str, case: str) -> None:
     call, error, fragments = CASES[case]
     lib = load(name)
     if case.endswith("*") and name == "mlx":
-        call(lib)  # scree never waits for a lazy array to look at it; what comes out is the caller's
+        call(
+            lib
+        )  # scree never waits for a lazy array to look at it; what comes out is the caller's
         return
     with pytest.raises(error) as caught:
         call(lib)
     for fragment in fragments:
         assert fragment.format(lib=name, other=lib.other.name) in str(caught.value)
     last = Path(caught.traceback[-1].path)
-    assert last.is_relative_to(Path(scree.__file__).parent) or last == Path(__file__), f"the error comes from {last}"
+    assert last.is_relative_to(Path(scree.__file__).parent) or last == Path(__file__), (
+        f"the error comes from {last}"
+    )
 
 
 def test_errors_name_other_devices() -> None:
@@ -467,7 +475,9 @@ def test_errors_name_other_devices() -> None:
         "arrays[1]": lambda: scree.pack([here, far]),
         "add": lambda: arr + away,
         "weight": lambda: scree.rms_norm(arr.with_values(xp.ones((5, 5))), far),
-        "start": lambda: scree.rope(arr.with_values(xp.ones((5, 4))), start=xp.asarray([0, 0], device=there)),
+        "start": lambda: scree.rope(
+            arr.with_values(xp.ones((5, 4))), start=xp.asarray([0, 0], device=there)
+        ),
         "ids": lambda: scree.group(here, xp.zeros(5, dtype=xp.int32, device=there), 1),
     }.items():
         with pytest.raises(ValueError) as caught:

@@ -19,8 +19,21 @@ import pytest
 import scree
 
 PACKAGE = Path(scree.__file__).parent
-MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-LIBRARIES = {"torch", "jax", "jaxlib", "mlx", "triton", "array_api_strict", "cupy", "tensorflow", "scree_triton"}
+MODULES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+LIBRARIES = {
+    "torch",
+    "jax",
+    "jaxlib",
+    "mlx",
+    "triton",
+    "array_api_strict",
+    "cupy",
+    "tensorflow",
+    "scree_triton",
+}
 EXTRAS = {"rich", "tokenizers", "safetensors", "awkward", "pyarrow", "scipy", "transformers"}
 
 #: Modules of one line may not import one another; each may import those of the lines above it.
@@ -49,23 +62,33 @@ def python(code: str, cache: Path | None = None) -> str:
     env = dict(os.environ)
     if cache is not None:
         env |= {"PYTHONPYCACHEPREFIX": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    ).stdout
 
 
 # --------------------------------------------------------------------------------------------------------- import
 def test_import_loads_no_library() -> None:
-    loaded = json.loads(python("import sys, json, scree; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"))
+    loaded = json.loads(
+        python(
+            "import sys, json, scree; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+        )
+    )
     assert {"numpy", "scree"} <= set(loaded)
     assert not (LIBRARIES | EXTRAS) & set(loaded)
 
 
 def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
     def cost(what: str) -> float:
-        code = f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"
+        code = (
+            f"import time; t = time.process_time(); import {what}; print(time.process_time() - t)"
+        )
         return float(python(code, tmp_path))
 
     def ratio() -> float:
-        return cost("scree") / cost("numpy, array_api_compat")  # one right behind the other, as the machine's speed changes
+        return cost("scree") / cost(
+            "numpy, array_api_compat"
+        )  # one right behind the other, as the machine's speed changes
 
     ratio()  # compiles
     assert median(ratio() for _ in range(9)) < 1.5
@@ -84,16 +107,28 @@ def imports(path: Path, everywhere: bool) -> Iterator[tuple[int, str]]:
             yield from ((node.level, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith(("backends/", "bridges/", "demo/train_"))])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in MODULES if not name.startswith(("backends/", "bridges/", "demo/train_"))],
+)
 def test_only_backends_bridges_and_examples_name_a_library(name: str) -> None:
-    roots = {module.partition(".")[0] for level, module in imports(MODULES[name], everywhere=True) if level == 0}
+    roots = {
+        module.partition(".")[0]
+        for level, module in imports(MODULES[name], everywhere=True)
+        if level == 0
+    }
     assert not roots & LIBRARIES
 
 
 def level(name: str) -> int:
     """The line of a module in `LEVELS`."""
     lines = [line.split() for line in LEVELS.split("\n")]
-    found = [i for wanted in (name, name.partition("/")[0]) for i, line in enumerate(lines) if wanted in line]
+    found = [
+        i
+        for wanted in (name, name.partition("/")[0])
+        for i, line in enumerate(lines)
+        if wanted in line
+    ]
     assert found, f"{name} has no place in the table"
     return found[0]
 
@@ -104,7 +139,11 @@ def test_imports_point_one_way(name: str) -> None:
     for dots, module in imports(MODULES[name], everywhere=False):
         if dots:
             target = "/".join([*package[: len(package) - dots + 1], *module.split(".")])
-            target = next(t for t in (target, f"{target}/__init__", target.rpartition("/")[0] + "/__init__") if t in MODULES)
+            target = next(
+                t
+                for t in (target, f"{target}/__init__", target.rpartition("/")[0] + "/__init__")
+                if t in MODULES
+            )
             if target.partition("/")[0] != name.partition("/")[0]:
                 assert level(target) < level(name), f"{name} imports {target}"
 
@@ -112,9 +151,11 @@ def test_imports_point_one_way(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- names
 PUBLIC = [name for name in scree.__all__ if callable(getattr(scree, name))]
 #: What a sentence and an example say in full.
-SHORT = set("""
+SHORT = set(
+    """
     align at from_cu_seqlens from_offsets log_softmax logsumexp namespace positions same_layout scatter_add segment_ids unpack
-    unregister_kernel""".split())
+    unregister_kernel""".split()
+)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -133,7 +174,9 @@ def test_all_is_sorted_and_true() -> None:
     assert scree.__all__ == sorted(scree.__all__)
     assert all(hasattr(scree, name) for name in scree.__all__)
     assert set(scree.ops.__all__) <= set(scree.__all__), "xp.ragged stands in scree too"
-    assert [getattr(scree, name) is getattr(scree.ops, name) for name in scree.ops.__all__] == [True] * len(scree.ops.__all__)
+    assert [getattr(scree, name) is getattr(scree.ops, name) for name in scree.ops.__all__] == [
+        True
+    ] * len(scree.ops.__all__)
 
 
 def test_doctests_are_collected() -> None:

@@ -24,7 +24,9 @@ def arrays(draw: Any, max_dim: int = 2) -> scree.Array:
     dim = draw(st.integers(0, max_dim))
     shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(dim, 2)))]
     shape.insert(dim, sum(lengths))
-    return scree.from_lengths(np.arange(np.prod(shape, dtype=int)).reshape(shape), lengths, ragged_dim=dim)
+    return scree.from_lengths(
+        np.arange(np.prod(shape, dtype=int)).reshape(shape), lengths, ragged_dim=dim
+    )
 
 
 def slices(size: int) -> st.SearchStrategy[slice]:
@@ -52,11 +54,15 @@ def keys(draw: Any, arr: scree.Array) -> tuple[Any, ...]:
     batch = draw(slices(n) | numbers(n) | several(n) | several(n).map(np.ndarray.tolist))
     left = [rows[batch]] if isinstance(batch, int) else pick(rows, batch)
     shortest = min((row.shape[arr.ragged_dim] for row in left), default=0)
-    inner: list[Any] = [draw(st.just(FULL) | slices(size) | numbers(size)) for size in arr.values.shape]
+    inner: list[Any] = [
+        draw(st.just(FULL) | slices(size) | numbers(size)) for size in arr.values.shape
+    ]
     inner[arr.ragged_dim] = draw(st.just(FULL) | slices(4) | numbers(shortest))
     free = [axis for axis in range(len(inner)) if axis != arr.ragged_dim]
     if free and not isinstance(batch, int) and draw(st.booleans()):
-        inner = [FULL if isinstance(k, int) else k for k in inner]  # beside which NumPy would move the axis of an array
+        inner = [
+            FULL if isinstance(k, int) else k for k in inner
+        ]  # beside which NumPy would move the axis of an array
         axis = draw(st.sampled_from(free))
         inner[axis] = draw(several(arr.values.shape[axis]))
     key = [batch, *inner]
@@ -91,7 +97,9 @@ def plain(arr: scree.Array, rows: list[np.ndarray], key: tuple[Any, ...]) -> Any
     found = [row[inner] for row in pick(rows, batch)]
     axes = [k for k in inner if k is not None]
     if isinstance(axes[arr.ragged_dim], int):
-        shape = [2 if axis == arr.ragged_dim else size for axis, size in enumerate(arr.values.shape)]
+        shape = [
+            2 if axis == arr.ragged_dim else size for axis, size in enumerate(arr.values.shape)
+        ]
         of_none = np.zeros(shape, int)[tuple(0 if k is axes[arr.ragged_dim] else k for k in inner)]
         return np.stack(found) if found else of_none[None][:0]
     return found
@@ -121,7 +129,10 @@ def test_keys_of_every_form(data: st.DataObject) -> None:
 @given(st.data())
 def test_new_axes(data: st.DataObject) -> None:
     arr = data.draw(arrays())
-    key = [data.draw(slices(arr.batch_size)), *(data.draw(st.just(FULL) | slices(3)) for _ in arr.values.shape)]
+    key = [
+        data.draw(slices(arr.batch_size)),
+        *(data.draw(st.just(FULL) | slices(3)) for _ in arr.values.shape),
+    ]
     for _ in range(data.draw(st.integers(1, 2))):
         key.insert(data.draw(st.integers(1, len(key))), None)
     agree(arr[tuple(key)], plain(arr, scree.unpack(arr), tuple(key)))
@@ -143,9 +154,17 @@ def test_ragged_masks(data: st.DataObject) -> None:
 def test_ragged_positions(data: st.DataObject) -> None:
     arr = data.draw(arrays())
     dim, rows = arr.ragged_dim, scree.unpack(arr)
-    wanted = [data.draw(st.lists(numbers(row.shape[dim]), max_size=4) if row.shape[dim] else st.just([])) for row in rows]
-    index = scree.from_lengths(np.asarray([i for row in wanted for i in row], np.int64), [len(row) for row in wanted])
-    agree(arr[index], [np.take(row, np.asarray(i, int), axis=dim) for row, i in zip(rows, wanted, strict=True)])
+    wanted = [
+        data.draw(st.lists(numbers(row.shape[dim]), max_size=4) if row.shape[dim] else st.just([]))
+        for row in rows
+    ]
+    index = scree.from_lengths(
+        np.asarray([i for row in wanted for i in row], np.int64), [len(row) for row in wanted]
+    )
+    agree(
+        arr[index],
+        [np.take(row, np.asarray(i, int), axis=dim) for row, i in zip(rows, wanted, strict=True)],
+    )
 
 
 UPDATES = {"add": np.add, "multiply": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -157,7 +176,11 @@ def test_updates(data: st.DataObject, op: str, scalar: bool) -> None:
     arr = data.draw(arrays())
     key, value = data.draw(keys(arr)), 7
     places = plain(arr, scree.unpack(arr), key)  # each element is its own number
-    flat = np.concatenate([x.ravel() for x in places] or [np.zeros(0, int)]) if isinstance(places, list) else places.ravel()
+    flat = (
+        np.concatenate([x.ravel() for x in places] or [np.zeros(0, int)])
+        if isinstance(places, list)
+        else places.ravel()
+    )
     if not scalar and not isinstance(places, list):
         value = np.arange(100, 100 + places.size).reshape(places.shape)
     expected = arr.values.ravel().copy()
@@ -168,7 +191,9 @@ def test_updates(data: st.DataObject, op: str, scalar: bool) -> None:
     before = arr.values.copy()
     got = getattr(scree.at(arr)[key], op)(value)
     assert np.array_equal(arr.values, before), "the array itself stays as it is"
-    assert got.layout is arr.layout and got.values.shape == arr.values.shape and got.dtype == arr.dtype
+    assert (
+        got.layout is arr.layout and got.values.shape == arr.values.shape and got.dtype == arr.dtype
+    )
     assert np.array_equal(got.values.ravel(), expected)
 
 
@@ -176,7 +201,11 @@ def test_updates_take_ragged_values() -> None:
     arr = scree.from_lengths(np.arange(6), [1, 3, 2])
     got = scree.at(arr)[1:, ::-1].set(arr[1:] * 10)
     assert [row.tolist() for row in got] == [[0], [30, 20, 10], [50, 40]]
-    assert [row.tolist() for row in scree.at(arr)[arr > 3].add(arr[arr > 3])] == [[0], [1, 2, 3], [8, 10]]
+    assert [row.tolist() for row in scree.at(arr)[arr > 3].add(arr[arr > 3])] == [
+        [0],
+        [1, 2, 3],
+        [8, 10],
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("torch", "jax", "mlx")])
@@ -186,13 +215,17 @@ def test_updates_of_tokens_read_nothing(name: str) -> None:
 
     def step(values: Any, offsets: Any, numbers: Any) -> list[Any]:
         x = scree.from_offsets(values, offsets)
-        return [scree.at(x)[:, i].add(numbers).values for i in (0, -2, 5)] + [scree.at(x)[:, 1].set(0.0).values]
+        return [scree.at(x)[:, i].add(numbers).values for i in (0, -2, 5)] + [
+            scree.at(x)[:, 1].set(0.0).values
+        ]
 
     if name == "torch":
         step = importlib.import_module("torch").compile(step, backend="eager", fullgraph=True)
     elif name == "jax":
         step = importlib.import_module("jax").jit(step)
-    found = step(lib.f(6), lib.i([0, 3, 3, 4, 6]), lib.make(np.asarray([10.0, 20.0, 30.0, 40.0], np.float32)))
+    found = step(
+        lib.f(6), lib.i([0, 3, 3, 4, 6]), lib.make(np.asarray([10.0, 20.0, 30.0, 40.0], np.float32))
+    )
     assert [np.asarray(x).tolist() for x in found] == [
         [10, 1, 2, 33, 44, 5], [0, 11, 2, 3, 44, 5], [0, 1, 2, 3, 4, 5], [0, 0, 2, 3, 4, 0],
     ]  # fmt: skip
@@ -201,7 +234,9 @@ def test_updates_of_tokens_read_nothing(name: str) -> None:
 def test_short_rows_are_named() -> None:
     arr = scree.from_lengths(np.arange(6), [1, 3, 2])
     assert arr[:, 0].tolist() == [0, 1, 4] and arr[:, -1].tolist() == [0, 3, 5]
-    with pytest.raises(IndexError, match=r"rows of at least 2 tokens for \[:, 1\], got shorter rows: 0"):
+    with pytest.raises(
+        IndexError, match=r"rows of at least 2 tokens for \[:, 1\], got shorter rows: 0"
+    ):
         arr[:, 1]
 
 
@@ -216,4 +251,7 @@ def test_positions_of_every_integer_dtype(dtype: str) -> None:
 def test_updates_in_half_precision_add_up_in_single() -> None:
     arr = scree.from_lengths(np.zeros(2, np.float16), [1, 1])
     many = scree.from_lengths(np.zeros(5000, np.int64), [5000, 0])
-    assert scree.at(arr)[many].add(0.1).values.tolist() == [np.float16(5000 * float(np.float16(0.1))), 0.0]
+    assert scree.at(arr)[many].add(0.1).values.tolist() == [
+        np.float16(5000 * float(np.float16(0.1))),
+        0.0,
+    ]

@@ -115,17 +115,34 @@ def test_values_and_dtypes_are_those_of_array_api_strict(call: str) -> None:
 
 def test_every_name_of_the_standard_is_there() -> None:
     def missing(space: Any, standard: Any) -> list[str]:
-        return [name for name in standard.__all__ if "trict" not in name and not hasattr(space, name)]
+        return [
+            name for name in standard.__all__ if "trict" not in name and not hasattr(space, name)
+        ]
 
     assert missing(xp, strict) == ["complex128"]
     assert missing(xp.linalg, strict.linalg) == missing(xp.fft, strict.fft) == []
-    assert [name for space in (xp, xp.linalg, xp.fft) for name in space.__all__ if not hasattr(space, name)] == []
-    assert {"float16", "bfloat16", "device", "to_device", "bool", "__array_namespace_info__"} <= set(dir(xp))
+    assert [
+        name
+        for space in (xp, xp.linalg, xp.fft)
+        for name in space.__all__
+        if not hasattr(space, name)
+    ] == []
+    assert {
+        "float16",
+        "bfloat16",
+        "device",
+        "to_device",
+        "bool",
+        "__array_namespace_info__",
+    } <= set(dir(xp))
     assert not {"mx", "np", "math", "Any"} & set(dir(xp))
 
 
 def test_what_mlx_has_right_is_the_very_same_object() -> None:
-    assert all(getattr(xp, name) is getattr(mx, name) for name in ("add", "exp", "where", "take", "concat", "float32"))
+    assert all(
+        getattr(xp, name) is getattr(mx, name)
+        for name in ("add", "exp", "where", "take", "concat", "float32")
+    )
     assert xp.bool is mx.bool_
     assert xp.linalg.inv is mx.linalg.inv
 
@@ -133,6 +150,7 @@ def test_what_mlx_has_right_is_the_very_same_object() -> None:
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in EAGER])
 def test_lazy(call: str) -> None:
     """Under mx.compile an evaluation raises."""
+
     def traced(arrays: dict[str, Any]) -> list[Any]:
         return [a for a in run(call, xp, arrays) if isinstance(a, mx.array)] or [mx.array(0)]
 
@@ -142,7 +160,9 @@ def test_lazy(call: str) -> None:
 @pytest.mark.parametrize("call", EAGER)
 def test_shapes_that_depend_on_data_raise_under_compile(call: str) -> None:
     with pytest.raises(ValueError, match="depends on data: call it outside"):
-        mx.compile(lambda arrays: run(call, xp, arrays))({name: xp.asarray(a) for name, a in ARRAYS.items()})
+        mx.compile(lambda arrays: run(call, xp, arrays))(
+            {name: xp.asarray(a) for name, a in ARRAYS.items()}
+        )
 
 
 @pytest.mark.parametrize("a", ["f", "g", "d", "n"])
@@ -151,7 +171,9 @@ def test_nextafter_to_the_bit(a: str, b: str) -> None:
     x, y = np.broadcast_arrays(ARRAYS[a].ravel()[:4], ARRAYS[b].ravel()[:4].astype(ARRAYS[a].dtype))
     got = np.asarray(xp.nextafter(xp.asarray(x), xp.asarray(y)))
     np.testing.assert_array_equal(got, np.nextafter(x, y))
-    np.testing.assert_array_equal(np.signbit(got[~np.isnan(got)]), np.signbit(np.nextafter(x, y))[~np.isnan(got)])
+    np.testing.assert_array_equal(
+        np.signbit(got[~np.isnan(got)]), np.signbit(np.nextafter(x, y))[~np.isnan(got)]
+    )
 
 
 def test_float64_is_kept_or_refused() -> None:
@@ -163,7 +185,9 @@ def test_float64_is_kept_or_refused() -> None:
     for f in (xp.asarray, xp.from_dlpack):
         with pytest.raises(ValueError, match="pass dtype=complex64"):
             f(np.asarray([1j]))
-    with pytest.warns(RuntimeWarning, match=r"rfft of float64 gives complex64; use astype\(x, float32\)"):
+    with pytest.warns(
+        RuntimeWarning, match=r"rfft of float64 gives complex64; use astype\(x, float32\)"
+    ):
         xp.fft.rfft(xp.asarray(third))
 
 
@@ -172,7 +196,10 @@ def test_float64_is_kept_or_refused() -> None:
 def test_long_sums_are_accurate(shape: tuple[int, int], axis: Any) -> None:
     x = np.random.default_rng(1).random(shape, "float32") + 100
     for name in ("sum", "mean", "var", "std"):
-        got, expected = getattr(xp, name)(xp.asarray(x), axis=axis), getattr(np, name)(x.astype("float64"), axis=axis)
+        got, expected = (
+            getattr(xp, name)(xp.asarray(x), axis=axis),
+            getattr(np, name)(x.astype("float64"), axis=axis),
+        )
         assert got.dtype == xp.float32
         np.testing.assert_allclose(np.asarray(got), expected, rtol=3e-6, atol=3e-6)
         kept = getattr(xp, name)(xp.asarray(x), axis=axis, keepdims=True)
@@ -198,12 +225,33 @@ def test_half_precision_accumulates_in_float32(dtype: Any) -> None:
 
 def test_dtypes_of_results() -> None:
     i, u = xp.asarray(ARRAYS["i"]), xp.asarray(ARRAYS["u"])
-    index = [xp.argsort(i), xp.argmax(i), xp.searchsorted(i[0], 1), xp.count_nonzero(i), xp.nonzero(i)[0],
-             *xp.unique_all(i)[1:], xp.linalg.matrix_rank(xp.eye(2))]
-    assert all(x.dtype == xp.int32 == xp.__array_namespace_info__().default_dtypes()["indexing"] for x in index)
+    index = [
+        xp.argsort(i),
+        xp.argmax(i),
+        xp.searchsorted(i[0], 1),
+        xp.count_nonzero(i),
+        xp.nonzero(i)[0],
+        *xp.unique_all(i)[1:],
+        xp.linalg.matrix_rank(xp.eye(2)),
+    ]
+    assert all(
+        x.dtype == xp.int32 == xp.__array_namespace_info__().default_dtypes()["indexing"]
+        for x in index
+    )
     assert xp.sum(u).dtype == xp.prod(u).dtype == xp.cumulative_sum(u).dtype == xp.uint32
-    assert xp.sum(xp.asarray(ARRAYS["b"])).dtype == xp.cumulative_sum(xp.asarray(ARRAYS["b"])[0]).dtype == xp.int32
-    scalars = [(xp.int8, 1), (xp.int8, 1.0), (xp.bool, 1), (xp.float16, 2.0), (xp.float32, 1j), (u, True)]
+    assert (
+        xp.sum(xp.asarray(ARRAYS["b"])).dtype
+        == xp.cumulative_sum(xp.asarray(ARRAYS["b"])[0]).dtype
+        == xp.int32
+    )
+    scalars = [
+        (xp.int8, 1),
+        (xp.int8, 1.0),
+        (xp.bool, 1),
+        (xp.float16, 2.0),
+        (xp.float32, 1j),
+        (u, True),
+    ]
     expected = [xp.int8, xp.float32, xp.int32, xp.float16, xp.complex64, xp.uint8]
     assert [xp.result_type(*pair) for pair in scalars] == expected
 
@@ -228,7 +276,11 @@ def test_devices_and_inspection() -> None:
             call(2, device="tpu")
     assert "complex128" not in info.dtypes()
     assert set(info.dtypes(kind="real floating")) == {"float32", "float64"}
-    assert info.capabilities() == {"boolean indexing": False, "data-dependent shapes": False, "max dimensions": None}
+    assert info.capabilities() == {
+        "boolean indexing": False,
+        "data-dependent shapes": False,
+        "max dimensions": None,
+    }
 
 
 def test_copies() -> None:
@@ -243,8 +295,18 @@ def test_copies() -> None:
         xp.reshape(x, (3, 1), copy=False)
 
 
-@pytest.mark.parametrize("call", ["xp.matmul(k,i)", "xp.matmul(i,i[:1,:])", "xp.vecdot(i,i[:,:1])", "xp.sum(i,axis=2)",
-                                  "xp.cumulative_sum(i)", "xp.moveaxis(i,0,2)", "xp.result_type(1)"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "xp.matmul(k,i)",
+        "xp.matmul(i,i[:1,:])",
+        "xp.vecdot(i,i[:,:1])",
+        "xp.sum(i,axis=2)",
+        "xp.cumulative_sum(i)",
+        "xp.moveaxis(i,0,2)",
+        "xp.result_type(1)",
+    ],
+)
 def test_wrong_calls_raise(call: str) -> None:
     with pytest.raises((ValueError, IndexError)):
         run(call, xp)

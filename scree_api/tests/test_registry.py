@@ -23,7 +23,10 @@ def arr() -> scree.Array:
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins with the standard paths alone, and what it registers is gone after it."""
-    standard = {name: [k for k in kernels if k.provider == "standard"] for name, kernels in registry._KERNELS.items()}
+    standard = {
+        name: [k for k in kernels if k.provider == "standard"]
+        for name, kernels in registry._KERNELS.items()
+    }
     monkeypatch.setattr(registry, "_KERNELS", standard)
     monkeypatch.setattr(registry, "_LOADED", set(registry._LOADED))
 
@@ -56,9 +59,14 @@ def test_kernel_insists(arr: scree.Array) -> None:
     provide("ready")
     provide("picky", "it is Sunday")
     assert scree.softmax(arr, kernel="ready") == "ready"
-    with pytest.raises(ValueError, match=r"^softmax: kernel='picky' rejects this call: it is Sunday$"):
+    with pytest.raises(
+        ValueError, match=r"^softmax: kernel='picky' rejects this call: it is Sunday$"
+    ):
         scree.softmax(arr, kernel="picky")
-    with pytest.raises(ValueError, match=r"^kernel: expected one of 'picky', 'ready', 'standard' for softmax, got 'absent'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^kernel: expected one of 'picky', 'ready', 'standard' for softmax, got 'absent'$",
+    ):
         scree.softmax(arr, kernel="absent")
 
 
@@ -66,7 +74,11 @@ def test_explain_says_who_and_why(arr: scree.Array) -> None:
     provide("ready")
     provide("picky", "it is Sunday")
     found = scree.explain("softmax", arr)
-    assert (found.operation, found.provider, found.rejected) == ("softmax", "ready", {"picky": "it is Sunday"})
+    assert (found.operation, found.provider, found.rejected) == (
+        "softmax",
+        "ready",
+        {"picky": "it is Sunday"},
+    )
     assert str(found) == "softmax: runs on 'ready'\n  'picky' rejects: it is Sunday"
     assert str(scree.explain("softmax", arr, kernel="standard")) == "softmax: runs on 'standard'"
     with pytest.raises(ValueError, match="rejects this call: it is Sunday"):
@@ -106,9 +118,15 @@ def test_unregistered_providers_are_gone(arr: scree.Array) -> None:
     assert scree.explain("softmax", arr).provider == "standard"
 
 
-@pytest.mark.parametrize("do", [lambda *args: provide(args[1], operation=args[0]), scree.unregister_kernel])
-def test_misspelt_operations_and_the_standard_path_are_refused(do: Callable[[str, str], Any]) -> None:
-    with pytest.raises(ValueError, match=r"operation: expected one of attention, .*softmax, .*, got 'sofmax'"):
+@pytest.mark.parametrize(
+    "do", [lambda *args: provide(args[1], operation=args[0]), scree.unregister_kernel]
+)
+def test_misspelt_operations_and_the_standard_path_are_refused(
+    do: Callable[[str, str], Any],
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"operation: expected one of attention, .*softmax, .*, got 'sofmax'"
+    ):
         do("sofmax", "mine")
     with pytest.raises(ValueError, match="provider: 'standard' names the standard path"):
         do("softmax", "standard")
@@ -152,7 +170,9 @@ def entries(monkeypatch: pytest.MonkeyPatch, value: str) -> Entries:
     return found
 
 
-def test_packages_register_once_and_for_their_library_alone(monkeypatch: pytest.MonkeyPatch, arr: scree.Array) -> None:
+def test_packages_register_once_and_for_their_library_alone(
+    monkeypatch: pytest.MonkeyPatch, arr: scree.Array
+) -> None:
     found = entries(monkeypatch, "test_registry:register")
     registry.load_plugins("torch")
     assert scree.explain("softmax", arr).provider == "standard"
@@ -162,13 +182,19 @@ def test_packages_register_once_and_for_their_library_alone(monkeypatch: pytest.
     assert scree.softmax(arr) == "packaged"
 
 
-@pytest.mark.parametrize("value", ["test_registry:broken", "test_registry:absent", "no_such_package.kernels:register"])
+@pytest.mark.parametrize(
+    "value", ["test_registry:broken", "test_registry:absent", "no_such_package.kernels:register"]
+)
 def test_packages_that_do_not_load_are_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     entries(monkeypatch, value)
     for _ in range(2):  # and not forgotten
-        with pytest.raises(ImportError, match=f"the entry point numpy = {value} of an unknown package") as caught:
+        with pytest.raises(
+            ImportError, match=f"the entry point numpy = {value} of an unknown package"
+        ) as caught:
             registry.load_plugins("numpy")
-        assert registry.ENTRY_POINTS in str(caught.value) and str(caught.value.__cause__) in str(caught.value)
+        assert registry.ENTRY_POINTS in str(caught.value) and str(caught.value.__cause__) in str(
+            caught.value
+        )
 
 
 def test_first_array_of_a_library_loads_its_packages() -> None:
@@ -178,5 +204,7 @@ def test_first_array_of_a_library_loads_its_packages() -> None:
         "m.entry_points = lambda *, group, name: print(group, name) or []\n"
         "import scree; print('imported'); scree.softmax(scree.from_lengths(np.zeros(3), [1, 2])); scree.namespace(np.zeros(1))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.splitlines() == ["imported", "scree.kernels numpy"]

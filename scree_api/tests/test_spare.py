@@ -79,7 +79,16 @@ CASES: dict[str, Case] = {
     "windows*": lambda xp, e: (chunk(e, 2)[0], truncate(e, 2, side="left")),
 }  # fmt: skip
 #: Those that JAX compiles here; reductions of everything and concat stand among its own tests.
-COMPILED = ["with initial", "isin", "not isin", "by its order", "scatter", "scatter_add", "group", "cross_entropy, row_mean"]
+COMPILED = [
+    "with initial",
+    "isin",
+    "not isin",
+    "by its order",
+    "scatter",
+    "scatter_add",
+    "group",
+    "cross_entropy, row_mean",
+]
 
 
 def arguments(case: str, spare: int) -> dict[str, np.ndarray]:
@@ -96,8 +105,11 @@ def arguments(case: str, spare: int) -> dict[str, np.ndarray]:
 
 def every(found: Any) -> list[Any]:
     """The rows and dense arrays of a result."""
-    return [part for one in (found if isinstance(found, tuple | list) else [found])
-            for part in (scree.unpack(one) if isinstance(one, scree.Array) else [one])]  # fmt: skip
+    return [
+        part
+        for one in (found if isinstance(found, tuple | list) else [found])
+        for part in (scree.unpack(one) if isinstance(one, scree.Array) else [one])
+    ]
 
 
 def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
@@ -108,7 +120,9 @@ def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
     tokens = [lib.make(x) for x in wanted.values()]
 
     def run(offsets: Any, *tokens: Any) -> Any:
-        arrays = [scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)]
+        arrays = [
+            scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)
+        ]
         if read:
             arrays[0].layout.read()
         return call(scree.namespace(*arrays), *arrays)
@@ -120,7 +134,10 @@ def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
     return [np.asarray(part) for part in every(run(lib.make(offsets), *tokens))]
 
 
-@pytest.mark.parametrize("name, case", [(name, case) for name in LIBRARIES for case in (COMPILED if name == "jax" else CASES)])
+@pytest.mark.parametrize(
+    "name, case",
+    [(name, case) for name in LIBRARIES for case in (COMPILED if name == "jax" else CASES)],
+)
 def test_spare_tokens_belong_to_no_row(name: str, case: str) -> None:
     right = parts(name, case, 0, False)
     for read in (False, True) if name == "mlx" else (False,):
@@ -143,11 +160,16 @@ def gradients(case: str, spare: int) -> list[np.ndarray]:
     if known:
         total = sum((part * torch.arange(1.0, 1 + len(part)).cos()).sum() for part in known)
         grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
-    return [np.zeros(x.shape, np.float32) if grad is None else grad.numpy() for x, grad in zip(inputs, grads, strict=True)]
+    return [
+        np.zeros(x.shape, np.float32) if grad is None else grad.numpy()
+        for x, grad in zip(inputs, grads, strict=True)
+    ]
 
 
 #: PyTorch has no gradient of distinct values.
-SMOOTH = [case for case in CASES if "torch" in LIBRARIES and not case.startswith(("unique", "inverse"))]
+SMOOTH = [
+    case for case in CASES if "torch" in LIBRARIES and not case.startswith(("unique", "inverse"))
+]
 
 
 @pytest.mark.parametrize("case", SMOOTH)
@@ -186,5 +208,7 @@ def test_rows_that_are_alike_but_for_their_room() -> None:
     for name in LIBRARIES:
         lib = load(name)
         x, y = (scree.Array._restore(lib.f(n), lib.i([0, 2, 3]), 0, 2) for n in (5, 4))
-        with pytest.raises(ValueError, match="add: expected rows of equal lengths, got 5 and 4 tokens"):
+        with pytest.raises(
+            ValueError, match="add: expected rows of equal lengths, got 5 and 4 tokens"
+        ):
             _ = x + y

@@ -16,14 +16,21 @@ FORMATS = ("safetensors", "npz")
 BATCHES = {"rows": LENGTHS, "no rows": [], "empty rows": [0, 0], "one row": [4]}
 
 
-def make(dtype: str = "float32", lengths: list[int] = LENGTHS, rest: tuple[int, ...] = (2,), dim: int = 0) -> scree.Array:
+def make(
+    dtype: str = "float32", lengths: list[int] = LENGTHS, rest: tuple[int, ...] = (2,), dim: int = 0
+) -> scree.Array:
     shape = (*rest[:dim], sum(lengths), *rest[dim:])
     values = (np.arange(np.prod(shape, dtype=int)) % 5).reshape(shape).astype(dtype)
     return scree.from_lengths(values, lengths, ragged_dim=dim, max_length=7)
 
 
 def assert_same(a: scree.Array, b: scree.Array) -> None:
-    assert (a.shape, a.dtype, a.ragged_dim, a.max_length) == (b.shape, b.dtype, b.ragged_dim, b.max_length)
+    assert (a.shape, a.dtype, a.ragged_dim, a.max_length) == (
+        b.shape,
+        b.dtype,
+        b.ragged_dim,
+        b.max_length,
+    )
     assert a.offsets.dtype == b.offsets.dtype
     np.testing.assert_array_equal(a.offsets, b.offsets)
     np.testing.assert_array_equal(a.values, b.values)
@@ -31,7 +38,9 @@ def assert_same(a: scree.Array, b: scree.Array) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint64", "float16", "float32", "float64", "complex64"]
+)
 def test_there_and_back(kind: str, batch: str, dtype: str, tmp_path: Path) -> None:
     for rest, dim in (((), 0), ((2,), 0), ((2, 3), 1)):
         arr = make(dtype, BATCHES[batch], rest, dim)
@@ -42,7 +51,9 @@ def test_there_and_back(kind: str, batch: str, dtype: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_offsets_strides_and_names_are_kept(kind: str, tmp_path: Path) -> None:
-    x = scree.Array(np.asfortranarray(make().values)[::-1], np.cumsum([0, *LENGTHS]).astype(np.int64))
+    x = scree.Array(
+        np.asfortranarray(make().values)[::-1], np.cumsum([0, *LENGTHS]).astype(np.int64)
+    )
     batch = {"x": x, "y": x.with_values(np.arange(6)), "other": make("int32", [1, 5])}
     scree.save(tmp_path / f"batch.{kind}", batch)
     found = scree.load(tmp_path / f"batch.{kind}")
@@ -54,7 +65,9 @@ def test_offsets_strides_and_names_are_kept(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES])
+@pytest.mark.parametrize(
+    "library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES]
+)
 def test_every_library(kind: str, library: str, tmp_path: Path) -> None:
     arr = make()
     scree.save(tmp_path / f"x.{kind}", {"a": arr.to_backend(library), "b": arr.to_backend(library)})
@@ -66,6 +79,7 @@ def test_every_library(kind: str, library: str, tmp_path: Path) -> None:
 @pytest.mark.needs("torch", "ml_dtypes")
 def test_bfloat16(tmp_path: Path) -> None:
     import torch
+
     arr = scree.from_lengths(torch.arange(6).to(torch.bfloat16), LENGTHS)
     scree.save(tmp_path / "x.safetensors", arr)
     assert torch.equal(scree.load(tmp_path / "x.safetensors", "torch").values, arr.values)
@@ -77,6 +91,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.needs("safetensors")
 def test_other_programs_read_it(tmp_path: Path) -> None:
     import safetensors.numpy as safetensors
+
     arr = make()
     scree.save(tmp_path / "x.safetensors", {"x": arr})
     found = safetensors.load_file(tmp_path / "x.safetensors")
@@ -149,8 +164,12 @@ HEADERS = {
     "no metadata": lambda h: h.pop("__metadata__"),
     "an entry too many": lambda h: h["values"].update(more=1),
     "offsets of floats": lambda h: h["offsets"].update(dtype="F32"),
-    "an unknown layout": lambda h: h["__metadata__"].update(scree='{"": {"rows": "x", "ragged_dim": 0, "max_length": null}}'),
-    "an axis too many": lambda h: h["__metadata__"].update(scree='{"": {"rows": "", "ragged_dim": 5, "max_length": null}}'),
+    "an unknown layout": lambda h: h["__metadata__"].update(
+        scree='{"": {"rows": "x", "ragged_dim": 0, "max_length": null}}'
+    ),
+    "an axis too many": lambda h: h["__metadata__"].update(
+        scree='{"": {"rows": "", "ragged_dim": 5, "max_length": null}}'
+    ),
     "metadata of another kind": lambda h: h["__metadata__"].update(scree="[]"),
 }
 
@@ -170,6 +189,7 @@ def test_a_header_that_lies(damage: str, tmp_path: Path) -> None:
 @pytest.mark.needs("safetensors")
 def test_offsets_that_fall_are_no_array(tmp_path: Path) -> None:
     import safetensors.numpy as safetensors
+
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
     about = header(path)[0]["__metadata__"]
@@ -181,7 +201,12 @@ def test_offsets_that_fall_are_no_array(tmp_path: Path) -> None:
 
 def test_a_file_of_pickles_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
-    np.savez(path, values=np.asarray([object()]), offsets=np.zeros(1, np.int32), scree=np.frombuffer(b"{}", np.uint8))
+    np.savez(
+        path,
+        values=np.asarray([object()]),
+        offsets=np.zeros(1, np.int32),
+        scree=np.frombuffer(b"{}", np.uint8),
+    )
     with pytest.raises(ValueError, match="path: expected"):
         scree.load(path)
     with zipfile.ZipFile(path, "w") as file:
@@ -192,7 +217,9 @@ def test_a_file_of_pickles_is_not_run(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_raises(tmp_path: Path) -> None:
     for call in (lambda p: scree.save(p, make()), scree.load):
-        with pytest.raises(ValueError, match=r"path: expected a name that ends in .safetensors or .npz, got 'x.pt'"):
+        with pytest.raises(
+            ValueError, match=r"path: expected a name that ends in .safetensors or .npz, got 'x.pt'"
+        ):
             call(tmp_path / "x.pt")
     with pytest.raises(FileNotFoundError):
         scree.load(tmp_path / "none.npz")
@@ -200,9 +227,13 @@ def test_what_does_not_fit_raises(tmp_path: Path) -> None:
         scree.load(tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="arrays: expected names without dots"):
         scree.save(tmp_path / "x.npz", {"a.b": make()})
-    with pytest.raises(ValueError, match="arrays: expected names without dots, and not empty, got 3"):
+    with pytest.raises(
+        ValueError, match="arrays: expected names without dots, and not empty, got 3"
+    ):
         scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="arrays: expected a ragged array, or a mapping of names to such, got list"):
+    with pytest.raises(
+        TypeError, match="arrays: expected a ragged array, or a mapping of names to such, got list"
+    ):
         scree.save(tmp_path / "x.npz", [make()])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
         scree.save(tmp_path / "x.npz", {"a": np.zeros(3)})

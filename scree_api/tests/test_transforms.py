@@ -27,7 +27,10 @@ def weights(seed: int = 1, dtype: Any = np.float32) -> np.ndarray:
 # ---------------------------------------------------- what is transformed: (namespace, tokens, index) -> array
 def attention(xp: Any, x: scree.Array, index: Any) -> Any:
     """Two groups of two query heads, causal."""
-    q, k = (x.with_values(xp.reshape(part, (-1, part.shape[1] // 2, 2))) for part in (x.values, x.values[:, :4]))
+    q, k = (
+        x.with_values(xp.reshape(part, (-1, part.shape[1] // 2, 2)))
+        for part in (x.values, x.values[:, :4])
+    )
     return xp.ragged.attention(q, k, xp.tanh(k), causal=True)
 
 
@@ -37,26 +40,34 @@ def windowed(xp: Any, x: scree.Array, index: Any) -> Any:
 
 
 def norms(xp: Any, x: scree.Array, index: Any) -> Any:
-    return xp.ragged.rms_norm(x, x.values[0, :]) + xp.ragged.layer_norm(x, x.values[1, :], x.values[2, :])
+    return xp.ragged.rms_norm(x, x.values[0, :]) + xp.ragged.layer_norm(
+        x, x.values[1, :], x.values[2, :]
+    )
 
 
 def reductions(xp: Any, x: scree.Array, index: Any) -> Any:
     some = xp.astype(x.lengths, xp.float32)[:, None] > 0
     found = [f(x, axis=1) for f in (xp.max, xp.mean, xp.var)] + [xp.ragged.logsumexp(x)]
     found = [xp.where(some, f, xp.zeros_like(f)) for f in found]
-    return xp.concat([xp.sum(x, axis=1), xp.sum(xp.cumulative_sum(x, axis=1), axis=1), *found], axis=0)
+    return xp.concat(
+        [xp.sum(x, axis=1), xp.sum(xp.cumulative_sum(x, axis=1), axis=1), *found], axis=0
+    )
 
 
 def moves(xp: Any, x: scree.Array, index: Any) -> Any:
     moved = xp.ragged.gather(x, x.with_values(index))
-    return xp.ragged.scatter_add(moved, index, x.total_length) + xp.ragged.scatter(x, index, x.total_length)
+    return xp.ragged.scatter_add(moved, index, x.total_length) + xp.ragged.scatter(
+        x, index, x.total_length
+    )
 
 
 def losses(xp: Any, x: scree.Array, index: Any) -> Any:
     """Each fourth token counts for nothing; the first two tokens are the matrix of classes."""
     targets = x.with_values(xp.where(index % 4 == 3, -100, index % 2))
     each = xp.ragged.cross_entropy(x, targets, reduction="none")
-    return each.values * xp.ragged.linear_cross_entropy(x, xp.stack([x.values[i, :] for i in range(2)]), targets)
+    return each.values * xp.ragged.linear_cross_entropy(
+        x, xp.stack([x.values[i, :] for i in range(2)]), targets
+    )
 
 
 def gates(xp: Any, x: scree.Array, index: Any) -> Any:
@@ -119,8 +130,15 @@ def tokens(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
 
 
 def folds(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
-    everything = [getattr(xp, f)(x, axis=axis) for f in ("sum", "mean", "std", "max") for axis in (None, (0, 1), (1, 2))]
-    kept = [getattr(xp, f)(x, axis=1, keepdims=True) for f in ("prod", "min", "any", "all", "count_nonzero")]
+    everything = [
+        getattr(xp, f)(x, axis=axis)
+        for f in ("sum", "mean", "std", "max")
+        for axis in (None, (0, 1), (1, 2))
+    ]
+    kept = [
+        getattr(xp, f)(x, axis=1, keepdims=True)
+        for f in ("prod", "min", "any", "all", "count_nonzero")
+    ]
     return [
         *everything, *kept, xp.argmax(x), xp.argmin(x, axis=1), xp.argmax(x, axis=2), xp.linalg.vector_norm(x, axis=1),
         xp.vecdot(x, x, axis=1),
@@ -157,13 +175,17 @@ def softmax_of(score: np.ndarray) -> np.ndarray:
     return weight / weight.sum(axis=-1, keepdims=True)
 
 
-def attention_of(q: np.ndarray, k: np.ndarray, v: np.ndarray, left: int, right: int, softcap: float | None) -> np.ndarray:
+def attention_of(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, left: int, right: int, softcap: float | None
+) -> np.ndarray:
     """Of one row; (heads, tokens, dim)."""
     k, v = (np.repeat(x, q.shape[0] // x.shape[0], axis=0) for x in (k, v))
     score = q @ np.swapaxes(k, 1, 2) / np.sqrt(q.shape[-1])
     score = score if softcap is None else softcap * np.tanh(score / softcap)
     away = np.arange(q.shape[1])[None, :] - np.arange(q.shape[1])[:, None]
-    return np.swapaxes(softmax_of(np.where((away >= -left) & (away <= right), score, -np.inf)) @ v, 0, 1)
+    return np.swapaxes(
+        softmax_of(np.where((away >= -left) & (away <= right), score, -np.inf)) @ v, 0, 1
+    )
 
 
 def heads(row: np.ndarray, dim: int) -> np.ndarray:
@@ -186,14 +208,19 @@ def expected(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -> np.
     if name == "norms":
         centered = x - x.mean(axis=1, keepdims=True)
         rms = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * x[0]
-        return rms + centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5) * x[1] + x[2]
+        return (
+            rms + centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5) * x[1] + x[2]
+        )
     if name == "rope":
-        angle = np.concatenate([np.arange(n) for n in lengths])[:, None] * 10000.0 ** (-np.arange(4) / 4)
+        angle = np.concatenate([np.arange(n) for n in lengths])[:, None] * 10000.0 ** (
+            -np.arange(4) / 4
+        )
         a, b, cos, sin = x[:, :4], x[:, 4:], np.cos(angle), np.sin(angle)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
     if name == "gates":
         return np.concatenate([x[:, :2], x[:, 2:5] / (1 + np.exp(-x[:, 2:5])) * x[:, 5:]], axis=1)
     if name == "losses":
+
         def of(logits: np.ndarray) -> np.ndarray:
             each = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(x)), INDEX % 2]
             return np.where(INDEX % 4 == 3, 0, each)
@@ -217,7 +244,9 @@ def expected_loss(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -
     return float(np.mean(np.sin(np.arange(found.size)) * np.tanh(found)))
 
 
-def slope(name: str, lengths: list[int], step: float = 1e-6) -> tuple[np.ndarray, np.ndarray, float]:
+def slope(
+    name: str, lengths: list[int], step: float = 1e-6
+) -> tuple[np.ndarray, np.ndarray, float]:
     """A direction for tokens and weights, and the derivative of the loss along it, by a central difference."""
     dx, dw = values(2, np.float64), weights(3, np.float64)
     x, w = values(dtype=np.float64), weights(dtype=np.float64)
@@ -230,6 +259,8 @@ def test_the_oracle_is_what_numpy_gives(name: str) -> None:
     for lengths in (LENGTHS, OTHER):
         x = scree.from_lengths(values(dtype=np.float64), lengths)
         np.testing.assert_allclose(
-            apply(name, x, weights(dtype=np.float64), INDEX), expected(name, x.values, weights(dtype=np.float64), lengths),
-            rtol=1e-9, atol=1e-9,
-        )  # fmt: skip
+            apply(name, x, weights(dtype=np.float64), INDEX),
+            expected(name, x.values, weights(dtype=np.float64), lengths),
+            rtol=1e-9,
+            atol=1e-9,
+        )

@@ -8,7 +8,10 @@ import scree
 
 def batches(count: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [np.clip(rng.lognormal(4, 1, rng.integers(17, 33)), 1, 512).astype(int).tolist() for _ in range(count)]
+    return [
+        np.clip(rng.lognormal(4, 1, rng.integers(17, 33)), 1, 512).astype(int).tolist()
+        for _ in range(count)
+    ]
 
 
 def test_a_thousand_batches_compile_at_most_a_dozen_times() -> None:
@@ -22,7 +25,9 @@ def test_a_thousand_batches_compile_at_most_a_dozen_times() -> None:
         return jax.numpy.where(real, scree.namespace(x).max(x, axis=1), 0).sum()
 
     for lengths in batches(1000):
-        values = np.random.default_rng(sum(lengths)).standard_normal(sum(lengths)).astype(np.float32)
+        values = (
+            np.random.default_rng(sum(lengths)).standard_normal(sum(lengths)).astype(np.float32)
+        )
         rows = np.split(values, np.cumsum(lengths)[:-1])
         found = total(*scree.bucket(scree.from_lengths(jax.device_put(values), lengths)))
         assert abs(found - sum(row.max() for row in rows)) < 1e-4 * len(rows)
@@ -46,7 +51,11 @@ def test_padding_stands_behind_and_fits_the_bound(growth: float) -> None:
 def test_bucket_keeps_axes_dtypes_and_offsets() -> None:
     arr = scree.from_offsets(np.ones((2, 5, 3), np.float32), np.asarray([0, 2, 5]), ragged_dim=1)
     padded, _ = scree.bucket(arr, fill_value=-1)
-    assert padded.values.shape == (2, 8, 3) and padded.dtype == np.float32 and padded.offsets.dtype == np.int64
+    assert (
+        padded.values.shape == (2, 8, 3)
+        and padded.dtype == np.float32
+        and padded.offsets.dtype == np.int64
+    )
     assert (padded.values[:, 5:] == -1).all()
     with pytest.raises(ValueError, match="growth"):
         scree.bucket(arr, growth=1)

@@ -28,7 +28,7 @@ from test_transforms import (
     standard,
     values,
     weights,
-)  # fmt: skip
+)
 
 import scree
 
@@ -61,10 +61,14 @@ def test_one_trace_serves_all_offsets_of_a_shape(name: str) -> None:
     compiled = jax.jit(function)
     for lengths in (LENGTHS, OTHER):
         (_, found), (of_x, of_w) = compiled(tokens(lengths), w)
-        np.testing.assert_allclose(found, expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found, expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5
+        )
         assert isinstance(of_x, scree.Array)
         dx, dw, want = slope(name, lengths)
-        assert abs(np.vdot(of_x.values, dx) + np.vdot(of_w, dw) - want) < 1e-5 * max(1, np.linalg.norm(dx))
+        assert abs(np.vdot(of_x.values, dx) + np.vdot(of_w, dw) - want) < 1e-5 * max(
+            1, np.linalg.norm(dx)
+        )
     assert len(traces) == 1
 
 
@@ -74,13 +78,17 @@ def test_vmap_over_parameters(name: str) -> None:
     w = jnp.stack([jnp.asarray(weights(seed)) for seed in seeds])
     found = jax.jit(jax.vmap(lambda w: apply(name, x, w, index)))(w)
     for one, seed in zip(found, seeds):
-        np.testing.assert_allclose(one, expected(name, values(), weights(seed), LENGTHS), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            one, expected(name, values(), weights(seed), LENGTHS), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_the_functions_of_the_standard_compile(name: str) -> None:
     args = jnp.asarray(values()), jnp.asarray(INDEX), tokens().offsets
-    for found, right in zip(jax.jit(partial(standard, name))(*args), standard(name, *args), strict=True):
+    for found, right in zip(
+        jax.jit(partial(standard, name))(*args), standard(name, *args), strict=True
+    ):
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
@@ -107,10 +115,17 @@ def test_rows_of_a_batch_with_tokens_to_spare() -> None:
 
     def of(values: Any, offsets: Any) -> Any:
         x = scree.from_cu_seqlens(values, offsets, max_length=LONGEST)
-        return jnp.sum(scree.attention(*[x.with_values((values @ w)[:, None, :])] * 3, causal=True).values[:TOTAL] ** 2)
+        return jnp.sum(
+            scree.attention(*[x.with_values((values @ w)[:, None, :])] * 3, causal=True).values[
+                :TOTAL
+            ]
+            ** 2
+        )
 
     more = jnp.concatenate([x.values, jnp.full((spare, WIDTH), 1e3, jnp.float32)])
-    (plain, g), (padded, h) = (jax.jit(jax.value_and_grad(of))(v, x.offsets) for v in (x.values, more))
+    (plain, g), (padded, h) = (
+        jax.jit(jax.value_and_grad(of))(v, x.offsets) for v in (x.values, more)
+    )
     np.testing.assert_allclose(padded, plain, rtol=1e-5)
     np.testing.assert_allclose(h[:TOTAL], g, rtol=1e-4, atol=1e-5)
     assert not np.any(h[TOTAL:])
@@ -119,7 +134,10 @@ def test_rows_of_a_batch_with_tokens_to_spare() -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_concat_of_batches_with_tokens_to_spare(axis: int) -> None:
     """Rows stay whole where tokens to spare lie between them."""
-    parts = [np.arange(8.0), np.asarray([0, 2, 5], np.int32)], [np.arange(10.0, 15.0), np.asarray([0, 0, 3], np.int32)]
+    parts = (
+        [np.arange(8.0), np.asarray([0, 2, 5], np.int32)],
+        [np.arange(10.0, 15.0), np.asarray([0, 0, 3], np.int32)],
+    )
 
     @jax.jit
     def f(parts: Any) -> Any:
@@ -132,7 +150,9 @@ def test_concat_of_batches_with_tokens_to_spare(axis: int) -> None:
     assert [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:])] == rows
 
 
-@pytest.mark.parametrize("name", "sum prod max min mean var std any all count_nonzero argmax argmin".split())
+@pytest.mark.parametrize(
+    "name", "sum prod max min mean var std any all count_nonzero argmax argmin".split()
+)
 def test_reductions_of_everything_leave_out_tokens_to_spare(name: str) -> None:
     of_rows = np.asarray([[3.0, 1], [2, 5], [4, 7], [-2, 6]], np.float32)
     spare = np.asarray([[100.0, -100], [0, 50]], np.float32)
@@ -203,9 +223,13 @@ def sharded() -> None:
 
     mesh = Mesh(np.asarray(jax.devices()), ("rows",))
     halves = [LENGTHS[:3], LENGTHS[3:]]
-    size = max(map(sum, halves))  # each device has room for as many tokens, of which some belong to no row
+    size = max(
+        map(sum, halves)
+    )  # each device has room for as many tokens, of which some belong to no row
     parts = np.split(values(), [sum(halves[0])])
-    padded = np.concatenate([np.pad(part, ((0, size - len(part)), (0, 0)), constant_values=9.0) for part in parts])
+    padded = np.concatenate(
+        [np.pad(part, ((0, size - len(part)), (0, 0)), constant_values=9.0) for part in parts]
+    )
     offsets = np.concatenate([np.cumsum([0, *half]) for half in halves]).astype(np.int32)
 
     @jax.jit
@@ -214,15 +238,22 @@ def sharded() -> None:
         x = scree.from_cu_seqlens(values, offsets, max_length=LONGEST)
         return jax.lax.psum(model(w, x), "rows")
 
-    found = jax.value_and_grad(both)(jnp.asarray(LAYERS[:1]), jnp.asarray(padded), jnp.asarray(offsets))
+    found = jax.value_and_grad(both)(
+        jnp.asarray(LAYERS[:1]), jnp.asarray(padded), jnp.asarray(offsets)
+    )
     agrees(found, jax.jit(jax.value_and_grad(model))(jnp.asarray(LAYERS[:1]), tokens()))
 
     w, rows = weights(), np.split(values(), np.cumsum(LENGTHS)[:-1])
     split = jax.device_put(w, NamedSharding(mesh, P(None, "rows")))
     right = [row.sum(0) @ w for row in rows]
     for x in (tokens(), scree.pack([jnp.asarray(row) for row in rows]), tokens()[::-1][::-1]):
-        for f in (lambda x, w: scree.namespace(x).sum(x @ w, axis=1), jax.jit(lambda x, w: scree.namespace(x).sum(x @ w, axis=1))):
-            np.testing.assert_allclose(f(x, split), right, rtol=1e-4, atol=1e-4)  # JAX moves them to the weights
+        for f in (
+            lambda x, w: scree.namespace(x).sum(x @ w, axis=1),
+            jax.jit(lambda x, w: scree.namespace(x).sum(x @ w, axis=1)),
+        ):
+            np.testing.assert_allclose(
+                f(x, split), right, rtol=1e-4, atol=1e-4
+            )  # JAX moves them to the weights
     second = scree.pack([jax.device_put(row, jax.devices()[1]) for row in rows])
     assert second.device == second.offsets.device == (second * 2).device == jax.devices()[1]
     print("agreed on", len(jax.devices()), "devices")
@@ -234,7 +265,9 @@ def test_rows_split_over_devices() -> None:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": here
     }  # fmt: skip
     code = "import test_transforms_jax as t; t.sharded()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "agreed on 2 devices" in done.stdout
 
@@ -250,7 +283,13 @@ def test_attention_holds_tokens_and_tiles_alone() -> None:
 
     shapes = [jax.ShapeDtypeStruct((total, heads, dim), jnp.float32)] * 3
     offsets = jax.ShapeDtypeStruct((len(lengths) + 1,), jnp.int32)
-    used = jax.jit(jax.grad(gradients, (0, 1, 2))).lower(*shapes, offsets).compile().memory_analysis().temp_size_in_bytes
+    used = (
+        jax.jit(jax.grad(gradients, (0, 1, 2)))
+        .lower(*shapes, offsets)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
     slots = total + len(lengths) * 128  # every token, and a tile for the end of every row
     assert used < 40 * slots * heads * dim * 4
     assert used < 0.05 * len(lengths) * 4096**2 * heads * 4
@@ -278,4 +317,3 @@ def test_second_derivatives_and_forward_mode_by_the_standard_path() -> None:
     step = 1e-2
     up, down = (jax.jit(jax.grad(energy))(x.values + s * direction) for s in (step, -step))
     np.testing.assert_allclose(second, (up - down) / (2 * step), rtol=1e-2, atol=1e-2)
-

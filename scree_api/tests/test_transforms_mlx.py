@@ -54,7 +54,9 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_compiled_functions_serve_all_offsets_of_a_shape(name: str) -> None:
     traces = []
 
-    def both(v: mx.array, w: mx.array, offsets: mx.array, index: mx.array) -> tuple[mx.array, mx.array]:
+    def both(
+        v: mx.array, w: mx.array, offsets: mx.array, index: mx.array
+    ) -> tuple[mx.array, mx.array]:
         traces.append(None)
         x = scree.from_cu_seqlens(v, offsets, max_length=LONGEST)
         found = apply(name, x, w, index)
@@ -63,8 +65,12 @@ def test_compiled_functions_serve_all_offsets_of_a_shape(name: str) -> None:
     compiled = mx.compile(mx.value_and_grad(both, (0, 1)))
     rounds = []
     for lengths in (LENGTHS, OTHER, LENGTHS, OTHER):
-        (_, found), (of_v, of_w) = compiled(mx.array(values()), mx.array(weights()), offsets(lengths), mx.array(INDEX))
-        np.testing.assert_allclose(found, expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5)
+        (_, found), (of_v, of_w) = compiled(
+            mx.array(values()), mx.array(weights()), offsets(lengths), mx.array(INDEX)
+        )
+        np.testing.assert_allclose(
+            found, expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5
+        )
         dx, dw, want = slope(name, lengths)
         assert abs(np.vdot(of_v, dx) + np.vdot(of_w, dw) - want) < 1e-5 * np.linalg.norm(dx)
         rounds.append(len(traces))
@@ -75,7 +81,9 @@ def test_compiled_functions_serve_all_offsets_of_a_shape(name: str) -> None:
 def test_lazy_stays_lazy(name: str, lazy: list[str]) -> None:
     """Forward and backward are built without a look at a value; asking for one is noticed."""
     x = scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS), max_length=LONGEST)
-    found, of_w = mx.value_and_grad(partial(loss, name, x, index=mx.array(INDEX)))(mx.array(weights()))
+    found, of_w = mx.value_and_grad(partial(loss, name, x, index=mx.array(INDEX)))(
+        mx.array(weights())
+    )
     assert not lazy
     mx.eval([found, of_w])
     np.asarray(found)
@@ -84,16 +92,25 @@ def test_lazy_stays_lazy(name: str, lazy: list[str]) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_vmap_over_parameters(name: str) -> None:
-    x, index = scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS), max_length=LONGEST), mx.array(INDEX)
-    found = mx.vmap(lambda w: apply(name, x, w, index))(mx.stack([mx.array(weights(seed)) for seed in (1, 5)]))
+    x, index = (
+        scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS), max_length=LONGEST),
+        mx.array(INDEX),
+    )
+    found = mx.vmap(lambda w: apply(name, x, w, index))(
+        mx.stack([mx.array(weights(seed)) for seed in (1, 5)])
+    )
     for one, seed in zip(found, (1, 5)):
-        np.testing.assert_allclose(one, expected(name, values(), weights(seed), LENGTHS), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            one, expected(name, values(), weights(seed), LENGTHS), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_the_functions_of_the_standard_compile(name: str) -> None:
     args = mx.array(values()), mx.array(INDEX), offsets(LENGTHS)
-    for found, right in zip(mx.compile(partial(standard, name))(*args), standard(name, *args), strict=True):
+    for found, right in zip(
+        mx.compile(partial(standard, name))(*args), standard(name, *args), strict=True
+    ):
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
@@ -121,10 +138,17 @@ def test_a_token_that_a_row_does_not_have_is_nan() -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_gradients_pass_through_an_order(known: bool) -> None:
-    numbers, order = np.asarray([3, 1, 2, 5, 4], np.float32), np.asarray([1, 0, 2, 4, 3], np.float32)
+    numbers, order = (
+        np.asarray([3, 1, 2, 5, 4], np.float32),
+        np.asarray([1, 0, 2, 4, 3], np.float32),
+    )
 
     def total(v: mx.array, f: Callable[[Any, scree.Array], scree.Array]) -> mx.array:
-        x = scree.from_lengths(v, [2, 3]) if known else scree.from_offsets(v, offsets([2, 3]), max_length=3)
+        x = (
+            scree.from_lengths(v, [2, 3])
+            if known
+            else scree.from_offsets(v, offsets([2, 3]), max_length=3)
+        )
         return mx.sum(f(scree.namespace(x), x).values * mx.arange(5))
 
     for f in (lambda xp, x: xp.sort(x), lambda xp, x: xp.take_along_axis(x, xp.argsort(x), axis=1)):

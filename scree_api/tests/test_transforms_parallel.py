@@ -44,7 +44,10 @@ class Model(torch.nn.Module):
 
 def batch(lengths: list[int]) -> Tree:
     """Rows whose numbers follow from their lengths."""
-    rows = [torch.randn((length, 8), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    rows = [
+        torch.randn((length, 8), generator=torch.Generator().manual_seed(length))
+        for length in lengths
+    ]
     return {"rows": (scree.pack(rows), torch.tensor(lengths) > 0)}
 
 
@@ -90,12 +93,20 @@ def work(rank: int, folder: Path) -> None:
         model, seen = Model(), []
 
         def look(layer: Layer, args: Any, out: Any, seen: list[Any] = seen) -> None:
-            seen += [(type(x).__name__, x.dtype, x.offsets.dtype) for x in (args[0]["rows"][0], out["rows"][0])]
+            seen += [
+                (type(x).__name__, x.dtype, x.offsets.dtype)
+                for x in (args[0]["rows"][0], out["rows"][0])
+            ]
 
         for layer in model.layers:
             layer.register_forward_hook(look)
-        found = train(wrap(model), LENGTHS[rank], len(LENGTHS) / sum(map(len, LENGTHS)))  # the mean over processes is taken
-        whole = {key: x.full_tensor() if isinstance(x, dist.tensor.DTensor) else x for key, x in found.items()}
+        found = train(
+            wrap(model), LENGTHS[rank], len(LENGTHS) / sum(map(len, LENGTHS))
+        )  # the mean over processes is taken
+        whole = {
+            key: x.full_tensor() if isinstance(x, dist.tensor.DTensor) else x
+            for key, x in found.items()
+        }
         torch.save((whole, seen), folder / f"{name}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -117,5 +128,7 @@ def test_two_processes_train_as_one(wrapper: str, folder: Path) -> None:
         assert seen == [("Array", precision, torch.int32)] * (2 * 2 * STEPS)
         for name, x in want.items():
             moved = float((x - start[name]).abs().max())
-            torch.testing.assert_close(found[name], x, rtol=0, atol=16 * torch.finfo(precision).eps * moved)
+            torch.testing.assert_close(
+                found[name], x, rtol=0, atol=16 * torch.finfo(precision).eps * moved
+            )
             assert (moved > 0) == (not name.startswith("unused"))

@@ -75,7 +75,9 @@ def drawn(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return v, torch.randint(0, len(v), (len(v),), generator=rng, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("norms", "rope")])  # those are in Block
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATIONS if name not in ("norms", "rope")]
+)  # those are in Block
 def test_one_graph_serves_all_lengths(name: str) -> None:
     """No break; no new graph for other offsets, totals or numbers of rows; values and gradients are those of the oracle."""
 
@@ -92,9 +94,13 @@ def test_one_graph_serves_all_lengths(name: str) -> None:
         found, energy = function(v, w, offsets(lengths), index)
         of_v, of_w = torch.autograd.grad(energy, (v, w))
         if sum(lengths) != sum(LENGTHS):
-            torch.testing.assert_close(found, step(v, w, offsets(lengths), index)[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found, step(v, w, offsets(lengths), index)[0], rtol=1e-4, atol=1e-5
+            )
             continue
-        np.testing.assert_allclose(found.detach(), expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            found.detach(), expected(name, values(), weights(), lengths), rtol=1e-4, atol=1e-5
+        )
         dx, dw, want = slope(name, lengths)
         assert abs(np.vdot(of_v, dx) + np.vdot(of_w, dw) - want) < 1e-5 * np.linalg.norm(dx)
     assert counters["stats"]["unique_graphs"] == 1
@@ -110,25 +116,37 @@ def test_the_functions_of_the_standard_compile_for_sizes_that_vary(name: str) ->
         inputs = (*drawn(lengths), offsets(lengths))
         for found, right in zip(function(*inputs), standard(name, *inputs), strict=True):
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert counters["stats"]["unique_graphs"] == 1 or name == "experts"  # as many steps as their tiles need
+    assert (
+        counters["stats"]["unique_graphs"] == 1 or name == "experts"
+    )  # as many steps as their tiles need
 
 
 def test_reductions_of_no_tokens_compile() -> None:
     def reduced(values: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
         x = scree.from_offsets(values, offsets, max_length=2)
         xp = scree.namespace(x)
-        return [getattr(xp, name)(x, axis=axis) for name in ("sum", "max", "mean", "any") for axis in (None, 1, (0, 1))]
+        return [
+            getattr(xp, name)(x, axis=axis)
+            for name in ("sum", "max", "mean", "any")
+            for axis in (None, 1, (0, 1))
+        ]
 
     for rows in (0, 3):
         inputs = torch.zeros(0, 2), torch.zeros(rows + 1, dtype=torch.int32)
-        for found, right in zip(torch.compile(reduced, backend="eager", fullgraph=True)(*inputs), reduced(*inputs), strict=True):
+        for found, right in zip(
+            torch.compile(reduced, backend="eager", fullgraph=True)(*inputs),
+            reduced(*inputs),
+            strict=True,
+        ):
             torch.testing.assert_close(found, right, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_the_functions_of_the_standard_under_vmap(name: str) -> None:
     v, index = torch.stack([tensors()[0], -tensors()[0]]), tensors()[2]
-    found = torch.func.vmap(lambda one: tuple(standard(name, one, index, offsets(LENGTHS))), out_dims=0)(v)
+    found = torch.func.vmap(
+        lambda one: tuple(standard(name, one, index, offsets(LENGTHS))), out_dims=0
+    )(v)
     rows = zip(*(standard(name, one, index, offsets(LENGTHS)) for one in v), strict=True)
     for one, right in zip(found, rows, strict=True):
         torch.testing.assert_close(one, torch.stack(right), rtol=1e-4, atol=1e-5, equal_nan=True)
@@ -143,7 +161,9 @@ def test_sizes_may_be_read_inside_of_a_gradient_but_not_under_vmap() -> None:
 
     assert torch.func.grad(f)(v).tolist() == [0.0, 2.0, 0.0, 6.0, 8.0]
     with pytest.raises(TypeError, match="depends on the offsets, which a traced"):
-        torch.func.vmap(lambda v: scree.namespace(v).unique_values(scree.from_lengths(v, [2, 3])[v > 1]))(torch.stack([v, v]))
+        torch.func.vmap(
+            lambda v: scree.namespace(v).unique_values(scree.from_lengths(v, [2, 3])[v > 1])
+        )(torch.stack([v, v]))
 
 
 COLD = """
@@ -159,17 +179,37 @@ assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(*args), f(*
 
 
 def test_the_first_call_of_all_may_be_compiled() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COLD], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COLD], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_operators_between_ragged_arrays_and_tensors_compile() -> None:
     def f(v: torch.Tensor, n: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
         x, i = scree.from_cu_seqlens(v, offsets), scree.from_cu_seqlens(n, offsets)
-        real = [op.add, op.sub, op.mul, op.truediv, op.floordiv, op.mod, op.pow, op.lt, op.le, op.gt, op.ge, op.eq, op.ne]
+        real = [
+            op.add,
+            op.sub,
+            op.mul,
+            op.truediv,
+            op.floordiv,
+            op.mod,
+            op.pow,
+            op.lt,
+            op.le,
+            op.gt,
+            op.ge,
+            op.eq,
+            op.ne,
+        ]
         whole = [op.and_, op.or_, op.xor, op.lshift, op.rshift]
         found = [g(a, b).values for g in real for a, b in ((x, v[0]), (v[0], x))]
-        return [*found, *(g(a, b).values for g in whole for a, b in ((i, n[0]), (n[0], i))), (x @ v[:3]).values]
+        return [
+            *found,
+            *(g(a, b).values for g in whole for a, b in ((i, n[0]), (n[0], i))),
+            (x @ v[:3]).values,
+        ]
 
     args = torch.rand(5, 3) + 1, torch.randint(1, 4, (5, 3)), offsets([2, 3])
     for one, other in zip(compiled(f)(*args), f(*args), strict=True):
@@ -186,7 +226,9 @@ class Block(torch.nn.Module):
     def forward(self, x: scree.Array) -> scree.Array:
         xp = scree.namespace(x)
         y = x.with_values(self.qkv(xp.ragged.rms_norm(x).values))
-        q, k, v = (y.with_values(part.unflatten(1, (-1, 2))) for part in y.values.split([8, 4, 4], dim=1))
+        q, k, v = (
+            y.with_values(part.unflatten(1, (-1, 2))) for part in y.values.split([8, 4, 4], dim=1)
+        )
         z = xp.ragged.attention(xp.ragged.rope(q), xp.ragged.rope(k), v, causal=True)
         return x + x.with_values(self.out(z.values.flatten(1)))
 
@@ -197,7 +239,9 @@ def energy(x: scree.Array) -> torch.Tensor:
 
 def batch(lengths: list[int] = LENGTHS) -> scree.Array:
     generator = torch.Generator().manual_seed(0)
-    return scree.from_cu_seqlens(torch.randn((sum(lengths), 8), generator=generator), offsets(lengths), max_length=LONGEST)
+    return scree.from_cu_seqlens(
+        torch.randn((sum(lengths), 8), generator=generator), offsets(lengths), max_length=LONGEST
+    )
 
 
 @pytest.fixture
@@ -206,15 +250,22 @@ def block() -> Block:
     return Block()
 
 
-def gradients(f: Callable[[scree.Array], torch.Tensor], block: torch.nn.Module, x: scree.Array) -> list[torch.Tensor]:
+def gradients(
+    f: Callable[[scree.Array], torch.Tensor], block: torch.nn.Module, x: scree.Array
+) -> list[torch.Tensor]:
     return list(torch.autograd.grad(f(x), list(block.parameters())))
 
 
 def test_a_block_of_a_transformer_is_one_graph(block: Block) -> None:
-    plain, function = (lambda x: energy(block(x))), compiled(lambda x: energy(block(x)), dynamic=True)
+    plain, function = (
+        (lambda x: energy(block(x))),
+        compiled(lambda x: energy(block(x)), dynamic=True),
+    )
     for lengths in BATCHES:
         x = batch(lengths)
-        torch.testing.assert_close(gradients(function, block, x), gradients(plain, block, x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            gradients(function, block, x), gradients(plain, block, x), rtol=1e-4, atol=1e-4
+        )
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -241,8 +292,12 @@ def test_checkpoints_autocast_and_inference_mode(block: Block) -> None:
     x = batch()
     with torch.inference_mode():
         once = block(x).values
-    plain = gradients(lambda x: energy(block(x)), block, x)  # on the layout that inference mode has met first
-    kept = gradients(lambda x: energy(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)), block, x)
+    plain = gradients(
+        lambda x: energy(block(x)), block, x
+    )  # on the layout that inference mode has met first
+    kept = gradients(
+        lambda x: energy(torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)), block, x
+    )
     torch.testing.assert_close(kept, plain)
     with torch.autocast("cpu", torch.bfloat16):
         low = block(x).values
@@ -252,7 +307,9 @@ def test_checkpoints_autocast_and_inference_mode(block: Block) -> None:
     torch.testing.assert_close(low, once, rtol=8 * epsilon, atol=8 * epsilon)
     for one, other in zip(found, plain, strict=True):
         assert one.dtype == torch.float32
-        torch.testing.assert_close(one, other, rtol=0.1, atol=8 * epsilon * float(other.abs().max()))
+        torch.testing.assert_close(
+            one, other, rtol=0.1, atol=8 * epsilon * float(other.abs().max())
+        )
 
 
 def test_a_wrapped_module_sees_the_tensors_of_a_batch(block: Block, tmp_path: Path) -> None:
@@ -270,14 +327,21 @@ def test_a_wrapped_module_sees_the_tensors_of_a_batch(block: Block, tmp_path: Pa
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_first_and_second_derivatives(name: str) -> None:
     where, index = offsets([4, 0, 2, 3]), torch.tensor([3, 0, 8, 8, 1, 2, 5, 4, 0])
-    v, w = (torch.tensor(x, requires_grad=True) for x in (values(4, np.float64)[:9], weights(dtype=np.float64)))
+    v, w = (
+        torch.tensor(x, requires_grad=True)
+        for x in (values(4, np.float64)[:9], weights(dtype=np.float64))
+    )
     function = partial(apply_to, name, where, index)
     assert torch.autograd.gradcheck(function, (v, w), fast_mode=True)
-    if name != "attention":  # PyTorch's fused kernel has no second derivative; "windowed" takes the standard path
+    if (
+        name != "attention"
+    ):  # PyTorch's fused kernel has no second derivative; "windowed" takes the standard path
         assert torch.autograd.gradgradcheck(function, (v, w), fast_mode=True)
 
 
-def apply_to(name: str, where: torch.Tensor, index: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def apply_to(
+    name: str, where: torch.Tensor, index: torch.Tensor, v: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
     return apply(name, scree.from_cu_seqlens(v, where), w, index)
 
 
@@ -291,8 +355,12 @@ def test_function_transforms_over_parameters(name: str) -> None:
     torch.testing.assert_close(gradient(w), want, rtol=1e-4, atol=1e-6)
     mapped = torch.func.vmap(gradient)(torch.stack([w, 2 * w]))
     torch.testing.assert_close(mapped[0], want, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(torch.func.vmap(lambda w: apply(name, x, w, index))(torch.stack([w, 2 * w]))[1],
-                               apply(name, x, 2 * w, index), rtol=1e-4, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(
+        torch.func.vmap(lambda w: apply(name, x, w, index))(torch.stack([w, 2 * w]))[1],
+        apply(name, x, 2 * w, index),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     x.layout.lengths.numpy()  # what the layout keeps belongs to no transform
 
 
@@ -309,9 +377,16 @@ def test_nothing_is_read_from_a_device(name: str) -> None:
 
 
 def test_offsets_are_wide_where_nothing_is_read() -> None:
-    values, few = torch.empty(2**31, dtype=torch.int8, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
+    values, few = (
+        torch.empty(2**31, dtype=torch.int8, device="meta"),
+        torch.empty(4, dtype=torch.int32, device="meta"),
+    )
     ids = torch.empty(1, dtype=torch.int32, device="meta").expand(2**31)
-    for arr in (scree.from_lengths(values, few), scree.from_segment_ids(values, ids, 4), scree.group(values, ids, 4)[0]):
+    for arr in (
+        scree.from_lengths(values, few),
+        scree.from_segment_ids(values, ids, 4),
+        scree.group(values, ids, 4)[0],
+    ):
         assert arr.offsets.dtype == torch.int64
     arr = scree.from_offsets(values[1:], torch.empty(5, dtype=torch.int32, device="meta"))
     assert scree.namespace(arr).repeat(arr, 2, axis=1).offsets.dtype == torch.int64
@@ -321,12 +396,21 @@ def test_offsets_are_wide_where_nothing_is_read() -> None:
 def test_a_plan_of_known_rows_reads_nothing_from_a_device() -> None:
     q = scree.from_lengths(torch.empty((300, 2, 8), device="meta"), [100, 0, 200])
     k = scree.from_lengths(torch.empty((330, 2, 8), device="meta"), [130, 0, 200])
-    for found in (scree.attention(q, k, k, causal=True, softcap=3.0), q[[2, 0]], q[:, 1:], q[:, :, :1].values, scree.bucket(q)[0]):
+    for found in (
+        scree.attention(q, k, k, causal=True, softcap=3.0),
+        q[[2, 0]],
+        q[:, 1:],
+        q[:, :, :1].values,
+        scree.bucket(q)[0],
+    ):
         assert (found.values if isinstance(found, scree.Array) else found).device.type == "meta"
 
 
 def test_a_window_bounds_the_work_where_nothing_is_read() -> None:
-    rows = torch.empty((4096, 2, 8), device="meta"), torch.empty(9, dtype=torch.int32, device="meta")
+    rows = (
+        torch.empty((4096, 2, 8), device="meta"),
+        torch.empty(9, dtype=torch.int32, device="meta"),
+    )
     x = scree.from_cu_seqlens(*rows, max_length=4096)
 
     def work(window: int | None) -> int:
@@ -334,11 +418,16 @@ def test_a_window_bounds_the_work_where_nothing_is_read() -> None:
             scree.attention(x, x, x, causal=True, window=window)
         return counter.get_total_flops()
 
-    assert work(64) * 64 == work(None) * 3  # what 64 queries see are 127 keys, in 3 tiles of 64 at most
+    assert (
+        work(64) * 64 == work(None) * 3
+    )  # what 64 queries see are 127 keys, in 3 tiles of 64 at most
 
 
 def test_functions_of_torch_itself_say_what_takes_ragged_arrays() -> None:
     x = scree.from_lengths(torch.ones(5, 2), [2, 3])
     for f in (torch.exp, torch.nn.Linear(2, 2), lambda x: torch.cat([x, x])):
-        with pytest.raises(TypeError, match=r"of torch takes no ragged arrays: use a function of scree\.namespace\(arr\)"):
+        with pytest.raises(
+            TypeError,
+            match=r"of torch takes no ragged arrays: use a function of scree\.namespace\(arr\)",
+        ):
             f(x)

@@ -10,7 +10,9 @@ import scree
 from scree import __main__ as command
 from scree.demo import DemoError, lm, text, train
 
-TEXTS = text.sample([t for t in text.conversations() if 70 < len(t) < 120], 40, 0)  # batches of one shape
+TEXTS = text.sample(
+    [t for t in text.conversations() if 70 < len(t) < 120], 40, 0
+)  # batches of one shape
 STEPS, BATCH = 5, 4
 
 
@@ -24,7 +26,9 @@ def plain_loss(w: dict[str, np.ndarray], rows: list[np.ndarray]) -> float:
     def heads(x: np.ndarray, turned: bool) -> np.ndarray:
         x = np.swapaxes(x.reshape(len(x), -1, lm.HEAD_DIM), 0, 1)
         half = lm.HEAD_DIM // 2
-        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.arange(x.shape[1])[:, None] * 1e4 ** (-np.arange(half) / half))
+        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(
+            1j * np.arange(x.shape[1])[:, None] * 1e4 ** (-np.arange(half) / half)
+        )
         return np.concatenate([z.real, z.imag], axis=-1) if turned else x
 
     surprise: list[float] = []
@@ -32,7 +36,10 @@ def plain_loss(w: dict[str, np.ndarray], rows: list[np.ndarray]) -> float:
         x = w["embedding"][row]
         for i in range(2):
             y = norm(x, w[f"{i}.attention.norm"])
-            q, k, v = (heads(y @ w[f"{i}.attention.{part}"], part != "value") for part in ("query", "key", "value"))
+            q, k, v = (
+                heads(y @ w[f"{i}.attention.{part}"], part != "value")
+                for part in ("query", "key", "value")
+            )
             score = q @ np.swapaxes(np.repeat(k, 2, axis=0), 1, 2) / np.sqrt(lm.HEAD_DIM)
             weight = np.exp(np.where(np.tri(len(row)) > 0, score, -np.inf))
             y = weight / weight.sum(axis=-1, keepdims=True) @ np.repeat(v, 2, axis=0)
@@ -45,7 +52,9 @@ def plain_loss(w: dict[str, np.ndarray], rows: list[np.ndarray]) -> float:
     return float(np.mean(surprise))
 
 
-@pytest.mark.parametrize("loss, batches", [(lm.loss, train.ragged_batches), (lm.padded_loss, train.padded_batches)])
+@pytest.mark.parametrize(
+    "loss, batches", [(lm.loss, train.ragged_batches), (lm.padded_loss, train.padded_batches)]
+)
 def test_the_model_is_the_plain_one(loss: object, batches: object) -> None:
     w = lm.weights(seed=3)
     rows = next(train._chosen(TEXTS, 1, 0, BATCH))
@@ -84,7 +93,9 @@ def test_the_command_prints_a_plot_or_json(capsys: pytest.CaptureFixture[str]) -
     assert "steps" in capsys.readouterr().out
 
 
-def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(train, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match=r"optax is not installed|jax is not installed"):
         train.installed("jax")

@@ -2,6 +2,16 @@
 
 #: The subcommands that measure, a module each, in the order in which help and the report show them.
 MEASURING = (
-    "memory", "throughput", "attention", "algorithms", "norms", "kernels", "block", "model", "precision", "collectives",
-    "ratios", "overhead",
-)  # fmt: skip
+    "memory",
+    "throughput",
+    "attention",
+    "algorithms",
+    "norms",
+    "kernels",
+    "block",
+    "model",
+    "precision",
+    "collectives",
+    "ratios",
+    "overhead",
+)

@@ -18,7 +18,9 @@ from ..results import OK, Result, Row, unit
 from ..session import SECONDS, Session
 
 LENGTHS = {"cpu": "256,512,1024,2048", "cuda": "256,512,1024,2048,4096,8192"}
-COMPILED = 1024  # longest sequence for libraries that compile: they see the loops unrolled, block by block
+COMPILED = (
+    1024  # longest sequence for libraries that compile: they see the loops unrolled, block by block
+)
 
 
 def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
@@ -28,13 +30,23 @@ def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[
 
 
 def command(
-    lengths: Annotated[str, typer.Option(help=f"Sequence lengths; {LENGTHS['cuda']}, on the CPU up to 2048.")] = "",
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences; 4 on CUDA, 1 on the CPU.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads of the queries; 12 on CUDA, 4 on the CPU.")] = None,
+    lengths: Annotated[
+        str, typer.Option(help=f"Sequence lengths; {LENGTHS['cuda']}, on the CPU up to 2048.")
+    ] = "",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences; 4 on CUDA, 1 on the CPU.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of the queries; 12 on CUDA, 4 on the CPU.")
+    ] = None,
     dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 64,
-    backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
-    seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    backend: Backend = "all",
+    device: Device = "auto",
+    seed: Seed = 0,
+    seconds: Seconds = SECONDS,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Study implementations of attention: naive, flash v1 and v2, sliding window, grouped and multi-query, padding-masked.
 
     Written once on the Array API in `scree_bench.algorithms`, to be read. Time, peak memory, and the estimate of that memory;
@@ -50,14 +62,25 @@ def command(
         for lib in wanted(session, backend):
             for length in session.track(sizes, lib.name):
                 if lib.arrays.compiles and length > COMPILED:
-                    session.leave_out(f"length {length:,} on {lib.name}", "the unrolled loops take too long to compile")
+                    session.leave_out(
+                        f"length {length:,} on {lib.name}",
+                        "the unrolled loops take too long to compile",
+                    )
                     continue
                 _measure(session, lib, Shape(batch, heads, length, dim), seed)
 
 
 def _measure(session: Session, lib: Library, shape: Shape, seed: int) -> None:
-    case = {"backend": lib.name, "batch": shape.n, "heads": shape.heads, "dim": shape.dim, "length": shape.length}
-    steps = {name: partial(_step, lib, algorithm, shape, seed) for name, algorithm in ALGORITHMS.items()}
+    case = {
+        "backend": lib.name,
+        "batch": shape.n,
+        "heads": shape.heads,
+        "dim": shape.dim,
+        "length": shape.length,
+    }
+    steps = {
+        name: partial(_step, lib, algorithm, shape, seed) for name, algorithm in ALGORITHMS.items()
+    }
     for name, algorithm in ALGORITHMS.items():
         session.row(case, name).values["estimate_bytes"] = float(algorithm.estimate_memory(shape))
     session.time(case, "forward_s", steps, wait=lib.wait)
@@ -100,9 +123,13 @@ def pictures(result: Result) -> plots.Pictures:
     }
     for name in dict.fromkeys(row.case["backend"] for row in result.rows):
         rows = [row for row in result.rows if row.case["backend"] == name]
-        for what, value, title in (("memory", "peak_bytes", "Peak memory beside the inputs"),
-                                   ("time", "forward_s", "Time of the forward pass")):
-            found[f"algorithms-{name}-{what}"] = partial(_line, rows=rows, value=value, title=f"{title}, {name}")
+        for what, value, title in (
+            ("memory", "peak_bytes", "Peak memory beside the inputs"),
+            ("time", "forward_s", "Time of the forward pass"),
+        ):
+            found[f"algorithms-{name}-{what}"] = partial(
+                _line, rows=rows, value=value, title=f"{title}, {name}"
+            )
         found[f"algorithms-{name}"] = partial(_dashboard, rows=rows, name=name)
     return found
 
@@ -116,8 +143,15 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
     figure.set_size_inches(plots.SIZE[0] * 1.3, plots.SIZE[1] * 1.8)
     plots.curves(memory, rows, "length", "peak_bytes", f"Peak memory, {name}")
     plots.curves(time, rows, "length", "forward_s", f"Time, {name}")
-    ratios = [Row(row.case, row.who, values={"peak_ratio": row.values["peak_bytes"] / row.values["estimate_bytes"]})
-              for row in rows if "peak_bytes" in row.values]  # fmt: skip
+    ratios = [
+        Row(
+            row.case,
+            row.who,
+            values={"peak_ratio": row.values["peak_bytes"] / row.values["estimate_bytes"]},
+        )
+        for row in rows
+        if "peak_bytes" in row.values
+    ]
     plots.curves(estimate, ratios, "length", "peak_ratio", "Measured over estimated memory")
     top = max((row.values["peak_ratio"] for row in ratios), default=1)
     estimate.set(yscale="linear", ylim=(0, 1.15 * max(top, 1)))

@@ -20,19 +20,46 @@ from .. import plots, results
 from ..attentions import Prepared, ours
 from ..libraries import Library, wanted, where
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
-from ..options import DTYPES, Backend, Device, Lengths, Out, Patience, Quick, Seconds, Seed, numbers, words
+from ..options import (
+    DTYPES,
+    Backend,
+    Device,
+    Lengths,
+    Out,
+    Patience,
+    Quick,
+    Seconds,
+    Seed,
+    numbers,
+    words,
+)
 from ..peers import contenders
 from ..results import OK, Result, Row, Table
 from ..session import SECONDS, Session
 from ..work import BACKWARD, Work, reference, worst
 
-SHOWN = ("forward_s", "forward_share", "backward_s", "both_s", "both_share", "forward_host_s", "both_host_s", "forward_error",
-         "gradient_error")  # fmt: skip
+SHOWN = (
+    "forward_s",
+    "forward_share",
+    "backward_s",
+    "both_s",
+    "both_share",
+    "forward_host_s",
+    "both_host_s",
+    "forward_error",
+    "gradient_error",
+)
 #: Name -> head size, heads and mean length of the works that "shapes" stands for.
-SHAPES = {f"d{dim} h{heads} n{length}": (dim, heads, length)
-          for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048))}  # fmt: skip
+SHAPES = {
+    f"d{dim} h{heads} n{length}": (dim, heads, length)
+    for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048))
+}
 CHECKED = 1e11  # operations up to which a CPU computes the float64 reference; some ten seconds
-PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}  # and their operations over those of the forward pass
+PHASES = {
+    "forward": 1.0,
+    "backward": BACKWARD,
+    "both": 1 + BACKWARD,
+}  # and their operations over those of the forward pass
 #: Library -> what cannot be timed on it, and why.
 PARTIAL = {
     "numpy": dict.fromkeys(("backward", "both"), "the library does not differentiate"),
@@ -44,7 +71,9 @@ TILES = (16, 32, 64, 128)
 
 def _near(median: float, rows: int, seed: int) -> tuple[int, ...]:
     """Log-normal lengths that add up to `rows` times `median`."""
-    return tuple(map(int, draws.adding_up(rows, int(rows * median), np.random.default_rng(seed), sigma=0.6)))
+    return tuple(
+        map(int, draws.adding_up(rows, int(rows * median), np.random.default_rng(seed), sigma=0.6))
+    )
 
 
 #: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all are float32, with a quarter of the heads and rows a quarter
@@ -64,7 +93,9 @@ def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple
     """The works that go by a name; "shapes" is all of `SHAPES`."""
     cuda = device == "cuda"
     asked = words(names, "--work", ("shapes", *SHAPES, *WORKLOADS))
-    for name in itertools.chain.from_iterable(SHAPES if name == "shapes" else (name,) for name in asked):
+    for name in itertools.chain.from_iterable(
+        SHAPES if name == "shapes" else (name,) for name in asked
+    ):
         if name in SHAPES:
             dim, heads, length = SHAPES[name]
             rows = _near(length // 16 if quick else length, 16, dim + heads + length)
@@ -72,39 +103,74 @@ def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple
         else:
             rows, heads, kv_heads, dim, dtype = WORKLOADS[name]
             if not cuda:
-                rows, heads, kv_heads, dtype = tuple(n // 4 for n in rows), heads // 4, kv_heads // 4, "float32"
+                rows, heads, kv_heads, dtype = (
+                    tuple(n // 4 for n in rows),
+                    heads // 4,
+                    kv_heads // 4,
+                    "float32",
+                )
             if quick:
                 rows = tuple(max(1, n // 8) for n in rows[:32])
             yield name, Work(rows, heads, kv_heads, dim, dtype, seed=seed)
 
 
-def own_rows(lengths: Path | None, count: int, medians: list[int], sigmas: list[float], seed: int) -> dict[str, tuple[int, ...]]:
+def own_rows(
+    lengths: Path | None, count: int, medians: list[int], sigmas: list[float], seed: int
+) -> dict[str, tuple[int, ...]]:
     """Name -> lengths of the rows: those of a file, or log-normal ones for each median and sigma."""
     if lengths is not None:
         return {lengths.name: tuple(map(int, draws.read(lengths)))}
     return {
-        f"median {median}, sigma {sigma:g}": tuple(map(int, draws.lognormal(count, median, sigma, np.random.default_rng(seed))))
+        f"median {median}, sigma {sigma:g}": tuple(
+            map(int, draws.lognormal(count, median, sigma, np.random.default_rng(seed)))
+        )
         for median, sigma in itertools.product(medians, sigmas)
     }
 
 
 def command(
-    work: Annotated[str, typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27: d32 h4 n256 ...); seed.")] = "",
+    work: Annotated[
+        str,
+        typer.Option(help=f"Some of {', '.join(WORKLOADS)}, shapes (27: d32 h4 n256 ...); seed."),
+    ] = "",
     lengths: Lengths = None,
-    num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of your own workload; 16.")] = None,
+    num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Rows of your own workload; 16.")
+    ] = None,
     mean_len: Annotated[str, typer.Option(help="Median length of its rows; 512.")] = "",
-    sigma: Annotated[str, typer.Option(help="Standard deviation of the logarithms of the lengths; 0.6, and 0 is all alike.")] = "",
+    sigma: Annotated[
+        str,
+        typer.Option(
+            help="Standard deviation of the logarithms of the lengths; 0.6, and 0 is all alike."
+        ),
+    ] = "",
     heads: Annotated[str, typer.Option(help="Heads of the queries; 8.")] = "",
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values; as many by default.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of keys and values; as many by default.")
+    ] = None,
     dim: Annotated[str, typer.Option(help="Size of a head; 64.")] = "",
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16; float32 is the default.")] = "",
-    causal: Annotated[str, typer.Option(help="Whether a token sees those before it alone: yes, no, or both of them.")] = "yes",
-    tiles: Annotated[bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float16, bfloat16; float32 is the default.")
+    ] = "",
+    causal: Annotated[
+        str,
+        typer.Option(help="Whether a token sees those before it alone: yes, no, or both of them."),
+    ] = "yes",
+    tiles: Annotated[
+        bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")
+    ] = False,
     errors: Annotated[bool, typer.Option(help="Compare all with float64.")] = True,
-    only: Annotated[str, typer.Option(help="Peers, by their names or the first letters of them.")] = "",
-    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
-    quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    only: Annotated[
+        str, typer.Option(help="Peers, by their names or the first letters of them.")
+    ] = "",
+    backend: Backend = "all",
+    device: Device = "auto",
+    seed: Seed = 0,
+    seconds: Seconds = SECONDS,
+    patience: Patience = PATIENCE,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
 
     Named workloads, or your own by any of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype; with
@@ -113,58 +179,109 @@ def command(
     those asked for, and the best tile of each.
     """
     with Session("attention", locals(), where(device)) as session:
-        sizes, dims, dtypes = numbers(mean_len, "--mean-len"), numbers(dim, "--dim"), words(dtype, "--dtype", DTYPES)
+        sizes, dims, dtypes = (
+            numbers(mean_len, "--mean-len"),
+            numbers(dim, "--dim"),
+            words(dtype, "--dtype", DTYPES),
+        )
         if tiles:
             return sweep(session, sizes, dims, dtypes, seed)
         if lengths or num_seqs or kv_heads or any((mean_len, sigma, heads, dim, dtype)):
             if work:
-                raise typer.BadParameter(f"--work: expected none beside options of your own workload, got {work!r}")
-            shapes = itertools.product(numbers(heads, "--heads") or [8], [kv_heads], dims or [64], dtypes or ["float32"])
+                raise typer.BadParameter(
+                    f"--work: expected none beside options of your own workload, got {work!r}"
+                )
+            shapes = itertools.product(
+                numbers(heads, "--heads") or [8], [kv_heads], dims or [64], dtypes or ["float32"]
+            )
             sigmas = numbers(sigma, "--sigma", kind=float, least=0) or [0.6]
             rows = own_rows(lengths, num_seqs or 16, sizes or [512], sigmas, seed)
-            works = [(name, Work(n, h, kv or h, d, kind, seed=seed))
-                     for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)]  # fmt: skip
+            works = [
+                (name, Work(n, h, kv or h, d, kind, seed=seed))
+                for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)
+            ]
         else:
             works = list(workloads(work or "seed", session.device, seed, quick))
         masks = words(causal, "--causal", ("yes", "no"))
-        cases = [(name, replace(what, causal=mask == "yes")) for (name, what), mask in itertools.product(works, masks)]
+        cases = [
+            (name, replace(what, causal=mask == "yes"))
+            for (name, what), mask in itertools.product(works, masks)
+        ]
         session.limits()
         for lib in wanted(session, backend):
             for name, what in session.track(cases, lib.name):
-                _measure(session, lib, name, what, [x.strip() for x in only.split(",") if x.strip()], errors)
+                _measure(
+                    session,
+                    lib,
+                    name,
+                    what,
+                    [x.strip() for x in only.split(",") if x.strip()],
+                    errors,
+                )
     return None
 
 
-def _measure(session: Session, lib: Library, name: str, work: Work, only: list[str], errors: bool) -> None:
-    case = {"work": name, "backend": lib.name, "rows": len(work.lengths), "tokens": work.total, "heads": work.heads,
-            "kv_heads": work.kv_heads, "dim": work.dim, "dtype": work.dtype, "causal": work.causal}  # fmt: skip
+def _measure(
+    session: Session, lib: Library, name: str, work: Work, only: list[str], errors: bool
+) -> None:
+    case = {
+        "work": name,
+        "backend": lib.name,
+        "rows": len(work.lengths),
+        "tokens": work.total,
+        "heads": work.heads,
+        "kv_heads": work.kv_heads,
+        "dim": work.dim,
+        "dtype": work.dtype,
+        "causal": work.causal,
+    }
     if work.dtype not in lib.arrays.dtypes:
         return session.leave_out(f"{name} on {lib.name}", f"has no {work.dtype}")
     peers = contenders(session, lib, work, only)
     prepared = {peer.name: cache(partial(peer.prepare, lib, work)) for peer in peers}
-    steps = {(who, phase): partial(_step, lib, prepare, phase) for who, prepare in prepared.items() for phase in _phases(lib)}
-    ready = {(who, phase): step if phase == "backward" else cache(step) for (who, phase), step in steps.items()}
+    steps = {
+        (who, phase): partial(_step, lib, prepare, phase)
+        for who, prepare in prepared.items()
+        for phase in _phases(lib)
+    }
+    ready = {
+        (who, phase): step if phase == "backward" else cache(step)
+        for (who, phase), step in steps.items()
+    }
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
     for phase, why in PARTIAL.get(lib.name, {}).items():
         session.leave_out(f"{phase} on {lib.name}", why)
     for phase in _phases(lib):
-        builds = {peer.name: ready[peer.name, phase] for peer in peers if peer.backward or phase == "forward"}
+        builds = {
+            peer.name: ready[peer.name, phase]
+            for peer in peers
+            if peer.backward or phase == "forward"
+        }
         for row in session.time(case, f"{phase}_s", builds, wait=lib.wait).values():
             if f"{phase}_s" in row.values:
                 flops = PHASES[phase] * work.flops / row.values[f"{phase}_s"]
-                row.values |= {f"{phase}_flops": flops} | ({f"{phase}_share": flops / limit} if limit else {})
+                row.values |= {f"{phase}_flops": flops} | (
+                    {f"{phase}_share": flops / limit} if limit else {}
+                )
     if not errors:
         return None
     if session.device == "cpu" and PHASES["both"] * work.flops > CHECKED:
-        return session.leave_out(f"errors of {name}", "too many operations for the float64 reference")
+        return session.leave_out(
+            f"errors of {name}", "too many operations for the float64 reference"
+        )
     try:
         right = reference(lib, work, gradients=lib.phases is not None)
     except Exception as error:  # without a reference the times still stand
         return session.leave_out(f"errors of {name}", Failure.of(error).why)
-    for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
+    for phase, name, truth in (
+        ("forward", "forward_error", right[:1]),
+        ("both", "gradient_error", right[1:]),
+    ):
         for who, prepare in prepared.items():
             if f"{phase}_s" in session.row(case, who).values:
-                session.value(case, who, name, partial(_error, lib, prepare, ready[who, phase], truth))
+                session.value(
+                    case, who, name, partial(_error, lib, prepare, ready[who, phase], truth)
+                )
     return None
 
 
@@ -177,7 +294,9 @@ def _step(lib: Library, prepare: Callable[[], Prepared], phase: str) -> Thunk:
     return lib.steps(prepared.function, prepared.args, prepared.cotangent)[phase]()
 
 
-def _error(lib: Library, prepare: Callable[[], Prepared], step: Callable[[], Thunk], truth: tuple[Any, ...]) -> float:
+def _error(
+    lib: Library, prepare: Callable[[], Prepared], step: Callable[[], Thunk], truth: tuple[Any, ...]
+) -> float:
     return worst(lib, lib.wait(step()()), truth, prepare().packed)
 
 
@@ -196,16 +315,25 @@ def _triton(m: int, n: int) -> Iterator[None]:
     plans, tuned = import_module("scree_triton.plans"), import_module("scree_triton.tuned")
     tile = tuned.Tile(m, n, 8 if m * n > 8192 else 4, 2)
     with ExitStack() as stack:
-        for name, value in (("GLUON", {}), ("portable_tiles", lambda *_: tuned.Tiles(tile, tile, tile)), ("_PLANS", {})):
+        for name, value in (
+            ("GLUON", {}),
+            ("portable_tiles", lambda *_: tuned.Tiles(tile, tile, tile)),
+            ("_PLANS", {}),
+        ):
             stack.enter_context(patch.object(plans, name, value))
         yield
 
 
 #: Kernel -> how to run it with other tiles.
-TILERS: dict[str, Callable[[int, int], AbstractContextManager[None]]] = {"standard": _standard, "triton": _triton}
+TILERS: dict[str, Callable[[int, int], AbstractContextManager[None]]] = {
+    "standard": _standard,
+    "triton": _triton,
+}
 
 
-def sweep(session: Session, sizes: list[int], dims: list[int], dtypes: list[str], seed: int) -> None:
+def sweep(
+    session: Session, sizes: list[int], dims: list[int], dtypes: list[str], seed: int
+) -> None:
     """Every tile on every shape: each cell is a row of its own, and the best of them is named for each shape.
 
     Where no sizes are given, all of them: up to 65,536 tokens on CUDA, and up to 2,048 on the CPU.
@@ -214,15 +342,22 @@ def sweep(session: Session, sizes: list[int], dims: list[int], dtypes: list[str]
     if lib is None:
         return
     quick, kernel = session.quick, "triton" if session.device == "cuda" else "standard"
-    sizes = sizes or ([128, 256] if quick else [2**i for i in range(7, 17 if kernel == "triton" else 12)])
-    dims, dtypes = dims or ([32] if quick else [16, 32, 64, 128]), dtypes or (["float32"] if quick else ["float32", "bfloat16"])
+    sizes = sizes or (
+        [128, 256] if quick else [2**i for i in range(7, 17 if kernel == "triton" else 12)]
+    )
+    dims, dtypes = (
+        dims or ([32] if quick else [16, 32, 64, 128]),
+        dtypes or (["float32"] if quick else ["float32", "bfloat16"]),
+    )
     candidates = (32, 64) if quick else TILES
     for length, dim, dtype in session.track(list(itertools.product(sizes, dims, dtypes)), "tiles"):
         work = Work((length,), 1, 1, dim, dtype, True, seed)
         case = {"kernel": kernel, "length": length, "dim": dim, "dtype": dtype}
         for (m, n), phase in itertools.product(itertools.product(candidates, candidates), PHASES):
             with TILERS[kernel](m, n):  # one after the other: each tile compiles kernels of its own
-                builds = {f"{m} x {n}": partial(_step, lib, partial(ours(kernel), lib, work), phase)}
+                builds = {
+                    f"{m} x {n}": partial(_step, lib, partial(ours(kernel), lib, work), phase)
+                }
                 session.time(case, f"{phase}_s", builds, wait=lib.wait)
         rows = [row for row in session.result.rows if row.case == case]
         for phase in PHASES:
@@ -242,8 +377,10 @@ def tables(result: Result) -> list[Table]:
     found = results.tables([row for row in result.rows if row not in swept], SHOWN)
     if swept:
         found.append(_ratios(swept))
-        found += [results.pivot(swept, f"{phase}_s", ["work"], f"the sweep over shapes, {name}")
-                  for phase, name in (("forward", "forward"), ("both", "forward and backward"))]  # fmt: skip
+        found += [
+            results.pivot(swept, f"{phase}_s", ["work"], f"the sweep over shapes, {name}")
+            for phase, name in (("forward", "forward"), ("both", "forward and backward"))
+        ]
     return found
 
 
@@ -254,11 +391,22 @@ def _ratios(rows: Sequence[Row]) -> Table:
     for who in dict.fromkeys(row.who for row in rows if row.who != "scree"):
         for phase in PHASES:
             value = f"{phase}_s"
-            found = sorted(own[repr(row.case)][value] / row.values[value] for row in rows
-                           if row.who == who and value in row.values and value in own.get(repr(row.case), ()))  # fmt: skip
+            found = sorted(
+                own[repr(row.case)][value] / row.values[value]
+                for row in rows
+                if row.who == who and value in row.values and value in own.get(repr(row.case), ())
+            )
             if found:
                 faster = f"{sum(x <= 1 for x in found)} of {len(found)}"
-                lines.append([who, phase, f"{median(found):.2f}", f"{found[0]:.2f} to {found[-1]:.2f}", faster])
+                lines.append(
+                    [
+                        who,
+                        phase,
+                        f"{median(found):.2f}",
+                        f"{found[0]:.2f} to {found[-1]:.2f}",
+                        faster,
+                    ]
+                )
     header = ["peer", "", "our time over the peer's, median", "from, to", "not slower on"]
     return Table("the sweep over shapes, ratios: below 1 is faster", header, lines, [])
 
@@ -268,19 +416,27 @@ def pictures(result: Result) -> plots.Pictures:
     rows = [row for row in result.rows if row.status == OK and "work" in row.case]
     tiled = [row for row in result.rows if row.status == OK and "kernel" in row.case]
     found: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
-    for phase, name in (("forward", "forward"), ("backward", "backward"), ("both", "forward and backward")):
+    for phase, name in (
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("both", "forward and backward"),
+    ):
         timed = [row for row in rows if f"{phase}_s" in row.values]
         swept = [row for row in timed if row.case["work"] in SHAPES]
         named = [row for row in timed if row not in swept]
         if named:
             found[f"attention-{phase}"] = partial(_bars, rows=named, phase=phase, name=name)
         if swept:
-            found[f"attention-shapes-{phase}"] = partial(_curves, rows=swept, phase=phase, name=name)
+            found[f"attention-shapes-{phase}"] = partial(
+                _curves, rows=swept, phase=phase, name=name
+            )
     return found
 
 
 def _bars(figure: Any, rows: list[Row], phase: str, name: str) -> None:
-    groups = plots.grouped(rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "heads", "kv_heads", "dim"))
+    groups = plots.grouped(
+        rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "heads", "kv_heads", "dim")
+    )
     title = f"Attention, {name}: less is better, a scale for each workload"
     plots.bars(figure.add_subplot(), plots.fastest(groups, 6), f"{phase}_s", title, apart=True)
 
@@ -292,14 +448,35 @@ def _grid(figure: Any, rows: list[Row]) -> None:
     worst = np.full((len(shapes), len(sizes)), np.nan)
     axes = figure.add_subplot()
     for (i, shape), (j, size) in itertools.product(enumerate(shapes), enumerate(sizes)):
-        here = [row for row in rows if (row.case["dtype"], row.case["dim"], row.case["length"]) == (*shape, size)
-                and "best of" not in row.case and "both_s" in row.values]  # fmt: skip
+        here = [
+            row
+            for row in rows
+            if (row.case["dtype"], row.case["dim"], row.case["length"]) == (*shape, size)
+            and "best of" not in row.case
+            and "both_s" in row.values
+        ]
         if here:
             best, *_, last = sorted(here * 2, key=lambda row: row.values["both_s"])
             worst[i, j] = last.values["both_s"] / best.values["both_s"]
-            axes.text(j, i, f"{best.who}\n{worst[i, j]:.3g}x", ha="center", va="center", fontsize=8, color="#1f2328")
-    axes.imshow(np.log(worst), cmap="YlOrRd", vmin=0, vmax=2 * float(np.nanmax(np.log(worst), initial=0.5)), aspect="auto")
-    axes.set(title="Best tile (queries x keys), and how much slower the worst one is", xlabel="length")
+            axes.text(
+                j,
+                i,
+                f"{best.who}\n{worst[i, j]:.3g}x",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="#1f2328",
+            )
+    axes.imshow(
+        np.log(worst),
+        cmap="YlOrRd",
+        vmin=0,
+        vmax=2 * float(np.nanmax(np.log(worst), initial=0.5)),
+        aspect="auto",
+    )
+    axes.set(
+        title="Best tile (queries x keys), and how much slower the worst one is", xlabel="length"
+    )
     axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
     axes.set_yticks(range(len(shapes)), [f"{dtype}\nhead size {dim}" for dtype, dim in shapes])
     axes.grid(visible=False)
@@ -311,10 +488,16 @@ def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
     own = {row.case["work"]: row.values[f"{phase}_s"] for row in rows if row.who == "scree"}
     theirs = [row for row in rows if row.who != "scree" and row.case["work"] in own]
     for who in dict.fromkeys(row.who for row in theirs):
-        points = sorted(own[row.case["work"]] / row.values[f"{phase}_s"] for row in theirs if row.who == who)
+        points = sorted(
+            own[row.case["work"]] / row.values[f"{phase}_s"] for row in theirs if row.who == who
+        )
         axes.plot(range(1, len(points) + 1), points, marker="o", label=who)
     axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
-    axes.set(title=f"scree's time over a peer's, {name}: below 1 is faster", xlabel="shapes, sorted", yscale="log")
+    axes.set(
+        title=f"scree's time over a peer's, {name}: below 1 is faster",
+        xlabel="shapes, sorted",
+        yscale="log",
+    )
     axes.set_xticks(range(5, len(own) + 1, 5))
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         which(lambda v, _: f"{v:.2g}")

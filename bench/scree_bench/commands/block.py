@@ -25,9 +25,25 @@ from ..work import BACKWARD, Work, worst
 EPS = 1e-6
 PHASES = ("forward", "both")
 WHOLE = "the whole block"
-SHOWN = ("forward_s", "both_s", "forward_host_s", "both_host_s", "real_tokens", "forward_error", "gradient_error")
-SHOWN_OF_TERMS = ("forward_s", "forward_inside_s", "forward_limit_s", "forward_of_limit_share", "both_s", "both_inside_s",
-                  "both_limit_s", "both_of_limit_share")  # fmt: skip
+SHOWN = (
+    "forward_s",
+    "both_s",
+    "forward_host_s",
+    "both_host_s",
+    "real_tokens",
+    "forward_error",
+    "gradient_error",
+)
+SHOWN_OF_TERMS = (
+    "forward_s",
+    "forward_inside_s",
+    "forward_limit_s",
+    "forward_of_limit_share",
+    "both_s",
+    "both_inside_s",
+    "both_limit_s",
+    "both_of_limit_share",
+)
 BETWEEN = "between kernels"
 
 #: ``mark(name, y)`` is told what came out of a term, and gives it back.
@@ -69,7 +85,9 @@ def block(x: scree.Array, w: Weights, s: Sizes, mark: Mark = lambda _, y: y) -> 
     y = mark("norm", xp.ragged.rms_norm(x, w.norm1, eps=EPS))
     y = mark("product: queries, keys, values", y @ w.qkv)
     y = y.with_values(xp.reshape(y.values, (y.total_length, -1, s.dim)))
-    q, k, v = mark("queries, keys, values apart", xp.ragged.split(y, (s.heads, s.kv_heads, s.kv_heads), axis=2))
+    q, k, v = mark(
+        "queries, keys, values apart", xp.ragged.split(y, (s.heads, s.kv_heads, s.kv_heads), axis=2)
+    )
     q, k = mark("rope", xp.ragged.rope(q, k))
     y = mark("attention", xp.ragged.attention(q, k, v, causal=True))
     y = mark("product: output", y.with_values(xp.reshape(y.values, (y.total_length, -1))) @ w.out)
@@ -96,22 +114,45 @@ class Case:
     def __init__(self, lib: Library, s: Sizes, rows: int, dtype: str, seed: int) -> None:
         self.lib, self.s, self.dtype = lib, s, dtype
         self.lengths = adding_up(rows, s.tokens, np.random.default_rng(seed))
-        self.work = Work(tuple(map(int, self.lengths)), s.heads, s.kv_heads, s.dim, dtype, True, seed)
-        self.normal = normal = lib.normal(seed, dtype)
-        ones, features = lib.make(np.ones(s.width, np.float32), dtype), (s.heads + 2 * s.kv_heads) * s.dim
-        shapes = {"qkv": (s.width, features), "out": (s.heads * s.dim, s.width), "up": (s.width, 2 * s.hidden),
-                  "down": (s.hidden, s.width)}  # fmt: skip
-        self.weights = Weights(
-            norm1=ones, norm2=ones.clone(), **{name: normal(*shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
+        self.work = Work(
+            tuple(map(int, self.lengths)), s.heads, s.kv_heads, s.dim, dtype, True, seed
         )
-        self.x, self.gradient = normal(self.work.total, s.width), 0.01 * normal(self.work.total, s.width)
-        self.like = scree.Array(self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.longest)
-        self.tokens, self.real = (lib.make(x, kind) for x, kind in zip(self.work.tokens, ("int64", "bool"), strict=True))
+        self.normal = normal = lib.normal(seed, dtype)
+        ones, features = (
+            lib.make(np.ones(s.width, np.float32), dtype),
+            (s.heads + 2 * s.kv_heads) * s.dim,
+        )
+        shapes = {
+            "qkv": (s.width, features),
+            "out": (s.heads * s.dim, s.width),
+            "up": (s.width, 2 * s.hidden),
+            "down": (s.hidden, s.width),
+        }
+        self.weights = Weights(
+            norm1=ones,
+            norm2=ones.clone(),
+            **{name: normal(*shape) / shape[0] ** 0.5 for name, shape in shapes.items()},
+        )
+        self.x, self.gradient = (
+            normal(self.work.total, s.width),
+            0.01 * normal(self.work.total, s.width),
+        )
+        self.like = scree.Array(
+            self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.longest
+        )
+        self.tokens, self.real = (
+            lib.make(x, kind) for x, kind in zip(self.work.tokens, ("int64", "bool"), strict=True)
+        )
 
     def ours(self, **marks: Mark) -> tuple[Function, Any]:
         """On ragged arrays."""
         offsets, longest, s = self.like.offsets, self.work.longest, self.s
-        return lambda x, *w: block(scree.Array(x, offsets, max_length=longest), Weights(*w), s, **marks).values, self.x
+        return (
+            lambda x, *w: (
+                block(scree.Array(x, offsets, max_length=longest), Weights(*w), s, **marks).values
+            ),
+            self.x,
+        )
 
     def padded(self) -> tuple[Function, Any]:
         """On a padded batch."""
@@ -121,14 +162,20 @@ class Case:
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            ).transpose(1, 2)
 
-        return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x[self.tokens] * self.real[:, :, None]
+        return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x[
+            self.tokens
+        ] * self.real[:, :, None]
 
     def varlen(self) -> tuple[Function, Any]:
         """On rows end to end, with the attention that PyTorch has for them."""
         name = "varlen_attn (FA2)" if find_spec("torch.nn.attention.varlen") else "FA2 (aten)"
-        attend = next(peer for peer in PEERS if peer.name == name).prepare(self.lib, self.work).function
+        attend = (
+            next(peer for peer in PEERS if peer.name == name).prepare(self.lib, self.work).function
+        )
         turn = self._turn(scree.positions(self.like))
         return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x
 
@@ -137,8 +184,12 @@ class Case:
         import torch
 
         half = self.s.dim // 2
-        angle = at.double()[:, None, None] * 10000.0 ** (-torch.arange(half, device=at.device).double() / half)
-        cos, sin = (t(angle).to(self.lib.arrays.dtypes[dtype or self.dtype]) for t in (torch.cos, torch.sin))
+        angle = at.double()[:, None, None] * 10000.0 ** (
+            -torch.arange(half, device=at.device).double() / half
+        )
+        cos, sin = (
+            t(angle).to(self.lib.arrays.dtypes[dtype or self.dtype]) for t in (torch.cos, torch.sin)
+        )
 
         def turn(x: Any) -> Any:
             low, high = x.chunk(2, -1)
@@ -152,10 +203,21 @@ class Case:
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             outs = []
-            for row in zip(*(x.transpose(0, 1).split(list(self.work.lengths), 1) for x in (q, k, v)), strict=True):
-                a, b, c = row[0], *(x.repeat_interleave(self.s.heads // self.s.kv_heads, 0) for x in row[1:])
+            for row in zip(
+                *(x.transpose(0, 1).split(list(self.work.lengths), 1) for x in (q, k, v)),
+                strict=True,
+            ):
+                a, b, c = (
+                    row[0],
+                    *(x.repeat_interleave(self.s.heads // self.s.kv_heads, 0) for x in row[1:]),
+                )
                 scores = a @ b.transpose(1, 2) / self.s.dim**0.5
-                outs.append(scores.masked_fill(scores.new_ones(scores.shape[1:]).triu(1).bool(), -np.inf).softmax(-1) @ c)
+                outs.append(
+                    scores.masked_fill(
+                        scores.new_ones(scores.shape[1:]).triu(1).bool(), -np.inf
+                    ).softmax(-1)
+                    @ c
+                )
             return torch.cat(outs, 1).transpose(0, 1)
 
         leaves = [self.lib.wide(x).requires_grad_() for x in (self.x, *self.weights)]
@@ -221,19 +283,30 @@ def terms(case: Case) -> dict[str, Term]:
 
     def product(weight: Any) -> Term:
         flops = 2.0 * t * weight.shape[0] * weight.shape[1]
-        return Term(lambda x, w: (like.with_values(x) @ w).values, (tokens(weight.shape[0]), weight), flops=(flops, 2 * flops))
+        return Term(
+            lambda x, w: (like.with_values(x) @ w).values,
+            (tokens(weight.shape[0]), weight),
+            flops=(flops, 2 * flops),
+        )
 
     def norm(x: Any, w: Any) -> Any:
-        return scree.rms_norm(like.with_values(x), w, eps=EPS).values, x  # which meets its gradient behind the attention again
+        return scree.rms_norm(
+            like.with_values(x), w, eps=EPS
+        ).values, x  # which meets its gradient behind the attention again
 
     def apart(y: Any) -> Any:
-        return tuple(x.values for x in scree.split(like.with_values(y), (s.heads, s.kv_heads, s.kv_heads), axis=2))
+        return tuple(
+            x.values
+            for x in scree.split(like.with_values(y), (s.heads, s.kv_heads, s.kv_heads), axis=2)
+        )
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return scree.attention(*(like.with_values(x) for x in (q, k, v)), causal=True).values
 
     def normed_sum(x: Any, y: Any, w: Any) -> Any:
-        normed, total = scree.rms_norm(like.with_values(x), w, residual=like.with_values(y), eps=EPS)
+        normed, total = scree.rms_norm(
+            like.with_values(x), w, residual=like.with_values(y), eps=EPS
+        )
         return normed.values, total.values
 
     row, turned = float(t * s.width * item), float(t * (s.heads + s.kv_heads) * s.dim * item)
@@ -256,11 +329,17 @@ def terms(case: Case) -> dict[str, Term]:
 
 def command(
     rows: Annotated[int, typer.Option(min=1, help="Rows; lengths are log-normal.")] = 16,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")
+    ] = None,
     dtype: Dtype = "",
-    device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
-    quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    device: Device = "auto",
+    seed: Seed = 0,
+    seconds: Seconds = SECONDS,
+    patience: Patience = PATIENCE,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """One transformer block on ragged arrays, forward and backward, against padding and PyTorch's varlen attention.
 
     Norm, one product for queries, keys and values, rotary positions, attention, product, norm, gated feed-forward network: width
@@ -274,8 +353,17 @@ def command(
         dtype = data_type(dtype, session.device)
         for lib in wanted(session, "torch", ("torch",)):
             case = Case(lib, s, 4 if quick else rows, dtype, seed)
-            about = {"rows": len(case.lengths), "tokens": case.work.total, "longest": case.work.longest, "width": s.width,
-                     "heads": s.heads, "kv_heads": s.kv_heads, "dim": s.dim, "hidden": s.hidden, "dtype": dtype}  # fmt: skip
+            about = {
+                "rows": len(case.lengths),
+                "tokens": case.work.total,
+                "longest": case.work.longest,
+                "width": s.width,
+                "heads": s.heads,
+                "kv_heads": s.kv_heads,
+                "dim": s.dim,
+                "hidden": s.hidden,
+                "dtype": dtype,
+            }
             for part in session.track((_whole, _terms)):
                 part(session, case, about)
 
@@ -286,7 +374,9 @@ def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
     if cuda and case.dtype != "float32":
         forms["packed, torch's varlen attention"] = case.varlen
     else:
-        session.leave_out("packed, torch's varlen attention", "takes half precision on CUDA devices only")
+        session.leave_out(
+            "packed, torch's varlen attention", "takes half precision on CUDA devices only"
+        )
     why = NO_TIME if session.quick else compiler(case.lib)
     if why:
         session.leave_out("compiled forms", why)
@@ -295,19 +385,33 @@ def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
     made: dict[str, Callable[[], tuple[Function, Any]]] = dict(forms)
     if not why:
         made |= {f"{who}, compiled": partial(compiled, form) for who, form in forms.items()}
-    ready = {(who, phase): cache(partial(step, case, form, phase)) for who, form in made.items() for phase in PHASES}
+    ready = {
+        (who, phase): cache(partial(step, case, form, phase))
+        for who, form in made.items()
+        for phase in PHASES
+    }
     for phase in PHASES:
         builds: dict[str, Build] = {who: ready[who, phase] for who in made}
         if cuda:
             builds |= {f"{who}, captured": partial(captured, ready[who, phase]) for who in made}
-        for row in session.time({"part": WHOLE, **about}, f"{phase}_s", builds, wait=case.lib.wait).values():
+        for row in session.time(
+            {"part": WHOLE, **about}, f"{phase}_s", builds, wait=case.lib.wait
+        ).values():
             if phase == "both" and "both_s" in row.values:
                 row.values["real_tokens"] = case.work.total / row.values["both_s"]
     right = case.truth()
     for who in made:
-        for phase, name, truth in (("forward", "forward_error", right[:1]), ("both", "gradient_error", right[1:])):
+        for phase, name, truth in (
+            ("forward", "forward_error", right[:1]),
+            ("both", "gradient_error", right[1:]),
+        ):
             if f"{phase}_s" in session.row({"part": WHOLE, **about}, who).values:
-                session.value({"part": WHOLE, **about}, who, name, partial(_error, case, ready[who, phase], truth))
+                session.value(
+                    {"part": WHOLE, **about},
+                    who,
+                    name,
+                    partial(_error, case, ready[who, phase], truth),
+                )
 
 
 def _error(case: Case, ready: Callable[[], Step], truth: tuple[Any, ...]) -> float:
@@ -330,8 +434,10 @@ def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
                 session.time(row.case, f"{phase}_s", builds, wait=case.lib.wait)
                 _, _, moved, flops = parts[name]
                 passes = 1 if phase == "forward" else 2
-                values |= {f"{phase}_s": row.values.get(f"{phase}_s", float("nan")),
-                           f"{phase}_limit_s": sum(flops[:passes]) / peak + sum(moved[:passes]) / copy}  # fmt: skip
+                values |= {
+                    f"{phase}_s": row.values.get(f"{phase}_s", float("nan")),
+                    f"{phase}_limit_s": sum(flops[:passes]) / peak + sum(moved[:passes]) / copy,
+                }
             row.values |= values
             for key, value in values.items():
                 total.values[key] = total.values.get(key, 0.0) + value
@@ -373,12 +479,17 @@ def inside(case: Case, phase: str) -> dict[str, float]:
     between = [trace.between(kernels) for kernels in trace.of(step(case, case.ours, phase))]
     run = step(case, partial(case.ours, mark=mark), phase)
     found = [trace.by_mark(kernels, marks) for kernels in trace.of(marked)]
-    return {name: median([taken[name] for taken in found]) for name in dict.fromkeys(marks)} | {BETWEEN: median(between)}
+    return {name: median([taken[name] for taken in found]) for name in dict.fromkeys(marks)} | {
+        BETWEEN: median(between)
+    }
 
 
 def tables(result: Result) -> list[Table]:
     """The whole block by everyone; and its terms, each beside its limit."""
-    whole, parts = ([row for row in result.rows if (row.case["part"] == WHOLE) is kind] for kind in (True, False))
+    whole, parts = (
+        [row for row in result.rows if (row.case["part"] == WHOLE) is kind]
+        for kind in (True, False)
+    )
     return [*results.tables(whole, SHOWN), *results.tables(parts, SHOWN_OF_TERMS)]
 
 
@@ -386,12 +497,24 @@ def pictures(result: Result) -> plots.Pictures:
     """The whole block by everyone, and each term beside its limit."""
     rows = [row for row in result.rows if "both_s" in row.values]
     whole = {WHOLE: {row.who: row.values["both_s"] for row in rows if row.case["part"] == WHOLE}}
-    parts = {row.case["part"]: {"scree": row.values.get("both_inside_s", row.values["both_s"]), "limit": row.values["both_limit_s"]}
-             for row in rows if "both_limit_s" in row.values}  # fmt: skip
-    titles = {"block": (whole, "A transformer block, forward and backward: less is better"),
-              "block-terms": (parts, "Its terms, forward and backward, beside the limit of the machine")}  # fmt: skip
+    parts = {
+        row.case["part"]: {
+            "scree": row.values.get("both_inside_s", row.values["both_s"]),
+            "limit": row.values["both_limit_s"],
+        }
+        for row in rows
+        if "both_limit_s" in row.values
+    }
+    titles = {
+        "block": (whole, "A transformer block, forward and backward: less is better"),
+        "block-terms": (parts, "Its terms, forward and backward, beside the limit of the machine"),
+    }
 
     def paint(figure: Any, groups: dict[str, dict[str, float]], title: str) -> None:
         plots.bars(figure.add_subplot(), groups, "both_s", title)
 
-    return {name: partial(paint, groups=groups, title=title) for name, (groups, title) in titles.items() if any(groups.values())}
+    return {
+        name: partial(paint, groups=groups, title=title)
+        for name, (groups, title) in titles.items()
+        if any(groups.values())
+    }

@@ -28,7 +28,10 @@ BUS = {
 
 #: A sample is the mean of so many calls that their buffers hold so many bytes.
 SAMPLE = {"cuda": 200_000_000, "cpu": 10_000_000}
-SLOW, FEW = 500_000_000, 3  # bytes of a buffer from which on, on the CPU, a call takes seconds; samples of these
+SLOW, FEW = (
+    500_000_000,
+    3,
+)  # bytes of a buffer from which on, on the CPU, a call takes seconds; samples of these
 HELD = 3.0  # bytes that a process holds, over those of the buffer
 
 
@@ -37,7 +40,9 @@ def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[st
     count = max(1, size // 4 // world)
     whole, part = torch.ones(count * world, device=device), torch.ones(count, device=device)
     other = torch.empty_like(whole)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before PyTorch 2.13
+    scatter = (
+        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    )  # the name before PyTorch 2.13
     return {
         "all-reduce": lambda: dist.all_reduce(whole),
         "all-gather": lambda: dist.all_gather_into_tensor(other, part),
@@ -58,14 +63,18 @@ def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, f
     else:
         torch.set_num_threads(1)
     meeting = f"file://{folder}/meet"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", meeting, rank=rank, world_size=world, **own)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", meeting, rank=rank, world_size=world, **own
+    )
     with open(Path(folder) / f"times-{rank}", "w", encoding="utf-8") as file:
         for size in sizes:
             for name, call in _calls(dist, torch, size, world, device).items():
                 try:
                     calls = -(-SAMPLE[device] // size)
                     count = min(samples, FEW) if device == "cpu" and size >= SLOW else samples
-                    found: Any = [_seconds(call, calls, dist, torch, device) for _ in range(count + 1)][1:]
+                    found: Any = [
+                        _seconds(call, calls, dist, torch, device) for _ in range(count + 1)
+                    ][1:]
                 except Exception as error:  # all processes meet it alike
                     found = Failure.of(error).why
                 file.write(json.dumps([size, name, found]) + "\n")
@@ -84,11 +93,19 @@ def _seconds(call: Any, calls: int, dist: Any, torch: Any, device: str) -> float
 
 
 def command(
-    sizes: Annotated[str, typer.Option(help="Megabytes of the buffers, with commas between them.")] = "1,10,100,1000",
-    worlds: Annotated[str, typer.Option(help="Processes of a group, with commas between them.")] = "2,4",
-    samples: Annotated[int, typer.Option(min=2, help="Samples of each; of large buffers on the CPU three at most.")] = 10,
-    device: Device = "auto", quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    sizes: Annotated[
+        str, typer.Option(help="Megabytes of the buffers, with commas between them.")
+    ] = "1,10,100,1000",
+    worlds: Annotated[
+        str, typer.Option(help="Processes of a group, with commas between them.")
+    ] = "2,4",
+    samples: Annotated[
+        int, typer.Option(min=2, help="Samples of each; of large buffers on the CPU three at most.")
+    ] = 10,
+    device: Device = "auto",
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """All-reduce, all-gather, reduce-scatter, all-to-all: time and bus bandwidth, by buffer and number of processes.
 
     Bus bandwidth is what a link has to carry: it does not depend on the number of processes. A sample is the time of the first
@@ -97,7 +114,10 @@ def command(
     with Session("collectives", locals(), where(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("collectives", "needs PyTorch, which is not installed")
-        megabytes, groups = numbers(sizes, "--sizes", kind=float, least=0.001), numbers(worlds, "--worlds")
+        megabytes, groups = (
+            numbers(sizes, "--sizes", kind=float, least=0.001),
+            numbers(worlds, "--worlds"),
+        )
         if quick:
             megabytes, groups, samples = megabytes[:1], groups[:1], 3
         for world in session.track(groups):
@@ -110,7 +130,9 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
     import torch.multiprocessing as processes
 
     if session.device == "cuda" and torch.cuda.device_count() < world:
-        return session.leave_out(f"{world} processes", f"there are {torch.cuda.device_count()} GPUs")
+        return session.leave_out(
+            f"{world} processes", f"there are {torch.cuda.device_count()} GPUs"
+        )
     fit = []
     for size in sizes:
         try:
@@ -122,7 +144,9 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
         return None
     with tempfile.TemporaryDirectory() as folder:
         try:
-            processes.spawn(worker, (world, fit, session.device, samples, folder), nprocs=world, daemon=True)
+            processes.spawn(
+                worker, (world, fit, session.device, samples, folder), nprocs=world, daemon=True
+            )
         except Exception as error:  # a process that dies is a result
             session.leave_out(f"the rest of {world} processes", " ".join(str(error).split())[-300:])
         finally:  # after an interrupt too
@@ -147,7 +171,9 @@ def pictures(result: Result) -> plots.Pictures:
 
     def paint(figure: Any) -> None:
         worlds = list(dict.fromkeys(row.case["processes"] for row in result.rows))
-        for axes, world in zip(figure.subplots(1, len(worlds), squeeze=False)[0], worlds, strict=True):
+        for axes, world in zip(
+            figure.subplots(1, len(worlds), squeeze=False)[0], worlds, strict=True
+        ):
             rows = [row for row in result.rows if row.case["processes"] == world]
             plots.curves(axes, rows, "bytes", "bus_rate", f"Bus bandwidth, {world} processes")
             axes.set_xscale("log")

@@ -23,10 +23,22 @@ from ..peers import NO_TIME, compiler, importable, lacking
 from ..results import Result, Row, Table
 from ..session import SECONDS, Session
 
-SHOWN = (*(f"{phase}_{value}" for phase in PHASES for value in ("s", "of_copy_share", "share")), "forward_host_s", "both_host_s",
-         "both_peak_bytes", "relative_error")  # fmt: skip
-TRANSFORMERS = "transformers.modeling_flash_attention_utils"  # where its ways in and out of padding are
-ALONG = ("softmax", "logsumexp", "of rows", "cumulative_sum")  # how the names of operations along rows end
+SHOWN = (
+    *(f"{phase}_{value}" for phase in PHASES for value in ("s", "of_copy_share", "share")),
+    "forward_host_s",
+    "both_host_s",
+    "both_peak_bytes",
+    "relative_error",
+)
+TRANSFORMERS = (
+    "transformers.modeling_flash_attention_utils"  # where its ways in and out of padding are
+)
+ALONG = (
+    "softmax",
+    "logsumexp",
+    "of rows",
+    "cumulative_sum",
+)  # how the names of operations along rows end
 CHECKED = 1000  # rows up to which the truth is computed, in a loop over them
 
 
@@ -42,7 +54,12 @@ class Batch:
     """Rows of random tokens on PyTorch, and what several operations need of them."""
 
     def __init__(self, lib: Library, sizes: Sizes, seed: int, quick: bool = False) -> None:
-        self.lib, self.rng, self.token, self.dtype = lib, np.random.default_rng(seed), sizes.token, sizes.dtype
+        self.lib, self.rng, self.token, self.dtype = (
+            lib,
+            np.random.default_rng(seed),
+            sizes.token,
+            sizes.dtype,
+        )
         self.lengths = sizes.lengths(self.rng)
         self.total, self.longest = int(self.lengths.sum()), int(self.lengths.max())
         self.width = int(np.prod(sizes.token))
@@ -73,7 +90,9 @@ class Batch:
     def transformers(self) -> bool:
         """Whether there is such a package, and time to import it."""
         there = importable("transformers")
-        return self.runs("transformers", NO_TIME if self.quick else None if there else "cannot be imported")
+        return self.runs(
+            "transformers", NO_TIME if self.quick else None if there else "cannot be imported"
+        )
 
     def classes(self, count: int) -> Any:
         """A class for each token."""
@@ -92,7 +111,9 @@ class Batch:
         """The values as a padded batch."""
         return scree.to_padded(self.like, fill_value=fill)[0]
 
-    def by_row(self, function: Callable[[Any], Any], put: str = "cat", values: Any = None) -> Callable[[], Any] | None:
+    def by_row(
+        self, function: Callable[[Any], Any], put: str = "cat", values: Any = None
+    ) -> Callable[[], Any] | None:
         """What a float64 loop over rows gives, on the tensors themselves; None where there are too many rows for it."""
         import torch
 
@@ -114,16 +135,27 @@ def _softmax(name: str) -> Callable[[Batch], Operation]:
         def values(x: Any) -> Any:
             return x if per_row else x.values
 
-        found: dict[str, Contender] = {"scree": lambda: (lambda x: values(own(b.rows(x))), (b.values,))}
+        found: dict[str, Contender] = {
+            "scree": lambda: (lambda x: values(own(b.rows(x))), (b.values,))
+        }
         if b.lib.device == "cuda":  # elsewhere it is what runs anyway
-            found["scree, standard path"] = lambda: (lambda x: values(own(b.rows(x), kernel="standard")), (b.values,))
+            found["scree, standard path"] = lambda: (
+                lambda x: values(own(b.rows(x), kernel="standard")),
+                (b.values,),
+            )
         if b.total == b.longest * len(b.lengths):
             shape = (len(b.lengths), b.longest, *b.values.shape[1:])
             found["torch, dense"] = lambda: (lambda x: bare(x, 1), (b.values.reshape(shape),))
         else:
             if name == "softmax":  # PyTorch has no other of them along nested rows
-                found["torch.nested"] = lambda: (lambda x: bare(b.nested(x), 1).values(), (b.values,))
-            found["padded"] = lambda: (lambda x: bare(x, 1) if per_row else bare(x, 1)[b.mask], (b.padded(-np.inf),))
+                found["torch.nested"] = lambda: (
+                    lambda x: bare(b.nested(x), 1).values(),
+                    (b.values,),
+                )
+            found["padded"] = lambda: (
+                lambda x: bare(x, 1) if per_row else bare(x, 1)[b.mask],
+                (b.padded(-np.inf),),
+            )
         forward, backward = (1 if per_row else 2) * b.bytes, (2 if per_row else 3) * b.bytes
         truth = b.by_row(lambda x: bare(x, 0), "stack" if per_row else "cat")
         return Operation(name, found, (forward, backward, forward + backward), truth)
@@ -135,17 +167,32 @@ def _reduction(name: str) -> Callable[[Batch], Operation]:
     def operation(b: Batch) -> Operation:
         import torch
 
-        xp, lengths, bare = b.lib.xp, b.like.lengths.long(), {"max": "amax", "min": "amin"}.get(name, name)
-        values = 1 + b.values / 32 if name == "prod" else b.values  # a product of numbers about 0 is 0
-        back = (1 if name in ("sum", "mean") else 2) * b.bytes  # the others look at their input again
+        xp, lengths, bare = (
+            b.lib.xp,
+            b.like.lengths.long(),
+            {"max": "amax", "min": "amin"}.get(name, name),
+        )
+        values = (
+            1 + b.values / 32 if name == "prod" else b.values
+        )  # a product of numbers about 0 is 0
+        back = (
+            1 if name in ("sum", "mean") else 2
+        ) * b.bytes  # the others look at their input again
         found: dict[str, Contender] = {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (values,)),
-            "segment_reduce": lambda: (lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True), (values,)),
+            "segment_reduce": lambda: (
+                lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True),
+                (values,),
+            ),
             "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (values,)),
         }
-        whole: dict[str, Contender] = {"torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (values,))}
+        whole: dict[str, Contender] = {
+            "torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (values,))
+        }
         truth = b.by_row(lambda x: getattr(x, bare)(0), "stack", values)
-        return Operation(f"{name} of rows", found, (b.bytes, back, b.bytes + back), truth, yardsticks=whole)
+        return Operation(
+            f"{name} of rows", found, (b.bytes, back, b.bytes + back), truth, yardsticks=whole
+        )
 
     return operation
 
@@ -159,19 +206,28 @@ def _search(name: str) -> Callable[[Batch], Operation]:
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
             "padded": lambda: (lambda x: getattr(x, name)(1), (b.padded(fill),)),
         }
-        whole: dict[str, Contender] = {"torch, all rows as one": lambda: (lambda x: getattr(x, name)(0), (b.values,))}
+        whole: dict[str, Contender] = {
+            "torch, all rows as one": lambda: (lambda x: getattr(x, name)(0), (b.values,))
+        }
         truth = b.by_row(lambda x: getattr(x, name)(0).double(), "stack")
-        return Operation(f"{name} of rows", found, (b.bytes, 0, 0), truth, yardsticks=whole, differentiable=False)
+        return Operation(
+            f"{name} of rows", found, (b.bytes, 0, 0), truth, yardsticks=whole, differentiable=False
+        )
 
     return operation
 
 
 def _cumulative_sum(b: Batch) -> Operation:
     xp = b.lib.xp
-    return Operation("cumulative_sum", {
-        "scree": lambda: (lambda x: xp.cumulative_sum(b.rows(x), axis=1).values, (b.values,)),
-        "padded": lambda: (lambda x: x.cumsum(1)[b.mask], (b.padded(),)),
-    }, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), b.by_row(lambda x: x.cumsum(0)))  # fmt: skip
+    return Operation(
+        "cumulative_sum",
+        {
+            "scree": lambda: (lambda x: xp.cumulative_sum(b.rows(x), axis=1).values, (b.values,)),
+            "padded": lambda: (lambda x: x.cumsum(1)[b.mask], (b.padded(),)),
+        },
+        (2 * b.bytes, 2 * b.bytes, 4 * b.bytes),
+        b.by_row(lambda x: x.cumsum(0)),
+    )
 
 
 def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
@@ -210,7 +266,10 @@ def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
             return turn(b.lib.wide(heads), angle.cos(), angle.sin())
 
         found: dict[str, Contender] = {
-            "scree": lambda: (lambda x: scree.rope(b.rows(x), interleaved=interleaved).values, (heads,)),
+            "scree": lambda: (
+                lambda x: scree.rope(b.rows(x), interleaved=interleaved).values,
+                (heads,),
+            ),
             "by hand": lambda: (itself, (heads,)),
             "by hand, cos and sin given": lambda: (given, (heads,)),
         }
@@ -241,7 +300,9 @@ def _cross_entropy(b: Batch) -> Operation:
     if b.dtype == "bfloat16":
         found["torch, in bfloat16"] = lambda: (lambda x: F.cross_entropy(x, right), (b.values,))
     moved = b.bytes, 2 * b.bytes, 3 * b.bytes
-    return Operation("cross_entropy", found, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right))
+    return Operation(
+        "cross_entropy", found, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right)
+    )
 
 
 def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Operation]:
@@ -257,22 +318,35 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
             return F.cross_entropy((x @ w.T).float(), right)
 
         def liger() -> tuple[Function, tuple[Any, ...]]:
-            run = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
+            run = import_module(
+                "liger_kernel.ops.fused_linear_cross_entropy"
+            ).LigerFusedLinearCrossEntropyFunction.apply
             return lambda x, w: run(x, w, right)[0], (b.values, weight)
 
         found: dict[str, Contender] = {
-            "scree": lambda: (lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(right)), (b.values, weight)),
+            "scree": lambda: (
+                lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(right)),
+                (b.values, weight),
+            ),
             "torch": lambda: (own, (b.values, weight)),
         }
         if b.compiles:
             found["torch, compiled"] = lambda: (torch_compiled(own), (b.values, weight))
         if b.dtype == "bfloat16":
-            found["torch, in bfloat16"] = lambda: (lambda x, w: F.cross_entropy(x @ w.T, right), (b.values, weight))
+            found["torch, in bfloat16"] = lambda: (
+                lambda x, w: F.cross_entropy(x @ w.T, right),
+                (b.values, weight),
+            )
         if b.runs("liger_kernel", lacking(b.lib, b.dtype, modules=["liger_kernel"])):
             found["liger_kernel"] = liger
         done = 2.0 * b.total * b.width * count
-        return Operation("linear_cross_entropy", found, flops=(done, 2 * done, 3 * done), peak=True,
-                         truth=lambda: F.cross_entropy(b.lib.wide(b.values) @ b.lib.wide(weight).T, right))  # fmt: skip
+        return Operation(
+            "linear_cross_entropy",
+            found,
+            flops=(done, 2 * done, 3 * done),
+            peak=True,
+            truth=lambda: F.cross_entropy(b.lib.wide(b.values) @ b.lib.wide(weight).T, right),
+        )
 
     return operation
 
@@ -294,15 +368,26 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
             "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
             "loop over rows": lambda: (loop, (b.values, weights)),
         }
-        dense: dict[str, Contender] = {"torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))}
+        dense: dict[str, Contender] = {
+            "torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))
+        }
         if b.runs("grouped_mm", lacking(b.lib, b.dtype, ["bfloat16"])):
-            found["grouped_mm"] = lambda: (lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends), (b.values, weights))
+            found["grouped_mm"] = lambda: (
+                lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends),
+                (b.values, weights),
+            )
         done = 2.0 * b.total * b.width * m
 
         def truth() -> Any:
             return loop(b.lib.wide(b.values), b.lib.wide(weights))
 
-        return Operation("grouped product", found, truth=truth, flops=(done, 2 * done, 3 * done), yardsticks=dense)
+        return Operation(
+            "grouped product",
+            found,
+            truth=truth,
+            flops=(done, 2 * done, 3 * done),
+            yardsticks=dense,
+        )
 
     return operation
 
@@ -310,30 +395,45 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
 def _gather(b: Batch) -> Operation:
     order = b.lib.make(b.rng.permutation(b.total), "int64")
     index, moved = b.rows(order), 2 * b.bytes + order.nbytes
-    return Operation("gather tokens", {
-        "scree": lambda: (lambda x: scree.gather(b.rows(x), index).values, (b.values,)),
-        "index_select": lambda: (lambda x: x.index_select(0, order), (b.values,)),
-    }, (moved, moved, 2 * moved))  # fmt: skip
+    return Operation(
+        "gather tokens",
+        {
+            "scree": lambda: (lambda x: scree.gather(b.rows(x), index).values, (b.values,)),
+            "index_select": lambda: (lambda x: x.index_select(0, order), (b.values,)),
+        },
+        (moved, moved, 2 * moved),
+    )
 
 
 def _scatter(b: Batch) -> Operation:
     size = max(1, b.total // 2)
     order = b.lib.make(b.rng.integers(0, size, b.total), "int64")
     moved = 1.5 * b.bytes + order.nbytes
-    return Operation("scatter and add", {
-        "scree": lambda: (lambda x: scree.scatter_add(x, order, size), (b.values,)),
-        "index_add": lambda: (lambda x: x.new_zeros((size, *b.token)).index_add(0, order, x), (b.values,)),
-    }, (moved, moved, 2 * moved))  # fmt: skip
+    return Operation(
+        "scatter and add",
+        {
+            "scree": lambda: (lambda x: scree.scatter_add(x, order, size), (b.values,)),
+            "index_add": lambda: (
+                lambda x: x.new_zeros((size, *b.token)).index_add(0, order, x),
+                (b.values,),
+            ),
+        },
+        (moved, moved, 2 * moved),
+    )
 
 
 def _pack(b: Batch) -> Operation:
     import torch
 
     rows = tuple(b.values.split(b.lengths.tolist()))
-    return Operation("pack", {
-        "scree": lambda: (lambda *x: scree.pack(x).values, rows),
-        "torch.cat": lambda: (lambda *x: torch.cat(x), rows),
-    }, (2 * b.bytes, b.bytes, 3 * b.bytes))  # fmt: skip
+    return Operation(
+        "pack",
+        {
+            "scree": lambda: (lambda *x: scree.pack(x).values, rows),
+            "torch.cat": lambda: (lambda *x: torch.cat(x), rows),
+        },
+        (2 * b.bytes, b.bytes, 3 * b.bytes),
+    )
 
 
 def _concat(b: Batch) -> Operation:
@@ -342,12 +442,21 @@ def _concat(b: Batch) -> Operation:
     xp, lengths, other = b.lib.xp, b.lengths.tolist(), b.normal(b.total, *b.token)
 
     def by_hand(x: Any, y: Any) -> Any:
-        return torch.cat([part for pair in zip(x.split(lengths), y.split(lengths), strict=True) for part in pair])
+        return torch.cat(
+            [part for pair in zip(x.split(lengths), y.split(lengths), strict=True) for part in pair]
+        )
 
-    return Operation("concat along the rows", {
-        "scree": lambda: (lambda x, y: xp.concat([b.rows(x), b.rows(y)], axis=1).values, (b.values, other)),
-        "split and torch.cat": lambda: (by_hand, (b.values, other)),
-    }, (4 * b.bytes, 4 * b.bytes, 8 * b.bytes))  # fmt: skip
+    return Operation(
+        "concat along the rows",
+        {
+            "scree": lambda: (
+                lambda x, y: xp.concat([b.rows(x), b.rows(y)], axis=1).values,
+                (b.values, other),
+            ),
+            "split and torch.cat": lambda: (by_hand, (b.values, other)),
+        },
+        (4 * b.bytes, 4 * b.bytes, 8 * b.bytes),
+    )
 
 
 def _to_padded(b: Batch) -> Operation:
@@ -378,8 +487,14 @@ def _from_padded(b: Batch) -> Operation:
         return lambda x: run(x, b.mask)[0], (b.padded(),)
 
     found: dict[str, Contender] = {
-        "scree": lambda: (lambda x: scree.from_padded(x, b.mask, total=b.total).values, (b.padded(),)),
-        "scree, total unknown": lambda: (lambda x: scree.from_padded(x, b.mask).values, (b.padded(),)),
+        "scree": lambda: (
+            lambda x: scree.from_padded(x, b.mask, total=b.total).values,
+            (b.padded(),),
+        ),
+        "scree, total unknown": lambda: (
+            lambda x: scree.from_padded(x, b.mask).values,
+            (b.padded(),),
+        ),
         "boolean mask": lambda: (lambda x: x[b.mask], (b.padded(),)),
     }
     if b.transformers:
@@ -391,10 +506,22 @@ TEXT = "text"  # the batch of the command line
 
 #: Who does what on it.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
-    *map(_softmax, ("softmax", "log_softmax", "logsumexp")), *map(_reduction, ("sum", "mean", "max", "min", "prod")),
-    *map(_search, ("argmax", "any", "all")), _cumulative_sum, _rope(), _rope(interleaved=True), _cross_entropy,
-    _linear_cross_entropy(), _grouped(), _gather, _scatter, _pack, _concat, _to_padded, _from_padded,
-)  # fmt: skip
+    *map(_softmax, ("softmax", "log_softmax", "logsumexp")),
+    *map(_reduction, ("sum", "mean", "max", "min", "prod")),
+    *map(_search, ("argmax", "any", "all")),
+    _cumulative_sum,
+    _rope(),
+    _rope(interleaved=True),
+    _cross_entropy,
+    _linear_cross_entropy(),
+    _grouped(),
+    _gather,
+    _scatter,
+    _pack,
+    _concat,
+    _to_padded,
+    _from_padded,
+)
 
 
 def about(rows: int, mean: int, sigma: float = 0.6) -> Callable[[np.random.Generator], np.ndarray]:
@@ -432,15 +559,30 @@ HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
 
 
 def command(
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the batch; lengths are log-normal.")] = 16,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")] = None,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of the batch; lengths are log-normal.")
+    ] = 16,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")
+    ] = None,
     width: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 1024,
     dtype: Dtype = "",
-    only: Annotated[str, typer.Option(help="Batches, by the first letters of their names; text is that of these options.")] = "",
-    operations: Annotated[str, typer.Option(help="Operations, by the first letters of their names.")] = "",
-    device: Device = "auto", seed: Seed = 0, seconds: Seconds = SECONDS, patience: Patience = PATIENCE,
-    quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Batches, by the first letters of their names; text is that of these options."
+        ),
+    ] = "",
+    operations: Annotated[
+        str, typer.Option(help="Operations, by the first letters of their names.")
+    ] = "",
+    device: Device = "auto",
+    seed: Seed = 0,
+    seconds: Seconds = SECONDS,
+    patience: Patience = PATIENCE,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Softmax, reductions, scans, rope, grouped products, gather and scatter, packing: against PyTorch's ways to do it.
 
     Bytes are those that must pass; the share is that of a plain copy of as many bytes in the same run, forward and backward.
@@ -453,17 +595,30 @@ def command(
         if quick:
             rows, tokens, width = 8, 256, 64
         base = Sizes(about(rows, tokens // rows), (width,), dtype)
-        batches = {TEXT: (base, OPERATIONS), **(HARD if session.device == "cuda" and not quick else {})}
+        batches = {
+            TEXT: (base, OPERATIONS),
+            **(HARD if session.device == "cuda" and not quick else {}),
+        }
         if len(batches) == 1:
-            session.leave_out(f"{len(HARD)} batches that stress some kernels", NO_TIME if quick else "run on CUDA devices only")
+            session.leave_out(
+                f"{len(HARD)} batches that stress some kernels",
+                NO_TIME if quick else "run on CUDA devices only",
+            )
         chosen = {name: found for name, found in batches.items() if name.startswith(_words(only))}
         if not chosen:
-            raise typer.BadParameter(f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}")
+            raise typer.BadParameter(
+                f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}"
+            )
         there: list[str] = []
         for lib in wanted(session, "torch", ("torch",)):
             for what, (sizes, makers) in session.track(chosen.items()):
                 batch = Batch(lib, sizes, seed, quick)
-                case = {"rows": len(batch.lengths), "tokens": batch.total, "width": batch.width, "dtype": sizes.dtype}
+                case = {
+                    "rows": len(batch.lengths),
+                    "tokens": batch.total,
+                    "width": batch.width,
+                    "dtype": sizes.dtype,
+                }
                 for operation in (make(batch) for make in makers):
                     there.append(operation.name)
                     if operation.name.startswith(_words(operations)):
@@ -471,7 +626,9 @@ def command(
                 for who, why in batch.left_out.items():
                     session.leave_out(who, why)
         if there and not session.result.rows:
-            raise typer.BadParameter(f"--operations: expected the beginnings of some of {', '.join(there)}, got {operations!r}")
+            raise typer.BadParameter(
+                f"--operations: expected the beginnings of some of {', '.join(there)}, got {operations!r}"
+            )
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -482,22 +639,37 @@ def _words(text: str) -> tuple[str, ...]:
 def tables(result: Result) -> list[Table]:
     """The values that say most: of what moves bytes, and of products."""
     products = {repr(row.case) for row in result.rows if "forward_flops" in row.values}
-    kinds = ([row for row in result.rows if (repr(row.case) in products) is kind] for kind in (False, True))
+    kinds = (
+        [row for row in result.rows if (repr(row.case) in products) is kind]
+        for kind in (False, True)
+    )
     return [table for rows in kinds for table in results.tables(rows, SHOWN)]
 
 
 def pictures(result: Result) -> plots.Pictures:
     """Times of ours and of the two fastest others: along rows and elsewhere, on texts and on what stresses some of them."""
     found: plots.Pictures = {}
-    for phase, hard, along in itertools.product(("forward", "backward"), (False, True), (False, True)):
-        rows = [row for row in result.rows if f"{phase}_s" in row.values and row.who != COPY
-                and (row.case.get("batch", TEXT) != TEXT) is hard and row.case["operation"].endswith(ALONG) is along]  # fmt: skip
+    for phase, hard, along in itertools.product(
+        ("forward", "backward"), (False, True), (False, True)
+    ):
+        rows = [
+            row
+            for row in result.rows
+            if f"{phase}_s" in row.values
+            and row.who != COPY
+            and (row.case.get("batch", TEXT) != TEXT) is hard
+            and row.case["operation"].endswith(ALONG) is along
+        ]
         if rows:
-            found[f"kernels-{'hard-' if hard else ''}{'rows-' if along else ''}{phase}"] = partial(_paint, rows=rows, phase=phase)
+            found[f"kernels-{'hard-' if hard else ''}{'rows-' if along else ''}{phase}"] = partial(
+                _paint, rows=rows, phase=phase
+            )
     return found
 
 
 def _paint(figure: Any, rows: list[Row], phase: str) -> None:
-    groups = plots.grouped(rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "width", "dtype"))
+    groups = plots.grouped(
+        rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "width", "dtype")
+    )
     title = f"{phase.capitalize()}: less is better, a scale for each operation"
     plots.bars(figure.add_subplot(), plots.fastest(groups, 3), f"{phase}_s", title, apart=True)

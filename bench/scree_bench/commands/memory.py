@@ -17,10 +17,16 @@ from ..session import Session
 from ..work import Work
 
 ITEM, OFFSET, MASK = 4, 4, 1  # bytes: a float32 number, an int32 offset, a mask's boolean
-PUBLISHED = ((64, 256.0, 0.6), (32, 1024.0, 1.2))  # rows, median and sigma for which savings of 71% and 85% were published
+PUBLISHED = (
+    (64, 256.0, 0.6),
+    (32, 1024.0, 1.2),
+)  # rows, median and sigma for which savings of 71% and 85% were published
 POOL = 100  # batches whose rows are sorted together
 HEADS, DIM = 4, 32
-PEAK_SCORES = {"cuda": 2e9, "cpu": 3e8}  # bytes of padded scores up to which the peak is measured; the naive form holds three
+PEAK_SCORES = {
+    "cuda": 2e9,
+    "cpu": 3e8,
+}  # bytes of padded scores up to which the peak is measured; the naive form holds three
 
 
 def ragged_bytes(lengths: np.ndarray, width: int) -> int:
@@ -50,18 +56,31 @@ def savings(batches: list[np.ndarray], width: int) -> dict[str, dict[str, float]
         "padded to powers of two": [bucketed_bytes(x, width) for x in batches],
     }
     total = sum(ways["padded"])
-    return {who: {"batch_bytes": float(np.mean(x)), "total_saved": 1 - sum(x) / total} for who, x in ways.items()}
+    return {
+        who: {"batch_bytes": float(np.mean(x)), "total_saved": 1 - sum(x) / total}
+        for who, x in ways.items()
+    }
 
 
 def command(
     num_seqs: Annotated[int | None, typer.Option(min=1, help="Rows of a batch.")] = None,
-    mean_len: Annotated[float | None, typer.Option(min=1, help="Median length of the log-normal lengths.")] = None,
-    sigma: Annotated[float | None, typer.Option(min=0, help="Standard deviation of their logarithms.")] = None,
+    mean_len: Annotated[
+        float | None, typer.Option(min=1, help="Median length of the log-normal lengths.")
+    ] = None,
+    sigma: Annotated[
+        float | None, typer.Option(min=0, help="Standard deviation of their logarithms.")
+    ] = None,
     feature_dim: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 512,
-    trials: Annotated[int, typer.Option(min=1, help="Batches; the published savings are those of five.")] = 5,
-    lengths: Lengths = None, backend: Backend = "all", device: Device = "auto",
-    seed: Seed = 0, quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    trials: Annotated[
+        int, typer.Option(min=1, help="Batches; the published savings are those of five.")
+    ] = 5,
+    lengths: Lengths = None,
+    backend: Backend = "all",
+    device: Device = "auto",
+    seed: Seed = 0,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Bytes of ragged batches against padded ones, counted; and the peak of attention, measured.
 
     Without options, for the two kinds of batches whose savings were published, 71% and 85%: 64 rows of median 256 (sigma 0.6)
@@ -91,12 +110,18 @@ def command(
                 _peaks(session, case, batches[0], lib)
 
 
-def _count(session: Session, case: dict[str, Any], batches: list[np.ndarray], trials: int, width: int) -> None:
+def _count(
+    session: Session, case: dict[str, Any], batches: list[np.ndarray], trials: int, width: int
+) -> None:
     for who, found in savings(batches, width).items():
         session.row(case, who).values |= found
     each = [1 - ragged_bytes(x, width) / padded_bytes(x, width) for x in batches[:trials]]
     row = session.row({**case, "batches": len(each)}, "scree")
-    row.values = {"mean_saved": float(np.mean(each)), "least_saved": min(each), "most_saved": max(each)}
+    row.values = {
+        "mean_saved": float(np.mean(each)),
+        "least_saved": min(each),
+        "most_saved": max(each),
+    }
     row.samples["mean_saved"] = each
 
 
@@ -114,7 +139,9 @@ def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Libra
         )
     what = {**case, "rows": len(work.lengths), "longest": work.longest, "heads": HEADS, "dim": DIM}
     for peer in contenders(session, lib, work):
-        if peer.name.startswith(("scree", "padded, matmul", "padded, SDPA", "padded, jax", "padded, mx")):
+        if peer.name.startswith(
+            ("scree", "padded, matmul", "padded, SDPA", "padded, jax", "padded, mx")
+        ):
             _peak(session, what, lib, peer, work)
 
 
@@ -148,16 +175,31 @@ def pictures(result: Result) -> plots.Pictures:
     def spreads(figure: Any) -> None:
         axes, label = figure.add_subplot(), plots.labels(each)
         for row in each:
-            axes.hist(row.samples["mean_saved"], bins=20, alpha=0.8, label=label(row).replace("\n", ", ") or row.who)
+            axes.hist(
+                row.samples["mean_saved"],
+                bins=20,
+                alpha=0.8,
+                label=label(row).replace("\n", ", ") or row.who,
+            )
         axes.set(title="Saved against a padded batch, in each batch", ylabel="batches")
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
         axes.yaxis.set_major_locator(plots.ticks(5, whole=True))
         axes.legend()
 
     def peaks(figure: Any) -> None:
-        value = "both_peak_bytes" if any("both_peak_bytes" in row.values for row in peak) else "forward_peak_bytes"
+        value = (
+            "both_peak_bytes"
+            if any("both_peak_bytes" in row.values for row in peak)
+            else "forward_peak_bytes"
+        )
         title = "Peak memory of attention, forward and backward, measured"
-        plots.bars(figure.add_subplot(), plots.grouped(peak, value, plots.labels(peak)), value, title)
+        plots.bars(
+            figure.add_subplot(), plots.grouped(peak, value, plots.labels(peak)), value, title
+        )
 
-    found = {"memory-batch": (batch, counted), "memory-saved": (each, spreads), "memory-peak": (peak, peaks)}
+    found = {
+        "memory-batch": (batch, counted),
+        "memory-saved": (each, spreads),
+        "memory-peak": (peak, peaks),
+    }
     return {name: paint for name, (rows, paint) in found.items() if rows}

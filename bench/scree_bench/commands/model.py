@@ -27,7 +27,10 @@ PHASES = ("forward", "backward", "optimizer")
 WARM_UPS = (0, 1, 5)  # steps that are left out of a mean
 POINTS = 1000  # of a timeline
 PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16 autocast"}
-LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}  # the data type whose matrix products are the limit
+LIMITS = {
+    "fp32": "float32",
+    "bf16 autocast": "bfloat16",
+}  # the data type whose matrix products are the limit
 
 #: Class -> what stands in the names of its kernels; the first that fits counts. What is left are norms, softmax and reductions.
 CLASSES = {
@@ -41,13 +44,24 @@ CLASSES = {
 class Step:
     """One training step of one contender, phase by phase; the state lives on between steps."""
 
-    def __init__(self, size: gpt.Size, batch: gpt.Batch, longest: int, device: str, precision: str, compiled: bool, seed: int):
+    def __init__(
+        self,
+        size: gpt.Size,
+        batch: gpt.Batch,
+        longest: int,
+        device: str,
+        precision: str,
+        compiled: bool,
+        seed: int,
+    ):
         import torch
 
         self.torch, self.device = torch, device
         self.loss: Any = None
         self.weights = gpt.weights(size, longest, device, seed)
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-4, fused=device == "cuda" or None)
+        self.optimizer = torch.optim.AdamW(
+            self.weights.values(), lr=1e-4, fused=device == "cuda" or None
+        )
         run = torch_compiled(gpt.loss) if compiled else gpt.loss
         bf16 = precision == "bf16 autocast"
 
@@ -62,7 +76,11 @@ class Step:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-        self.phases: dict[str, Callable[[], None]] = {"forward": forward, "backward": backward, "optimizer": optimizer}
+        self.phases: dict[str, Callable[[], None]] = {
+            "forward": forward,
+            "backward": backward,
+            "optimizer": optimizer,
+        }
 
     def run(self, name: str) -> float:
         """Seconds of a phase, by the host's clock, from an idle device to an idle device."""
@@ -92,16 +110,33 @@ class Step:
 
 
 def command(
-    sizes: Annotated[str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}; small on CUDA, mini on the CPU.")] = "",
-    contexts: Annotated[str, typer.Option(help="Median lengths of the rows; 128,256,512 on CUDA, 64,128 on the CPU.")] = "",
+    sizes: Annotated[
+        str, typer.Option(help=f"Some of {', '.join(gpt.SIZES)}; small on CUDA, mini on the CPU.")
+    ] = "",
+    contexts: Annotated[
+        str,
+        typer.Option(help="Median lengths of the rows; 128,256,512 on CUDA, 64,128 on the CPU."),
+    ] = "",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 4,
-    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithms of the lengths; 0 is all alike.")] = 0.6,
+    sigma: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Standard deviation of the logarithms of the lengths; 0 is all alike."
+        ),
+    ] = 0.6,
     lengths: Lengths = None,
-    precisions: Annotated[str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")] = "fp32,tf32,bf16",
+    precisions: Annotated[
+        str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")
+    ] = "fp32,tf32,bf16",
     compiled: Annotated[bool, typer.Option("--compiled", help="Compiled forms too.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured, beside five to warm up.")] = 10,
-    device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps that are measured, beside five to warm up.")
+    ] = 10,
+    device: Device = "auto",
+    seed: Seed = 0,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Training steps of GPT-2, ragged and padded: forward, backward and optimizer, time, memory and where they go.
 
     Both forms start from the same weights, so their first losses must agree. Means are after 0, 1 and 5 steps of warming up; the
@@ -128,13 +163,25 @@ def command(
             rng = np.random.default_rng(seed)
             counts = draws.lognormal(batch, median, sigma, rng) if own is None else own
             rows = [rng.integers(0, gpt.SIZES[name].vocabulary, int(n)) for n in counts]
-            case = {"size": name, "precision": PRECISIONS[precision], "rows": len(rows),
-                    "tokens": int(counts.sum()), "longest": int(counts.max())}  # fmt: skip
+            case = {
+                "size": name,
+                "precision": PRECISIONS[precision],
+                "rows": len(rows),
+                "tokens": int(counts.sum()),
+                "longest": int(counts.max()),
+            }
             _measure(session, case, rows, compiled, steps, seed)
     return None
 
 
-def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], compiled: bool, steps: int, seed: int) -> None:
+def _measure(
+    session: Session,
+    case: dict[str, Any],
+    rows: list[np.ndarray],
+    compiled: bool,
+    steps: int,
+    seed: int,
+) -> None:
     import torch
 
     device, size, longest = session.device, gpt.SIZES[case["size"]], case["longest"]
@@ -145,10 +192,16 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
             who = f"{form}, compiled" if compile_it else form
             try:
                 require(16.0 * size.parameters, device)
-                running[who] = Step(size, make(rows, device), longest, device, case["precision"], compile_it, seed)
-            except Exception as error:  # out of memory, most of all: a result, and the others still run
+                running[who] = Step(
+                    size, make(rows, device), longest, device, case["precision"], compile_it, seed
+                )
+            except (
+                Exception
+            ) as error:  # out of memory, most of all: a result, and the others still run
                 session.row(case, who).add("step_s", Failure.of(error))
-    times: dict[str, dict[str, list[float]]] = {who: {phase: [] for phase in PHASES} for who in running}
+    times: dict[str, dict[str, list[float]]] = {
+        who: {phase: [] for phase in PHASES} for who in running
+    }
     try:
         for number in range(max(WARM_UPS) + steps):
             for who in list(running):
@@ -156,8 +209,12 @@ def _measure(session: Session, case: dict[str, Any], rows: list[np.ndarray], com
                     for phase in PHASES:
                         times[who][phase].append(running[who].run(phase))
                     if number == 0:
-                        session.row(case, who).values["first_loss_value"] = float(running[who].loss.detach())
-                except Exception as error:  # out of memory, most of all: a result, and the others still run
+                        session.row(case, who).values["first_loss_value"] = float(
+                            running[who].loss.detach()
+                        )
+                except (
+                    Exception
+                ) as error:  # out of memory, most of all: a result, and the others still run
                     session.row(case, who).add("step_s", Failure.of(error))
                     del running[who]
     finally:  # after an interrupt too
@@ -201,8 +258,14 @@ def _memory(session: Session, row: Row, step: Step) -> None:
     line: list[list[float]] = []
     base, start = 0, 0.0
     for phase in PHASES:
-        found = _cuda_allocations(step, phase) if session.device == "cuda" else allocations(step.phases[phase])[0]
-        row.values[f"{phase}_peak_bytes"] = float(base + max((held for _, held in found), default=0))
+        found = (
+            _cuda_allocations(step, phase)
+            if session.device == "cuda"
+            else allocations(step.phases[phase])[0]
+        )
+        row.values[f"{phase}_peak_bytes"] = float(
+            base + max((held for _, held in found), default=0)
+        )
         line += [[start + at, base + held, PHASES.index(phase)] for at, held in found]
         base, start = (int(line[-1][1]), line[-1][0]) if line else (base, start)
     session.result.extra["timelines"][_label(row)] = line[:: max(1, len(line) // POINTS)]
@@ -211,7 +274,9 @@ def _memory(session: Session, row: Row, step: Step) -> None:
 def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
     """Seconds and bytes held after each event of PyTorch's memory snapshot."""
     memory = step.torch.cuda.memory
-    memory._record_memory_history(context=None, max_entries=1_000_000)  # without the places in the code, which take long
+    memory._record_memory_history(
+        context=None, max_entries=1_000_000
+    )  # without the places in the code, which take long
     step.run(phase)
     events = memory._snapshot()["device_traces"][step.torch.cuda.current_device()]
     memory._record_memory_history(enabled=None)
@@ -232,8 +297,12 @@ def _profile(session: Session, row: Row, step: Step) -> None:
     for phase in PHASES:
         with profile(activities=activities) as found:
             step.run(phase)
-        own = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6 for e in found.key_averages()
-               if not cuda or (e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False))}  # fmt: skip
+        own = {
+            e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6
+            for e in found.key_averages()
+            if not cuda
+            or (e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False))
+        }
         total = sum(own.values()) or 1.0
         shares = dict.fromkeys((*CLASSES, "other"), 0.0)
         for name, seconds in own.items():
@@ -241,7 +310,9 @@ def _profile(session: Session, row: Row, step: Step) -> None:
         target = session.row({**row.case, "phase": phase}, row.who)
         target.values |= {f"{name}_share": share for name, share in shares.items()}
         longest = sorted(own.items(), key=lambda item: -item[1])[:10]
-        session.result.extra["kernels"][f"{_label(row)}, {phase}"] = [[name[:120], seconds] for name, seconds in longest]
+        session.result.extra["kernels"][f"{_label(row)}, {phase}"] = [
+            [name[:120], seconds] for name, seconds in longest
+        ]
 
 
 def classify(kernel: str) -> str:
@@ -256,7 +327,9 @@ def tables(result: Result) -> list[Table]:
     last = list(result.extra.get("kernels", {}).items())[-len(PHASES) :]
     for name, kernels in last:
         lines = [[kernel, unit("self_s").show(seconds)] for kernel, seconds in kernels]
-        found.append(Table(f"the kernels that take longest, {name}", ["kernel", "of itself"], lines, []))
+        found.append(
+            Table(f"the kernels that take longest, {name}", ["kernel", "of itself"], lines, [])
+        )
     return found
 
 
@@ -275,7 +348,10 @@ def pictures(result: Result) -> plots.Pictures:
             found = np.asarray([row.values[f"{phase}_s"] for row in rows])
             axes.barh(range(len(rows)), found, left=left, label=phase)
             left += found
-        axes.set_yticks(range(len(rows)), [", ".join(filter(None, (label(row).replace("\n", ", "), row.who))) for row in rows])
+        axes.set_yticks(
+            range(len(rows)),
+            [", ".join(filter(None, (label(row).replace("\n", ", "), row.who))) for row in rows],
+        )
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
         axes.grid(visible=False, axis="y")
@@ -287,7 +363,10 @@ def pictures(result: Result) -> plots.Pictures:
         axes = figure.add_subplot()
         for name, points in list(lines.items())[-4:]:
             axes.plot([p[0] for p in points], [p[1] for p in points], label=name, linewidth=1.2)
-        axes.set(title="Memory held through a step, over what was there before", xlabel="seconds, as profiled")
+        axes.set(
+            title="Memory held through a step, over what was there before",
+            xlabel="seconds, as profiled",
+        )
         axes.yaxis.set_major_formatter(lambda v, _: unit("x_bytes").show(v) if v else "0")
         axes.legend()
 

@@ -24,7 +24,12 @@ from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
 HEADS, WIDTH = 4, 64  # of what a layer of a model calls
-OF_A_LAYER = (" in a layer", " with gradients", ", on one thread", ", without autograd")  # how the names of such calls end
+OF_A_LAYER = (
+    " in a layer",
+    " with gradients",
+    ", on one thread",
+    ", without autograd",
+)  # how the names of such calls end
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
 LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
 
@@ -80,9 +85,15 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
     leaves = [x.clone().requires_grad_() for x in plain]
     rows: Any = scree.from_lengths(plain[0], LENGTHS)
     own, xp = torch.nn.functional, scree.namespace(rows)
-    flash = _flash(rows, (plain[0], plain[1], plain[2]), leaves[:3], torch.randn_like(plain[0])) if lib.device == "cuda" else {}
+    flash = (
+        _flash(rows, (plain[0], plain[1], plain[2]), leaves[:3], torch.randn_like(plain[0]))
+        if lib.device == "cuda"
+        else {}
+    )
 
-    def layers(x: Any, y: Any, z: Any, weight: Any, matrix: Any) -> dict[str, tuple[Thunk, Thunk | None, tuple[Any, ...]]]:
+    def layers(
+        x: Any, y: Any, z: Any, weight: Any, matrix: Any
+    ) -> dict[str, tuple[Thunk, Thunk | None, tuple[Any, ...]]]:
         """Name -> ours, PyTorch's own, and what they take."""
         q, k, v = map(rows.with_values, (x, y, z))
         attention = flash.get("autograd" if x.requires_grad else "forward")
@@ -114,10 +125,17 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
             "empty": gradients(partial(Empty.apply, like, *inputs), inputs),
         }  # fmt: skip
     if flash:
-        found["attention and its gradients, without autograd"] = {"scree": flash["ours"], "bare": flash["both"]}
+        found["attention and its gradients, without autograd"] = {
+            "scree": flash["ours"],
+            "bare": flash["both"],
+        }
         if "varlen_attn" in flash:
-            found["attention with gradients"]["varlen_attn"] = gradients(flash["varlen_attn"], tuple(leaves[:3]))
-    return {name: {who: f for who, f in each.items() if f is not None} for name, each in found.items()}
+            found["attention with gradients"]["varlen_attn"] = gradients(
+                flash["varlen_attn"], tuple(leaves[:3])
+            )
+    return {
+        name: {who: f for who, f in each.items() if f is not None} for name, each in found.items()
+    }
 
 
 def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) -> dict[str, Thunk]:
@@ -128,12 +146,19 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
     from scree_triton.plans import Rows, plan
 
     aten, offsets, longest = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
-    rows, spec = Rows(q.offsets, q.offsets, q.layout.memo), spec_of(True, None, None, WIDTH**-0.5, None)
-    backward = plan(*plain, rows, spec, False).backward_on(rows, q.total_length, q.total_length, spec)
+    rows, spec = (
+        Rows(q.offsets, q.offsets, q.layout.memo),
+        spec_of(True, None, None, WIDTH**-0.5, None),
+    )
+    backward = plan(*plain, rows, spec, False).backward_on(
+        rows, q.total_length, q.total_length, spec
+    )
     others = [q.with_values(x) for x in plain[1:]]
 
     def forward(*inputs: Any) -> Any:
-        return aten._flash_attention_forward(*inputs, offsets, offsets, longest, longest, 0.0, True, False)
+        return aten._flash_attention_forward(
+            *inputs, offsets, offsets, longest, longest, 0.0, True, False
+        )
 
     def both() -> Any:
         out, lse, seed, counter, _ = forward(*plain)
@@ -146,12 +171,17 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
         return backward(*plain, None, out.values, lse.values.t(), grad, None)
 
     found: dict[str, Thunk] = {
-        "forward": lambda: forward(*plain), "autograd": lambda: forward(*leaves)[0], "both": both, "ours": ours
+        "forward": lambda: forward(*plain),
+        "autograd": lambda: forward(*leaves)[0],
+        "both": both,
+        "ours": ours,
     }
     if find_spec("torch.nn.attention.varlen") is not None:
         from torch.nn.attention.varlen import varlen_attn
 
-        found["varlen_attn"] = lambda: varlen_attn(*leaves, offsets, offsets, longest, longest, window_size=(-1, 0))
+        found["varlen_attn"] = lambda: varlen_attn(
+            *leaves, offsets, offsets, longest, longest, window_size=(-1, 0)
+        )
     return found
 
 
@@ -168,7 +198,12 @@ def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
         elif kind.name == "elementwise":
             given = next(arrays for arrays in tries if _takes(getattr(bare, name), arrays))
             dense = [arr.values for arr in given]
-            yield kind.name, name, partial(getattr(xp, name), *given), partial(getattr(bare, name), *dense)
+            yield (
+                kind.name,
+                name,
+                partial(getattr(xp, name), *given),
+                partial(getattr(bare, name), *dense),
+            )
 
 
 def _takes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> bool:
@@ -179,8 +214,12 @@ def _takes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> bool:
 
 
 def command(
-    backend: Backend = "all", device: Device = "auto", seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    backend: Backend = "all",
+    device: Device = "auto",
+    seconds: Seconds = SECONDS,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Microseconds a call, against the bare library; and how long imports take.
 
     Thirteen tokens in three rows, so what is measured is what the host does. On libraries that run behind on the CPU each call
@@ -194,31 +233,55 @@ def command(
                 contenders: dict[str, Build] = {"scree": partial(_values, ours)}
                 if bare is not None:
                     contenders["bare"] = partial(_itself, bare)
-                rows = session.time(case, "call_s", contenders, wait=_itself if lib.device == "cuda" else lib.wait, device="cpu")
+                rows = session.time(
+                    case,
+                    "call_s",
+                    contenders,
+                    wait=_itself if lib.device == "cuda" else lib.wait,
+                    device="cpu",
+                )
                 if bare is not None and all("call_s" in row.values for row in rows.values()):
-                    rows["scree"].values["over_s"] = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
+                    rows["scree"].values["over_s"] = (
+                        rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
+                    )
             if lib.name == "torch":
                 import torch
 
-                for what, thunks in session.track(beside_torch(lib).items(), "beside PyTorch's own"):
-                    builds: dict[str, Build] = {who: partial(_itself, f) for who, f in thunks.items()}
-                    session.time({"backend": lib.name, "call": what}, "call_s", builds, device="cpu")
-                    if lib.device == "cuda" and "with gradients" in what:  # elsewhere there is one thread
+                for what, thunks in session.track(
+                    beside_torch(lib).items(), "beside PyTorch's own"
+                ):
+                    builds: dict[str, Build] = {
+                        who: partial(_itself, f) for who, f in thunks.items()
+                    }
+                    session.time(
+                        {"backend": lib.name, "call": what}, "call_s", builds, device="cpu"
+                    )
+                    if (
+                        lib.device == "cuda" and "with gradients" in what
+                    ):  # elsewhere there is one thread
                         with torch.autograd.set_multithreading_enabled(False):
                             case = {"backend": lib.name, "call": f"{what}, on one thread"}
                             session.time(case, "call_s", builds, device="cpu")
             if lib.name == "numpy":
                 every = list(functions())
-                for kind, name, ours, bare in session.track(every[::12] if quick else every, "every function"):
+                for kind, name, ours, bare in session.track(
+                    every[::12] if quick else every, "every function"
+                ):
                     case = {"kind": kind, "function": name}
-                    rows = session.time(case, "call_s", {"scree": partial(_values, ours), "bare": partial(_itself, bare)})
+                    rows = session.time(
+                        case,
+                        "call_s",
+                        {"scree": partial(_values, ours), "bare": partial(_itself, bare)},
+                    )
                     if all("call_s" in row.values for row in rows.values()):
                         over = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
                         rows["scree"].values |= {"over_s": over, "limit_s": LIMITS[kind]}
         names = [name for name in IMPORTS if find_spec(name.partition(".")[0]) is not None]
         few = quick or session.device == "cuda"
         for name in names[2:] if few else ():
-            session.leave_out(f"import {name}", "takes seconds; run without --quick on --device cpu")
+            session.leave_out(
+                f"import {name}", "takes seconds; run without --quick on --device cpu"
+            )
         commands = {name: partial(_importer, name) for name in (names[:2] if few else names)}
         imports: dict[str, Build] = {"nothing": partial(_importer, ""), **commands}
         session.time({"what": "import in a new process"}, "import_s", imports, device="cpu")
@@ -233,7 +296,13 @@ def _values(thunk: Thunk) -> Thunk:
 
     def call() -> Any:
         found = thunk()
-        return found.values if isinstance(found, scree.Array) else found if hasattr(found, "shape") else ()
+        return (
+            found.values
+            if isinstance(found, scree.Array)
+            else found
+            if hasattr(found, "shape")
+            else ()
+        )
 
     return call
 
@@ -245,8 +314,12 @@ def _importer(name: str) -> Thunk:
 
 def tables(result: Result) -> list[Table]:
     """Ours and the bare call side by side."""
-    calls, others = ([row for row in result.rows if ("call" in row.case) is kind] for kind in (True, False))
-    side_by_side = results.pivot(calls, "call_s", ["backend", "call"], "a call, and the bare call that it stands for")
+    calls, others = (
+        [row for row in result.rows if ("call" in row.case) is kind] for kind in (True, False)
+    )
+    side_by_side = results.pivot(
+        calls, "call_s", ["backend", "call"], "a call, and the bare call that it stands for"
+    )
     return [side_by_side, *results.tables(others)]
 
 
@@ -255,8 +328,11 @@ def pictures(result: Result) -> plots.Pictures:
     found: plots.Pictures = {}
     libraries = dict.fromkeys(row.case["backend"] for row in result.rows if "backend" in row.case)
     for name, layer in itertools.product(libraries, (False, True)):
-        rows = [row for row in result.rows if row.case.get("backend") == name
-                and row.case["call"].endswith(OF_A_LAYER) is layer]  # fmt: skip
+        rows = [
+            row
+            for row in result.rows
+            if row.case.get("backend") == name and row.case["call"].endswith(OF_A_LAYER) is layer
+        ]
 
         def paint(figure: Any, rows: Any = rows, name: str = name) -> None:
             groups = plots.grouped(rows, "call_s", plots.labels(rows))

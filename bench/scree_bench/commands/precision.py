@@ -44,7 +44,9 @@ OPERATIONS: dict[str, tuple[Callable[[Any, scree.Array], Any], Callable[[Any, An
 def accumulate(lib: Library, total: str, number: str, added: str) -> float:
     """A thousand times 0.01, added one by one."""
     kinds, xp = lib.arrays.dtypes, lib.xp
-    sum_so_far, x = (xp.asarray(value, dtype=kinds[name]) for value, name in ((0.0, total), (0.01, number)))
+    sum_so_far, x = (
+        xp.asarray(value, dtype=kinds[name]) for value, name in ((0.0, total), (0.01, number))
+    )
     x = xp.astype(x, kinds[added])
     for _ in range(1000):
         sum_so_far = xp.astype(sum_so_far + x, kinds[total], copy=False)
@@ -52,7 +54,11 @@ def accumulate(lib: Library, total: str, number: str, added: str) -> float:
 
 
 def command(
-    backend: Backend = "all", device: Device = "auto", seed: Seed = 0, quick: Quick = False, out: Out = None
+    backend: Backend = "all",
+    device: Device = "auto",
+    seed: Seed = 0,
+    quick: Quick = False,
+    out: Out = None,
 ) -> None:
     """Accumulation in four combinations of data types; softmax, norms and sums in each, against float64.
 
@@ -68,7 +74,9 @@ def command(
                 _accumulation(session, lib, combination)
             for dtype in session.track(DTYPES, lib.name):
                 if dtype not in lib.arrays.dtypes:
-                    session.leave_out(f"{dtype} on {lib.name}", "the library does not have it as it is set up")
+                    session.leave_out(
+                        f"{dtype} on {lib.name}", "the library does not have it as it is set up"
+                    )
                     continue
                 for scale in SCALES:
                     _operations(session, lib, dtype, scale, values * scale, lengths)
@@ -84,7 +92,14 @@ def _accumulation(session: Session, lib: Library, combination: tuple[str, str, s
         row.values["sum_error"] = abs(row.values["sum_value"] - 10) / 10
 
 
-def _operations(session: Session, lib: Library, dtype: str, scale: float, values: np.ndarray, lengths: np.ndarray) -> None:
+def _operations(
+    session: Session,
+    lib: Library,
+    dtype: str,
+    scale: float,
+    values: np.ndarray,
+    lengths: np.ndarray,
+) -> None:
     x = lib.make(values, dtype)
     arr, ends = scree.from_lengths(x, lengths), np.cumsum(lengths)[:-1]
     exact, rows, xp = np.split(lib.arrays.read(x), ends), scree.unpack(arr), lib.xp
@@ -116,25 +131,42 @@ def tables(result: Result) -> list[Table]:
     others = [row for row in result.rows if "operation" in row.case]
     keys = ["operation", "dtype", "size of numbers", "backend"]
     return [
-        results.pivot(added, "sum_value", ["sum in", "numbers in", "added as"], "a thousand times 0.01, added one by one"),
+        results.pivot(
+            added,
+            "sum_value",
+            ["sum in", "numbers in", "added as"],
+            "a thousand times 0.01, added one by one",
+        ),
         results.pivot(others, "relative_error", keys, "relative errors against float64"),
     ]
 
 
 def pictures(result: Result) -> plots.Pictures:
     """Errors by operation and data type, on numbers of about 1."""
-    rows = [row for row in result.rows
-            if row.case.get("size of numbers") == 1.0 and np.isfinite(row.values.get("relative_error", np.nan))]  # fmt: skip
+    rows = [
+        row
+        for row in result.rows
+        if row.case.get("size of numbers") == 1.0
+        and np.isfinite(row.values.get("relative_error", np.nan))
+    ]
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
         names = list(dict.fromkeys((row.case["operation"], row.case["dtype"]) for row in rows))
         for who, marker in (("scree", "o"), ("in the dtype itself", "x")):
-            points = [(names.index((row.case["operation"], row.case["dtype"])), row.values["relative_error"])
-                      for row in rows if row.who == who and row.values["relative_error"] > 0]  # fmt: skip
+            points = [
+                (
+                    names.index((row.case["operation"], row.case["dtype"])),
+                    row.values["relative_error"],
+                )
+                for row in rows
+                if row.who == who and row.values["relative_error"] > 0
+            ]
             axes.plot(*zip(*points, strict=True), marker=marker, linestyle="", label=who)
         axes.set(yscale="log", title="Relative error against float64, all libraries")
-        axes.set_xticks(range(len(names)), [f"{a}, {b}" for a, b in names], rotation=60, ha="right", fontsize=9)
+        axes.set_xticks(
+            range(len(names)), [f"{a}, {b}" for a, b in names], rotation=60, ha="right", fontsize=9
+        )
         axes.legend()
 
     return {"precision-errors": paint} if rows else {}

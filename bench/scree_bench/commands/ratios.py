@@ -52,7 +52,9 @@ def _in_place(xp: Any) -> Hand:
     return Hand(xp.concatenate, to_padded, lambda padded, mask: padded[mask])
 
 
-def _by_numpy(make: Callable[[np.ndarray], Any], pack: Callable[[list[Any]], Any] | None = None) -> Hand:
+def _by_numpy(
+    make: Callable[[np.ndarray], Any], pack: Callable[[list[Any]], Any] | None = None
+) -> Hand:
     """A NumPy detour: the fastest on the CPU, where JAX outside of `jit` compiles for every new shape."""
 
     def detour(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,14 +109,46 @@ def general_cases(lib: Library, quick: bool) -> list[Case]:
         return Case(f"{what} {len(rows):,} rows", lambda: wait(ours()), lambda: wait(peer()), limit)
 
     return [
-        Case("exp: over the bare call", lambda: wait(xp.exp(small).values), lambda: wait(bare.exp(values)), 25e-6, True),
-        Case("add: over the bare call", lambda: wait((small + small).values), lambda: wait(values + values), 25e-6, True),
-        Case(f"sum of {len(lengths):,} rows, against reduceat", lambda: xp.sum(long, axis=1), reduceat, 2)
+        Case(
+            "exp: over the bare call",
+            lambda: wait(xp.exp(small).values),
+            lambda: wait(bare.exp(values)),
+            25e-6,
+            True,
+        ),
+        Case(
+            "add: over the bare call",
+            lambda: wait((small + small).values),
+            lambda: wait(values + values),
+            25e-6,
+            True,
+        ),
+        Case(
+            f"sum of {len(lengths):,} rows, against reduceat",
+            lambda: xp.sum(long, axis=1),
+            reduceat,
+            2,
+        )
         if lib.name == "numpy"
-        else Case(f"sum of {len(lengths):,} rows, against padding", lambda: wait(xp.sum(long, axis=1)), padded_sum, 1),
+        else Case(
+            f"sum of {len(lengths):,} rows, against padding",
+            lambda: wait(xp.sum(long, axis=1)),
+            padded_sum,
+            1,
+        ),
         case("pack", lambda: scree.pack(rows).values, lambda: hand.pack(rows), 3),
-        case("to_padded", lambda: scree.to_padded(many)[0], lambda: hand.to_padded(many.values, mask), 3),
-        case("from_padded", lambda: scree.from_padded(padded, mask).values, lambda: hand.from_padded(padded, mask), 3),
+        case(
+            "to_padded",
+            lambda: scree.to_padded(many)[0],
+            lambda: hand.to_padded(many.values, mask),
+            3,
+        ),
+        case(
+            "from_padded",
+            lambda: scree.from_padded(padded, mask).values,
+            lambda: hand.from_padded(padded, mask),
+            3,
+        ),
     ]
 
 
@@ -125,7 +159,9 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
     arrays = [_normal(rng, lengths.sum(), 4, 32) for _ in range(3)]
     q = scree.from_lengths(lib.make(arrays[0]), lengths)
     k, v = (q.with_values(lib.make(x)) for x in arrays[1:])
-    dense = [scree.to_padded(scree.from_lengths(x, lengths))[0].transpose(0, 2, 1, 3) for x in arrays]
+    dense = [
+        scree.to_padded(scree.from_lengths(x, lengths))[0].transpose(0, 2, 1, 3) for x in arrays
+    ]
     n = dense[0].shape[2]
     hidden = np.triu(np.ones((n, n), bool), 1)
 
@@ -144,9 +180,16 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
         return weights(a @ b.transpose(0, 1, 3, 2)) @ c
 
     naive_limit = 1 / 20 if lib.name in ("numpy", "torch") else 1
-    matmul_limit = 4 if lib.name == "mlx" else 1  # whose matrix products are slower on a CPU than NumPy's
+    matmul_limit = (
+        4 if lib.name == "mlx" else 1
+    )  # whose matrix products are slower on a CPU than NumPy's
     cases = [
-        Case(f"attention, {lengths.sum():,} of {16 * n:,} tokens, against naive NumPy (einsum)", ours, naive, naive_limit),
+        Case(
+            f"attention, {lengths.sum():,} of {16 * n:,} tokens, against naive NumPy (einsum)",
+            ours,
+            naive,
+            naive_limit,
+        ),
         Case("attention, against padded NumPy (matmul)", ours, matmul, matmul_limit),
     ]
     if lib.name == "torch":
@@ -154,7 +197,9 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
 
         a, b, c = (torch.from_numpy(np.ascontiguousarray(x)) for x in dense)
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        cases.append(Case("attention, against padded SDPA", ours, lambda: sdpa(a, b, c, is_causal=True), 1))
+        cases.append(
+            Case("attention, against padded SDPA", ours, lambda: sdpa(a, b, c, is_causal=True), 1)
+        )
     return cases
 
 
@@ -169,11 +214,22 @@ def sort_case(lib: Library, quick: bool) -> list[Case]:
 
     def by_keys() -> Any:
         order = bare.argsort(arr.values, stable=True)
-        return wait(bare.take(arr.values, bare.take(order, bare.argsort(bare.take(ids, order), stable=True))))
+        return wait(
+            bare.take(
+                arr.values, bare.take(order, bare.argsort(bare.take(ids, order), stable=True))
+            )
+        )
 
     wait, what = lib.wait, f"sort within {lengths.size:,} rows, against "
     if lib.name == "numpy":
-        return [Case(what + "lexsort", lambda: xp.sort(arr, axis=1), lambda: values[np.lexsort((values, rows))], 3)]
+        return [
+            Case(
+                what + "lexsort",
+                lambda: xp.sort(arr, axis=1),
+                lambda: values[np.lexsort((values, rows))],
+                3,
+            )
+        ]
     return [Case(what + "two sorts", lambda: wait(xp.sort(arr, axis=1).values), by_keys, 3)]
 
 
@@ -191,11 +247,31 @@ def rival_cases(quick: bool) -> list[Case]:
     wrapped, wrapped_row = ragged.array(theirs), ragged.array(per_row[:, 0])
     work: dict[str, tuple[float, Thunk, Thunk, Thunk]] = {
         "add": (1, lambda: arr + arr, lambda: theirs + theirs, lambda: wrapped + wrapped),
-        "sum": (1.1, lambda: xp.sum(arr, axis=1), lambda: ak.sum(theirs, axis=1), lambda: ragged.sum(wrapped, axis=1)),
-        "sort": (1, lambda: xp.sort(arr, axis=1), lambda: ak.sort(theirs, axis=1), lambda: ragged.sort(wrapped, axis=1)),
+        "sum": (
+            1.1,
+            lambda: xp.sum(arr, axis=1),
+            lambda: ak.sum(theirs, axis=1),
+            lambda: ragged.sum(wrapped, axis=1),
+        ),
+        "sort": (
+            1,
+            lambda: xp.sort(arr, axis=1),
+            lambda: ak.sort(theirs, axis=1),
+            lambda: ragged.sort(wrapped, axis=1),
+        ),
         # a compiled loop finds the place on the way; NumPy's reduceat finds the maximum alone, which takes as long already
-        "argmax": (3, lambda: xp.argmax(arr, axis=1), lambda: ak.argmax(theirs, axis=1), lambda: ragged.argmax(wrapped, axis=1)),
-        "add (n, 1)": (1, lambda: arr + per_row, lambda: theirs + per_row[:, 0], lambda: wrapped + wrapped_row),
+        "argmax": (
+            3,
+            lambda: xp.argmax(arr, axis=1),
+            lambda: ak.argmax(theirs, axis=1),
+            lambda: ragged.argmax(wrapped, axis=1),
+        ),
+        "add (n, 1)": (
+            1,
+            lambda: arr + per_row,
+            lambda: theirs + per_row[:, 0],
+            lambda: wrapped + wrapped_row,
+        ),
         "mask": (1, lambda: arr[arr > 0], lambda: theirs[theirs > 0], lambda: wrapped[wrapped > 0]),
     }
     return [
@@ -206,16 +282,25 @@ def rival_cases(quick: bool) -> list[Case]:
 
 
 def command(
-    backend: Backend = "all", seconds: Seconds = 1.0, quick: Quick = False, out: Out = None,
-    rivals: Annotated[bool, typer.Option(help="Against awkward-array and ragged too, on NumPy.")] = True,
-) -> None:  # fmt: skip
+    backend: Backend = "all",
+    seconds: Seconds = 1.0,
+    quick: Quick = False,
+    out: Out = None,
+    rivals: Annotated[
+        bool, typer.Option(help="Against awkward-array and ragged too, on NumPy.")
+    ] = True,
+) -> None:
     """Against the best hand-written form of each library: ratios, and a limit for each.
 
     The exit status is 1 where a limit is passed, so a script can hold them.
     """
     with Session("ratios", locals()) as session:
         for lib in wanted(session, backend):
-            cases = [case for make in (general_cases, sort_case, attention_cases) for case in make(lib, quick)]
+            cases = [
+                case
+                for make in (general_cases, sort_case, attention_cases)
+                for case in make(lib, quick)
+            ]
             if rivals and lib.name == "numpy":
                 try:
                     cases += rival_cases(quick)
@@ -230,7 +315,9 @@ def command(
 
 
 def _over(row: Row) -> bool:
-    return row.status != OK or any(row.values.get(f"over_{x}", 0) > row.values.get(f"limit_{x}", 0) for x in ("s", "ratio"))
+    return row.status != OK or any(
+        row.values.get(f"over_{x}", 0) > row.values.get(f"limit_{x}", 0) for x in ("s", "ratio")
+    )
 
 
 def _measure(session: Session, lib: Library, case: Case) -> None:
@@ -257,4 +344,7 @@ def pictures(result: Result) -> plots.Pictures:
         title = f"{name}: time over that of the best form by hand, a scale for each case"
         plots.bars(figure.add_subplot(), groups, "over_ratio", title, apart=True)
 
-    return {f"ratios-{name}": partial(paint, name=name) for name in dict.fromkeys(row.case["backend"] for row in rows)}
+    return {
+        f"ratios-{name}": partial(paint, name=name)
+        for name in dict.fromkeys(row.case["backend"] for row in rows)
+    }

@@ -50,7 +50,10 @@ has waited for 20 ms takes up to 200 us to wake up, which no program that is at 
 def head() -> str:
     """What a new page begins with: how it was measured, and what there is to run."""
     lines = [METHOD, "## What there is to run", "", "| command | what it shows |", "|---|---|"]
-    return "\n".join(lines + [f"| `scree-bench {name}` | {_words(name)[0]} |" for name in MEASURING]) + "\n"
+    return (
+        "\n".join(lines + [f"| `scree-bench {name}` | {_words(name)[0]} |" for name in MEASURING])
+        + "\n"
+    )
 
 
 def page(found: list[Result], folder: Path, at: Path) -> str:
@@ -62,7 +65,9 @@ def page(found: list[Result], folder: Path, at: Path) -> str:
     parts = [(old.partition(MARK)[0] if MARK in old else head() + "\n") + MARK]
     if not found:
         parts += ["", "## Results", "", "None are committed yet."]
-    found = sorted(found, key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command), _run(r)))
+    found = sorted(
+        found, key=lambda r: (r.machine.get("gpu") is None, MEASURING.index(r.command), _run(r))
+    )
     if len(found) > 1:
         parts += ["", *_contents(found)]
     for result in found:
@@ -77,7 +82,9 @@ def _contents(found: list[Result]) -> Iterator[str]:
     machines = list(dict.fromkeys(r.where for r in found))
     yield f"| | {' | '.join(machines)} |\n|---|{'---|' * len(machines)}"
     for _, run in lines:
-        dates = {r.where: f"[{r.date[:10]}](#{_anchor(_title(r))})" for r in found if _run(r) == run}
+        dates = {
+            r.where: f"[{r.date[:10]}](#{_anchor(_title(r))})" for r in found if _run(r) == run
+        }
         yield f"| {run} | {' | '.join(dates.get(name, '') for name in machines)} |"
 
 
@@ -104,13 +111,21 @@ def _call(result: Result) -> str:
     for name, x in result.config.items():
         if name in known and x not in (None, "") and str(x) != str(known[name].default):
             option = name.replace("_", "-")
-            words.append(f"--{option}" if x is True else f"--no-{option}" if x is False else f"--{option} {x}")
+            words.append(
+                f"--{option}"
+                if x is True
+                else f"--no-{option}"
+                if x is False
+                else f"--{option} {x}"
+            )
     return " ".join(words)
 
 
 def _words(command: str) -> tuple[str, str]:
     """What a subcommand says of itself: the first line, and the rest."""
-    first, _, rest = (getdoc(import_module(f"scree_bench.commands.{command}").command) or "").partition("\n")
+    first, _, rest = (
+        getdoc(import_module(f"scree_bench.commands.{command}").command) or ""
+    ).partition("\n")
     return first, " ".join(rest.split())
 
 
@@ -133,7 +148,11 @@ def _section(result: Result, folder: Path, at: Path) -> Iterator[str]:
     for table in plots.tables(result):
         yield "\n" + table.markdown()
     if result.left_out:
-        yield "\nNot run: " + "; ".join(f"{entry['what']} ({entry['why']})" for entry in result.left_out) + "."
+        yield (
+            "\nNot run: "
+            + "; ".join(f"{entry['what']} ({entry['why']})" for entry in result.left_out)
+            + "."
+        )
 
 
 def _pictures(result: Result, folder: Path) -> Iterator[tuple[Path, Path]]:
@@ -142,8 +161,12 @@ def _pictures(result: Result, folder: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def command(
-    files: Annotated[list[Path] | None, typer.Argument(help="JSON of runs, on any machines.")] = None,
-    out: Annotated[Path, typer.Option(help="The page to write; pictures go into a folder of that name.")] = Path("bench.md"),
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="JSON of runs, on any machines.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="The page to write; pictures go into a folder of that name.")
+    ] = Path("bench.md"),
 ) -> None:
     """Assemble the JSON of many runs into one page of Markdown with pictures.
 
@@ -153,8 +176,13 @@ def command(
     for path in files or []:
         try:
             result = results.read(path)
-            tag = path.stem.removeprefix(f"{result.command}-")  # the file tells runs of one subcommand apart
-            result.machine |= {"part": tag.removesuffix(result.machine["tag"]).strip("-").replace("-", " "), "tag": tag}
+            tag = path.stem.removeprefix(
+                f"{result.command}-"
+            )  # the file tells runs of one subcommand apart
+            result.machine |= {
+                "part": tag.removesuffix(result.machine["tag"]).strip("-").replace("-", " "),
+                "tag": tag,
+            }
             found.append(result)
         except ValueError as error:
             console.print(f"left out: {error}", highlight=False, markup=False)
@@ -166,7 +194,9 @@ def command(
 def compare(
     before: Annotated[Path, typer.Argument(help="JSON of a run.")],
     after: Annotated[Path, typer.Argument(help="JSON of a later run of the same command.")],
-    least: Annotated[float, typer.Option(help="Moves of samples smaller than this are noise anyway.")] = 0.05,
+    least: Annotated[
+        float, typer.Option(help="Moves of samples smaller than this are noise anyway.")
+    ] = 0.05,
 ) -> None:
     """Print what moved beyond noise from one run to another.
 
@@ -180,7 +210,9 @@ def compare(
             raise typer.BadParameter(str(error)) from error
     a, b = runs
     if a.command != b.command:
-        raise typer.BadParameter(f"expected two runs of one command, got {a.command} and {b.command}")
+        raise typer.BadParameter(
+            f"expected two runs of one command, got {a.command} and {b.command}"
+        )
     for what, x, y in (("machine", _host(a), _host(b)), ("versions", a.versions, b.versions)):
         if x != y:
             console.print(f"The {what} differ: {_difference(x, y)}", highlight=False, markup=False)
@@ -192,8 +224,9 @@ def compare(
         console.print(
             f"{verdict}: {case}: {move.who}: {move.name}: {kind.show(move.before)} -> {kind.show(move.after)} "
             f"({move.after / move.before - 1 if move.before else float('inf'):+.0%}, noise {move.noise:.0%})",
-            highlight=False, markup=False,
-        )  # fmt: skip
+            highlight=False,
+            markup=False,
+        )
     if not moves:
         console.print("Nothing moved beyond noise.")
     raise typer.Exit(1 if any(move.better is False for move in moves) else 0)
@@ -204,4 +237,8 @@ def _host(result: Result) -> dict[str, Any]:
 
 
 def _difference(x: dict[str, Any], y: dict[str, Any]) -> str:
-    return ", ".join(f"{k} {x.get(k, 'none')} -> {y.get(k, 'none')}" for k in dict.fromkeys((*x, *y)) if x.get(k) != y.get(k))
+    return ", ".join(
+        f"{k} {x.get(k, 'none')} -> {y.get(k, 'none')}"
+        for k in dict.fromkeys((*x, *y))
+        if x.get(k) != y.get(k)
+    )

@@ -49,7 +49,10 @@ class Stream:
     def works(self, ordered: bool = False) -> list[Work]:
         """An attention problem for each batch."""
         lists = self.ordered if ordered else self.batches
-        return [Work(tuple(map(int, x)), self.heads, self.heads, self.dim, seed=self.seed + i) for i, x in enumerate(lists)]
+        return [
+            Work(tuple(map(int, x)), self.heads, self.heads, self.dim, seed=self.seed + i)
+            for i, x in enumerate(lists)
+        ]
 
 
 # ------------------------------------------------------------------------------------- operations on tokens
@@ -68,7 +71,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[...
     "sum and max": (
         lambda xp, x, weight: xp.sum(x, axis=1) + xp.max(x, axis=1),
         lambda xp, x, weight: xp.sum(x, axis=0) + xp.max(x, axis=0),
-        lambda xp, x, mask, weight: xp.sum(xp.where(mask, x, 0.0), axis=1) + xp.max(xp.where(mask, x, -np.inf), axis=1),
+        lambda xp, x, mask, weight: (
+            xp.sum(xp.where(mask, x, 0.0), axis=1) + xp.max(xp.where(mask, x, -np.inf), axis=1)
+        ),
     ),
 }
 
@@ -78,9 +83,14 @@ TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda F, x, mask, weight: F.rms_norm(x, weight.shape, weight, EPS),
         lambda F, x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     ),
-    "softmax": (lambda F, x, mask, weight: F.softmax(x.masked_fill(~mask, -np.inf), 1), lambda F, x, weight: F.softmax(x, 1)),
+    "softmax": (
+        lambda F, x, mask, weight: F.softmax(x.masked_fill(~mask, -np.inf), 1),
+        lambda F, x, weight: F.softmax(x, 1),
+    ),
     "sum and max": (
-        lambda F, x, mask, weight: x.masked_fill(~mask, 0.0).sum(1) + x.masked_fill(~mask, -np.inf).amax(1),
+        lambda F, x, mask, weight: (
+            x.masked_fill(~mask, 0.0).sum(1) + x.masked_fill(~mask, -np.inf).amax(1)
+        ),
         lambda F, x, weight: x.sum(1) + x.amax(1),
     ),
 }
@@ -118,29 +128,44 @@ def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[
         return every(lambda x: ragged(xp, x, weight), [(x,) for x in arrays])
 
     def by_row() -> Thunk:
-        rows = [(lib.make(x),) for lengths in stream.batches for x in np.split(values(lengths), np.cumsum(lengths)[:-1])]
+        rows = [
+            (lib.make(x),)
+            for lengths in stream.batches
+            for x in np.split(values(lengths), np.cumsum(lengths)[:-1])
+        ]
         return every(lambda x: on_row(xp, x, weight), rows)
 
     def padding(run: Callable[..., Any], batches: list[np.ndarray]) -> Callable[[], Thunk]:
         return lambda: every(run, dense(batches))
 
     plain = lib.compiled(lambda x, mask: padded(xp, x, mask, weight))
-    found = {"scree": ours, "padded": padding(plain, stream.batches), "padded, sorted": padding(plain, stream.ordered),
-             LOOP: by_row}  # fmt: skip
+    found = {
+        "scree": ours,
+        "padded": padding(plain, stream.batches),
+        "padded, sorted": padding(plain, stream.ordered),
+        LOOP: by_row,
+    }
     if lib.name == "torch":
         import torch.nn.functional as F  # noqa: N812
 
         own, nested = TORCH[operation]
 
         def jagged() -> Thunk:
-            return every(lambda x: nested(F, x, weight), [(nesting(lib, x)(lib.make(values(x))),) for x in stream.batches])
+            return every(
+                lambda x: nested(F, x, weight),
+                [(nesting(lib, x)(lib.make(values(x))),) for x in stream.batches],
+            )
 
-        found["padded, torch's own"] = padding(lambda x, mask: own(F, x, mask, weight), stream.batches)
+        found["padded, torch's own"] = padding(
+            lambda x, mask: own(F, x, mask, weight), stream.batches
+        )
         found["torch.nested"] = jagged
     return found
 
 
-def attention_builds(session: Session, lib: Library, stream: Stream) -> dict[str, Callable[[], Thunk]]:
+def attention_builds(
+    session: Session, lib: Library, stream: Stream
+) -> dict[str, Callable[[], Thunk]]:
     """The contenders of attention; each padded one also on rows sorted by length."""
 
     def build(peer: Peer, ordered: bool) -> Callable[[], Thunk]:
@@ -154,7 +179,10 @@ def attention_builds(session: Session, lib: Library, stream: Stream) -> dict[str
     found = {}
     for peer in contenders(session, lib, stream.works()[0]):
         if peer.slow and len(stream.batches) > 1:
-            session.leave_out(f"{peer.name} on a stream", "compiles for each of its batches; it is there for one batch")
+            session.leave_out(
+                f"{peer.name} on a stream",
+                "compiles for each of its batches; it is there for one batch",
+            )
             continue
         found[peer.name] = build(peer, False)
         if peer.name.startswith("padded") and "einsum" not in peer.name and len(stream.batches) > 1:
@@ -165,14 +193,27 @@ def attention_builds(session: Session, lib: Library, stream: Stream) -> dict[str
 def command(
     lengths: Lengths = None,
     num_seqs: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 16,
-    mean_len: Annotated[float, typer.Option(min=1, help="Median length of the log-normal lengths.")] = 256,
-    sigma: Annotated[float, typer.Option(min=0, help="Standard deviation of their logarithms.")] = 0.8,
-    batches: Annotated[int | None, typer.Option(min=1, help="Batches to work through; 4 on CUDA, 2 on the CPU.")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Heads of attention; a token has that many times --dim numbers.")] = 4,
+    mean_len: Annotated[
+        float, typer.Option(min=1, help="Median length of the log-normal lengths.")
+    ] = 256,
+    sigma: Annotated[
+        float, typer.Option(min=0, help="Standard deviation of their logarithms.")
+    ] = 0.8,
+    batches: Annotated[
+        int | None, typer.Option(min=1, help="Batches to work through; 4 on CUDA, 2 on the CPU.")
+    ] = None,
+    heads: Annotated[
+        int,
+        typer.Option(min=1, help="Heads of attention; a token has that many times --dim numbers."),
+    ] = 4,
     dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 32,
-    backend: Backend = "all", device: Device = "auto", seed: Seed = 0,
-    seconds: Seconds = SECONDS, quick: Quick = False, out: Out = None,
-) -> None:  # fmt: skip
+    backend: Backend = "all",
+    device: Device = "auto",
+    seed: Seed = 0,
+    seconds: Seconds = SECONDS,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
     """Attention, rms_norm, softmax and reductions: ragged, padded, sorted, nested, and by a loop over rows.
 
     A stream of batches goes through each contender, forward only; what counts are real tokens a second. Padded batches are
@@ -185,12 +226,20 @@ def command(
         batches = batches or (4 if session.device == "cuda" else 2)
         if quick:
             mean_len, batches = min(mean_len, 48), min(batches, 2)
-        found = draws.read(lengths) if lengths else draws.lognormal(num_seqs * batches, mean_len, sigma, rng)
+        found = (
+            draws.read(lengths)
+            if lengths
+            else draws.lognormal(num_seqs * batches, mean_len, sigma, rng)
+        )
         stream = Stream(draws.batches(found, num_seqs), heads, dim, seed)
-        first = Stream([draws.adding_up(16, 200 if quick else 2_000, np.random.default_rng(11))], 4, 32, seed)
+        first = Stream(
+            [draws.adding_up(16, 200 if quick else 2_000, np.random.default_rng(11))], 4, 32, seed
+        )
         for lib in wanted(session, backend):
             for name, rows in session.track((("stream", stream), ("one batch", first)), lib.name):
-                _measure(session, lib, name, "attention", rows, attention_builds(session, lib, rows))
+                _measure(
+                    session, lib, name, "attention", rows, attention_builds(session, lib, rows)
+                )
                 for operation in OPERATIONS if name == "stream" else ():
                     everyone = builds(lib, rows, operation)
                     if quick and lib.arrays.compiles:
@@ -200,10 +249,21 @@ def command(
 
 
 def _measure(
-    session: Session, lib: Library, name: str, operation: str, stream: Stream, contenders: dict[str, Callable[[], Thunk]]
+    session: Session,
+    lib: Library,
+    name: str,
+    operation: str,
+    stream: Stream,
+    contenders: dict[str, Callable[[], Thunk]],
 ) -> None:
     slots = sum(len(x) * int(x.max()) for x in stream.batches)
-    case = {"batches": name, "backend": lib.name, "operation": operation, "tokens": stream.total, "padded": slots}
+    case = {
+        "batches": name,
+        "backend": lib.name,
+        "operation": operation,
+        "tokens": stream.total,
+        "padded": slots,
+    }
     least = _least(session, operation, stream)
     for row in session.time(case, "pass_s", contenders, wait=lib.wait).values():
         if "pass_s" in row.values:
@@ -224,11 +284,20 @@ def pictures(result: Result) -> plots.Pictures:
     """Tokens a second, an operation each."""
     found: plots.Pictures = {}
     for operation in dict.fromkeys(row.case["operation"] for row in result.rows):
-        rows = [row for row in result.rows if row.case["operation"] == operation and row.case["batches"] == "stream"]
+        rows = [
+            row
+            for row in result.rows
+            if row.case["operation"] == operation and row.case["batches"] == "stream"
+        ]
 
         def paint(figure: Any, rows: Any = rows, operation: str = operation) -> None:
             groups = plots.grouped(rows, "real_tokens", plots.labels(rows, "operation"))
-            plots.bars(figure.add_subplot(), groups, "real_tokens", f"{operation}: real tokens a second, more is better")
+            plots.bars(
+                figure.add_subplot(),
+                groups,
+                "real_tokens",
+                f"{operation}: real tokens a second, more is better",
+            )
 
         found[f"throughput-{operation.replace(' ', '-')}"] = paint
     return found

@@ -103,12 +103,22 @@ class Backend:
 
     def from_host(self, host: np.ndarray, dtype: Any, device: Any) -> Any:
         """An array of the library on a device."""
-        return self.place(host, dtype, device) if self.place else self.xp.asarray(host, dtype=dtype, device=device)
+        return (
+            self.place(host, dtype, device)
+            if self.place
+            else self.xp.asarray(host, dtype=dtype, device=device)
+        )
 
     def take_along_axis(self, x: Any, index: Any, axis: int) -> Any:
         """The entries of `x` at the places of `index` along an axis >= 0."""
-        alike = all(a == axis or m == n for a, (m, n) in enumerate(zip(x.shape, index.shape, strict=True)))
-        return self.gather(x, axis, index) if self.gather and alike else self.xp.take_along_axis(x, index, axis=axis)
+        alike = all(
+            a == axis or m == n for a, (m, n) in enumerate(zip(x.shape, index.shape, strict=True))
+        )
+        return (
+            self.gather(x, axis, index)
+            if self.gather and alike
+            else self.xp.take_along_axis(x, index, axis=axis)
+        )
 
     def apart(self, x: Any, y: Any) -> bool:
         """Whether two arrays are known to lie on different devices."""
@@ -134,7 +144,9 @@ def is_array(x: Any) -> bool:
 
 
 def _is_standard(x: Any) -> bool:
-    return is_array_api_obj(x) and hasattr(x, "__dlpack_device__")  # a ragged array has no DLPack, CuPy's no namespace
+    return is_array_api_obj(x) and hasattr(
+        x, "__dlpack_device__"
+    )  # a ragged array has no DLPack, CuPy's no namespace
 
 
 def constant(f: F) -> F:
@@ -158,7 +170,9 @@ def named(library: str) -> Backend:
         return _load(library)
     module = import_module(library)
     if not hasattr(module, "empty"):
-        raise TypeError(f"library: expected one that follows the Array API standard, got {library!r}")
+        raise TypeError(
+            f"library: expected one that follows the Array API standard, got {library!r}"
+        )
     return backend(module.empty(0))
 
 

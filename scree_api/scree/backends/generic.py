@@ -26,4 +26,6 @@ def make(x: Any) -> Backend:
     xp = array_api_compat.array_namespace(x)
     name = xp.__name__.rpartition(".")[2]
     load_plugins(name)
-    return _MADE.setdefault(name, Backend(name, xp, _peek, _read, to_device=array_api_compat.to_device))
+    return _MADE.setdefault(
+        name, Backend(name, xp, _peek, _read, to_device=array_api_compat.to_device)
+    )

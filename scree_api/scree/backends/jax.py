@@ -31,7 +31,9 @@ def _read(x: Any) -> np.ndarray:
 def _row_ids(repeats: Any, total: int) -> Any:
     known = _peek(repeats)
     if known is not None:
-        return jax.device_put(np.repeat(np.arange(known.size, dtype=known.dtype), known), _device(repeats))
+        return jax.device_put(
+            np.repeat(np.arange(known.size, dtype=known.dtype), known), _device(repeats)
+        )
     return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)
 
 
@@ -53,9 +55,19 @@ def _outside(offsets: Any) -> AbstractContextManager[Any]:
 
 
 BACKEND = Backend(
-    "jax", xp, _peek, _read, row_ids=_row_ids, device=_device, to_device=jax.device_put, uniform=_uniform, outside=_outside,
+    "jax",
+    xp,
+    _peek,
+    _read,
+    row_ids=_row_ids,
+    device=_device,
+    to_device=jax.device_put,
+    uniform=_uniform,
+    outside=_outside,
     checkpoint=jax.checkpoint,
-    place=lambda host, dtype, device: jax.device_put(np.asarray(host, dtype=dtype), device),  # asarray compiles for every shape
+    place=lambda host, dtype, device: jax.device_put(
+        np.asarray(host, dtype=dtype), device
+    ),  # asarray compiles for every shape
 )
 
 jax.tree_util.register_pytree_with_keys(
@@ -78,7 +90,10 @@ def _rejects(call: PackCall) -> str | None:
 @register_kernel("pack", provider="host", rejects=_rejects)
 def pack(call: PackCall) -> Any:
     """Join on the host: JAX compiles a concatenation anew for every list of shapes, which takes seconds."""
-    return jax.device_put(np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim), _device(call.arrays[0]))
+    return jax.device_put(
+        np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim),
+        _device(call.arrays[0]),
+    )
 
 
 def _reduces(call: SegmentCall) -> str | None:
@@ -92,13 +107,17 @@ def _reduces(call: SegmentCall) -> str | None:
 @register_kernel("segment_reduce", provider="jit", rejects=_reduces)
 def compiled(call: SegmentCall) -> Any:
     """The standard path as one compiled function: outside of a trace JAX compiles every operation for every shape."""
-    bound = 1 << max(call.layout.bound - 1, 0).bit_length()  # so that rows a little longer find it compiled
+    bound = (
+        1 << max(call.layout.bound - 1, 0).bit_length()
+    )  # so that rows a little longer find it compiled
     return _compiled(call.op, call.values, call.layout.offsets, bound, call.dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def _compiled(op: str, values: Any, offsets: Any, bound: int, dtype: Any) -> Any:
-    return segment_reduce(op, values, Layout(BACKEND, offsets, int(values.shape[0]), bound), "standard", dtype)
+    return segment_reduce(
+        op, values, Layout(BACKEND, offsets, int(values.shape[0]), bound), "standard", dtype
+    )
 
 
 def _rejects_op(call: SegmentCall) -> str | None:
@@ -120,7 +139,9 @@ def by_row(call: SegmentCall) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def _by_row(op: str, values: Any, rows: Any, count: int, dtype: Any) -> Any:
-    return getattr(jax.ops, f"segment_{op}")(values.astype(dtype), rows, count, indices_are_sorted=True)
+    return getattr(jax.ops, f"segment_{op}")(
+        values.astype(dtype), rows, count, indices_are_sorted=True
+    )
 
 
 from . import jax_attention, jax_cross_entropy  # noqa: E402, F401 (register their kernels)

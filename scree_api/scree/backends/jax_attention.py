@@ -42,7 +42,15 @@ class Side(NamedTuple):
     parts: tuple[Any, ...]
 
 
-def _walk(a: Side, b: Side, size: int, scores: int, window: Any, start: Callable[..., Any], step: Callable[..., Any]) -> Any:
+def _walk(
+    a: Side,
+    b: Side,
+    size: int,
+    scores: int,
+    window: Any,
+    start: Callable[..., Any],
+    step: Callable[..., Any],
+) -> Any:
     """For every tile of `a`, the state after it has met all tiles of `b` that it sees: (kv_heads, total, groups, dim) tensors.
 
     ``start(*parts of a)`` gives the state of some tiles, (kv_heads, tiles, size, groups, dim), and
@@ -70,12 +78,20 @@ def _walk(a: Side, b: Side, size: int, scores: int, window: Any, start: Callable
         def round(state: tuple[Any, Any]) -> tuple[Any, Any]:
             j, now = state
             place = begin[:, None] + j * size + jnp.arange(size)
-            seen = (place[:, None, :] >= first[:, :, None]) & (place[:, None, :] <= last[:, :, None])
+            seen = (place[:, None, :] >= first[:, :, None]) & (
+                place[:, None, :] <= last[:, :, None]
+            )
             other = b.rows.clip(b.rows.offsets[rows][:, None] + place)
-            inside = (place < length[rows][:, None])[..., None, None]  # no weight of 0 may meet what stands in other rows
-            return j + 1, step(now, seen, own, [jnp.where(inside, jnp.take(x, other, axis=1), 0) for x in b.parts])
+            inside = (place < length[rows][:, None])[
+                ..., None, None
+            ]  # no weight of 0 may meet what stands in other rows
+            return j + 1, step(
+                now, seen, own, [jnp.where(inside, jnp.take(x, other, axis=1), 0) for x in b.parts]
+            )
 
-        return lax.while_loop(lambda state: state[0] < rounds, round, (jnp.zeros_like(rounds), start(*own)))[1]
+        return lax.while_loop(
+            lambda state: state[0] < rounds, round, (jnp.zeros_like(rounds), start(*own))
+        )[1]
 
     found = lax.map(chunk, number.reshape(chunks, at_once))
     slots = a.rows.tile_slots(size)
@@ -98,7 +114,9 @@ def _scores(rules: Rules, q: Any, k: Any) -> Any:
     return score if rules.softcap is None else jnp.tanh(score / rules.softcap) * rules.softcap
 
 
-def _forward(rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layout) -> tuple[Any, Any]:
+def _forward(
+    rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layout
+) -> tuple[Any, Any]:
     """Output and log-sum-exp (..., 1)."""
     minus = -jnp.inf
 
@@ -116,7 +134,13 @@ def _forward(rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layou
         return acc, total * shrink + jnp.sum(weight, axis=-1, keepdims=True), now
 
     acc, total, top = _walk(
-        Side(q_rows, (q,)), Side(k_rows, (k, v)), rules.size, _cost(rules, q), rules.window, start, step
+        Side(q_rows, (q,)),
+        Side(k_rows, (k, v)),
+        rules.size,
+        _cost(rules, q),
+        rules.window,
+        start,
+        step,
     )
     some = total != 0  # a sum that is NaN must be seen
     safe = jnp.where(some, total, 1.0)
@@ -127,17 +151,31 @@ def _cost(rules: Rules, q: Any) -> int:
     return int(q.shape[0] * q.shape[2]) * rules.size**2
 
 
-def _backward(rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layout, lse: Any, delta: Any, grad: Any) -> Any:
+def _backward(
+    rules: Rules,
+    q: Any,
+    k: Any,
+    v: Any,
+    q_rows: Layout,
+    k_rows: Layout,
+    lse: Any,
+    delta: Any,
+    grad: Any,
+) -> Any:
     """Gradients of q, k and v; `delta` is what is subtracted from the gradient of each weight."""
     base = jnp.where(jnp.isfinite(lse), lse, 0.0)
 
-    def weights(seen: Any, q: Any, k: Any, v: Any, base: Any, delta: Any, grad: Any) -> tuple[Any, Any]:
+    def weights(
+        seen: Any, q: Any, k: Any, v: Any, base: Any, delta: Any, grad: Any
+    ) -> tuple[Any, Any]:
         """The weights of some tiles and the gradients of their scores, (kv_heads, tiles, queries, groups, keys)."""
         score = _scores(rules, q, k)
         weight = jnp.where(seen[:, :, None, :], jnp.exp(score - base), 0.0)
         change = jnp.matmul(_flat(grad), jnp.swapaxes(_flat(v), 2, 3)).reshape(weight.shape)
         change = weight * (change - delta)
-        return weight, change if rules.softcap is None else change * (1 - jnp.square(score / rules.softcap))
+        return weight, change if rules.softcap is None else change * (
+            1 - jnp.square(score / rules.softcap)
+        )
 
     def of_queries(state: Any, seen: Any, own: Any, other: Any) -> Any:
         _, change = weights(seen, own[0], *other, *own[1:])
@@ -155,9 +193,23 @@ def _backward(rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layo
 
     queries, keys = Side(q_rows, (q, base, delta, grad)), Side(k_rows, (k, v))
     left, right = rules.window
-    dq = _walk(queries, keys, rules.size, _cost(rules, q), (left, right), lambda q, *_: jnp.zeros_like(q), of_queries)
+    dq = _walk(
+        queries,
+        keys,
+        rules.size,
+        _cost(rules, q),
+        (left, right),
+        lambda q, *_: jnp.zeros_like(q),
+        of_queries,
+    )
     dk, dv = _walk(
-        keys, queries, rules.size, _cost(rules, q), (right, left), lambda *x: tuple(map(jnp.zeros_like, x)), of_keys
+        keys,
+        queries,
+        rules.size,
+        _cost(rules, q),
+        (right, left),
+        lambda *x: tuple(map(jnp.zeros_like, x)),
+        of_keys,
     )
     return dq, dk, dv
 
@@ -173,7 +225,9 @@ def _by_token(x: Any, dtype: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> tuple[Any, Any]:
+def _attend(
+    rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
+) -> tuple[Any, Any]:
     """Output (total, heads, value_dim), and log-sum-exp (total, heads)."""
     return _attend_and_keep(rules, q, k, v, q_offsets, k_offsets)[0]
 
@@ -194,7 +248,13 @@ def _gradients(rules: Rules, kept: Any, grads: Any) -> Any:
     parts = (_by_head(q, kv, wide) * rules.scale, _by_head(k, kv, wide), _by_head(v, kv, wide))
     rest = (_by_head(x, kv, wide) for x in (lse, delta, grad))
     dq, dk, dv = _backward(rules, *parts, _rows(q_offsets, q), _rows(k_offsets, k), *rest)
-    return _by_token(dq * rules.scale, q.dtype), _by_token(dk, k.dtype), _by_token(dv, v.dtype), None, None
+    return (
+        _by_token(dq * rules.scale, q.dtype),
+        _by_token(dk, k.dtype),
+        _by_token(dv, v.dtype),
+        None,
+        None,
+    )
 
 
 _attend.defvjp(_attend_and_keep, _gradients)

@@ -30,8 +30,16 @@ def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
     return mx.random.uniform(shape=shape, key=key)
 
 
-BACKEND = Backend("mlx", xp, _peek, _read, device=xp.device, to_device=xp.to_device, uniform=_uniform,
-                  checkpoint=mx.checkpoint)
+BACKEND = Backend(
+    "mlx",
+    xp,
+    _peek,
+    _read,
+    device=xp.device,
+    to_device=xp.to_device,
+    uniform=_uniform,
+    checkpoint=mx.checkpoint,
+)
 
 
 def _rejects(call: SegmentCall) -> str | None:

@@ -34,7 +34,9 @@ def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
     """Take integers."""
     in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
     in1, in2 = axes_of(x1, tuple(in1)), axes_of(x2, tuple(in2))
-    out1, out2 = ([a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2)))
+    out1, out2 = (
+        [a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2))
+    )
     rows, cols = [x1.shape[a] for a in out1], [x2.shape[a] for a in out2]
     inner = math.prod(x1.shape[a] for a in in1)
     a = mx.reshape(mx.transpose(x1, [*out1, *in1]), (math.prod(rows), inner))
@@ -45,7 +47,9 @@ def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
     """Take integers; accurate over long float axes."""
     if x1.shape[axis] != x2.shape[axis]:
-        raise ValueError(f"vecdot of shapes {x1.shape} and {x2.shape}: the sizes of axis {axis} differ")
+        raise ValueError(
+            f"vecdot of shapes {x1.shape} and {x2.shape}: the sizes of axis {axis} differ"
+        )
     return sum(mx.conj(x1) * x2, axis=axis, dtype=mx.result_type(x1, x2))
 
 
@@ -67,7 +71,9 @@ def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: 
         return (mx.max if ord > 0 else mx.min)(a, axis, keepdims)
     if ord == 0:
         return sum((a != 0).astype(a.dtype), axis=axis, keepdims=keepdims)
-    total = sum(mx.square(a) if ord == 2 else a if ord == 1 else a**ord, axis=axis, keepdims=keepdims)
+    total = sum(
+        mx.square(a) if ord == 2 else a if ord == 1 else a**ord, axis=axis, keepdims=keepdims
+    )
     return mx.sqrt(total) if ord == 2 else total if ord == 1 else total ** (1 / ord)
 
 
@@ -142,26 +148,56 @@ def _solve(x1: Array, x2: Array, /) -> Array:
 
 def narrowing(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``fn`` warn of float64, where MLX narrows the result to complex64 without a word."""
+
     @functools.wraps(fn)
     def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
         if x.dtype == mx.float64:
-            warnings.warn(f"MLX has no complex128: {fn.__name__.lstrip('_')} of float64 gives complex64; use "
-                          "astype(x, float32)", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"MLX has no complex128: {fn.__name__.lstrip('_')} of float64 gives complex64; use "
+                "astype(x, float32)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return fn(x, *args, **kwargs)
+
     return checked
 
 
 def extension(library: Any, same: str, *functions: Callable[..., Any]) -> ModuleType:
     """An extension of the standard: what `library` has right, and functions whose names may begin with an underscore."""
     name = library.__name__.rpartition(".")[2]
-    module = ModuleType(f"{__package__}.mlx_namespace.{name}", f"The {name} extension of the standard over mlx.core.")
-    table = {key: getattr(library, key) for key in same.split()} | {f.__name__.lstrip("_"): f for f in functions}
+    module = ModuleType(
+        f"{__package__}.mlx_namespace.{name}",
+        f"The {name} extension of the standard over mlx.core.",
+    )
+    table = {key: getattr(library, key) for key in same.split()} | {
+        f.__name__.lstrip("_"): f for f in functions
+    }
     vars(module).update(table, __all__=sorted(table))
     return module
 
 
 linalg = extension(
-    mx.linalg, "cholesky cross det eigvalsh inv", mx.matrix_transpose, matmul, tensordot, vecdot, _diagonal,
-    _matrix_norm, _matrix_power, _matrix_rank, _outer, _pinv, _qr, _solve, _svd, _svdvals, _trace, _vector_norm,
-    _named(mx.linalg.eigh, _EIG), _named(mx.linalg.slogdet, _SLOGDET), _named(narrowing(mx.linalg.eig), _EIG),
-    narrowing(mx.linalg.eigvals))
+    mx.linalg,
+    "cholesky cross det eigvalsh inv",
+    mx.matrix_transpose,
+    matmul,
+    tensordot,
+    vecdot,
+    _diagonal,
+    _matrix_norm,
+    _matrix_power,
+    _matrix_rank,
+    _outer,
+    _pinv,
+    _qr,
+    _solve,
+    _svd,
+    _svdvals,
+    _trace,
+    _vector_norm,
+    _named(mx.linalg.eigh, _EIG),
+    _named(mx.linalg.slogdet, _SLOGDET),
+    _named(narrowing(mx.linalg.eig), _EIG),
+    narrowing(mx.linalg.eigvals),
+)

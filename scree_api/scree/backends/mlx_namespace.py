@@ -49,11 +49,14 @@ globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
 __array_api_version__ = "2024.12"
 
 _KINDS = "bool", "signed integer", "unsigned integer", "real floating", "complex floating"
-_DTYPES = """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()
+_DTYPES = (
+    """bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64 complex64""".split()
+)
 _BITS = {1: mx.int8, 2: mx.int16, 4: mx.int32, 8: mx.int64}
 
 
 # ---------------------------------------------------------------- devices and inspection
+
 
 def device(x: Array, /) -> mx.Device:
     """Return the device on which operations on ``x`` run: MLX arrays have none of their own."""
@@ -68,8 +71,10 @@ def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
 
 def _here(device: Any) -> None:
     if device is not None and device != mx.default_device():
-        raise ValueError(f"MLX operations run on {mx.default_device()}, not {device}: pass device=None, "
-                         "or choose the device with mx.set_default_device or mx.stream")
+        raise ValueError(
+            f"MLX operations run on {mx.default_device()}, not {device}: pass device=None, "
+            "or choose the device with mx.set_default_device or mx.stream"
+        )
 
 
 class _Info:
@@ -84,15 +89,23 @@ class _Info:
         return [mx.default_device()]
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, Dtype]:
-        return {"real floating": mx.float32, "complex floating": mx.complex64, "integral": mx.int32,
-                "indexing": mx.int32}
+        return {
+            "real floating": mx.float32,
+            "complex floating": mx.complex64,
+            "integral": mx.int32,
+            "indexing": mx.int32,
+        }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Dtype]:
         """Leave out complex128, and float64 where the device is not the CPU."""
         kind = _KINDS if kind is None else kind
         table = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
         cpu = (device or mx.default_device()) == mx.cpu
-        return {name: d for name, d in table.items() if mx.isdtype(d, kind) and (cpu or name != "float64")}
+        return {
+            name: d
+            for name, d in table.items()
+            if mx.isdtype(d, kind) and (cpu or name != "float64")
+        }
 
 
 def __array_namespace_info__() -> _Info:  # noqa: N807
@@ -130,6 +143,7 @@ def result_type(*arrays_and_dtypes: Any) -> Dtype:
 
 # ---------------------------------------------------------------- creation
 
+
 def _wide(x: Any) -> Dtype | None:
     """Return float64 for a foreign float64, which MLX by itself would narrow without a word; else None."""
     name = str(getattr(x, "dtype", "")).rpartition(".")[2]
@@ -140,13 +154,17 @@ def _wide(x: Any) -> Dtype | None:
     return mx.float64 if name == "float64" else None
 
 
-def asarray(obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy: bool | None = None) -> Array:
+def asarray(
+    obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy: bool | None = None
+) -> Array:
     """Return an MLX array itself unless copied or cast; keep NumPy's float64 (CPU) or refuse it, never narrow it."""
     _here(device)
     if isinstance(obj, mx.array):
         dtype = obj.dtype if dtype is None else dtype
         if copy is False and dtype != obj.dtype:
-            raise ValueError(f"a {obj.dtype} array cannot become {dtype} without a copy: leave out copy=False")
+            raise ValueError(
+                f"a {obj.dtype} array cannot become {dtype} without a copy: leave out copy=False"
+            )
         return astype(obj, dtype, copy=copy)
     dtype = _wide(obj) if dtype is None else dtype
     try:
@@ -170,13 +188,28 @@ def astype(x: Array, dtype: Dtype, /, *, copy: bool | None = True, device: Any =
     return x if x.dtype == dtype and not copy else mx.astype(x, dtype)
 
 
-def arange(start: Any, /, stop: Any = None, step: Any = 1, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+def arange(
+    start: Any,
+    /,
+    stop: Any = None,
+    step: Any = 1,
+    *,
+    dtype: Dtype | None = None,
+    device: Any = None,
+) -> Array:
     _here(device)
     return mx.arange(0, start, step, dtype) if stop is None else mx.arange(start, stop, step, dtype)
 
 
-def eye(n_rows: int, n_cols: int | None = None, /, *, k: int = 0, dtype: Dtype | None = None,
-        device: Any = None) -> Array:
+def eye(
+    n_rows: int,
+    n_cols: int | None = None,
+    /,
+    *,
+    k: int = 0,
+    dtype: Dtype | None = None,
+    device: Any = None,
+) -> Array:
     _here(device)
     return mx.eye(n_rows, n_cols, k, dtype)
 
@@ -185,26 +218,41 @@ def full(shape: Any, fill_value: Any, *, dtype: Dtype | None = None, device: Any
     return mx.full(shape, asarray(fill_value, dtype=dtype, device=device), dtype)
 
 
-def full_like(x: Array, /, fill_value: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+def full_like(
+    x: Array, /, fill_value: Any, *, dtype: Dtype | None = None, device: Any = None
+) -> Array:
     return full(x.shape, fill_value, dtype=x.dtype if dtype is None else dtype, device=device)
 
 
-def linspace(start: Any, stop: Any, /, num: int, *, dtype: Dtype | None = None, device: Any = None,
-             endpoint: bool = True) -> Array:
+def linspace(
+    start: Any,
+    stop: Any,
+    /,
+    num: int,
+    *,
+    dtype: Dtype | None = None,
+    device: Any = None,
+    endpoint: bool = True,
+) -> Array:
     """Take complex ends."""
     _here(device)
     if isinstance(start, complex) or isinstance(stop, complex):
-        re, im = (mx.linspace(getattr(complex(start), p), getattr(complex(stop), p), num, endpoint)
-                  for p in ("real", "imag"))
+        re, im = (
+            mx.linspace(getattr(complex(start), p), getattr(complex(stop), p), num, endpoint)
+            for p in ("real", "imag")
+        )
         return _complex(re, im)
     dtype = mx.float32 if dtype is None else dtype
-    return mx.full((1,), start, dtype) if num == 1 else mx.linspace(start, stop, num, endpoint, dtype)
+    return (
+        mx.full((1,), start, dtype) if num == 1 else mx.linspace(start, stop, num, endpoint, dtype)
+    )
 
 
 def _filled(fn: Callable[..., Array]) -> Callable[..., Array]:
     def create(shape: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
         _here(device)
         return fn(shape, dtype)
+
     return create
 
 
@@ -212,6 +260,7 @@ def _filled_like(fn: Callable[..., Array]) -> Callable[..., Array]:
     def create(x: Array, /, *, dtype: Dtype | None = None, device: Any = None) -> Array:
         _here(device)
         return fn(x.shape, x.dtype if dtype is None else dtype)
+
     return create
 
 
@@ -220,6 +269,7 @@ empty_like, ones_like, zeros_like = map(_filled_like, (mx.zeros, mx.ones, mx.zer
 
 
 # ---------------------------------------------------------------- elementwise
+
 
 def _pair(x1: Any, x2: Any) -> Any:
     dtype = result_type(x1, x2)
@@ -249,7 +299,9 @@ def hypot(x1: Any, x2: Any, /) -> Array:
     x1, x2 = (mx.abs(x) for x in _pair(x1, x2))
     big = mx.maximum(x1, x2)
     ratio = mx.minimum(x1, x2) / mx.where(big == 0, mx.ones_like(big), big)
-    return mx.where(mx.isinf(x1) | mx.isinf(x2), mx.array(math.inf, big.dtype), big * mx.sqrt(1 + ratio * ratio))
+    return mx.where(
+        mx.isinf(x1) | mx.isinf(x2), mx.array(math.inf, big.dtype), big * mx.sqrt(1 + ratio * ratio)
+    )
 
 
 def nextafter(x1: Any, x2: Any, /) -> Array:
@@ -264,7 +316,9 @@ def nextafter(x1: Any, x2: Any, /) -> Array:
 
 def sign(x: Array, /) -> Array:
     """NaN stays NaN."""
-    return mx.where(mx.isnan(x), x, mx.sign(x)) if mx.issubdtype(x.dtype, mx.floating) else mx.sign(x)
+    return (
+        mx.where(mx.isnan(x), x, mx.sign(x)) if mx.issubdtype(x.dtype, mx.floating) else mx.sign(x)
+    )
 
 
 def expm1(x: Array, /) -> Array:
@@ -273,10 +327,13 @@ def expm1(x: Array, /) -> Array:
         return mx.expm1(x)
     re, im = mx.real(x), mx.imag(x)
     half = mx.sin(im / 2)
-    return _complex(mx.expm1(re) * mx.cos(im) - 2 * half * half, mx.where(im == 0, im, mx.exp(re) * mx.sin(im)))
+    return _complex(
+        mx.expm1(re) * mx.cos(im) - 2 * half * half, mx.where(im == 0, im, mx.exp(re) * mx.sin(im))
+    )
 
 
 # ---------------------------------------------------------------- order, search, sets
+
 
 def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
     """Stable both ways."""
@@ -293,15 +350,22 @@ def argsort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bo
 
 def _arg(fn: Callable[..., Array]) -> Callable[..., Array]:
     def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
-        nothing = x.size == 0 and axis is not None and x.shape[axis] > 0  # MLX refuses arrays without elements
-        return (mx.sum(x, axis, keepdims=keepdims) if nothing else fn(x, axis, keepdims)).astype(mx.int32)
+        nothing = (
+            x.size == 0 and axis is not None and x.shape[axis] > 0
+        )  # MLX refuses arrays without elements
+        return (mx.sum(x, axis, keepdims=keepdims) if nothing else fn(x, axis, keepdims)).astype(
+            mx.int32
+        )
+
     return arg
 
 
 argmax, argmin = _arg(mx.argmax), _arg(mx.argmin)
 
 
-def searchsorted(x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None) -> Array:
+def searchsorted(
+    x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None
+) -> Array:
     """Take a scalar ``x2`` and a ``sorter``; int32."""
     x1 = x1 if sorter is None else mx.take(x1, sorter)
     x2 = x2 if isinstance(x2, mx.array) else asarray(x2, dtype=result_type(x1, x2))
@@ -321,8 +385,10 @@ def _host(x: Array, name: str) -> Any:
     try:
         return np.asarray(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
     except ValueError as error:
-        raise ValueError(f"the shape of {name} depends on data: call it outside mx.compile and mx.vmap, "
-                         "or use where() with a mask, which keeps the shape") from error
+        raise ValueError(
+            f"the shape of {name} depends on data: call it outside mx.compile and mx.vmap, "
+            "or use where() with a mask, which keeps the shape"
+        ) from error
 
 
 def nonzero(x: Array, /) -> tuple[Array, ...]:
@@ -338,6 +404,7 @@ def _unique(kind: Any) -> Callable[[Array], Any]:
         dtypes = (x.dtype if field == "values" else mx.int32 for field in kind._fields)
         out = [mx.array(a, dtype) for a, dtype in zip(found, dtypes, strict=True)]
         return kind(*out) if len(out) > 1 else out[0]
+
     return unique
 
 
@@ -348,6 +415,7 @@ unique_values = _unique(namedtuple("unique_values", "values"))
 
 
 # ---------------------------------------------------------------- manipulation
+
 
 def reshape(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
     """``copy=False`` raises: MLX arrays have value semantics and cannot promise a view."""
@@ -374,8 +442,15 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
     return mx.take(x, mx.array(rows, mx.int32), axis)
 
 
-def diff(x: Array, /, *, axis: int = -1, n: int = 1, prepend: Array | None = None,
-         append: Array | None = None) -> Array:
+def diff(
+    x: Array,
+    /,
+    *,
+    axis: int = -1,
+    n: int = 1,
+    prepend: Array | None = None,
+    append: Array | None = None,
+) -> Array:
     """Take ``prepend`` and ``append``."""
     parts = [a for a in (prepend, x, append) if a is not None]
     return mx.diff(mx.concat(parts, axis) if len(parts) > 1 else x, n, axis)
@@ -394,7 +469,9 @@ def _ihfft(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "ba
     return mx.conj(mx.fft.rfft(x, n, axis, _SWAP[norm]))
 
 
-def _rfftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
+def _rfftfreq(
+    n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None
+) -> Array:
     return arange(n // 2 + 1, dtype=mx.float32 if dtype is None else dtype, device=device) / (n * d)
 
 
@@ -404,12 +481,29 @@ def _fftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: A
 
 
 fft = extension(
-    mx.fft, "fftshift ifftshift", _fftfreq, _rfftfreq, narrowing(_hfft), narrowing(_ihfft),
-    *(narrowing(getattr(mx.fft, f"{i}{r}fft{n}")) for i in ("", "i") for r in ("", "r") for n in ("", "n")))
+    mx.fft,
+    "fftshift ifftshift",
+    _fftfreq,
+    _rfftfreq,
+    narrowing(_hfft),
+    narrowing(_ihfft),
+    *(
+        narrowing(getattr(mx.fft, f"{i}{r}fft{n}"))
+        for i in ("", "i")
+        for r in ("", "r")
+        for n in ("", "n")
+    ),
+)
 
 _TOOLS = """annotations axes_of builtins extension math mx namedtuple narrowing np Any Array Callable Dtype TypeAlias""".split()
-__all__ = sorted({*_SAME, "__array_api_version__", "__array_namespace_info__",
-                  *(name for name in globals() if name[0] != "_" and name not in _TOOLS)})
+__all__ = sorted(
+    {
+        *_SAME,
+        "__array_api_version__",
+        "__array_namespace_info__",
+        *(name for name in globals() if name[0] != "_" and name not in _TOOLS),
+    }
+)
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,13 @@ Array: TypeAlias = mx.array
 Dtype: TypeAlias = mx.Dtype
 
 _HALF = (mx.float16, mx.bfloat16)
-_LIFT = {mx.bool_: mx.int32, mx.int8: mx.int32, mx.int16: mx.int32, mx.uint8: mx.uint32, mx.uint16: mx.uint32}
+_LIFT = {
+    mx.bool_: mx.int32,
+    mx.int8: mx.int32,
+    mx.int16: mx.int32,
+    mx.uint8: mx.uint32,
+    mx.uint16: mx.uint32,
+}
 _LONG, _FOLD = 1024, 32  # a sum of more than _LONG terms is folded, _FOLD terms at a time
 
 
@@ -60,13 +66,17 @@ def _total(x: Array, axis: Any, keepdims: bool = False) -> Array:
     return out if keepdims else mx.squeeze(out, axes)
 
 
-def sum(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
+def sum(
+    x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False
+) -> Array:
     """Accurate over long float axes; half precision accumulates in float32."""
     x, out = _accumulate(x, dtype)
     return _total(x, axis, keepdims).astype(out)
 
 
-def prod(x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False) -> Array:
+def prod(
+    x: Array, /, *, axis: Any = None, dtype: Dtype | None = None, keepdims: bool = False
+) -> Array:
     """Half precision accumulates in float32."""
     x, out = _accumulate(x, dtype)
     return _reduce(mx.prod, 1, x, axis, keepdims).astype(out)
@@ -102,8 +112,14 @@ def any(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
 
 
 def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:
-    def scan(x: Array, /, *, axis: int | None = None, dtype: Dtype | None = None,
-             include_initial: bool = False) -> Array:
+    def scan(
+        x: Array,
+        /,
+        *,
+        axis: int | None = None,
+        dtype: Dtype | None = None,
+        include_initial: bool = False,
+    ) -> Array:
         """Add ``dtype`` promotion and ``include_initial``; sums float32 in order, so cast long axes to float64."""
         if axis is None and x.ndim != 1:
             raise ValueError("axis is needed unless x has one dimension")
@@ -115,6 +131,7 @@ def _scan(fn: Callable[..., Array], first: int) -> Callable[..., Array]:
         shape = list(x.shape)
         shape[axis] = 1
         return mx.concat([mx.full(shape, first, out), y], axis)
+
     return scan
 
 

@@ -31,12 +31,26 @@ def _to_device(x: np.ndarray, device: Any) -> np.ndarray:
     return x
 
 
-BACKEND = Backend("numpy", xp, peek=_itself, read=_itself, row_ids=_row_ids, device=lambda x: "cpu", uniform=_uniform,
-                  to_device=_to_device)
+BACKEND = Backend(
+    "numpy",
+    xp,
+    peek=_itself,
+    read=_itself,
+    row_ids=_row_ids,
+    device=lambda x: "cpu",
+    uniform=_uniform,
+    to_device=_to_device,
+)
 
 CHUNK = 1 << 18  # tokens that pass the cache together
-UFUNCS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "any": np.logical_or,
-          "all": np.logical_and}
+UFUNCS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
 
 
 def _rejects(call: SegmentCall) -> str | None:
@@ -50,14 +64,22 @@ def reduceat(call: SegmentCall) -> np.ndarray:
     filled, ufunc = offsets[1:] > offsets[:-1], UFUNCS[call.op]
     if filled.size and filled.all():
         return ufunc.reduceat(values[: offsets[-1]], offsets[:-1], axis=0, dtype=values.dtype)
-    out = np.full((filled.shape[0], *values.shape[1:]), identity(xp, call.op, values.dtype), dtype=values.dtype)
+    out = np.full(
+        (filled.shape[0], *values.shape[1:]),
+        identity(xp, call.op, values.dtype),
+        dtype=values.dtype,
+    )
     if filled.any():
-        out[filled] = ufunc.reduceat(values[: offsets[-1]], offsets[:-1][filled], axis=0, dtype=values.dtype)
+        out[filled] = ufunc.reduceat(
+            values[: offsets[-1]], offsets[:-1][filled], axis=0, dtype=values.dtype
+        )
     return out
 
 
 def _rejects_arg(call: SegmentCall) -> str | None:
-    return _rejects(call) or (None if call.values.ndim == 1 else "it looks at single numbers, not at elements with axes")
+    return _rejects(call) or (
+        None if call.values.ndim == 1 else "it looks at single numbers, not at elements with axes"
+    )
 
 
 @register_kernel("segment_arg", provider="reduceat", rejects=_rejects_arg)

@@ -25,7 +25,12 @@ _AT_ONCE = 1 << 16  # bytes that CUDA takes along with the call
 
 
 def _peek(x: torch.Tensor) -> np.ndarray | None:
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.device.type != "cpu" or wrapped(x):
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not torch.Tensor
+        or x.device.type != "cpu"
+        or wrapped(x)
+    ):
         return None
     with _outside(x):
         return np.asarray(x)
@@ -39,7 +44,9 @@ def _read(x: torch.Tensor) -> np.ndarray:
     with _outside(x):
         if x.device.type != "cuda" or x.nbytes > _AT_ONCE:
             return np.asarray(x.detach().cpu())
-        host = x.detach().to("cpu", non_blocking=True).numpy()  # pinned: the copy to other memory takes CUDA 15 us longer
+        host = (
+            x.detach().to("cpu", non_blocking=True).numpy()
+        )  # pinned: the copy to other memory takes CUDA 15 us longer
         torch.cuda.current_stream(x.device).synchronize()
         return host.copy()
 
@@ -64,7 +71,11 @@ def _outside(offsets: torch.Tensor) -> AbstractContextManager[None]:
     """Transforms wrap all that is computed inside of them, and inference mode makes tensors that no backward pass may keep."""
     if torch.compiler.is_compiling() or wrapped(offsets) or offsets.is_inference():
         return nullcontext()
-    return _plainly() if torch.is_inference_mode_enabled() or peek_interpreter_stack() else nullcontext()
+    return (
+        _plainly()
+        if torch.is_inference_mode_enabled() or peek_interpreter_stack()
+        else nullcontext()
+    )
 
 
 def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +90,9 @@ def _place(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
     if device is None or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
         return xp.asarray(host, dtype=dtype, device=device)
     found = torch.asarray(host, dtype=dtype)
-    if found.nbytes > _AT_ONCE or torch.cuda.is_current_stream_capturing():  # a graph reads it later
+    if (
+        found.nbytes > _AT_ONCE or torch.cuda.is_current_stream_capturing()
+    ):  # a graph reads it later
         found = found.pin_memory()
     return found.to(device, non_blocking=True)
 
@@ -93,23 +106,42 @@ def _alike(arrays: list[torch.Tensor]) -> Callable[..., bool]:
     if _GUARDS and len({*map(id, arrays)}) == len(arrays):
         return _GUARDS(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     traits = [_traits(x) for x in arrays]
-    return lambda *others: all(isinstance(x, torch.Tensor) for x in others) and [*map(_traits, others)] == traits
+    return lambda *others: (
+        all(isinstance(x, torch.Tensor) for x in others) and [*map(_traits, others)] == traits
+    )
 
 
 def _guards() -> Any:
     """The class, where it is there and does as is known here."""
     guards, x = getattr(torch._C._dynamo.guards, "TensorGuards", None), torch.empty(1)
     try:
-        return guards if guards is not None and guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check(x) else None
+        return (
+            guards
+            if guards is not None
+            and guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check(x)
+            else None
+        )
     except TypeError:
         return None
 
 
 _GUARDS = _guards()
 
-BACKEND = Backend("torch", xp, _peek, _read, row_ids=_row_ids, uniform=_uniform, place=_place, checkpoint=_checkpoint,
-                  gather=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)), compiling=torch.compiler.is_compiling,
-                  outside=_outside, to_device=lambda x, device: x.to(device), alike=_alike)
+BACKEND = Backend(
+    "torch",
+    xp,
+    _peek,
+    _read,
+    row_ids=_row_ids,
+    uniform=_uniform,
+    place=_place,
+    checkpoint=_checkpoint,
+    gather=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)),
+    compiling=torch.compiler.is_compiling,
+    outside=_outside,
+    to_device=lambda x, device: x.to(device),
+    alike=_alike,
+)
 
 pytree.register_pytree_node(
     Array,
@@ -134,7 +166,9 @@ METHODS = {
 }  # fmt: skip
 
 
-def _operator(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+def _operator(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
     """An operator between a tensor and a ragged array, the tensor first. Python finds ours by itself; Dynamo asks here.
 
     Dynamo changes the places of both arguments where the tensor stands second, and does not say so for ``matmul``; a tensor
@@ -172,7 +206,10 @@ def _rejects(call: SegmentCall) -> str | None:
 def segment_reduce(call: SegmentCall) -> torch.Tensor:
     """Row reductions by `torch.segment_reduce`."""
     return _Reduce.apply(
-        call.converted.contiguous(), call.layout.offsets.to(torch.int64), call.op, identity(xp, call.op, call.wide)
+        call.converted.contiguous(),
+        call.layout.offsets.to(torch.int64),
+        call.op,
+        identity(xp, call.op, call.wide),
     )
 
 
@@ -219,11 +256,15 @@ class _Reduce(torch.autograd.Function):
             return per_token(grad), None, None, None
         values, best = kept  # those that share the maximum share its gradient
         chosen = values == per_token(best)
-        shares = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:])).index_add(0, rows, chosen.to(grad.dtype))[:-1]
+        shares = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:])).index_add(
+            0, rows, chosen.to(grad.dtype)
+        )[:-1]
         return torch.where(chosen, per_token(grad / shares.clamp(min=1)), 0.0), None, None, None
 
 
 from ..namespace import build  # noqa: E402
 from . import torch_attention, torch_cross_entropy  # noqa: E402, F401 (register their kernels)
 
-build(BACKEND)  # now, because the first call may stand in a compiled function, where no module can be made
+build(
+    BACKEND
+)  # now, because the first call may stand in a compiled function, where no module can be made

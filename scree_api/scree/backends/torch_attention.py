@@ -20,8 +20,12 @@ def rejects(call: AttentionCall) -> str | None:
     if call.q.layout.backend is not BACKEND:
         return "the fused kernel takes torch tensors only"
     if call.q.values.device.type != "cpu":
-        return "rows of equal length are found on the CPU alone, where the lengths are read for free"
-    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(call.q.layout, call.k.layout):
+        return (
+            "rows of equal length are found on the CPU alone, where the lengths are read for free"
+        )
+    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(
+        call.q.layout, call.k.layout
+    ):
         return "the fused kernel needs q and k with the same rows, known on the host"
     if call.return_lse or call.softcap is not None or call.alibi_slopes is not None:
         return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
@@ -44,12 +48,20 @@ def sdpa(call: AttentionCall) -> Array:
     shapes = [tokens.shape for tokens, _ in plan.parts]
     order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.parts])
 
-    def by_length(x: torch.Tensor) -> list[torch.Tensor]:  # at once: a selection has a gradient as long as all rows
+    def by_length(
+        x: torch.Tensor,
+    ) -> list[torch.Tensor]:  # at once: a selection has a gradient as long as all rows
         parts = torch.index_select(x, 0, order).split([shape.numel() for shape in shapes])
-        return [_heads(part.unflatten(0, shape), call.num_heads) for part, shape in zip(parts, shapes)]
+        return [
+            _heads(part.unflatten(0, shape), call.num_heads) for part, shape in zip(parts, shapes)
+        ]
 
     outs = [
-        _tokens(torch.nn.functional.scaled_dot_product_attention(*part, is_causal=call.causal, scale=call.scale))
+        _tokens(
+            torch.nn.functional.scaled_dot_product_attention(
+                *part, is_causal=call.causal, scale=call.scale
+            )
+        )
         for part in zip(*map(by_length, (q, k, v)))
     ]
     return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
@@ -97,10 +109,18 @@ def _put(out: torch.Tensor, start: int, tokens: torch.Tensor, found: torch.Tenso
 
 @torch.library.custom_op("scree::attention", mutates_args=())
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exp (total, num_heads)."""
-    out, sums = (_room(q, offsets, *shape, dtype=t) for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype))))
+    out, sums = (
+        _room(q, offsets, *shape, dtype=t)
+        for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype)))
+    )
     for start, tokens in _parts(q, offsets):
         found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_rows(x, start, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, scale=scale
@@ -121,20 +141,32 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 @torch.library.custom_op("scree::attention_backward", mutates_args=())
 def attend_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     heads = q.shape[1]
     grads = [_room(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
     for start, tokens in _parts(q, offsets):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)), 0.0, causal, scale=scale
+            *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)),
+            0.0,
+            causal,
+            scale=scale,
         )
         for whole, x in zip(grads, found, strict=True):
             _put(whole, start, tokens, x)
     dq, dk, dv = grads
-    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv))
+    return dq, *(
+        x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv)
+    )
 
 
 @attend_backward.register_fake

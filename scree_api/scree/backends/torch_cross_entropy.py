@@ -14,7 +14,11 @@ def rejects(call: CrossEntropyCall) -> str | None:
     """Why PyTorch's own cannot take the call."""
     if not isinstance(call.values, torch.Tensor):
         return "PyTorch's cross-entropy takes torch tensors only"
-    if BACKEND.compiling() or BACKEND.peek(call.labels) is None or (isinstance(call.x, Array) and call.x.layout.host is None):
+    if (
+        BACKEND.compiling()
+        or BACKEND.peek(call.labels) is None
+        or (isinstance(call.x, Array) and call.x.layout.host is None)
+    ):
         return "PyTorch's cross-entropy needs targets that are known to be classes, on the CPU"
     return None
 

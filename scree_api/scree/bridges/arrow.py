@@ -42,7 +42,9 @@ def from_arrow(column: Any) -> Array:
     """
     rows = _one_chunk(column)
     if not pa.types.is_list(rows.type) and not pa.types.is_large_list(rows.type):
-        raise TypeError(f"column: expected list<T> or large_list<T>, got {rows.type}; cast it with column.cast")
+        raise TypeError(
+            f"column: expected list<T> or large_list<T>, got {rows.type}; cast it with column.cast"
+        )
     _no_nulls(rows, "rows", "fill_null([])")
     offsets = rows.offsets.to_numpy(zero_copy_only=True)
     values, sizes = rows.values.slice(offsets[0], offsets[-1] - offsets[0]), []
@@ -53,7 +55,9 @@ def from_arrow(column: Any) -> Array:
     _no_nulls(values, "elements", "fill_null(0)")
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise TypeError(f"column: expected lists of numbers or booleans, got {rows.type}; there is one ragged axis")
+        raise TypeError(
+            f"column: expected lists of numbers or booleans, got {rows.type}; there is one ragged axis"
+        )
     flat = values.to_numpy(zero_copy_only=not pa.types.is_boolean(kind))
     return Array(flat.reshape(-1, *sizes), offsets - offsets[0] if offsets[0] else offsets)
 
@@ -76,7 +80,9 @@ def to_arrow(arr: Array) -> Any:
     """
     arr = on_host(arr)
     if 0 in arr.element_shape:
-        raise ValueError(f"arr: expected no axes of size 0 in an element, for which Arrow has no form, got shape {arr.shape}")
+        raise ValueError(
+            f"arr: expected no axes of size 0 in an element, for which Arrow has no form, got shape {arr.shape}"
+        )
     try:
         values = pa.array(np.ascontiguousarray(arr.values).reshape(-1))
     except pa.ArrowNotImplementedError:
@@ -88,7 +94,9 @@ def to_arrow(arr: Array) -> Any:
 
 
 def _one_chunk(column: Any) -> Any:
-    if hasattr(column, "column_name") and hasattr(column, "source"):  # a column of datasets, which gives lists by itself
+    if hasattr(column, "column_name") and hasattr(
+        column, "source"
+    ):  # a column of datasets, which gives lists by itself
         column = column.source.with_format("arrow")[:][column.column_name]
     if not isinstance(column, pa.Array | pa.ChunkedArray):
         if hasattr(column, "__arrow_c_array__"):
@@ -96,7 +104,9 @@ def _one_chunk(column: Any) -> Any:
         elif hasattr(column, "__arrow_c_stream__"):
             column = pa.chunked_array(column)
         else:
-            raise TypeError(f"column: expected a column of Arrow, got {type(column).__name__}; for lists use from_lists")
+            raise TypeError(
+                f"column: expected a column of Arrow, got {type(column).__name__}; for lists use from_lists"
+            )
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return column.storage if isinstance(column, pa.ExtensionArray) else column
@@ -104,4 +114,6 @@ def _one_chunk(column: Any) -> Any:
 
 def _no_nulls(x: Any, what: str, remedy: str) -> None:
     if x.null_count:
-        raise ValueError(f"column: expected no null {what}, got {x.null_count}; use drop_null() or {remedy}")
+        raise ValueError(
+            f"column: expected no null {what}, got {x.null_count}; use drop_null() or {remedy}"
+        )

@@ -43,18 +43,26 @@ def from_awkward(array: Any) -> Array:
     if layout.is_option:
         missing = int(ak.sum(ak.is_none(array)))
         if missing:
-            raise ValueError(f"array: expected no missing rows, got {missing}; awkward.drop_none leaves them out")
+            raise ValueError(
+                f"array: expected no missing rows, got {missing}; awkward.drop_none leaves them out"
+            )
         layout = ak.to_layout(ak.drop_none(array, axis=0))
     layout = layout.project() if layout.is_indexed else layout
     if not layout.is_list:
         raise TypeError(f"array: expected rows of numbers, n * var * T, got {ak.type(array)}")
-    layout = layout if isinstance(layout, ak.contents.ListOffsetArray) else layout.to_ListOffsetArray64(True)
+    layout = (
+        layout
+        if isinstance(layout, ak.contents.ListOffsetArray)
+        else layout.to_ListOffsetArray64(True)
+    )
     offsets = np.asarray(layout.offsets.data)
     first, last = int(offsets[0]), int(offsets[-1])
     try:
         values = ak.to_numpy(layout.content[first:last], allow_missing=False)
     except ValueError as error:
-        raise TypeError(f"array: expected one ragged axis without missing elements, got {ak.type(array)}: {error}") from None
+        raise TypeError(
+            f"array: expected one ragged axis without missing elements, got {ak.type(array)}: {error}"
+        ) from None
     if values.dtype.kind not in "biufc":
         raise TypeError(f"array: expected rows of numbers, got {ak.type(array)}")
     if first or offsets.dtype == np.uint32:
@@ -78,7 +86,9 @@ def to_awkward(arr: Array) -> Any:
     [[0, 1], [], [2]]
     """
     arr = on_host(arr)
-    return ak.Array(ak.contents.ListOffsetArray(ak.index.Index(arr.offsets), ak.contents.NumpyArray(arr.values)))
+    return ak.Array(
+        ak.contents.ListOffsetArray(ak.index.Index(arr.offsets), ak.contents.NumpyArray(arr.values))
+    )
 
 
 def from_ragged(array: Any) -> Array:

@@ -54,7 +54,9 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     if lib is not rows.backend:
         values, offsets = convert(arr.values, lib), convert(_offsets(arr, lib), lib)
         if rows.full:
-            arr = Array._of(values, Layout(lib, offsets, rows.total, rows.max_length, rows.host), arr.ragged_dim)
+            arr = Array._of(
+                values, Layout(lib, offsets, rows.total, rows.max_length, rows.host), arr.ragged_dim
+            )
         else:  # unchecked so far
             arr = Array(values, offsets, arr.ragged_dim, rows.max_length)
     return arr if device is None else arr.to_device(device)
@@ -109,7 +111,9 @@ def convert(x: Any, lib: Backend) -> Any:
     y = _take(lib, x.view(own.xp.uint16) if bits else x)
     y = y.view(target) if bits else y
     if dtype_name(y.dtype) != name:
-        raise TypeError(f"values: {lib.name} would make {dtype_name(y.dtype)} of {name} here; convert with astype")
+        raise TypeError(
+            f"values: {lib.name} would make {dtype_name(y.dtype)} of {name} here; convert with astype"
+        )
     return y
 
 
@@ -144,7 +148,9 @@ def _offsets(arr: Array, lib: Backend) -> Any:
     if dtype_name(offsets.dtype) in lib.xp.__array_namespace_info__().dtypes(kind="signed integer"):
         return offsets
     if arr.total_length > np.iinfo(np.int32).max:
-        raise TypeError(f"offsets: expected at most 2^31 - 1 tokens for {lib.name}, which has no int64, got {arr.total_length}")
+        raise TypeError(
+            f"offsets: expected at most 2^31 - 1 tokens for {lib.name}, which has no int64, got {arr.total_length}"
+        )
     return arr.layout.xp.astype(offsets, arr.layout.xp.int32)
 
 
@@ -154,7 +160,9 @@ def _bfloat16(lib: Backend) -> Any:
     try:
         from ml_dtypes import bfloat16
     except ImportError:
-        raise TypeError("values: NumPy has no bfloat16; install ml_dtypes, or convert the values to float32 first") from None
+        raise TypeError(
+            "values: NumPy has no bfloat16; install ml_dtypes, or convert the values to float32 first"
+        ) from None
     return bfloat16
 
 
@@ -163,8 +171,12 @@ def backend_of(library: Any) -> Backend:
     if isinstance(library, str):
         return named(library)
     if not hasattr(library, "zeros"):
-        raise TypeError(f"library: expected the name of a library or its namespace, got {type(library).__name__}")
+        raise TypeError(
+            f"library: expected the name of a library or its namespace, got {type(library).__name__}"
+        )
     found = library.zeros(0)
     if not is_array(found):
-        raise TypeError(f"library: expected the name of a library or its namespace, got {library!r}")
+        raise TypeError(
+            f"library: expected the name of a library or its namespace, got {library!r}"
+        )
     return backend(found)

@@ -13,11 +13,23 @@ from ..ops.attention import attention
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, block_table: torch.Tensor | None = None,
-) -> Any:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
     """`flash_attn.flash_attn_varlen_func` by `scree.attention`: on any device, in any floating-point dtype, with gradients.
 
     Parameters
@@ -68,20 +80,42 @@ def flash_attn_varlen_func(
     """
     refuse("flash_attn_varlen_func", dropout_p=dropout_p or None, block_table=block_table)
     out, lse = attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=bounds(window_size),
-        scale=softmax_scale, softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic,
-        return_lse=return_attn_probs, kernel="triton" if deterministic and q.is_cuda else None,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        window=bounds(window_size),
+        scale=softmax_scale,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+        kernel="triton" if deterministic and q.is_cuda else None,
+    )
     return (out, lse.T, None) if return_attn_probs else out
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int | None,
-    max_k: int | None, *, return_lse: bool = False, **options: Any,
-) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int | None,
+    max_k: int | None,
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
     """Attention of tensors (total, num_heads, head_dim), and if asked for its log-sum-exp (total_q, num_heads), else None."""
     k_rows = rows_of(k, cu_k, max_k)
-    found = attention(rows_of(q, cu_q, max_q), k_rows, k_rows.with_values(v), return_lse=return_lse, **options)
+    found = attention(
+        rows_of(q, cu_q, max_q), k_rows, k_rows.with_values(v), return_lse=return_lse, **options
+    )
     return (found[0].values, found[1].values) if return_lse else (found.values, None)
 
 
@@ -107,4 +141,6 @@ def refuse(function: str, **given: Any) -> None:
     """Raise for an argument that is not None."""
     for name, x in given.items():
         if x is not None:
-            raise NotImplementedError(f"{name}: {function} of scree does not support it, expected its default, got {x!r:.80}")
+            raise NotImplementedError(
+                f"{name}: {function} of scree does not support it, expected its default, got {x!r:.80}"
+            )

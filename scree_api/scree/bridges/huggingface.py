@@ -42,12 +42,16 @@ def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
     """
     if not isinstance(hidden_states, Mapping):
         if attention_mask is None:
-            raise ValueError("attention_mask: expected a mask, got None; without padding use from_lengths")
+            raise ValueError(
+                "attention_mask: expected a mask, got None; without padding use from_lengths"
+            )
         return from_padded(hidden_states, attention_mask)
     batch = dict(hidden_states)
     mask = batch.pop("attention_mask", None) if attention_mask is None else attention_mask
     if mask is None:
-        raise ValueError(f"attention_mask: expected one beside or in the batch, got the names {', '.join(batch)}")
+        raise ValueError(
+            f"attention_mask: expected one beside or in the batch, got the names {', '.join(batch)}"
+        )
     lib = backend(mask, "attention_mask")
     if mask.ndim != 2:
         raise ValueError(f"attention_mask: expected shape (n, L), got {tuple(mask.shape)}")
@@ -56,9 +60,13 @@ def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
     slots = from_padded(grid, mask)
     for name, x in batch.items():
         if tuple(getattr(x, "shape", ()))[:2] != (n, length):
-            raise ValueError(f"{name}: expected shape {(n, length)} as the mask, got {getattr(x, 'shape', type(x).__name__)}")
+            raise ValueError(
+                f"{name}: expected shape {(n, length)} as the mask, got {getattr(x, 'shape', type(x).__name__)}"
+            )
     return {
-        name: slots.with_values(lib.xp.take(lib.xp.reshape(x, (n * length, *x.shape[2:])), slots.values, axis=0))
+        name: slots.with_values(
+            lib.xp.take(lib.xp.reshape(x, (n * length, *x.shape[2:])), slots.values, axis=0)
+        )
         for name, x in batch.items()
     }
 
@@ -124,7 +132,9 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
     tokens = {name: x for name, x in batch.items() if getattr(x, "ndim", 0) >= 2}
     for name, x in tokens.items():
         if tuple(x.shape[:2]) != (1, total):
-            raise ValueError(f"{name}: expected shape {(1, total)} before the axes of a token, got {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected shape {(1, total)} before the axes of a token, got {tuple(x.shape)}"
+            )
     if cu is not None:
         rows = Array(first[0, ...], cu, max_length=batch.get("max_length_q"))
     else:
@@ -132,7 +142,9 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
         host = lib.read(positions)[0]
         starts = np.flatnonzero(np.diff(host, prepend=host[:1]) != 1)
         lengths = np.diff(starts, append=total)
-        rows = Array._of(first[0, ...], Layout.from_host(lib, lengths, device=lib.device(positions)))
+        rows = Array._of(
+            first[0, ...], Layout.from_host(lib, lengths, device=lib.device(positions))
+        )
     return {name: rows.with_values(x[0, ...]) for name, x in tokens.items()}
 
 

@@ -39,7 +39,9 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
     rows = list(rows)
     for i, row in enumerate(rows):
         if not hasattr(row, "__len__") or isinstance(row, str | bytes | dict):
-            raise TypeError(f"rows[{i}]: expected a list or an array, got {type(row).__name__}; an empty row is []")
+            raise TypeError(
+                f"rows[{i}]: expected a list or an array, got {type(row).__name__}; an empty row is []"
+            )
     if rows and all(map(is_array, rows)):
         found = pack(rows).to_numpy()
         return found if dtype is None else found.with_values(found.values.astype(dtype))
@@ -49,7 +51,9 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
     try:
         values = np.asarray(tokens, dtype=dtype)
     except ValueError as error:
-        raise TypeError(f"rows: expected elements of one shape, there is one ragged axis: {error}") from None
+        raise TypeError(
+            f"rows: expected elements of one shape, there is one ragged axis: {error}"
+        ) from None
     if values.dtype.kind not in "biufcV":
         raise TypeError(f"rows: expected numbers or booleans, got elements of {values.dtype}")
     return from_lengths(values, [len(row) for row in rows])
@@ -101,7 +105,9 @@ def from_pandas(series: Any, dtype: Any = None) -> Array:
     import pandas
 
     if not isinstance(series, pandas.Series):
-        raise TypeError(f"series: expected a pandas.Series, got {type(series).__name__}; see from_lists")
+        raise TypeError(
+            f"series: expected a pandas.Series, got {type(series).__name__}; see from_lists"
+        )
     if series.dtype == object:
         return from_lists(series, dtype)
     from .arrow import from_arrow

@@ -32,7 +32,9 @@ def from_scipy(matrix: Any) -> tuple[Array, Array]:
     (array([1, 2, 0], dtype=int32), array([5, 6, 7]), array([2, 0, 1], dtype=int32))
     """
     if getattr(matrix, "format", None) != "csr":
-        raise TypeError(f"matrix: expected a sparse matrix in CSR form, got {type(matrix).__name__}; convert it with tocsr()")
+        raise TypeError(
+            f"matrix: expected a sparse matrix in CSR form, got {type(matrix).__name__}; convert it with tocsr()"
+        )
     columns = Array(matrix.indices, matrix.indptr)
     return columns, columns.with_values(matrix.data)
 
@@ -59,11 +61,15 @@ def to_scipy(columns: Array, values: Array, num_columns: int) -> Any:
            [7, 0, 0]])
     """
     if columns.ndim != 2 or columns.dtype not in (columns.layout.xp.int32, columns.layout.xp.int64):
-        raise ValueError(f"columns: expected (n, None) int32 or int64, got {columns.dtype} of shape {columns.shape}")
+        raise ValueError(
+            f"columns: expected (n, None) int32 or int64, got {columns.dtype} of shape {columns.shape}"
+        )
     shared_layout("to_scipy", (columns, values))
     columns, values = on_host(columns), on_host(values)
     found = columns.values
     if found.size and not 0 <= found.min() <= found.max() < num_columns:
-        raise ValueError(f"columns: expected numbers in [0, {num_columns}), got {found.min()} to {found.max()}")
+        raise ValueError(
+            f"columns: expected numbers in [0, {num_columns}), got {found.min()} to {found.max()}"
+        )
     shape = (columns.batch_size, num_columns)
     return sparse.csr_array((values.values, found, columns.offsets), shape=shape, copy=False)

@@ -42,7 +42,9 @@ def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
     """
     integer("page_size", page_size, 1)
     backend(seq_lens, "seq_lens")
-    return from_padded(block_table, lengths=-(-integers("seq_lens", seq_lens, seq_lens) // page_size))
+    return from_padded(
+        block_table, lengths=-(-integers("seq_lens", seq_lens, seq_lens) // page_size)
+    )
 
 
 def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 0) -> Any:
@@ -73,7 +75,9 @@ def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 
     return to_padded(ragged("pages", pages), length=width, fill_value=fill_value)[0]
 
 
-def from_flashinfer(kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, page_size: int) -> tuple[Array, Any]:
+def from_flashinfer(
+    kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, page_size: int
+) -> tuple[Array, Any]:
     """The pages of FlashInfer's page table.
 
     Parameters
@@ -132,7 +136,9 @@ def _one_a_row(name: str, x: Any, rows: Array) -> Any:
     """`x` as int32 or int64; raises unless it has one integer for each row."""
     x = integers(name, x, rows.offsets)
     if tuple(x.shape) != (rows.batch_size,):
-        raise ValueError(f"{name}: expected shape ({rows.batch_size},), a number a row, got {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: expected shape ({rows.batch_size},), a number a row, got {tuple(x.shape)}"
+        )
     return x
 
 

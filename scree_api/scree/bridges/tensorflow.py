@@ -35,9 +35,13 @@ def from_tensorflow(tensor: Any) -> Array:
     array([2, 0, 1])
     """
     if not hasattr(tensor, "row_splits"):
-        raise TypeError(f"tensor: expected a RaggedTensor, got {type(tensor).__name__}; for a dense one use from_padded")
+        raise TypeError(
+            f"tensor: expected a RaggedTensor, got {type(tensor).__name__}; for a dense one use from_padded"
+        )
     if getattr(tensor, "ragged_rank", 1) != 1:
-        raise TypeError(f"tensor: expected one ragged axis, got {tensor.ragged_rank}; merge_dims joins two")
+        raise TypeError(
+            f"tensor: expected one ragged axis, got {tensor.ragged_rank}; merge_dims joins two"
+        )
     return Array(np.asarray(tensor.values), np.asarray(tensor.row_splits))
 
 
@@ -58,4 +62,6 @@ def to_tensorflow(arr: Array) -> Any:
     import tensorflow
 
     arr = on_host(arr)
-    return tensorflow.RaggedTensor.from_row_splits(arr.values, arr.offsets, validate=False)  # they were checked
+    return tensorflow.RaggedTensor.from_row_splits(
+        arr.values, arr.offsets, validate=False
+    )  # they were checked

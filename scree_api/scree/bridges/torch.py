@@ -45,7 +45,9 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
     ((2, None, 3), tensor([2, 5]), True)
     """
     if not getattr(nested, "is_nested", False):
-        raise TypeError(f"nested: expected a nested tensor, got {type(nested).__name__}; for a dense one use from_padded")
+        raise TypeError(
+            f"nested: expected a nested tensor, got {type(nested).__name__}; for a dense one use from_padded"
+        )
     if nested.layout != torch.jagged:
         return _from_strided(nested)
     values, offsets, ragged_dim = nested.values(), nested.offsets(), nested._ragged_idx - 1
@@ -59,10 +61,14 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
 def _from_strided(nested: torch.Tensor) -> Array:
     sizes = nested._nested_tensor_size()
     if sizes.ndim < 2:
-        raise ValueError("nested: expected at least one component, a strided nested tensor without any knows no axes")
+        raise ValueError(
+            "nested: expected at least one component, a strided nested tensor without any knows no axes"
+        )
     differ = (sizes != sizes[0]).any(dim=0).nonzero().flatten().tolist()
     if len(differ) > 1:
-        raise ValueError(f"nested: expected components that differ along one axis, got some that differ along {differ}")
+        raise ValueError(
+            f"nested: expected components that differ along one axis, got some that differ along {differ}"
+        )
     ragged_dim = differ[0] if differ else 0
     first = nested.transpose(1, ragged_dim + 1) if ragged_dim else nested
     lengths, shape = sizes[:, ragged_dim].numpy(), sizes[0].tolist()
@@ -98,7 +104,9 @@ def to_torch_nested(arr: Array, *, layout: torch.layout = torch.jagged) -> torch
     if layout != torch.strided:
         raise ValueError(f"layout: expected torch.jagged or torch.strided, got {layout}")
     if not arr.batch_size:
-        raise ValueError("arr: expected at least one row, a strided nested tensor without any knows no axes")
+        raise ValueError(
+            "arr: expected at least one row, a strided nested tensor without any knows no axes"
+        )
     return torch.nested.as_nested_tensor(unpack(arr), layout=torch.strided)
 
 
@@ -126,10 +134,14 @@ def record_stream(arr: Array, stream: Any) -> None:
 def _moved(arr: Array, values: torch.Tensor, offsets: torch.Tensor) -> Array:
     if offsets is arr.offsets:
         return arr if values is arr.values else arr.with_values(values)
-    rows = Layout(arr.layout.backend, offsets, arr.total_length, arr.layout.max_length, arr.layout.host)
+    rows = Layout(
+        arr.layout.backend, offsets, arr.total_length, arr.layout.max_length, arr.layout.host
+    )
     return Array._of(values, rows, arr.ragged_dim)
 
 
 def _torch(arr: Array, name: str) -> None:
     if ragged("arr", arr).layout.backend.name != "torch":
-        raise TypeError(f"{name}: expected an array on torch, got one on {arr.layout.backend.name}; use to_backend")
+        raise TypeError(
+            f"{name}: expected an array on torch, got one on {arr.layout.backend.name}; use to_backend"
+        )

@@ -10,11 +10,22 @@ from .flash_attn import attend, bounds, refuse
 
 
 def varlen_attn(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor | None,
-    max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False, seqused_k: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """`torch.nn.attention.varlen.varlen_attn` by `scree.attention`: on any device, with gradients through the log-sum-exp too.
 
     Parameters
@@ -58,8 +69,21 @@ def varlen_attn(
     """
     refuse("varlen_attn", seqused_k=seqused_k, block_table=block_table, num_splits=num_splits)
     if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError(f"key: expected {query.shape[1]} heads as query, got {key.shape[1]}; or give enable_gqa=True")
+        raise ValueError(
+            f"key: expected {query.shape[1]} heads as query, got {key.shape[1]}; or give enable_gqa=True"
+        )
     lse = return_aux is not None and return_aux.lse
     cu_seq_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-    found = attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window=bounds(window_size), scale=scale, return_lse=lse)
+    found = attend(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        window=bounds(window_size),
+        scale=scale,
+        return_lse=lse,
+    )
     return found if lse else found[0]

@@ -27,7 +27,9 @@ IGNORED = -100  # no byte follows; what cross-entropy passes over
 HEAD_DIM = 16
 
 
-def weights(*, layers: int = 2, width: int = 64, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> dict[str, np.ndarray]:
+def weights(
+    *, layers: int = 2, width: int = 64, heads: int = 4, kv_heads: int = 2, seed: int = 0
+) -> dict[str, np.ndarray]:
     """Random weights, float32."""
     rng = np.random.default_rng(seed)
     shapes = {"embedding": (VOCABULARY, width), "norm": (width,)}
@@ -38,7 +40,10 @@ def weights(*, layers: int = 2, width: int = 64, heads: int = 4, kv_heads: int =
             f"{i}.attention.output": (heads * HEAD_DIM, width), f"{i}.mlp.norm": (width,), f"{i}.mlp.gate": (width, 2 * width),
             f"{i}.mlp.up": (width, 2 * width), f"{i}.mlp.down": (2 * width, width),
         }  # fmt: skip
-    found = {name: rng.standard_normal(shape, dtype=np.float32) * shape[0] ** -0.5 for name, shape in shapes.items()}
+    found = {
+        name: rng.standard_normal(shape, dtype=np.float32) * shape[0] ** -0.5
+        for name, shape in shapes.items()
+    }
     return {name: np.ones_like(x) if name.endswith("norm") else x for name, x in found.items()}
 
 
@@ -56,7 +61,9 @@ def loss(w: Weights, tokens: scree.Array, real: Any) -> Any:
     """
     xp = scree.namespace(tokens)
     rows, place = scree.segment_ids(tokens), scree.positions(tokens)
-    known = xp.take(real, rows, axis=0) & (place < xp.take(tokens.lengths, rows, axis=0) - 1)  # a next byte
+    known = xp.take(real, rows, axis=0) & (
+        place < xp.take(tokens.lengths, rows, axis=0) - 1
+    )  # a next byte
     follows = xp.concat([tokens.values[1:], tokens.values[:1]], axis=0)
     targets = tokens.with_values(xp.where(known, follows, IGNORED))
     x = layers(xp, w, xp.take(w["embedding"], tokens, axis=0), attention)
@@ -78,7 +85,9 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
 
 def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.Array:
     """Every token sees those before it in its own row."""
-    q, k, v = (x.with_values(xp.reshape(x.values, (x.total_length, -1, HEAD_DIM))) for x in (q, k, v))
+    q, k, v = (
+        x.with_values(xp.reshape(x.values, (x.total_length, -1, HEAD_DIM))) for x in (q, k, v)
+    )
     q, k = xp.ragged.rope(q, k)
     context = xp.ragged.attention(q, k, v, causal=True)
     return context.with_values(xp.reshape(context.values, (context.total_length, -1)))

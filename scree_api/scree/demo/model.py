@@ -50,7 +50,9 @@ def embed(xp: Any, w: Weights, tokens: scree.Array) -> scree.Array:
     positions = tokens.with_values(scree.positions(tokens))
     x = xp.take(w["embeddings.word_embeddings.weight"], tokens, axis=0)
     x = x + xp.take(w["embeddings.position_embeddings.weight"], positions, axis=0)
-    return norm(xp, w, "embeddings.LayerNorm", x + w["embeddings.token_type_embeddings.weight"][0, :])
+    return norm(
+        xp, w, "embeddings.LayerNorm", x + w["embeddings.token_type_embeddings.weight"][0, :]
+    )
 
 
 def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
@@ -97,7 +99,9 @@ def gelu(xp: Any, x: Any) -> Any:
     """
     size = xp.abs(x)
     t = 1 / (1 + 0.3275911 / math.sqrt(2) * size)
-    series = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    series = 0.254829592 + t * (
+        -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
+    )
     return xp.maximum(x, 0) - size * t * series * xp.exp(x * x * -0.5) / 2
 
 

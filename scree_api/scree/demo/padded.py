@@ -38,7 +38,9 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
         scores = xp.where(mask[:, None, None, :], scores, -math.inf)
         weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
         context = weights @ v / xp.sum(weights, axis=-1, keepdims=True)
-        return xp.reshape(xp.permute_dims(context, (0, 2, 1, 3)), (mask.shape[0] * mask.shape[1], -1))
+        return xp.reshape(
+            xp.permute_dims(context, (0, 2, 1, 3)), (mask.shape[0] * mask.shape[1], -1)
+        )
 
     x = layers(xp, w, embed(xp, w, tokens), attention)
     x, real = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
@@ -48,6 +50,9 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
 def embed(xp: Any, w: Weights, tokens: Any) -> Any:
     """What a token is, and where it stands in its row: (n * length, width)."""
     x = xp.take(w["embeddings.word_embeddings.weight"], xp.reshape(tokens, (-1,)), axis=0)
-    x = xp.reshape(x, (*tokens.shape, -1)) + w["embeddings.position_embeddings.weight"][: tokens.shape[1], :]
+    x = (
+        xp.reshape(x, (*tokens.shape, -1))
+        + w["embeddings.position_embeddings.weight"][: tokens.shape[1], :]
+    )
     x = xp.reshape(x, (-1, x.shape[-1])) + w["embeddings.token_type_embeddings.weight"][0, :]
     return norm(xp, w, "embeddings.LayerNorm", x)

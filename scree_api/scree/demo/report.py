@@ -21,7 +21,11 @@ def show(result: Result, console: Console) -> None:
     console.print(_sizes(result), _backends(result), sep="\n\n")
     if result.not_installed:
         console.print(f"\nNot installed, and left out: {', '.join(result.not_installed)}.")
-    verdict = "[green]within[/green]" if result.largest_difference <= result.tolerance else "[red]beyond[/red]"
+    verdict = (
+        "[green]within[/green]"
+        if result.largest_difference <= result.tolerance
+        else "[red]beyond[/red]"
+    )
     console.print(
         f"\nLargest difference between any two embeddings of one paragraph: {result.largest_difference:.1e}, {verdict} the "
         f"{result.tolerance:.0e} allowed.\n"
@@ -29,17 +33,32 @@ def show(result: Result, console: Console) -> None:
     if result.weights == "random":
         console.print("No nearest paragraphs: to random weights, texts mean nothing.")
     elif result.nearest:
-        console.print("[bold]Nearest paragraphs[/bold], of those that share few words, and the cosine between them")
+        console.print(
+            "[bold]Nearest paragraphs[/bold], of those that share few words, and the cosine between them"
+        )
         for pair in result.nearest:
             for mark, text in ((f"{pair.similarity:.2f}", pair.a), ("", pair.b)):
                 shown = textwrap.shorten(text, SHOWN, placeholder=" ...")
-                console.print(textwrap.fill(shown, console.width - 6, initial_indent=f"{mark:4}  ", subsequent_indent=" " * 6),
-                              markup=False, highlight=False)  # fmt: skip
+                console.print(
+                    textwrap.fill(
+                        shown,
+                        console.width - 6,
+                        initial_indent=f"{mark:4}  ",
+                        subsequent_indent=" " * 6,
+                    ),
+                    markup=False,
+                    highlight=False,
+                )
 
 
 def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=i > 0)
@@ -58,7 +77,9 @@ def _sizes(result: Result) -> Table:
         size = result.sizes[way]
         scores = f"{size.scores / 1e6:,.1f} MB" if size.scores else "tiles"
         share = f"{result.tokens / size.tokens:.0%}"
-        table.add_row(TITLES[way], f"{size.tokens:,}", share, f"{size.activations / 1e6:,.1f} MB", scores)
+        table.add_row(
+            TITLES[way], f"{size.tokens:,}", share, f"{size.activations / 1e6:,.1f} MB", scores
+        )
     return table
 
 
@@ -74,5 +95,7 @@ def _backends(result: Result) -> Table:
         ragged, *others = (m.seconds[way] for way in WAYS)
         costs = [f"{seconds:.3g} s {seconds / ragged:.2f}x" for seconds in others]
         differences = [f"{x:.1e}" for x in (m.from_padded, m.from_first_backend)]
-        table.add_row(name, f"{ragged:.3g} s", f"{m.tokens_per_second['ragged']:,.0f}", *costs, *differences)
+        table.add_row(
+            name, f"{ragged:.3g} s", f"{m.tokens_per_second['ragged']:,.0f}", *costs, *differences
+        )
     return table

@@ -97,16 +97,25 @@ def installed(wanted: str) -> tuple[list[str], list[str]]:
     """The backends to run for ``--backend``, and those that "all" leaves out because they are not there."""
     there = {name: find_spec(name) is not None for name in BACKENDS}
     if wanted == "all":
-        return [name for name in BACKENDS if there[name]], [name for name in BACKENDS if not there[name]]
+        return [name for name in BACKENDS if there[name]], [
+            name for name in BACKENDS if not there[name]
+        ]
     if not there[wanted]:
-        raise DemoError(f"--backend: {wanted} is not installed; install it, or leave the option out to run on NumPy")
+        raise DemoError(
+            f"--backend: {wanted} is not installed; install it, or leave the option out to run on NumPy"
+        )
     return [wanted], []
 
 
 def measure(
-    weights: dict[str, np.ndarray], origin: str, texts: Sequence[str], tokenize: Tokenizer, wanted: str, seed: int,
+    weights: dict[str, np.ndarray],
+    origin: str,
+    texts: Sequence[str],
+    tokenize: Tokenizer,
+    wanted: str,
+    seed: int,
     track: Callable[[str, int], Callable[[], None]] = lambda name, steps: lambda: None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Embed the texts in every way on every backend that is wanted.
 
     Parameters
@@ -127,7 +136,10 @@ def measure(
     lengths = np.asarray([row.size for row in rows])
     given = np.arange(len(rows))
     orders = {"ragged": given, "padded": given, "sorted": np.argsort(lengths, kind="stable")}
-    batches = {way: [order[i : i + BATCH] for i in range(0, len(rows), BATCH)] for way, order in orders.items()}
+    batches = {
+        way: [order[i : i + BATCH] for i in range(0, len(rows), BATCH)]
+        for way, order in orders.items()
+    }
     embeddings: dict[str, dict[str, np.ndarray]] = {}
     measured: dict[str, Measured] = {}
     for name in names:
@@ -142,26 +154,40 @@ def measure(
             from_first_backend=_difference([out["ragged"], embeddings[names[0]]["ragged"]]),
         )
     return Result(
-        scree=scree.__version__, weights=origin, seed=seed, paragraphs=len(rows), tokens=int(lengths.sum()),
-        shortest=int(lengths.min()), median=float(np.median(lengths)), longest=int(lengths.max()), batch=BATCH,
+        scree=scree.__version__,
+        weights=origin,
+        seed=seed,
+        paragraphs=len(rows),
+        tokens=int(lengths.sum()),
+        shortest=int(lengths.min()),
+        median=float(np.median(lengths)),
+        longest=int(lengths.max()),
+        batch=BATCH,
         sizes={way: _size(way, [lengths[b] for b in batches[way]], weights) for way in WAYS},
-        backends=measured, not_installed=missing,
-        largest_difference=_difference([e for out in embeddings.values() for e in out.values()]), tolerance=TOLERANCE,
+        backends=measured,
+        not_installed=missing,
+        largest_difference=_difference([e for out in embeddings.values() for e in out.values()]),
+        tolerance=TOLERANCE,
         nearest=nearest(texts, embeddings[names[0]]["ragged"]),
-    )  # fmt: skip
+    )
 
 
 def _on_backend(
-    name: str, weights: dict[str, np.ndarray], rows: list[np.ndarray], batches: dict[str, list[np.ndarray]],
+    name: str,
+    weights: dict[str, np.ndarray],
+    rows: list[np.ndarray],
+    batches: dict[str, list[np.ndarray]],
     step: Callable[[], None],
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Embeddings (paragraphs, width) of each way, and its seconds."""
     asarray = import_module(BACKENDS[name]).asarray
     w = {key: asarray(x) for key, x in weights.items()}
     width = weights["embeddings.LayerNorm.weight"].shape[0]
     out = {way: np.zeros((len(rows), width), np.float32) for way in WAYS}
     seconds = {way: np.full(len(batches[way]), np.inf) for way in WAYS}
-    for _, i, way in itertools.product(range(PASSES), range(len(batches["ragged"])), WAYS):  # interleaved
+    for _, i, way in itertools.product(
+        range(PASSES), range(len(batches["ragged"])), WAYS
+    ):  # interleaved
         members = batches[way][i]
         tokens = scree.pack([asarray(rows[j]) for j in members])
         encode = _encoder(w, tokens, way)
@@ -209,7 +235,10 @@ def nearest(texts: Sequence[str], embeddings: np.ndarray) -> list[Pair]:
         i, j = divmod(place, len(texts))
         if len(pairs) == PAIRS or alike[i, j] <= 0:
             break
-        fewest, shared = min(len(words[i]), len(words[j])), len(words[i] & words[j]) / len(words[i] | words[j])
+        fewest, shared = (
+            min(len(words[i]), len(words[j])),
+            len(words[i] & words[j]) / len(words[i] | words[j]),
+        )
         if fewest >= PAIR_WORDS and shared <= PAIR_SHARED and not used & {i, j}:
             pairs.append(Pair(float(alike[i, j]), texts[i], texts[j]))
             used |= {i, j}

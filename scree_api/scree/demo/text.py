@@ -27,12 +27,16 @@ def paragraphs(path: str | None = None) -> list[str]:
     if path is None:
         from pydoc_data.topics import topics
 
-        found = (" ".join(p.split()) for text in topics.values() for p in re.split(r"\n\s*\n", text))
+        found = (
+            " ".join(p.split()) for text in topics.values() for p in re.split(r"\n\s*\n", text)
+        )
         return [p for p in found if len(p.split()) >= FEWEST_WORDS]
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DemoError(f"--text: expected a UTF-8 text file with a paragraph a line: {error}") from error
+        raise DemoError(
+            f"--text: expected a UTF-8 text file with a paragraph a line: {error}"
+        ) from error
     if not any(line.strip() for line in lines):
         raise DemoError(f"--text: expected a paragraph a line, got no text in {path}")
     return [" ".join(line.split()) for line in lines if line.strip()]
@@ -54,8 +58,14 @@ def conversations() -> list[str]:
         message = f"--text: {error.name} is not installed; pip install 'scree[train]', or give a text of your own"
         raise DemoError(message) from error
     parts = sorted((corpus / "data" / "english").iterdir(), key=lambda part: part.name)
-    talks = [talk for part in parts for talk in yaml.safe_load(part.read_text(encoding="utf-8"))["conversations"]]
-    return list(dict.fromkeys("\n".join(" ".join(str(remark).split()) for remark in talk) for talk in talks))
+    talks = [
+        talk
+        for part in parts
+        for talk in yaml.safe_load(part.read_text(encoding="utf-8"))["conversations"]
+    ]
+    return list(
+        dict.fromkeys("\n".join(" ".join(str(remark).split()) for remark in talk) for talk in talks)
+    )
 
 
 def sample(texts: list[str], limit: int, seed: int) -> list[str]:
@@ -78,6 +88,10 @@ def hashed_words(vocabulary: int) -> Tokenizer:
 
     def tokens(text: str) -> list[int]:
         words = re.findall(r"\w+|[^\w\s]", text.lower())[: MAX_TOKENS - 2]
-        return [CLS, *(FIRST_WORD + zlib.crc32(word.encode()) % (vocabulary - FIRST_WORD) for word in words), SEP]
+        return [
+            CLS,
+            *(FIRST_WORD + zlib.crc32(word.encode()) % (vocabulary - FIRST_WORD) for word in words),
+            SEP,
+        ]
 
     return lambda texts: [tokens(text) for text in texts]

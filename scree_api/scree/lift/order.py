@@ -31,16 +31,22 @@ def take(f: Function, name: str, lib: Backend) -> Function:
     def ragged(x: Any, indices: Any, /, *, axis: int | None = None) -> Any:
         if not isinstance(x, Array):
             if indices.ndim != 2 or axis not in (None if x.ndim == 1 else 0, 0):
-                raise ValueError(f"indices: expected (n, None) along axis 0, got {indices.shape} along {axis}")
+                raise ValueError(
+                    f"indices: expected (n, None) along axis 0, got {indices.shape} along {axis}"
+                )
             return indices.with_values(f(x, _in_table(lib, x, indices.values), axis=0))
         if isinstance(indices, Array):
-            raise TypeError("indices: expected a dense array for a ragged x; scree.gather takes tokens by ragged indices")
+            raise TypeError(
+                "indices: expected a dense array for a ragged x; scree.gather takes tokens by ragged indices"
+            )
         checks.integers("indices", indices, x.values)
         axis = axis_of(name, axis, x.ndim, batch=True)
         if axis == 0:
             return x[indices]
         if axis == x.ragged_dim + 1:
-            raise ValueError("axis: take along the ragged axis has no common index; use arr[:, i] or scree.gather")
+            raise ValueError(
+                "axis: take along the ragged axis has no common index; use arr[:, i] or scree.gather"
+            )
         return x.with_values(f(x.values, entries(x, indices, axis - 1), axis=axis - 1))
 
     return unless_either_ragged(f, ragged)
@@ -54,7 +60,9 @@ def _in_table(lib: Backend, table: Any, indices: Any) -> Any:
         return indices
     low, high = int(seen.min()), int(seen.max())
     if low < -size or high >= size:
-        raise IndexError(f"indices: expected numbers in [-{size}, {size}), the rows of x, got {low} to {high}")
+        raise IndexError(
+            f"indices: expected numbers in [-{size}, {size}), the rows of x, got {low} to {high}"
+        )
     return lib.xp.where(indices < 0, indices + size, indices) if low < 0 else indices
 
 
@@ -64,10 +72,14 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
     def ragged(x: Array, indices: Any, /, *, axis: int = -1) -> Array:
         axis = axis_of(name, axis, x.ndim)
         if not isinstance(indices, Array):
-            raise TypeError("indices: expected a ragged array, got a dense one; rows of different lengths have no common index")
+            raise TypeError(
+                "indices: expected a ragged array, got a dense one; rows of different lengths have no common index"
+            )
         indices = indices.with_values(checks.integers("indices", indices.values, x.values))
         if axis != x.ragged_dim + 1:
-            return shared_layout(name, (x, indices)).with_values(lib.take_along_axis(x.values, indices.values, axis - 1))
+            return shared_layout(name, (x, indices)).with_values(
+                lib.take_along_axis(x.values, indices.values, axis - 1)
+            )
         return _by_position(lib, x, indices)
 
     return unless_ragged(f, ragged)
@@ -76,14 +88,20 @@ def take_along_axis(f: Function, name: str, lib: Backend) -> Function:
 def _by_position(lib: Backend, x: Array, indices: Array) -> Array:
     xp, dim, rows = lib.xp, x.ragged_dim, indices.layout
     if indices.batch_size != x.batch_size or indices.ndim != x.ndim or indices.ragged_dim != dim:
-        raise ValueError(f"indices: expected the axes and the batch of {x.shape}, got {indices.shape}")
+        raise ValueError(
+            f"indices: expected the axes and the batch of {x.shape}, got {indices.shape}"
+        )
     if 0 in (x.total_length, indices.total_length):
         return indices.with_values(lib.take_along_axis(x.values, indices.values, dim))
 
-    start, length = (by_token(indices, xp.take(n, rows.rows, axis=0)) for n in (x.offsets[:-1], x.layout.lengths))
+    start, length = (
+        by_token(indices, xp.take(n, rows.rows, axis=0)) for n in (x.offsets[:-1], x.layout.lengths)
+    )
     index = xp.where(indices.values < 0, indices.values + length, indices.values)
     if any_outside(indices, index, length):
-        raise IndexError("indices: expected positions within the rows, got one that is outside of its row")
+        raise IndexError(
+            "indices: expected positions within the rows, got one that is outside of its row"
+        )
     return indices.with_values(lib.take_along_axis(x.values, x.layout.clip(start + index), dim))
 
 
@@ -94,11 +112,15 @@ def arg(f: Function, name: str, lib: Backend) -> Function:
 
     def whole(x: Array, keepdims: bool) -> Any:
         if x.ragged_dim:
-            raise ValueError(f"x: expected the ragged axis in front for {name} of all, got shape {x.shape}; use xp.moveaxis")
+            raise ValueError(
+                f"x: expected the ragged axis in front for {name} of all, got shape {x.shape}; use xp.moveaxis"
+            )
         values = x.values
         if x.layout.real is not None:  # tokens behind the last row are never ahead of those before
             values = in_rows(x, values, identity(xp, op, x.dtype))
-        first = f(values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.layout.device)) - 1
+        first = (
+            f(values) if x.size else f(xp.zeros((1,), dtype=x.dtype, device=x.layout.device)) - 1
+        )
         return xp.reshape(first, (1,) * x.ndim) if keepdims else first
 
     def ragged(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -121,7 +143,9 @@ def _order(lib: Backend, x: Array, descending: bool) -> Any:
     xp = lib.xp
     values = moved(xp, x.values, x.ragged_dim, 0)
     by_value = xp.argsort(values, axis=0, descending=descending, stable=True)
-    row = xp.reshape(xp.take(x.layout.segment_ids, xp.reshape(by_value, (-1,)), axis=0), by_value.shape)
+    row = xp.reshape(
+        xp.take(x.layout.segment_ids, xp.reshape(by_value, (-1,)), axis=0), by_value.shape
+    )
     order = lib.take_along_axis(by_value, xp.argsort(row, axis=0, stable=True), 0)
     return moved(xp, order, 0, x.ragged_dim)
 
@@ -139,7 +163,9 @@ def _by_buckets(f: Function, lib: Backend, x: Array, **options: Any) -> Any:
         block = xp.take(values, xp.reshape(tokens, (-1,)), axis=0)
         block = xp.reshape(block, (*tokens.shape, *values.shape[1:]))
         block = block if real is None else xp.where(spread(xp, real, block.ndim), block, last)
-        parts.append(xp.reshape(f(block, axis=1, **options), (math.prod(tokens.shape), *values.shape[1:])))
+        parts.append(
+            xp.reshape(f(block, axis=1, **options), (math.prod(tokens.shape), *values.shape[1:]))
+        )
     out = xp.take(parts[0] if len(parts) == 1 else xp.concat(parts, axis=0), plan.slots, axis=0)
     return moved(xp, out, 0, x.ragged_dim)
 
@@ -172,7 +198,9 @@ def argsort(f: Function, name: str, lib: Backend) -> Function:
 def _within_rows(f: Function, name: str, rows: Function) -> Function:
     """A sort whose values along the ragged axis are ``rows(x, descending)``."""
 
-    def ragged(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
+    def ragged(
+        x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True
+    ) -> Array:
         axis = axis_of(name, axis, x.ndim)
         checks.real(name, x.layout.xp, x.dtype)
         if axis != x.ragged_dim + 1 or 0 in (x.batch_size, x.total_length):
@@ -187,11 +215,17 @@ def nonzero(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x: Array, /) -> tuple[Any, ...]:
         if x.ragged_dim:
-            raise ValueError(f"x: expected the ragged axis in front for nonzero, got shape {x.shape}; use xp.moveaxis")
+            raise ValueError(
+                f"x: expected the ragged axis in front for nonzero, got shape {x.shape}; use xp.moveaxis"
+            )
         x = trimmed(x)
         tokens, *elements = f(x.values)
-        row, position = (lib.xp.take(n, tokens, axis=0) for n in (x.layout.segment_ids, x.layout.positions))
-        return tuple(lib.xp.astype(n, tokens.dtype, copy=False) for n in (row, position)) + tuple(elements)
+        row, position = (
+            lib.xp.take(n, tokens, axis=0) for n in (x.layout.segment_ids, x.layout.positions)
+        )
+        return tuple(lib.xp.astype(n, tokens.dtype, copy=False) for n in (row, position)) + tuple(
+            elements
+        )
 
     return unless_ragged(f, ragged)
 
@@ -201,7 +235,9 @@ def searchsorted(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x1: Any, x2: Any, /, **options: Any) -> Any:
         if isinstance(x1, Array) or isinstance(options.get("sorter"), Array):
-            raise TypeError("searchsorted: expected a dense sorted x1; scree.unpack gives the rows one by one")
+            raise TypeError(
+                "searchsorted: expected a dense sorted x1; scree.unpack gives the rows one by one"
+            )
         return x2.with_values(f(x1, x2.values, **options))
 
     return unless_either_ragged(f, ragged)
@@ -214,8 +250,12 @@ def isin(f: Function, name: str, lib: Backend) -> Function:
         values, real = values_of(x2), x2.layout.real if isinstance(x2, Array) else None
         if real is None or 0 in values.shape:
             return like(x1, f(values_of(x1), values, invert=invert))
-        first = values[(slice(None),) * x2.ragged_dim + (slice(0, 1), ...)]  # in a row, if any token is
-        found = f(values_of(x1), lib.xp.where(by_token(x2, real), values, first)) & (x2.offsets[-1] > 0)
+        first = values[
+            (slice(None),) * x2.ragged_dim + (slice(0, 1), ...)
+        ]  # in a row, if any token is
+        found = f(values_of(x1), lib.xp.where(by_token(x2, real), values, first)) & (
+            x2.offsets[-1] > 0
+        )
         return like(x1, lib.xp.logical_not(found) if invert else found)
 
     return unless_either_ragged(f, ragged)

@@ -32,7 +32,12 @@ def matmul(f: Function, name: str, lib: Backend) -> Function:
     """Tokens times one matrix, (n, None, ..., k) @ (k, m), or times that of their row, (n, None, k) @ (n, k, m)."""
 
     def ragged(a: Any, b: Any, /) -> Any:
-        fits = isinstance(a, Array) and is_array(b) and a.ndim >= 3 and a.ragged_dim < a.values.ndim - 1
+        fits = (
+            isinstance(a, Array)
+            and is_array(b)
+            and a.ndim >= 3
+            and a.ragged_dim < a.values.ndim - 1
+        )
         if not fits or not (b.ndim in (1, 2) or b.ndim == a.ndim == 3):
             came = (tuple(x.shape) if hasattr(x, "shape") else repr(x) for x in (a, b))
             raise TypeError(
@@ -44,7 +49,9 @@ def matmul(f: Function, name: str, lib: Backend) -> Function:
             return again.run("grouped_matmul", {"x": a, "weight": b}, {})
         k = a.values.shape[-1]
         if b.shape[0] != k:
-            raise ValueError(f"matmul: expected a matrix ({k}, m) or a vector ({k},) for {a.shape}, got {tuple(b.shape)}")
+            raise ValueError(
+                f"matmul: expected a matrix ({k}, m) or a vector ({k},) for {a.shape}, got {tuple(b.shape)}"
+            )
         return Array._of(f(a.values, b), a.layout, a.ragged_dim)
 
     return unless_either_ragged(f, ragged)
@@ -60,9 +67,13 @@ class GroupedCall:
     def __post_init__(self) -> None:
         n, _, k = self.x.shape
         if tuple(self.weight.shape[:2]) != (n, k):
-            raise ValueError(f"matmul: expected one matrix a row, ({n}, {k}, m), got {tuple(self.weight.shape)}")
+            raise ValueError(
+                f"matmul: expected one matrix a row, ({n}, {k}, m), got {tuple(self.weight.shape)}"
+            )
         if self.weight.dtype != self.x.dtype:
-            raise TypeError(f"matmul: expected dtype {self.x.dtype} as x, got {self.weight.dtype}; convert it with xp.astype")
+            raise TypeError(
+                f"matmul: expected dtype {self.x.dtype} as x, got {self.weight.dtype}; convert it with xp.astype"
+            )
 
 
 @declare("grouped_matmul", GroupedCall)
@@ -104,7 +115,9 @@ def vecdot(f: Function, name: str, lib: Backend) -> Function:
         wide = accumulator(xp, dtype)
         a, b = (in_rows(first, xp.astype(x, wide, copy=False)) for x in (a, b))
         a = xp.conj(a) if xp.isdtype(wide, "complex floating") else a
-        return segment_reduce("sum", moved(xp, a * b, first.ragged_dim, 0), first.layout, dtype=dtype)
+        return segment_reduce(
+            "sum", moved(xp, a * b, first.ragged_dim, 0), first.layout, dtype=dtype
+        )
 
     return unless_either_ragged(f, ragged)
 
@@ -114,12 +127,18 @@ def tensordot(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
         if not isinstance(x1, Array) or isinstance(x2, Array) or not isinstance(axes, int):
-            raise TypeError("tensordot: expected a ragged array, a dense array and a number of axes; see xp.matmul, xp.vecdot")
+            raise TypeError(
+                "tensordot: expected a ragged array, a dense array and a number of axes; see xp.matmul, xp.vecdot"
+            )
         checks.dense("tensordot", x2, x1.values)
         if not 0 <= axes <= x1.values.ndim - 1 - x1.ragged_dim:
-            raise ValueError(f"axes: expected at most the element axes behind the ragged one of {x1.shape}, got {axes}")
+            raise ValueError(
+                f"axes: expected at most the element axes behind the ragged one of {x1.shape}, got {axes}"
+            )
         if tuple(x2.shape[:axes]) != tuple(x1.values.shape[x1.values.ndim - axes :]):
-            raise ValueError(f"axes: expected the last {axes} axes of {x1.shape} to be the first of {tuple(x2.shape)}")
+            raise ValueError(
+                f"axes: expected the last {axes} axes of {x1.shape} to be the first of {tuple(x2.shape)}"
+            )
         return x1.with_values(f(x1.values, x2, axes=axes))
 
     return unless_either_ragged(f, ragged)
@@ -133,7 +152,9 @@ def vector_norm(f: Function, name: str, lib: Backend) -> Function:
         axes = axes_of(name, axis, x.ndim)
         if x.ragged_dim + 1 not in axes:
             if 0 in axes:
-                raise ValueError("axis: a norm over the batch alone would mix unrelated positions of rows; use axis=(0, 1)")
+                raise ValueError(
+                    "axis: a norm over the batch alone would mix unrelated positions of rows; use axis=(0, 1)"
+                )
             gone = 0 if keepdims else sum(a - 1 < x.ragged_dim for a in axes)
             out = f(x.values, axis=tuple(a - 1 for a in axes), keepdims=keepdims, ord=ord)
             return x.with_values(out, ragged_dim=x.ragged_dim - gone)
@@ -162,7 +183,9 @@ def matrices(f: Function, name: str, lib: Backend) -> Function:
 
     def ragged(x: Array, /, *args: Any, **kwargs: Any) -> Any:
         if x.ragged_dim > x.values.ndim - 3:
-            raise ValueError(f"x: expected a matrix for each token, (n, None, ..., k, m), got {x.shape}")
+            raise ValueError(
+                f"x: expected a matrix for each token, (n, None, ..., k, m), got {x.shape}"
+            )
         if any(isinstance(a, Array) for a in args):
             shared_layout(name, [x, *(a for a in args if isinstance(a, Array))])
         out = f(x.values, *map(values_of, args), **kwargs)

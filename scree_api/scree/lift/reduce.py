@@ -8,7 +8,19 @@ from typing import Any
 from ..array import Array
 from ..backends import Backend
 from ..checks import number, real
-from ..fit import Function, accumulator, against, axes_of, axis_of, by_dtype, in_rows, moved, real_of, truth, unless_ragged
+from ..fit import (
+    Function,
+    accumulator,
+    against,
+    axes_of,
+    axis_of,
+    by_dtype,
+    in_rows,
+    moved,
+    real_of,
+    truth,
+    unless_ragged,
+)
 from ..layout import Layout
 from ..segments import SCANS, divide, identity, root, segment_reduce, segment_scan, spread
 
@@ -56,7 +68,9 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
             return xp.astype(out, dtype, copy=False)
         whole = 0 in axes  # of no elements: the value of an empty row
         if whole:
-            nothing = Layout(lib, xp.zeros((2,), dtype=x.offsets.dtype, device=x.layout.device), 0, 0)
+            nothing = Layout(
+                lib, xp.zeros((2,), dtype=x.offsets.dtype, device=x.layout.device), 0, 0
+            )
             values = x.values[(slice(None),) * x.ragged_dim + (slice(0, 0), ...)]
             x, axes = Array._of(values, nothing, x.ragged_dim), axes[1:]
         out = ROWS[name](xp, x, axes, keepdims, wide, dtype, options.get("correction", 0.0))
@@ -66,7 +80,9 @@ def reduction(f: Function, name: str, lib: Backend) -> Function:
     return unless_ragged(f, ragged)
 
 
-def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, options: Any) -> Any:
+def _everything(
+    f: Function, name: str, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, options: Any
+) -> Any:
     """The reduction of all tokens over axes of the values, by the library's own `f`; tokens behind the last row do not count."""
     xp = x.layout.xp
     values = xp.astype(x.values, wide, copy=False)
@@ -77,8 +93,12 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
         least = identity(xp, "any" if name == "count_nonzero" else name, values.dtype)
         nothing = xp.full((), least, dtype=values.dtype, device=x.layout.device)
         return f(in_rows(x, values, nothing), axis=axes, keepdims=keepdims, **options)
-    count = xp.astype(x.layout.offsets[-1], real_of(xp, wide)) * math.prod([values.shape[a] for a in axes if a != x.ragged_dim])
-    mean = divide(xp, xp.sum(in_rows(x, values), axis=axes, keepdims=keepdims or name != "mean"), count)
+    count = xp.astype(x.layout.offsets[-1], real_of(xp, wide)) * math.prod(
+        [values.shape[a] for a in axes if a != x.ragged_dim]
+    )
+    mean = divide(
+        xp, xp.sum(in_rows(x, values), axis=axes, keepdims=keepdims or name != "mean"), count
+    )
     if name == "mean":
         return mean
     total = xp.sum(xp.square(in_rows(x, values - mean)), axis=axes, keepdims=keepdims)
@@ -87,13 +107,23 @@ def _everything(f: Function, name: str, x: Array, axes: tuple[int, ...], keepdim
 
 
 def _monoid(op: str) -> Function:
-    def rows(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+    def rows(
+        xp: Any,
+        x: Array,
+        axes: tuple[int, ...],
+        keepdims: bool,
+        wide: Any,
+        dtype: Any,
+        correction: Any,
+    ) -> Any:
         return _reduce_rows(xp, op, x, axes, keepdims, xp.bool if op in ("any", "all") else dtype)
 
     return rows
 
 
-def _reduce_rows(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any) -> Any:
+def _reduce_rows(
+    xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, dtype: Any
+) -> Any:
     """(n, ...) reduction over the ragged axis and the element axes in `axes`, of `dtype`."""
     values = moved(xp, x.values, x.ragged_dim, 0)
     inner = tuple([a - 1 if a - 1 > x.ragged_dim else a for a in axes if a != x.ragged_dim + 1])
@@ -119,12 +149,18 @@ def _elements(x: Array, axes: tuple[int, ...]) -> int:
     return math.prod([x.values.shape[a - 1] for a in axes if a != x.ragged_dim + 1])
 
 
-def _variance(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+def _variance(
+    xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any
+) -> Any:
     values = xp.astype(x.values, wide, copy=False)
     x = x.with_values(values)
     center = against("var", _reduce_rows(xp, "mean", x, axes, True, wide), x)
-    total = _reduce_rows(xp, "sum", x.with_values(xp.square(in_rows(x, values - center))), axes, keepdims, wide)
-    count = spread(xp, xp.astype(x.lengths, real_of(xp, total.dtype)) * _elements(x, axes), total.ndim)
+    total = _reduce_rows(
+        xp, "sum", x.with_values(xp.square(in_rows(x, values - center))), axes, keepdims, wide
+    )
+    count = spread(
+        xp, xp.astype(x.lengths, real_of(xp, total.dtype)) * _elements(x, axes), total.ndim
+    )
     return divide(xp, total, count - correction)
 
 
@@ -132,7 +168,9 @@ def _deviation(xp: Any, *args: Any) -> Any:
     return root(xp, _variance(xp, *args))
 
 
-def _count(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any) -> Any:
+def _count(
+    xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool, wide: Any, dtype: Any, correction: Any
+) -> Any:
     return _reduce_rows(xp, "sum", x.with_values(truth(xp, x.values)), axes, keepdims, dtype)
 
 
@@ -147,14 +185,23 @@ ROWS: dict[str, Function] = {
 def scan(f: Function, name: str, lib: Backend) -> Function:
     """Running sums and products: along the ragged axis within each row."""
     xp, op = lib.xp, name.removeprefix("cumulative_")
-    result_dtype = by_dtype(lambda dtype, options: f(xp.ones((1,), dtype=dtype), axis=0, **options).dtype)
+    result_dtype = by_dtype(
+        lambda dtype, options: f(xp.ones((1,), dtype=dtype), axis=0, **options).dtype
+    )
 
-    def ragged(x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Any:
+    def ragged(
+        x: Array, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False
+    ) -> Any:
         axis = axis_of(name, axis, x.ndim)
         out = result_dtype(x.dtype, {"dtype": dtype})
         if axis != x.ragged_dim + 1:
             wide = accumulator(xp, out)
-            values = f(xp.astype(x.values, wide, copy=False), axis=axis - 1, include_initial=include_initial, dtype=wide)
+            values = f(
+                xp.astype(x.values, wide, copy=False),
+                axis=axis - 1,
+                include_initial=include_initial,
+                dtype=wide,
+            )
             return x.with_values(xp.astype(values, out, copy=False))
         values = moved(xp, x.values, x.ragged_dim, 0)
         values, rows = segment_scan(op, values, x.layout, out), x.layout
@@ -167,8 +214,15 @@ def scan(f: Function, name: str, lib: Backend) -> Function:
 
 def _with_initial(xp: Any, values: Any, old: Layout, op: str) -> tuple[Any, Layout]:
     """One token more at the head of each row: the sum or product of nothing."""
-    longest, total = None if old.max_length is None else old.max_length + 1, old.total + old.num_rows
+    longest, total = (
+        None if old.max_length is None else old.max_length + 1,
+        old.total + old.num_rows,
+    )
     new = Layout(old.backend, old.counting(total) + old.arange(old.num_rows + 1), total, longest)
-    neutral = xp.full((1, *values.shape[1:]), 0 if op == "sum" else 1, dtype=values.dtype, device=old.device)
-    tokens = xp.where(new.positions > 0, new.arange(new.total) - new.rows, 0)  # 0 is the neutral one, put in front
+    neutral = xp.full(
+        (1, *values.shape[1:]), 0 if op == "sum" else 1, dtype=values.dtype, device=old.device
+    )
+    tokens = xp.where(
+        new.positions > 0, new.arange(new.total) - new.rows, 0
+    )  # 0 is the neutral one, put in front
     return xp.take(xp.concat([neutral, values], axis=0), tokens, axis=0), new

@@ -82,10 +82,20 @@ class AttentionCall:
 
     @classmethod
     def make(
-        cls, q: Array, k: Array, v: Array, *, causal: bool = False, window: Window = None, scale: float | None = None,
-        softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None, deterministic: bool = False,
+        cls,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        causal: bool = False,
+        window: Window = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        deterministic: bool = False,
         return_lse: bool = False,
-    ) -> AttentionCall:  # fmt: skip
+    ) -> AttentionCall:
         """Check the arguments of `attention` and bring them into one form. Sinks need no kernel but the log-sum-exp."""
         rows = ragged("q", q).layout
         backend, dtype = rows.backend, q.values.dtype
@@ -97,17 +107,27 @@ class AttentionCall:
                     "use arr.with_values(arr.values[:, None, :])"
                 )
             if x.layout.backend is not backend:
-                raise TypeError(f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}")
+                raise TypeError(
+                    f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}"
+                )
             if values.dtype != dtype:
-                raise TypeError(f"{name}: expected dtype {dtype} as q, got {values.dtype}; convert it with xp.astype")
+                raise TypeError(
+                    f"{name}: expected dtype {dtype} as q, got {values.dtype}; convert it with xp.astype"
+                )
             if backend.apart(values, q.values):
-                raise ValueError(f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device")
+                raise ValueError(
+                    f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device"
+                )
         floating("q", q.values)
         if k.batch_size != q.batch_size:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
         if v.layout is not k.layout:
             shared_layout("attention: k and v", (k, v))
-        (_, heads, dim), (_, kv_heads, k_dim), (_, v_heads, _) = q.values.shape, k.values.shape, v.values.shape
+        (_, heads, dim), (_, kv_heads, k_dim), (_, v_heads, _) = (
+            q.values.shape,
+            k.values.shape,
+            v.values.shape,
+        )
         if dim == 0:
             raise ValueError("q: expected a head_dim of at least 1, got 0")
         if k_dim != dim:
@@ -115,7 +135,9 @@ class AttentionCall:
         if v_heads != kv_heads:
             raise ValueError(f"v: expected {kv_heads} heads as k, got {v_heads}")
         if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}")
+            raise ValueError(
+                f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}"
+            )
         causal, deterministic = flag("causal", causal), flag("deterministic", deterministic)
         softcap = None if softcap is None else number("softcap", softcap, above=0)
         scale = 1 / math.sqrt(dim) if scale is None else number("scale", scale)
@@ -123,9 +145,21 @@ class AttentionCall:
             if x is not None:
                 dense(name, x, q.values)
                 if tuple(x.shape) != (heads,):
-                    raise ValueError(f"{name}: expected an array of shape ({heads},), one number a head, got {tuple(x.shape)}")
-        return cls(q, k, v, causal, _window(window, causal), scale, softcap, flag("return_lse", return_lse) or sinks is not None,
-                   alibi_slopes, deterministic)
+                    raise ValueError(
+                        f"{name}: expected an array of shape ({heads},), one number a head, got {tuple(x.shape)}"
+                    )
+        return cls(
+            q,
+            k,
+            v,
+            causal,
+            _window(window, causal),
+            scale,
+            softcap,
+            flag("return_lse", return_lse) or sinks is not None,
+            alibi_slopes,
+            deterministic,
+        )
 
 
 def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -137,15 +171,28 @@ def _window(window: Window, causal: bool) -> tuple[int | None, int | None]:
         window = (integer("window", window, 1, of=" key, the query's own position") - 1, 0)
     elif len(window) != 2:
         raise ValueError(f"window: expected (left, right), got {window}")
-    left, right = (None if n is None else integer(f"window[{i}]", n, 0, of=", or None for no bound") for i, n in enumerate(window))
+    left, right = (
+        None if n is None else integer(f"window[{i}]", n, 0, of=", or None for no bound")
+        for i, n in enumerate(window)
+    )
     return left, 0 if causal else right
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, causal: bool = False, window: Window = None, scale: float | None = None,
-    softcap: float | None = None, alibi_slopes: Any = None, sinks: Any = None, deterministic: bool = False,
-    return_lse: bool = False, kernel: str | None = None,
-) -> Any:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> Any:
     """Scaled dot-product attention within each row: ``softmax(q k^T * scale) v``, memory O(total).
 
     Parameters
@@ -236,7 +283,9 @@ class _Plan(NamedTuple):
     last: Any
     keys: Any  # (tiles,) position of the first key that any of them may see, rounded down to a tile of keys
     tile: Any  # (tiles,) and the number of that tile among all tiles of keys
-    rounds: np.ndarray | None  # (tiles,) key tiles of each query tile, falling; None where it is not known on the host
+    rounds: (
+        np.ndarray | None
+    )  # (tiles,) key tiles of each query tile, falling; None where it is not known on the host
     whole: np.ndarray | None  # (tiles,) how many of them, from the first on, every query sees whole
 
 
@@ -263,7 +312,9 @@ def _standard(call: AttentionCall) -> Any:
 def _nothing(call: AttentionCall) -> Any:
     q, v, xp = call.q, call.v, call.q.layout.xp
     shape = tuple(q.values.shape[:2])
-    out = q.with_values(xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=q.layout.device))
+    out = q.with_values(
+        xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=q.layout.device)
+    )
     lse = xp.full(shape, -float("inf"), dtype=accumulator(xp, q.dtype), device=q.layout.device)
     return (out, q.with_values(lse)) if call.return_lse else out
 
@@ -287,7 +338,9 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
         return xp.take(xp.astype(x, q.offsets.dtype, copy=False), tiles.rows, axis=0)
 
     lengths, count = per_tile(q.lengths), per_tile(k.lengths)
-    place = tiles.starts[:, None] + q.arange(size)[None, :]  # of each query in its row, and in that of the keys
+    place = (
+        tiles.starts[:, None] + q.arange(size)[None, :]
+    )  # of each query in its row, and in that of the keys
     real, place = place < lengths[:, None], place + (count - lengths)[:, None]
     last = xp.broadcast_to(count[:, None] - 1, place.shape)
     last = last if right is None else xp.minimum(last, place + right)
@@ -305,7 +358,9 @@ def _plan(call: AttentionCall, size: int) -> _Plan:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
     slots = there.put(inverse[slots // size] * size + slots % size)
-    tokens, own, first, last, keys, tile = (there.put(x[order]) for x in (tiles.tokens, place, first, last, keys, tile))
+    tokens, own, first, last, keys, tile = (
+        there.put(x[order]) for x in (tiles.tokens, place, first, last, keys, tile)
+    )
     return _Plan(slots, tokens, own, first, last, keys, tile, rounds[order], whole[order])
 
 
@@ -332,7 +387,9 @@ def _rounds(call: AttentionCall, plan: _Plan, part: slice) -> Iterator[tuple[int
         yield j, alive, bool((whole[:alive] <= j).any())
 
 
-def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles: Any) -> tuple[Any, Any]:
+def _chunk(
+    call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles: Any
+) -> tuple[Any, Any]:
     """Output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads) of some query tiles, tile by tile.
 
     Scores lie keys by queries, (tiles, num_kv_heads, KEYS, groups * size), so that maxima and sums run along the slow axis.
@@ -346,7 +403,9 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
     q = xp.reshape(q, (m, kv, call.head_dim, groups * size))
     minus = xp.full((), -float("inf"), dtype=wide, device=call.q.layout.device)
     running: list[Any] = []  # accumulated values, sum of weights and maximum of the scores so far
-    done: list[list[Any]] = []  # the same of query tiles that have met all their keys, the longest last
+    done: list[
+        list[Any]
+    ] = []  # the same of query tiles that have met all their keys, the longest last
     for j, alive, masked in _rounds(call, plan, part):
         if running and alive < q.shape[0]:
             done.append([x[alive:, ...] for x in running])
@@ -354,28 +413,40 @@ def _chunk(call: AttentionCall, plan: _Plan, part: slice, k_tiles: Any, v_tiles:
         at = slice(part.start, part.start + alive)
         tile = plan.tile[at] + j
         tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # a query tile that has met all its keys
-        k, v = (xp.reshape(xp.take(x, tile, axis=0), (alive, kv, KEYS, -1)) for x in (k_tiles, v_tiles))
+        k, v = (
+            xp.reshape(xp.take(x, tile, axis=0), (alive, kv, KEYS, -1)) for x in (k_tiles, v_tiles)
+        )
         place = plan.keys[at][:, None] + (j * KEYS + call.k.layout.arange(KEYS))[None, :]
         score = _scores(call, k, q, place, plan.own[at, :])
         if masked:
             seen = place[:, :, None] <= plan.last[at, :][:, None, :]
             if call.window[0] is not None:
                 seen = seen & (place[:, :, None] >= plan.first[at, :][:, None, :])
-            if plan.rounds is None:  # behind the last tile of a row come those of others, whose NaN no weight of 0 would hide
+            if (
+                plan.rounds is None
+            ):  # behind the last tile of a row come those of others, whose NaN no weight of 0 would hide
                 v = xp.where(xp.any(seen, axis=(1, 2))[:, None, None, None], v, 0.0)
             score = xp.reshape(score, (alive, kv, KEYS, groups, size))
-            score = xp.reshape(xp.where(seen[:, None, :, None, :], score, minus), (alive, kv, KEYS, groups * size))
+            score = xp.reshape(
+                xp.where(seen[:, None, :, None, :], score, minus), (alive, kv, KEYS, groups * size)
+            )
         top = xp.max(score, axis=2, keepdims=True)
         top = xp.maximum(top, running[2]) if running else top
         base = xp.where(top == minus, 0.0, top) if masked else top
         weight = xp.exp(score - base)
-        total, acc = xp.sum(weight, axis=2, keepdims=True), xp.matmul(xp.matrix_transpose(v), weight)
+        total, acc = (
+            xp.sum(weight, axis=2, keepdims=True),
+            xp.matmul(xp.matrix_transpose(v), weight),
+        )
         if running:
             shrink = xp.exp(running[2] - base)
             total, acc = running[1] * shrink + total, running[0] * shrink + acc
         running = [acc, total, top]
     done.append(running)
-    acc, total, top = (xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0] for x in map(list, zip(*done, strict=True)))
+    acc, total, top = (
+        xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0]
+        for x in map(list, zip(*done, strict=True))
+    )
     some = total != 0  # a sum that is NaN must be seen
     safe = xp.where(some, total, 1.0)
     out, lse = xp.where(some, acc, 0.0) / safe, xp.where(some, top + xp.log(safe), minus)
@@ -395,7 +466,9 @@ def _scores(call: AttentionCall, k: Any, q: Any, place: Any, own: Any) -> Any:
     if call.alibi_slopes is None:
         return score
     away = xp.astype(xp.abs(place[:, :, None] - own[:, None, :]), score.dtype)[:, None, :, None, :]
-    slopes = xp.reshape(xp.astype(call.alibi_slopes, score.dtype, copy=False), (1, call.num_kv_heads, 1, -1, 1))
+    slopes = xp.reshape(
+        xp.astype(call.alibi_slopes, score.dtype, copy=False), (1, call.num_kv_heads, 1, -1, 1)
+    )
     by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], own.shape[1]))
     return xp.reshape(by_head - slopes * away, score.shape)
 

@@ -65,7 +65,9 @@ class CrossEntropyCall(Losses):
     def __post_init__(self) -> None:
         _check_tokens("logits", self)
         if self.values.shape[1] == 0:
-            raise ValueError(f"logits: expected at least one class, got shape {tuple(self.x.shape)}")
+            raise ValueError(
+                f"logits: expected at least one class, got shape {tuple(self.x.shape)}"
+            )
         _check_targets(self, self.values.shape[1])
 
 
@@ -92,10 +94,14 @@ class LinearCrossEntropyCall(Losses):
         if self.bias is not None:
             dense("bias", self.bias, values)
             if tuple(self.bias.shape) != (weight.shape[0],):
-                raise ValueError(f"bias: expected shape ({weight.shape[0]},), a number a class, got {tuple(self.bias.shape)}")
+                raise ValueError(
+                    f"bias: expected shape ({weight.shape[0]},), a number a class, got {tuple(self.bias.shape)}"
+                )
         for name, found in (("weight", weight), ("bias", self.bias)):
             if found is not None and found.dtype != values.dtype:
-                raise TypeError(f"{name}: expected the dtype of x, {values.dtype}, got {found.dtype}; convert it with xp.astype")
+                raise TypeError(
+                    f"{name}: expected the dtype of x, {values.dtype}, got {found.dtype}; convert it with xp.astype"
+                )
         _check_targets(self, weight.shape[0])
 
     @property
@@ -109,7 +115,9 @@ def _check_tokens(name: str, call: Losses) -> None:
     x, values = call.x, call.values
     backend(values, name)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
-        raise ValueError(f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"
+        )
     floating(name, values)
 
 
@@ -119,16 +127,26 @@ def _check_targets(call: Losses, classes: int) -> None:
     lib = backend(values)
     if isinstance(x, Array):
         if ragged("targets", targets).ndim != 2:
-            raise ValueError(f"targets: expected shape (n, None), a class a token, got {targets.shape}")
+            raise ValueError(
+                f"targets: expected shape (n, None), a class a token, got {targets.shape}"
+            )
         equal_rows("targets", x, targets)
     elif not is_array(targets) or tuple(targets.shape) != tuple(values.shape[:1]):
-        came = f"shape {tuple(targets.shape)}" if hasattr(targets, "shape") else type(targets).__name__
-        raise ValueError(f"targets: expected a dense array of shape {tuple(values.shape[:1])}, a class a token, got {came}")
+        came = (
+            f"shape {tuple(targets.shape)}" if hasattr(targets, "shape") else type(targets).__name__
+        )
+        raise ValueError(
+            f"targets: expected a dense array of shape {tuple(values.shape[:1])}, a class a token, got {came}"
+        )
     integer("ignore_index", call.ignore_index)
     if call.reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}")
+        raise ValueError(
+            f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}"
+        )
     if call.reduction == "row_mean" and not isinstance(x, Array):
-        raise ValueError(f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}")
+        raise ValueError(
+            f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"
+        )
     rows = x.layout.host if isinstance(x, Array) else None
     seen = rows is not None or (not isinstance(x, Array) and not lib.compiling())
     host = lib.peek(call.labels) if seen else None
@@ -143,7 +161,12 @@ def _check_targets(call: Losses, classes: int) -> None:
 
 
 def cross_entropy(
-    logits: Any, targets: Any, *, ignore_index: int = -100, reduction: str = "mean", kernel: str | None = None
+    logits: Any,
+    targets: Any,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    kernel: str | None = None,
 ) -> Any:
     """How badly the logits of each token predict its class: ``log(sum(exp(logits))) - logits[target]``, in nats.
 
@@ -182,13 +205,23 @@ def cross_entropy(
     array([0.6931, 1.6094])
     """
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    return _shaped(logits, reduction, again.run("cross_entropy", {"x": logits, "targets": targets}, options, kernel))
+    return _shaped(
+        logits,
+        reduction,
+        again.run("cross_entropy", {"x": logits, "targets": targets}, options, kernel),
+    )
 
 
 def linear_cross_entropy(
-    x: Any, weight: Any, targets: Any, bias: Any = None, *, ignore_index: int = -100, reduction: str = "mean",
+    x: Any,
+    weight: Any,
+    targets: Any,
+    bias: Any = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
     kernel: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """`cross_entropy` of the logits ``x @ weight.T + bias``, a part of the tokens at a time: all logits never exist at once.
 
     With a vocabulary of 128,000 the logits take more memory than the model that makes them. Here they take no more than the
@@ -240,7 +273,11 @@ def given(call: Losses, losses: Any) -> Any:
     xp, known = backend(call.values).xp, call.known
     if call.reduction == "row_mean":
         rows = call.x.layout
-        return divide(xp, segment_reduce("sum", losses, rows), segment_reduce("sum", xp.astype(known, losses.dtype), rows))
+        return divide(
+            xp,
+            segment_reduce("sum", losses, rows),
+            segment_reduce("sum", xp.astype(known, losses.dtype), rows),
+        )
     total = xp.sum(losses)
     if call.reduction == "sum":
         return total
@@ -255,8 +292,12 @@ def _cross_entropy(call: CrossEntropyCall) -> Any:
     logits = xp.where(known[:, None], logits, xp.zeros_like(logits))
     labels = xp.where(known, call.labels, 0)
     target = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
-    right = xp.sum(xp.where(target, logits, xp.zeros_like(logits)), axis=1)  # a gather compiles for one size only
-    top = xp.ceil(xp.max(logits, axis=1))  # rounded, and so a constant to every library that differentiates
+    right = xp.sum(
+        xp.where(target, logits, xp.zeros_like(logits)), axis=1
+    )  # a gather compiles for one size only
+    top = xp.ceil(
+        xp.max(logits, axis=1)
+    )  # rounded, and so a constant to every library that differentiates
     loss = xp.log(xp.sum(xp.exp(logits - top[:, None]), axis=1)) + (top - right)
     one, exists = xp.ones_like(loss), (labels >= 0) & (labels < classes)
     return given(call, xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0))
@@ -271,7 +312,9 @@ def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
     else:
         for at in range(0, total, size):
             some = slice(at, min(at + size, total))
-            part = lib.checkpoint(partial(losses_of_part, call.ignore_index, labels[some], known[some]))
+            part = lib.checkpoint(
+                partial(losses_of_part, call.ignore_index, labels[some], known[some])
+            )
             losses.append(part(call.values[some, :], *call.parameters))
         found = lib.xp.concat(losses, axis=0)
     return given(call, found)
@@ -288,4 +331,7 @@ def losses_of_part(ignored: int, labels: Any, known: Any, x: Any, weight: Any, *
     xp = backend(x).xp
     logits = xp.where(known[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
     targets = xp.where(known, labels, ignored)
-    return run("cross_entropy", CrossEntropyCall(logits + bias[0] if bias else logits, targets, ignored, "none"))
+    return run(
+        "cross_entropy",
+        CrossEntropyCall(logits + bias[0] if bias else logits, targets, ignored, "none"),
+    )

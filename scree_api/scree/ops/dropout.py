@@ -47,7 +47,9 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
         raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
     floating("x", values)
     if lib.uniform is None:
-        raise TypeError(f"x: expected an array of a library with random numbers, got one of {lib.name}")
+        raise TypeError(
+            f"x: expected an array of a library with random numbers, got one of {lib.name}"
+        )
     kept = lib.uniform(key, tuple(values.shape), values) >= rate
     zero = lib.xp.zeros((), dtype=values.dtype, device=lib.device(values))
     return like(x, lib.xp.where(kept, values * (1 / (1 - rate)), zero))

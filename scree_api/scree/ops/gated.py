@@ -23,9 +23,13 @@ class SwigluCall:
         x, values = self.x, self.values
         backend(values, "x")
         if values.ndim == 0 or (isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1):
-            raise ValueError(f"x: expected a last axis of gates and values, got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"x: expected a last axis of gates and values, got shape {tuple(x.shape)}"
+            )
         if values.shape[-1] % 2:
-            raise ValueError(f"x: expected a last axis of an even size, as many gates as values, got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"x: expected a last axis of an even size, as many gates as values, got shape {tuple(x.shape)}"
+            )
         floating("x", values)
 
     @property

@@ -32,7 +32,9 @@ class NormCall:
         if values.ndim == 0:
             raise ValueError("x: expected at least one axis, got a 0-d array")
         if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:
-            raise ValueError(f"x: expected element axes behind the ragged one, got {x.shape}; a norm runs over the last axis")
+            raise ValueError(
+                f"x: expected element axes behind the ragged one, got {x.shape}; a norm runs over the last axis"
+            )
         floating("x", values)
         width = (int(values.shape[-1]),)
         for name, found in (("weight", self.weight), ("bias", self.bias)):
@@ -40,7 +42,9 @@ class NormCall:
                 continue
             dense(name, found, values)
             if tuple(found.shape) != width:
-                raise ValueError(f"{name}: expected shape {width}, the last axis of x, got {tuple(found.shape)}")
+                raise ValueError(
+                    f"{name}: expected shape {width}, the last axis of x, got {tuple(found.shape)}"
+                )
         number("eps", self.eps, low=0)
         if self.residual is None:
             return
@@ -71,7 +75,13 @@ class NormCall:
 
 
 def layer_norm(
-    x: Any, weight: Any = None, bias: Any = None, *, residual: Any = None, eps: float = 1e-5, kernel: str | None = None
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    residual: Any = None,
+    eps: float = 1e-5,
+    kernel: str | None = None,
 ) -> Any:
     """Layer normalization over the last axis (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
@@ -106,10 +116,22 @@ def layer_norm(
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return again.run("layer_norm", {"x": x, "weight": weight, "bias": bias, "residual": residual}, {"eps": eps}, kernel)
+    return again.run(
+        "layer_norm",
+        {"x": x, "weight": weight, "bias": bias, "residual": residual},
+        {"eps": eps},
+        kernel,
+    )
 
 
-def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1e-6, kernel: str | None = None) -> Any:
+def rms_norm(
+    x: Any,
+    weight: Any = None,
+    *,
+    residual: Any = None,
+    eps: float = 1e-6,
+    kernel: str | None = None,
+) -> Any:
     """Root mean square normalization over the last axis (Zhang and Sennrich, 2019): ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Parameters
@@ -137,7 +159,9 @@ def rms_norm(x: Any, weight: Any = None, *, residual: Any = None, eps: float = 1
     >>> normed.values, total.values
     (array([[1., 1.]]), array([[6., 6.]]))
     """
-    return again.run("rms_norm", {"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel)
+    return again.run(
+        "rms_norm", {"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel
+    )
 
 
 def _normalize(call: NormCall, center: bool) -> Any:

@@ -32,7 +32,9 @@ class RopeCall:
             raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
         floating("x", x.values)
         if x.values.shape[-1] % 2 or x.values.shape[-1] == 0:
-            raise ValueError(f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}")
+            raise ValueError(
+                f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}"
+            )
         if self.k is not None:
             shared_layout("k", (x, ragged("k", self.k)))
             if self.k.values.shape[-1] != x.values.shape[-1] or self.k.dtype != x.dtype:
@@ -45,13 +47,21 @@ class RopeCall:
         if self.start is not None:
             integers("start", self.start, x.values)
             if tuple(self.start.shape) != (x.batch_size,):
-                raise ValueError(f"start: expected shape ({x.batch_size},), a position a row, got {tuple(self.start.shape)}")
+                raise ValueError(
+                    f"start: expected shape ({x.batch_size},), a position a row, got {tuple(self.start.shape)}"
+                )
 
 
 def rope(
-    x: Array, k: Array | None = None, /, *, theta: float = 10000.0, interleaved: bool = False, start: Any = None,
+    x: Array,
+    k: Array | None = None,
+    /,
+    *,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    start: Any = None,
     kernel: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Rotary position embedding (Su et al., 2021) of queries or keys, or of both at once.
 
     Parameters
@@ -106,15 +116,25 @@ def _rope(call: RopeCall) -> Any:
     if call.start is not None:
         positions = positions + xp.take(call.start, layout.rows, axis=0)
     pair = xp.arange(half, dtype=wide, device=layout.device)
-    angle = xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
+    angle = (
+        xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
+    )
     cos, sin = xp.cos(angle), xp.sin(angle)
 
     def turned(x: Array) -> Array:
         values = xp.astype(x.values, wide, copy=False)
         c, s = (xp.reshape(t, (t.shape[0], *(1,) * (values.ndim - 2), half)) for t in (cos, sin))
-        a, b = (values[..., ::2], values[..., 1::2]) if call.interleaved else (values[..., :half], values[..., half:])
+        a, b = (
+            (values[..., ::2], values[..., 1::2])
+            if call.interleaved
+            else (values[..., :half], values[..., half:])
+        )
         parts = [a * c - b * s, b * c + a * s]
-        out = xp.reshape(xp.stack(parts, axis=-1), values.shape) if call.interleaved else xp.concat(parts, axis=-1)
+        out = (
+            xp.reshape(xp.stack(parts, axis=-1), values.shape)
+            if call.interleaved
+            else xp.concat(parts, axis=-1)
+        )
         return x.with_values(xp.astype(out, x.dtype, copy=False))
 
     return turned(x) if call.k is None else (turned(x), turned(call.k))

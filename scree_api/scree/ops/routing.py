@@ -77,7 +77,9 @@ class GatherCall:
         """Check the arguments of `gather` and bring them into one form."""
         values, places = _tokens(x), ragged("index", index)
         if places.ndim != 2:
-            raise ValueError(f"index: expected a ragged array of one number a token, (n, None), got {places.shape}")
+            raise ValueError(
+                f"index: expected a ragged array of one number a token, (n, None), got {places.shape}"
+            )
         numbers = integers("index", places.values, values)
         _in_bounds(places.layout.backend.peek(numbers), "index", values.shape[0])
         return cls(values, numbers)
@@ -104,7 +106,11 @@ class ScatterCall:
     def make(cls, x: Any, index: Any, size: int, *, add: bool = False) -> ScatterCall:
         """Check the arguments of `scatter` and bring them into one form."""
         values, size = _tokens(x), integer("size", size, 0)
-        if isinstance(x, Array) and isinstance(index, Array) and same(x.layout, index.layout) is False:
+        if (
+            isinstance(x, Array)
+            and isinstance(index, Array)
+            and same(x.layout, index.layout) is False
+        ):
             raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
         return cls(values, _numbers("index", x, index, size), size, add)
 
@@ -146,7 +152,9 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
     """
     if _axis(axis) == 0:
         if kernel is not None:
-            raise ValueError(f"kernel: expected None for rows (axis=0), which no kernel moves, got {kernel!r}")
+            raise ValueError(
+                f"kernel: expected None for rows (axis=0), which no kernel moves, got {kernel!r}"
+            )
         return _scatter_rows(ragged("x", x), index, integer("size", size, 0))
     return again.run("scatter", {"x": x, "index": index}, {"size": size}, kernel)
 
@@ -216,7 +224,9 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     """
     values, num_groups = _tokens(x), integer("num_groups", num_groups, 0)
     lib, total = backend(values), int(values.shape[0])
-    order, offsets = _sorted(lib.xp, _numbers("ids", x, ids, num_groups), num_groups, lib.device(values))
+    order, offsets = _sorted(
+        lib.xp, _numbers("ids", x, ids, num_groups), num_groups, lib.device(values)
+    )
     full = all(one.layout.full for one in (x, ids) if isinstance(one, Array))
     groups = Layout(lib, lib.xp.astype(offsets, counter(lib.xp, total)), total, full=full)
     grouped = Array._of(run("gather", GatherCall(values, order, distinct=True)), groups)
@@ -238,7 +248,9 @@ def _axis(axis: int) -> int:
 
 def _tokens(x: Any) -> Any:
     if isinstance(x, Array) and x.ragged_dim:
-        raise ValueError(f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}; use xp.moveaxis")
+        raise ValueError(
+            f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}; use xp.moveaxis"
+        )
     values = values_of(x)
     backend(values, "x")
     if values.ndim == 0:
@@ -250,23 +262,33 @@ def _numbers(name: str, x: Any, numbers: Any, size: int) -> Any:
     """The number in [0, size) of each token of `x`; `size` for tokens behind the last row of `x` or of the numbers."""
     values = values_of(x)
     rows = next((one.layout for one in (x, numbers) if isinstance(one, Array)), None)
-    if isinstance(x, Array) and isinstance(numbers, Array) and same(x.layout, numbers.layout) is False:
+    if (
+        isinstance(x, Array)
+        and isinstance(numbers, Array)
+        and same(x.layout, numbers.layout) is False
+    ):
         raise ValueError(f"{name}: expected the rows of x, got {difference(x, numbers)}")
     numbers = integers(name, values_of(numbers), values)
     if tuple(numbers.shape) != (values.shape[0],):
-        raise ValueError(f"{name}: expected a number for each of {values.shape[0]} tokens, got shape {tuple(numbers.shape)}")
+        raise ValueError(
+            f"{name}: expected a number for each of {values.shape[0]} tokens, got shape {tuple(numbers.shape)}"
+        )
     lib, real = backend(values), None if rows is None else rows.real
     seen = lib.peek(numbers)
     if rows is not None and real is not None:
         seen = None if seen is None or rows.host is None else seen[: rows.host[-1]]
-        numbers = lib.xp.where(real, lib.xp.astype(numbers, counter(lib.xp, size, numbers), copy=False), size)
+        numbers = lib.xp.where(
+            real, lib.xp.astype(numbers, counter(lib.xp, size, numbers), copy=False), size
+        )
     _in_bounds(seen, name, size)
     return numbers
 
 
 def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:
     if host is not None and host.size and (host.min() < 0 or host.max() >= size):
-        raise ValueError(f"{name}: expected numbers in [0, {size}), got {host.min()} to {host.max()}")
+        raise ValueError(
+            f"{name}: expected numbers in [0, {size}), got {host.min()} to {host.max()}"
+        )
 
 
 @declare("scatter", ScatterCall.make)
@@ -283,14 +305,20 @@ def _standard(call: ScatterCall) -> Any:
         return xp.astype(segment_reduce("sum", wide, places), values.dtype, copy=False)
     last = xp.take(order, places.clip(offsets[1:] - 1), axis=0)
     found = xp.take(values, last, axis=0)
-    return xp.where(spread(xp, places.filled, found.ndim), found, xp.zeros((), dtype=values.dtype, device=device))
+    return xp.where(
+        spread(xp, places.filled, found.ndim),
+        found,
+        xp.zeros((), dtype=values.dtype, device=device),
+    )
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:
     integers("index", index, x.values)
     places = backend(index).read(index)
     if places.shape != (x.batch_size,):
-        raise ValueError(f"index: expected one place for each of {x.batch_size} rows, got shape {places.shape}")
+        raise ValueError(
+            f"index: expected one place for each of {x.batch_size} rows, got shape {places.shape}"
+        )
     _in_bounds(places, "index", size)
     if np.unique(places).size < places.size:
         raise ValueError("index: expected every row at a place of its own")
@@ -299,4 +327,6 @@ def _scatter_rows(x: Array, index: Any, size: int) -> Array:
     filled = take_rows(x, source[source >= 0])
     lengths = np.zeros(size, np.int64)
     lengths[source >= 0] = np.diff(filled.layout.read())
-    return Array._of(filled.values, Layout.from_host(x.layout.backend, lengths, like=x.offsets), x.ragged_dim)
+    return Array._of(
+        filled.values, Layout.from_host(x.layout.backend, lengths, like=x.offsets), x.ragged_dim
+    )

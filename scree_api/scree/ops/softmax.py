@@ -114,7 +114,9 @@ def _parts(x: Array) -> tuple[Any, Array, Any, Any, Any]:
     values = xp.astype(x.values, accumulator(xp, x.dtype), copy=False)
     values = moved(xp, values, x.ragged_dim, 0)
     top = segment_reduce("max", values, x.layout)
-    top = xp.where(xp.isfinite(top), top, xp.zeros_like(top))  # rows that are empty or hold an infinity
+    top = xp.where(
+        xp.isfinite(top), top, xp.zeros_like(top)
+    )  # rows that are empty or hold an infinity
     shifted = x.with_values(values, ragged_dim=0)
     shifted = shifted.with_values(in_rows(shifted, values - _per_token(xp, top, shifted)))
     weights = xp.exp(shifted.values)
@@ -139,7 +141,11 @@ def _softmax(call: SoftmaxCall) -> Array:
 @declare("log_softmax", SoftmaxCall)
 def _log_softmax(call: SoftmaxCall) -> Array:
     xp, shifted, _, _, total = _parts(call.x)
-    return _finish(xp, shifted.values - _per_token(xp, xp.log(xp.where(total != 0, total, 1.0)), shifted), call.x)
+    return _finish(
+        xp,
+        shifted.values - _per_token(xp, xp.log(xp.where(total != 0, total, 1.0)), shifted),
+        call.x,
+    )
 
 
 @declare("logsumexp", SoftmaxCall)

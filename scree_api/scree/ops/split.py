@@ -27,13 +27,17 @@ class SplitCall:
         backend(values, "x")
         integer("axis", self.axis, -len(x.shape), len(x.shape))
         if isinstance(x, Array) and self.place in (-1, x.ragged_dim):
-            raise ValueError(f"axis: expected an axis of the elements, got {self.axis} for shape {tuple(x.shape)}")
+            raise ValueError(
+                f"axis: expected an axis of the elements, got {self.axis} for shape {tuple(x.shape)}"
+            )
         if not isinstance(self.sizes, Sequence):
             raise TypeError(f"sizes: expected the size of each part, got {self.sizes!r}")
         for size in self.sizes:
             integer("sizes", size, 0)
         if sum(self.sizes) != values.shape[self.place]:
-            raise ValueError(f"sizes: expected a sum of {values.shape[self.place]}, axis {self.axis} of x, got {tuple(self.sizes)}")
+            raise ValueError(
+                f"sizes: expected a sum of {values.shape[self.place]}, axis {self.axis} of x, got {tuple(self.sizes)}"
+            )
 
     @property
     def values(self) -> Any:
@@ -46,7 +50,9 @@ class SplitCall:
         return self.axis % len(self.x.shape) - isinstance(self.x, Array)
 
 
-def split(x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = None) -> tuple[Any, ...]:
+def split(
+    x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = None
+) -> tuple[Any, ...]:
     """Parts of `x` along one axis of its elements, for instance queries, keys and values that came out of one product.
 
     It is what slices give, but all parts together: their gradients come back in one copy, where those of slices are each
@@ -85,7 +91,11 @@ def split(x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = 
     """
     sizes = tuple(sizes) if isinstance(sizes, list) else sizes
     parts = again.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel)
-    return tuple([Array._of(part, x.layout, x.ragged_dim) for part in parts] if isinstance(x, Array) else parts)
+    return tuple(
+        [Array._of(part, x.layout, x.ragged_dim) for part in parts]
+        if isinstance(x, Array)
+        else parts
+    )
 
 
 @declare("split", SplitCall)

@@ -28,6 +28,8 @@ def device(request: pytest.FixtureRequest) -> None:
         import scree
         import scree_triton
 
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take the memory of all the others
+        os.environ.setdefault(
+            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        )  # JAX would take the memory of all the others
         scree.namespace(torch.zeros(1))
         scree_triton.register()

@@ -11,7 +11,9 @@ import scree
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "float32", "float64")
 RESTS = ((), (3,), (2, 3))
-INSTALLED = [name for name in ("numpy", "torch", "jax", "mlx", "array_api_strict") if find_spec(name)]
+INSTALLED = [
+    name for name in ("numpy", "torch", "jax", "mlx", "array_api_strict") if find_spec(name)
+]
 
 #: Few examples, always the same ones, no files: the properties are structural, and the axes below are short.
 few = settings(max_examples=40, derandomize=True, deadline=None, database=None)
@@ -24,9 +26,13 @@ def filled(shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 @st.composite
 def arrays(
-    draw: Any, dtypes: tuple[str, ...] = DTYPES, ragged: bool = True, rests: tuple[tuple[int, ...], ...] = RESTS,
-    strides: tuple[str, ...] = ("plain", "step", "reversed", "transposed"), indices: tuple[str, ...] = ("int32", "int64"),
-) -> scree.Array:  # fmt: skip
+    draw: Any,
+    dtypes: tuple[str, ...] = DTYPES,
+    ragged: bool = True,
+    rests: tuple[tuple[int, ...], ...] = RESTS,
+    strides: tuple[str, ...] = ("plain", "step", "reversed", "transposed"),
+    indices: tuple[str, ...] = ("int32", "int64"),
+) -> scree.Array:
     """An array on NumPy: no rows, empty rows, one row; any element shape, ragged axis, strides and dtype of the offsets."""
     lengths = draw(st.lists(st.integers(0, 4), max_size=4))
     rest = draw(st.sampled_from(rests))
@@ -49,7 +55,11 @@ def plain(arr: scree.Array) -> scree.Array:
 
     def read(x: Any) -> np.ndarray:
         name = str(x.dtype).rpartition(".")[2]
-        return np.array(x.tolist(), dtype=name).reshape(x.shape) if hasattr(x, "tolist") else np.asarray(x)
+        return (
+            np.array(x.tolist(), dtype=name).reshape(x.shape)
+            if hasattr(x, "tolist")
+            else np.asarray(x)
+        )
 
     return scree.Array(read(arr.values), read(arr.offsets), arr.ragged_dim, arr.max_length)
 
@@ -73,9 +83,16 @@ def assert_as_close(found: Any, peer: Any, exact: Any) -> None:
     import torch
 
     def flat(x: Any) -> torch.Tensor:
-        return torch.cat([part.detach().double().reshape(-1) for part in (x if isinstance(x, tuple | list) else [x])])
+        return torch.cat(
+            [
+                part.detach().double().reshape(-1)
+                for part in (x if isinstance(x, tuple | list) else [x])
+            ]
+        )
 
     dtype = (found[0] if isinstance(found, tuple | list) else found).dtype
     floor = 2**-17 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
     ours, theirs, exact = flat(found), flat(peer), flat(exact)
-    assert torch.linalg.norm(ours - exact) <= 2 * torch.linalg.norm(theirs - exact) + floor * torch.linalg.norm(exact)
+    assert torch.linalg.norm(ours - exact) <= 2 * torch.linalg.norm(
+        theirs - exact
+    ) + floor * torch.linalg.norm(exact)

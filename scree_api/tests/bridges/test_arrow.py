@@ -64,9 +64,9 @@ def test_an_array_speaks_the_c_interface() -> None:
     arr = rows()
     assert pa.array(arr).equals(to_arrow(arr))
     assert np.shares_memory(from_arrow(pa.array(arr)).values, arr.values)
-    assert pa.field(pa.schema([pa.field("x", to_arrow(arr).type)]).field("x")).type == pa.DataType._import_from_c_capsule(
-        arr.__arrow_c_schema__()
-    )
+    assert pa.field(
+        pa.schema([pa.field("x", to_arrow(arr).type)]).field("x")
+    ).type == pa.DataType._import_from_c_capsule(arr.__arrow_c_schema__())
     assert_same(from_arrow(arr), arr)
 
 
@@ -74,18 +74,22 @@ def test_an_array_speaks_the_c_interface() -> None:
 @pytest.mark.parametrize("indices", ["int32", "int64"])
 def test_polars(indices: str) -> None:
     import polars
+
     arr = scree.Array(filled((6,), "int64"), np.asarray([0, 3, 3, 6], dtype=indices))
     series = polars.Series("ids", arr)
     assert series.to_list() == [row.tolist() for row in arr]
     back = from_arrow(series)
     assert_same(back, arr)
-    assert np.shares_memory(back.values, from_arrow(series.to_arrow()).values)  # the memory of the series itself
+    assert np.shares_memory(
+        back.values, from_arrow(series.to_arrow()).values
+    )  # the memory of the series itself
     assert_same(from_arrow(polars.DataFrame({"ids": series})["ids"][1:]), arr[1:])
 
 
 @pytest.mark.needs("polars")
 def test_arrays_within_lists_of_polars() -> None:
     import polars
+
     series = polars.Series("x", rows())
     assert series.dtype == polars.List(polars.Array(polars.Float32, 2))
     assert_same(from_arrow(series), rows())
@@ -96,7 +100,10 @@ def test_arrays_within_lists_of_polars() -> None:
 @pytest.mark.needs("datasets")
 def test_datasets() -> None:
     import datasets
-    data = datasets.Dataset(pa.table({"ids": pa.array(rows("int64").with_values(filled((6,), "int64")))}))
+
+    data = datasets.Dataset(
+        pa.table({"ids": pa.array(rows("int64").with_values(filled((6,), "int64")))})
+    )
     arr = from_arrow(data["ids"])
     assert arr.lengths.tolist() == [3, 0, 2, 1]
     assert np.shares_memory(arr.values, from_arrow(data.data.column("ids")).values)
@@ -106,6 +113,7 @@ def test_datasets() -> None:
 @pytest.mark.needs("pandas")
 def test_pandas() -> None:
     import pandas
+
     series = pandas.Series(pa.array(rows()), dtype=pandas.ArrowDtype(to_arrow(rows()).type))
     assert_same(scree.bridges.from_pandas(series), rows())
 
@@ -115,13 +123,17 @@ def test_pandas() -> None:
     [
         (pa.array([[1], None, [2]]), ValueError, r"no null rows, got 1; use drop_null\(\)"),
         (pa.array([[1, None], [2]]), ValueError, "no null elements, got 1"),
-        (pa.array([[[1, 2], None]], type=pa.list_(pa.list_(pa.int64(), 2))), ValueError, "no null tokens, got 1"),
+        (
+            pa.array([[[1, 2], None]], type=pa.list_(pa.list_(pa.int64(), 2))),
+            ValueError,
+            "no null tokens, got 1",
+        ),
         (pa.array([1, 2]), TypeError, r"expected list<T> or large_list<T>, got int64"),
         (pa.array([[[1], [2, 3]]]), TypeError, "there is one ragged axis"),
         (pa.array([["a"]]), TypeError, "lists of numbers"),
         ([[1], [2]], TypeError, "for lists use from_lists"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_form_raises(column: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"column: .*{words}"):
         from_arrow(column)

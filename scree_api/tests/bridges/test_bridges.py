@@ -11,10 +11,23 @@ from scree import bridges
 
 NEEDS = {"arrow": "pyarrow", "flash_attn": "torch", "varlen": "torch"}
 LIGHT = ("dlpack", "huggingface", "lists", "serving", "tensorflow")
-FOREIGN = ("torch", "jax", "mlx", "pyarrow", "awkward", "scipy", "pandas", "transformers", "tensorflow", "safetensors")
+FOREIGN = (
+    "torch",
+    "jax",
+    "mlx",
+    "pyarrow",
+    "awkward",
+    "scipy",
+    "pandas",
+    "transformers",
+    "tensorflow",
+    "safetensors",
+)
 
 
-@pytest.mark.parametrize("module", [m for m in bridges.NAMES if m in LIGHT or find_spec(NEEDS.get(m, m))])
+@pytest.mark.parametrize(
+    "module", [m for m in bridges.NAMES if m in LIGHT or find_spec(NEEDS.get(m, m))]
+)
 def test_every_name_is_found(module: str) -> None:
     for name in bridges.NAMES[module]:
         assert getattr(bridges, name).__module__ == f"scree.bridges.{module}"
@@ -23,10 +36,22 @@ def test_every_name_is_found(module: str) -> None:
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
-    code = f"import sys, scree; dir(scree.bridges); print([m for m in {FOREIGN} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        f"import sys, scree; dir(scree.bridges); print([m for m in {FOREIGN} if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
     code = "import sys, scree; scree.bridges.from_hf_padded; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
 
 
 #: Bridge -> what it needs, what it is given, and what it says.
@@ -43,7 +68,9 @@ STRANGERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name, (needs, *_) in STRANGERS.items() if find_spec(needs)])
+@pytest.mark.parametrize(
+    "name", [name for name, (needs, *_) in STRANGERS.items() if find_spec(needs)]
+)
 def test_what_is_no_such_thing_is_named(name: str) -> None:
     _, stranger, words = STRANGERS[name]
     with pytest.raises(TypeError, match=words):

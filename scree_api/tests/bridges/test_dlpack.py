@@ -69,12 +69,18 @@ def test_memory_is_shared(source: str, target: str) -> None:
     arr = make(source, values, [32, 0, 32])
     there = arr.to_backend(target)
     np.testing.assert_array_equal(np.asarray(to_numpy(there).values), values)
-    copies = target == "mlx" or (source, target) == ("mlx", "jax") or (target == "jax" and address(arr.values) % 64)
+    copies = (
+        target == "mlx"
+        or (source, target) == ("mlx", "jax")
+        or (target == "jax" and address(arr.values) % 64)
+    )
     assert (address(there.values) == address(arr.values)) == (not copies)
 
 
 @pytest.mark.needs("ml_dtypes")
-@pytest.mark.parametrize("source, target", [pair for pair in PAIRS if "array_api_strict" not in pair])
+@pytest.mark.parametrize(
+    "source, target", [pair for pair in PAIRS if "array_api_strict" not in pair]
+)
 def test_bfloat16_keeps_its_bits(source: str, target: str) -> None:
     bits = np.asarray([0x0000, 0x3F80, 0xC000, 0x7F80, 0x0001, 0x7FC0], dtype=np.uint16)
     start = scree.from_lengths(bits.view("bfloat16"), [2, 4]).to_backend(source)
@@ -96,6 +102,7 @@ def test_a_namespace_names_its_library_too() -> None:
 @pytest.mark.needs("torch")
 def test_a_gradient_does_not_get_lost_in_silence() -> None:
     import torch
+
     arr = scree.from_lengths(torch.ones(3, requires_grad=True), [1, 2])
     with pytest.raises(TypeError, match=r"with_values\(arr.values.detach"):
         arr.to_numpy()
@@ -105,6 +112,7 @@ def test_a_gradient_does_not_get_lost_in_silence() -> None:
 @pytest.mark.needs("mlx")
 def test_offsets_that_were_never_checked_are_checked_where_reading_is_free() -> None:
     import mlx.core as mx
+
     arr = scree.Array(mx.zeros(3), mx.array([0, 2, 1], dtype=mx.int32))
     with pytest.raises(ValueError, match="offsets"):
         arr.to_numpy()
@@ -116,7 +124,9 @@ ON_CUDA = [name for name in ("torch", "jax", "cupy") if find_spec(name)]
 
 def on_cuda(library: str, dtype: str = "float32") -> scree.Array:
     """Rows on the first CUDA device, of any library that knows one."""
-    arr = scree.from_lengths(filled((64, 16), "float32"), [32, 0, 32]).to_backend("torch", device="cuda")
+    arr = scree.from_lengths(filled((64, 16), "float32"), [32, 0, 32]).to_backend(
+        "torch", device="cuda"
+    )
     import torch
 
     return arr.to(getattr(torch, dtype)).to_backend(library)
@@ -133,17 +143,23 @@ def test_memory_of_a_device_is_shared(source: str, target: str, dtype: str) -> N
     assert address(there.offsets) == address(arr.offsets)
     assert there.layout.host is not None
     np.testing.assert_array_equal(there.to_numpy().values, filled((64, 16), dtype))
-    assert_same(there.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu"))
+    assert_same(
+        there.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("source, target", [pair for pair in permutations(ON_CUDA, 2) if "cupy" not in pair])
+@pytest.mark.parametrize(
+    "source, target", [pair for pair in permutations(ON_CUDA, 2) if "cupy" not in pair]
+)
 def test_bfloat16_of_a_device_is_shared(source: str, target: str) -> None:
     arr = on_cuda(source, "bfloat16")
     there = arr.to_backend(target)
     assert str(there.dtype).endswith("bfloat16")
     assert address(there.values) == address(arr.values)
-    np.testing.assert_array_equal(there.to_numpy().values.astype("float32"), filled((64, 16), "float32"))
+    np.testing.assert_array_equal(
+        there.to_numpy().values.astype("float32"), filled((64, 16), "float32")
+    )
 
 
 @pytest.mark.gpu

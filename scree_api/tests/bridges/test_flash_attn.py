@@ -28,9 +28,16 @@ def batch(heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float64)
 
 
 def loop(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float = 0.25, left: float = np.inf, right: float = np.inf,
-    softcap: float | None = None, slopes: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float = 0.25,
+    left: float = np.inf,
+    right: float = np.inf,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence after the other, the scores whole."""
     outs, sums = [], []
     groups = q.shape[1] // k.shape[1]
@@ -67,7 +74,9 @@ CASES = {
 def test_flash_attn_is_a_loop_over_sequences(case: str, kv_heads: int) -> None:
     given, meant = CASES[case]
     q, k, v, *rest = batch(kv_heads=kv_heads)
-    out, lse, probabilities = flash_attn_varlen_func(q, k, v, *rest, **given, return_attn_probs=True)
+    out, lse, probabilities = flash_attn_varlen_func(
+        q, k, v, *rest, **given, return_attn_probs=True
+    )
     expected, sums = loop(q, k, v, **meant)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, sums.T)
@@ -79,12 +88,25 @@ def test_flash_attn_is_a_loop_over_sequences(case: str, kv_heads: int) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("window, meant", [((-1, -1), {}), ((-1, 0), {"right": 0}), ((5, 0), {"left": 5, "right": 0})])
-def test_varlen_attn_is_a_loop_over_sequences(window: tuple[int, int], meant: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "window, meant", [((-1, -1), {}), ((-1, 0), {"right": 0}), ((5, 0), {"left": 5, "right": 0})]
+)
+def test_varlen_attn_is_a_loop_over_sequences(
+    window: tuple[int, int], meant: dict[str, float]
+) -> None:
     from torch.nn.attention.varlen import AuxRequest
 
     q, k, v, *rest = batch(kv_heads=2)
-    out, lse = varlen_attn(q, k, v, *rest, window_size=window, scale=0.3, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, lse = varlen_attn(
+        q,
+        k,
+        v,
+        *rest,
+        window_size=window,
+        scale=0.3,
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )
     expected, sums = loop(q, k, v, scale=0.3, **meant)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, sums)
@@ -96,7 +118,10 @@ def test_varlen_attn_is_a_loop_over_sequences(window: tuple[int, int], meant: di
 
 def test_keys_go_by_the_boundaries_of_the_queries_if_there_are_no_others() -> None:
     q, _, _, cu, _, longest, _ = batch()
-    assert torch.equal(varlen_attn(q, q, q, cu, None, longest, longest), varlen_attn(q, q, q, cu, cu, longest, longest))
+    assert torch.equal(
+        varlen_attn(q, q, q, cu, None, longest, longest),
+        varlen_attn(q, q, q, cu, cu, longest, longest),
+    )
 
 
 def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
@@ -159,7 +184,9 @@ def on_device(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.detach().repeat(1, 1, 4).to("cuda", dtype).requires_grad_()
 
 
-def forward_and_gradients(out: torch.Tensor, inputs: list[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
+def forward_and_gradients(
+    out: torch.Tensor, inputs: list[torch.Tensor], weight: torch.Tensor
+) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, inputs, weight.to(out.dtype))]
 
 
@@ -168,22 +195,48 @@ def forward_and_gradients(out: torch.Tensor, inputs: list[torch.Tensor], weight:
 @pytest.mark.parametrize("case", ["full", "causal", "scale", "window", "causal window", "left"])
 def test_flash_attn_is_that_of_aten(case: str, dtype: torch.dtype, kv_heads: int) -> None:
     given, meant = CASES[case]
-    causal, scale, (left, right) = given.get("causal", False), given.get("softmax_scale", 0.125), given.get("window_size", (-1, -1))
+    causal, scale, (left, right) = (
+        given.get("causal", False),
+        given.get("softmax_scale", 0.125),
+        given.get("window_size", (-1, -1)),
+    )
     *qkv, cu_q, cu_k, longest_q, longest_k = batch(kv_heads=kv_heads)
     q, k, v = (on_device(x, dtype) for x in qkv)
     cu_q, cu_k = cu_q.cuda(), cu_k.cuda()
     ours, lse, _ = flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, longest_q, longest_k, **{"softmax_scale": scale, **given}, return_attn_probs=True
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        **{"softmax_scale": scale, **given},
+        return_attn_probs=True,
     )
     groups = q.shape[1] // kv_heads
     theirs, their_lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), cu_q, cu_k, longest_q, longest_k, 0.0, causal, False,
-        scale=scale, window_size_left=left, window_size_right=0 if causal else right,
-    )  # fmt: skip
+        q,
+        k.repeat_interleave(groups, 1),
+        v.repeat_interleave(groups, 1),
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0 if causal else right,
+    )
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact, sums = loop(*wide, **{"scale": scale, **meant})
     weight = torch.randn_like(exact)
-    found = [forward_and_gradients(*x, weight) for x in ((ours, [q, k, v]), (theirs, [q, k, v]), (exact, wide))]
+    found = [
+        forward_and_gradients(*x, weight)
+        for x in ((ours, [q, k, v]), (theirs, [q, k, v]), (exact, wide))
+    ]
     for ours, theirs, exact in zip(*found, strict=True):
         assert_as_close(ours, theirs, exact)
     some = torch.isfinite(sums.T)
@@ -204,12 +257,23 @@ def test_varlen_attn_is_that_of_torch(window: tuple[int, int]) -> None:
     rest = cu_q.cuda(), cu_k.cuda(), longest_q, longest_k
     aux = varlen.AuxRequest(lse=True)
     ours, lse = varlen_attn(*inputs, *rest, window_size=window, scale=0.2, return_aux=aux)
-    theirs, their_lse = varlen.varlen_attn(*inputs, *rest, window_size=window, scale=0.2, return_aux=aux)
+    theirs, their_lse = varlen.varlen_attn(
+        *inputs, *rest, window_size=window, scale=0.2, return_aux=aux
+    )
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    exact, sums = loop(*wide, scale=0.2, left=np.inf if window[0] < 0 else window[0], right=np.inf if window[1] < 0 else window[1])
+    exact, sums = loop(
+        *wide,
+        scale=0.2,
+        left=np.inf if window[0] < 0 else window[0],
+        right=np.inf if window[1] < 0 else window[1],
+    )
     weight = torch.randn_like(exact)
-    found = [forward_and_gradients(*x, weight) for x in ((ours, inputs), (theirs, inputs), (exact, wide))]
+    found = [
+        forward_and_gradients(*x, weight) for x in ((ours, inputs), (theirs, inputs), (exact, wide))
+    ]
     for ours, theirs, exact in zip(*found, strict=True):
         assert_as_close(ours, theirs, exact)
     some = torch.isfinite(sums)
-    assert_as_close(lse[some], (their_lse if their_lse.shape == lse.shape else their_lse.T)[some], sums[some])
+    assert_as_close(
+        lse[some], (their_lse if their_lse.shape == lse.shape else their_lse.T)[some], sums[some]
+    )

@@ -55,13 +55,16 @@ def test_the_mask_that_comes_out_is_int64_where_there_is_one(library: str) -> No
 @pytest.mark.needs("torch")
 def test_gradients_pass_both_ways() -> None:
     import torch
+
     values = torch.rand(10, 2).requires_grad_()
     padded, mask = to_hf_padded(scree.from_lengths(values, LENGTHS), side="left")
     weight = torch.rand(10, 2)
     (from_hf_padded(padded, mask).values * weight).sum().backward()
     assert torch.equal(values.grad, weight)
     values.grad = None
-    embedded = from_hf_flattened(to_hf_flattened(scree.from_lengths(values, LENGTHS)))["inputs_embeds"]
+    embedded = from_hf_flattened(to_hf_flattened(scree.from_lengths(values, LENGTHS)))[
+        "inputs_embeds"
+    ]
     (embedded.values * weight).sum().backward()
     assert torch.equal(values.grad, weight)
 
@@ -71,9 +74,11 @@ def test_gradients_pass_both_ways() -> None:
 def test_gradients_of_functions_pass_both_ways(library: str) -> None:
     if library == "jax":
         import jax
+
         xp, grad = jax.numpy, jax.grad
     else:
         import mlx.core as xp
+
         grad = xp.grad
     weight = xp.reshape(xp.arange(20.0), (10, 2))
     mask = xp.arange(5)[None, :] < xp.asarray(LENGTHS)[:, None]
@@ -93,10 +98,14 @@ def test_a_batch_of_a_tokenizer(side: str, tensors: str) -> None:
     import tokenizers
     import transformers
 
-    words = tokenizers.models.WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]")
+    words = tokenizers.models.WordLevel(
+        {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]"
+    )
     core = tokenizers.Tokenizer(words)
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", padding_side=side)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="[PAD]", padding_side=side
+    )
     batch = tokenizer(["a b c", "c", "b unseen"], padding=True, return_tensors=tensors)
     rows = from_hf_padded(batch)
     assert set(rows) == set(batch) - {"attention_mask"}
@@ -111,8 +120,11 @@ def test_a_batch_of_a_tokenizer(side: str, tensors: str) -> None:
 @pytest.mark.parametrize("tensors", ["np", "pt"])
 def test_flattened_is_what_the_collator_makes(tensors: str) -> None:
     import transformers
+
     texts = [[5, 6, 7], [8], [9, 10]]
-    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors=tensors)
+    collator = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_tensors=tensors
+    )
     theirs = collator([{"input_ids": text} for text in texts])
     ids = from_hf_flattened(theirs)["input_ids"]
     assert [row.tolist() for row in ids] == texts
@@ -144,9 +156,14 @@ def test_what_does_not_fit_raises() -> None:
     padded, mask = to_hf_padded(ids)
     with pytest.raises(ValueError, match="attention_mask: expected a mask, got None"):
         from_hf_padded(padded)
-    with pytest.raises(ValueError, match="attention_mask: expected one beside or in the batch, got the names input_ids"):
+    with pytest.raises(
+        ValueError,
+        match="attention_mask: expected one beside or in the batch, got the names input_ids",
+    ):
         from_hf_padded({"input_ids": padded})
-    with pytest.raises(ValueError, match=r"attention_mask: expected shape \(n, L\), got \(4, 5, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask: expected shape \(n, L\), got \(4, 5, 1\)"
+    ):
         from_hf_padded({"input_ids": padded, "attention_mask": mask[..., None]})
     with pytest.raises(ValueError, match=r"labels: expected shape \(4, 5\)"):
         from_hf_padded({"input_ids": padded, "labels": mask[0]}, mask)
@@ -160,7 +177,9 @@ def test_what_does_not_fit_raises() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("dtype, rest", [("int64", ()), ("float16", (3,)), ("float32", (2, 64)), ("bool", ())])
+@pytest.mark.parametrize(
+    "dtype, rest", [("int64", ()), ("float16", (3,)), ("float32", (2, 64)), ("bool", ())]
+)
 def test_padded_there_and_back_on_a_device(side: str, dtype: str, rest: tuple[int, ...]) -> None:
     arr = scree.from_lengths(filled((10, *rest), dtype), LENGTHS)
     padded, mask = to_hf_padded(arr.to_backend("torch", device="cuda"), side=side, fill_value=1)

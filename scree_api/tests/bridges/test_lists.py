@@ -20,7 +20,9 @@ def test_lists_there_and_back(arr: scree.Array) -> None:
     if arr.size or arr.ndim == 2:  # lists of nothing know no axes
         assert_same(from_lists(rows, dtype=arr.dtype), scree.Array(first.values, first.offsets))
     if rows:
-        assert_same(from_lists(list(first)), scree.Array(first.values, first.offsets))  # rows that are arrays
+        assert_same(
+            from_lists(list(first)), scree.Array(first.values, first.offsets)
+        )  # rows that are arrays
 
 
 @pytest.mark.needs("pandas")
@@ -28,6 +30,7 @@ def test_lists_there_and_back(arr: scree.Array) -> None:
 @given(arr=arrays(indices=("int32",)))
 def test_columns_of_objects_there_and_back(arr: scree.Array) -> None:
     import pandas
+
     series, first = to_pandas(arr, name="x"), on_host(arr)
     assert isinstance(series, pandas.Series)
     assert series.name == "x"

@@ -12,7 +12,11 @@ from scree.bridges import transformers as bridge
 from scree.demo import text, weights
 
 CONFIG = dict(
-    vocab_size=weights.VOCABULARY, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12,
+    vocab_size=weights.VOCABULARY,
+    hidden_size=384,
+    intermediate_size=1536,
+    num_hidden_layers=6,
+    num_attention_heads=12,
     max_position_embeddings=weights.MAX_TOKENS,
 )
 
@@ -38,7 +42,10 @@ def test_paragraphs_are_embedded_alike(peer: str) -> None:
     with torch.no_grad():
         expected = model(peer)(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()]
         ours = model("scree")
-        found = [ours(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()], ours(**flat).last_hidden_state[0]]
+        found = [
+            ours(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()],
+            ours(**flat).last_hidden_state[0],
+        ]
     bound = 32 * np.finfo(np.float32).eps * float(expected.abs().max())  # six layers of float32
     for x in found:
         assert float((x - expected).abs().max()) < bound

@@ -17,7 +17,9 @@ from scree.bridges import from_scipy, to_scipy
     dtype=st.sampled_from(("bool", "int8", "int64", "float32", "float64", "complex64")),
 )
 def test_there_and_back_on_the_same_memory(columns: scree.Array, dtype: str) -> None:
-    columns = scree.Array(columns.values, columns.offsets.astype(columns.dtype))  # SciPy keeps one dtype for both
+    columns = scree.Array(
+        columns.values, columns.offsets.astype(columns.dtype)
+    )  # SciPy keeps one dtype for both
     values = columns.with_values(filled((columns.total_length,), dtype))
     matrix = to_scipy(columns, values, 97)
     assert matrix.shape == (columns.batch_size, 97)

@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from ragged_cases import INSTALLED, assert_same, few
 
 import scree
-from scree.bridges import from_block_table, from_flashinfer, slot_mapping, to_block_table, to_flashinfer, to_numpy
+from scree.bridges import (
+    from_block_table,
+    from_flashinfer,
+    slot_mapping,
+    to_block_table,
+    to_flashinfer,
+    to_numpy,
+)
 
 
 def cache(lengths: list[int], page_size: int) -> scree.Array:
@@ -18,7 +25,11 @@ def cache(lengths: list[int], page_size: int) -> scree.Array:
 
 
 @few
-@given(lengths=st.lists(st.integers(0, 20), max_size=5), page_size=st.integers(1, 6), cached=st.booleans())
+@given(
+    lengths=st.lists(st.integers(0, 20), max_size=5),
+    page_size=st.integers(1, 6),
+    cached=st.booleans(),
+)
 def test_layouts_there_and_back(lengths: list[int], page_size: int, cached: bool) -> None:
     pages, seq_lens = cache(lengths, page_size), np.asarray(lengths, dtype=np.int32)
     table = to_block_table(pages, width=25)
@@ -34,12 +45,18 @@ def test_layouts_there_and_back(lengths: list[int], page_size: int, cached: bool
     assert tokens.tolist() == lengths
 
     start = [n // 2 if cached else 0 for n in lengths]
-    new = scree.from_lengths(np.zeros(sum(lengths) - sum(start)), [n - s for n, s in zip(lengths, start, strict=True)])
-    slots = slot_mapping(pages, new, page_size, start=np.asarray(start, dtype=np.int32) if cached else 0)
+    new = scree.from_lengths(
+        np.zeros(sum(lengths) - sum(start)), [n - s for n, s in zip(lengths, start, strict=True)]
+    )
+    slots = slot_mapping(
+        pages, new, page_size, start=np.asarray(start, dtype=np.int32) if cached else 0
+    )
     assert slots.dtype == np.int64
     assert slots.layout is new.layout
     expected = [
-        pages[i][p // page_size] * page_size + p % page_size for i, n in enumerate(lengths) for p in range(start[i], n)
+        pages[i][p // page_size] * page_size + p % page_size
+        for i, n in enumerate(lengths)
+        for p in range(start[i], n)
     ]
     assert slots.values.tolist() == expected
 
@@ -63,13 +80,19 @@ def test_what_does_not_fit_raises() -> None:
         to_flashinfer(pages, np.asarray([7, 9]), 0)
     with pytest.raises(ValueError, match=r"pages: expected shape \(3, None\)"):
         slot_mapping(pages, cache([1, 2, 3], 4), 4)
-    with pytest.raises(ValueError, match=r"start: expected shape \(2,\), a number a row, got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"start: expected shape \(2,\), a number a row, got \(3,\)"
+    ):
         slot_mapping(pages, pages, 4, start=np.asarray([0, 1, 2]))
     with pytest.raises(ValueError, match="start: expected at least 0, got -1"):
         slot_mapping(pages, pages, 4, start=-1)
-    with pytest.raises(ValueError, match=r"seq_lens: expected shape \(2,\), a number a row, got \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"seq_lens: expected shape \(2,\), a number a row, got \(3,\)"
+    ):
         to_flashinfer(pages, np.asarray([7, 9, 1]), 4)
-    with pytest.raises(ValueError, match=r"kv_last_page_len: expected shape \(2,\), a number a row, got \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"kv_last_page_len: expected shape \(2,\), a number a row, got \(1,\)"
+    ):
         from_flashinfer(pages.offsets, pages.values, np.asarray([1]), 4)
     for name, call in {
         "pages": lambda: to_block_table(pages.values),

@@ -11,7 +11,9 @@ def test_ragged_tensors_of_tensorflow() -> None:
     assert arr.values.tolist() == [1, 2, 3]
     assert arr.lengths.tolist() == [2, 0, 1]
     assert to_tensorflow(arr * 2).to_list() == [[2, 4], [], [6]]
-    assert from_tensorflow(tf.RaggedTensor.from_uniform_row_length(tf.range(6), 3)).lengths.tolist() == [3, 3]
+    assert from_tensorflow(
+        tf.RaggedTensor.from_uniform_row_length(tf.range(6), 3)
+    ).lengths.tolist() == [3, 3]
     half = from_tensorflow(tf.cast(tf.ragged.constant([[1.5], [2.5, 3.5]]), tf.bfloat16))
     assert half.dtype == "bfloat16"
     with pytest.raises(TypeError, match="expected one ragged axis, got 2"):

@@ -45,7 +45,9 @@ def test_strided_there_and_back(arr: scree.Array) -> None:
         return
     nested = to_torch_nested(arr, layout=torch.strided)
     back = from_torch_nested(nested)
-    if len(set(arr.lengths.tolist())) == 1 and arr.ragged_dim:  # no axis differs: the first counts as ragged
+    if (
+        len(set(arr.lengths.tolist())) == 1 and arr.ragged_dim
+    ):  # no axis differs: the first counts as ragged
         assert back.ragged_dim == 0
     else:
         assert_same(back, arr)
@@ -71,7 +73,9 @@ def test_strided_of_another_ragged_axis_passes_gradients() -> None:
 
 
 def test_a_transposed_jagged_tensor_is_shared() -> None:
-    nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged).transpose(1, 2)
+    nested = torch.nested.nested_tensor(
+        [torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged
+    ).transpose(1, 2)
     arr = from_torch_nested(nested)
     assert arr.shape == (2, 3, None)
     assert arr.values.data_ptr() == nested.values().data_ptr()
@@ -94,14 +98,18 @@ def test_holes_are_packed_with_gradients() -> None:
 def test_holes_of_a_transposed_tensor_are_packed() -> None:
     dense = torch.arange(24.0).reshape(3, 4, 2)
     start, length = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1])
-    arr = from_torch_nested(torch.nested.narrow(dense, 1, start, length, layout=torch.jagged).transpose(1, 2))
+    arr = from_torch_nested(
+        torch.nested.narrow(dense, 1, start, length, layout=torch.jagged).transpose(1, 2)
+    )
     assert arr.shape == (3, 2, None)
     assert torch.equal(arr.values, torch.cat([dense[0, 1:3], dense[2, 2:3]]).T)
 
 
 def test_two_arrays_on_one_layout_stay_together() -> None:
     arr = rows()
-    total = to_torch_nested(arr) + to_torch_nested(arr.with_values(arr.values * 2))  # torch refuses other ragged sizes
+    total = to_torch_nested(arr) + to_torch_nested(
+        arr.with_values(arr.values * 2)
+    )  # torch refuses other ragged sizes
     assert torch.equal(total.values(), arr.values * 3)
 
 
@@ -109,7 +117,9 @@ def test_what_is_no_nested_tensor_raises() -> None:
     with pytest.raises(TypeError, match="nested: expected a nested tensor"):
         from_torch_nested(torch.ones(2, 3))
     with pytest.raises(ValueError, match="differ along one axis"):
-        from_torch_nested(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 2)], layout=torch.strided))
+        from_torch_nested(
+            torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 2)], layout=torch.strided)
+        )
     with pytest.raises(ValueError, match="at least one component"):
         from_torch_nested(torch.nested.nested_tensor([], layout=torch.strided))
     with pytest.raises(ValueError, match="layout: expected"):
@@ -135,7 +145,12 @@ def test_to_takes_what_a_tensor_takes() -> None:
 
 def test_gradients_pass_from_device_to_device_and_dtype_to_dtype() -> None:
     arr = rows()
-    for moved in (arr.to("cpu", torch.float64), arr.to(torch.float16, copy=True), arr.to_device("cpu"), arr.to_backend("torch")):
+    for moved in (
+        arr.to("cpu", torch.float64),
+        arr.to(torch.float16, copy=True),
+        arr.to_device("cpu"),
+        arr.to_backend("torch"),
+    ):
         arr.values.grad = None
         moved.values.sum().backward()
         assert torch.equal(arr.values.grad, torch.ones(6, 2))
@@ -154,12 +169,20 @@ def test_a_data_loader_takes_it_for_a_batch() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_pins_ragged_batches(workers: int) -> None:
-    samples = [{"ids": torch.arange(n), "weight": torch.ones(n, 2) * n, "label": n} for n in (3, 1, 4, 1, 5)]
-    sampler = scree.data.TokenBudgetSampler([len(sample["ids"]) for sample in samples], 6, shuffle=False)
+    samples = [
+        {"ids": torch.arange(n), "weight": torch.ones(n, 2) * n, "label": n}
+        for n in (3, 1, 4, 1, 5)
+    ]
+    sampler = scree.data.TokenBudgetSampler(
+        [len(sample["ids"]) for sample in samples], 6, shuffle=False
+    )
     loader = torch.utils.data.DataLoader(
-        samples, batch_sampler=sampler, collate_fn=partial(scree.data.collate, library="torch"), pin_memory=True,
+        samples,
+        batch_sampler=sampler,
+        collate_fn=partial(scree.data.collate, library="torch"),
+        pin_memory=True,
         num_workers=workers,
-    )  # fmt: skip
+    )
     batches = list(loader)
     assert [batch["ids"].lengths.tolist() for batch in batches] == [[3, 1], [4, 1], [5]]
     for batch in batches:
@@ -168,7 +191,9 @@ def test_a_data_loader_pins_ragged_batches(workers: int) -> None:
             assert arr.offsets.is_pinned()
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
-                torch.cuda.set_sync_debug_mode("error")  # a copy from pinned memory waits for nothing
+                torch.cuda.set_sync_debug_mode(
+                    "error"
+                )  # a copy from pinned memory waits for nothing
                 try:
                     there = arr.to("cuda", non_blocking=True)
                     there.record_stream(torch.cuda.current_stream())
@@ -183,11 +208,16 @@ def test_a_data_loader_pins_ragged_batches(workers: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_of_a_device(layout: torch.layout) -> None:
-    arr = scree.from_lengths(torch.arange(12.0, device="cuda").reshape(6, 2).requires_grad_(), [3, 0, 2, 1])
+    arr = scree.from_lengths(
+        torch.arange(12.0, device="cuda").reshape(6, 2).requires_grad_(), [3, 0, 2, 1]
+    )
     nested = to_torch_nested(arr, layout=layout)
     assert nested.device.type == "cuda"
     back = from_torch_nested(nested)
     weight = torch.arange(6.0, device="cuda")[:, None]
     (back.values * weight).sum().backward()
     assert torch.equal(arr.values.grad, weight.expand(6, 2))
-    assert_same(back.with_values(back.values.detach()).to_numpy(), arr.with_values(arr.values.detach()).to_numpy())
+    assert_same(
+        back.with_values(back.values.detach()).to_numpy(),
+        arr.with_values(arr.values.detach()).to_numpy(),
+    )

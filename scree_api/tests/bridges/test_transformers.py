@@ -14,8 +14,15 @@ from scree.bridges import to_hf_flattened, to_hf_padded
 from scree.bridges import transformers as bridge
 
 SIZE = dict(
-    vocab_size=60, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-    pad_token_id=0, bos_token_id=1, eos_token_id=59,
+    vocab_size=60,
+    hidden_size=64,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=59,
 )
 GROUPED = SIZE | dict(num_key_value_heads=2)
 GEMMA = GROUPED | dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=16)
@@ -41,12 +48,16 @@ bridge.register()
 
 
 @cache
-def model(name: str, attention: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+def model(
+    name: str, attention: str, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
     """The model with one kind of attention; equal weights for all kinds."""
     config = MODELS[name]()
     config._attn_implementation = attention
     torch.manual_seed(0)
-    kind = transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModelForMaskedLM
+    kind = (
+        transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModelForMaskedLM
+    )
     return kind.from_config(config, attn_implementation=attention).eval().to(device, dtype)
 
 
@@ -55,15 +66,23 @@ def tokens() -> scree.Array:
     return scree.from_lengths(torch.randint(3, 59, (sum(LENGTHS),), generator=generator), LENGTHS)
 
 
-def batches(name: str, side: str = "right", device: str = "cpu") -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
+def batches(
+    name: str, side: str = "right", device: str = "cpu"
+) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
     """The tokens as a flattened and as a padded batch, with the mask of the latter."""
     padded, mask = (x.to(device) for x in to_hf_padded(tokens(), side=side))
     places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
-    return to_hf_flattened(tokens().to(device)), dict(input_ids=padded, attention_mask=mask, **places), mask.bool()
+    return (
+        to_hf_flattened(tokens().to(device)),
+        dict(input_ids=padded, attention_mask=mask, **places),
+        mask.bool(),
+    )
 
 
 def peers(name: str) -> list[str]:
-    return ["eager"] if name in ("gemma2", "gpt_oss") else ["eager", "sdpa"]  # sdpa has no softcap and no sinks
+    return (
+        ["eager"] if name in ("gemma2", "gpt_oss") else ["eager", "sdpa"]
+    )  # sdpa has no softcap and no sinks
 
 
 def gradients(of: Any) -> list[torch.Tensor]:
@@ -103,7 +122,9 @@ def test_flattened_batches_are_sequences_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_positions_alone_tell_the_sequences_of_a_flattened_batch(name: str, use_cache: bool) -> None:
+def test_positions_alone_tell_the_sequences_of_a_flattened_batch(
+    name: str, use_cache: bool
+) -> None:
     flat = to_hf_flattened(tokens())
     whole = model(name, "scree")(**flat).logits
     some = {key: flat[key] for key in ("input_ids", "position_ids")}
@@ -115,8 +136,13 @@ def test_positions_alone_tell_the_sequences_of_a_flattened_batch(name: str, use_
 def test_generate_with_a_cache(name: str, implementation: str) -> None:
     ids, mask = to_hf_padded(tokens(), side="left")
     options = dict(
-        attention_mask=mask, max_new_tokens=6, do_sample=False, cache_implementation=implementation, disable_compile=True,
-        return_dict_in_generate=True, output_logits=True,
+        attention_mask=mask,
+        max_new_tokens=6,
+        do_sample=False,
+        cache_implementation=implementation,
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_logits=True,
     )
     ours = model(name, "scree").generate(ids, **options)
     for attention in peers(name):
@@ -127,15 +153,27 @@ def test_generate_with_a_cache(name: str, implementation: str) -> None:
 
 def test_an_encoder_and_a_decoder() -> None:
     config = transformers.BartConfig(
-        vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
+        vocab_size=60,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        dropout=0.0,
     )
     ids, mask = to_hf_padded(tokens())
     logits = []
     for attention in ("scree", "sdpa", "eager"):
         torch.manual_seed(0)
-        bart = transformers.BartForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
-        logits.append(bart(input_ids=ids, attention_mask=mask, decoder_input_ids=ids.flip(1)).logits)  # every query is real
+        bart = transformers.BartForConditionalGeneration._from_config(
+            config, attn_implementation=attention
+        ).eval()
+        logits.append(
+            bart(input_ids=ids, attention_mask=mask, decoder_input_ids=ids.flip(1)).logits
+        )  # every query is real
     torch.testing.assert_close(logits[0], logits[1])
     torch.testing.assert_close(logits[0], logits[2])
 
@@ -143,7 +181,9 @@ def test_an_encoder_and_a_decoder() -> None:
 def test_without_padding_and_in_inference_mode() -> None:
     ids = tokens().values[None]
     with torch.inference_mode():
-        torch.testing.assert_close(model("llama", "scree")(ids).logits, model("llama", "sdpa")(ids).logits)
+        torch.testing.assert_close(
+            model("llama", "scree")(ids).logits, model("llama", "sdpa")(ids).logits
+        )
 
 
 def compiled(name: str, device: str = "cpu", **options: Any) -> Any:
@@ -161,19 +201,29 @@ def compiled(name: str, device: str = "cpu", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("causal, length, room", [(False, 7, 7), (True, 7, 7), (True, 3, 9)])
-def test_padding_that_nobody_reads_is_as_that_which_is_read(causal: bool, length: int, room: int) -> None:
+def test_padding_that_nobody_reads_is_as_that_which_is_read(
+    causal: bool, length: int, room: int
+) -> None:
     """One compiled layer, on masks of every kind; the queries are the last of 7 keys, behind which a cache has room."""
     options = {"causal": causal, "window": None, "scale": None, "softcap": None}
     compacted = torch.compile(bridge._compacted, backend="eager", fullgraph=True)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(4 * n, heads, 8, generator=generator) for n, heads in ((length, 4), (room, 2), (room, 2)))
+    q, k, v = (
+        torch.randn(4 * n, heads, 8, generator=generator)
+        for n, heads in ((length, 4), (room, 2), (room, 2))
+    )
     qkv = [x.requires_grad_() for x in (q, k, v)]
     for share in (0.0, 0.2, 0.5, 0.8, 1.0):
         real = torch.rand(4, 7, generator=generator) < share
-        found = [compacted(*qkv, 4, real, options), bridge._by_sequence(*qkv, 4, real, None, False, options)]
+        found = [
+            compacted(*qkv, 4, real, options),
+            bridge._by_sequence(*qkv, 4, real, None, False, options),
+        ]
         weight = torch.randn(found[0].shape, generator=generator)
         torch.testing.assert_close(*found)
-        torch.testing.assert_close(*(torch.autograd.grad((x * weight).sum(), qkv, materialize_grads=True) for x in found))
+        torch.testing.assert_close(
+            *(torch.autograd.grad((x * weight).sum(), qkv, materialize_grads=True) for x in found)
+        )
 
 
 @pytest.mark.parametrize("name, backend", [("llama", "aot_eager"), ("gemma3", "eager")])
@@ -186,7 +236,10 @@ def test_a_compiled_window_sees_no_gaps_either() -> None:
     ids, mask = to_hf_padded(tokens())
     mask[2, 4] = 0
     whole = torch.compile(model("gemma3", "scree"), backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="attention_mask: expected padding before or behind"), torch.no_grad():
+    with (
+        pytest.raises(RuntimeError, match="attention_mask: expected padding before or behind"),
+        torch.no_grad(),
+    ):
         whole(ids, attention_mask=mask, use_cache=False)
 
 
@@ -210,7 +263,9 @@ def test_what_it_cannot_do_raises() -> None:
     for function in (chunked_overlay(2, torch.zeros(1)), either, partial(causal_mask_function, 0)):
         with pytest.raises(ValueError, match="attention_mask: scree knows no mask like"):
             bridge.mask(1, 4, 4, mask_function=function)
-    phimoe = transformers.PhimoeConfig(**GROUPED, sliding_window=4, num_local_experts=2, attn_implementation="scree")
+    phimoe = transformers.PhimoeConfig(
+        **GROUPED, sliding_window=4, num_local_experts=2, attn_implementation="scree"
+    )
     with pytest.raises(ValueError, match="sliding_window: expected the window from the layer too"):
         transformers.AutoModelForCausalLM.from_config(phimoe, attn_implementation="scree")(ids)
     with pytest.raises(ValueError, match="is not supported"):  # in transformers' own words
@@ -223,7 +278,9 @@ def test_gaps_in_a_mask_without_a_window() -> None:
     ids, mask = to_hf_padded(tokens())
     mask[2, 4] = mask[0, 0] = 0
     real = mask.bool()
-    ours, theirs = (model("llama", name)(ids, attention_mask=mask).logits[real] for name in ("scree", "sdpa"))
+    ours, theirs = (
+        model("llama", name)(ids, attention_mask=mask).logits[real] for name in ("scree", "sdpa")
+    )
     torch.testing.assert_close(ours, theirs)
 
 
@@ -251,9 +308,13 @@ def with_gradients(of: Any, logits: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda_by_triton(name: str, dtype: torch.dtype, providers: set[str]) -> None:
     flat, padded, real = batches(name, device="cuda")
-    ours, theirs, eager = (model(name, attention, "cuda", dtype) for attention in ("scree", peers(name)[-1], "eager"))
+    ours, theirs, eager = (
+        model(name, attention, "cuda", dtype) for attention in ("scree", peers(name)[-1], "eager")
+    )
     wide = deepcopy(eager).to(torch.float64 if dtype == torch.float32 else torch.float32)
-    exact = with_gradients(wide, torch.cat([wide(input_ids=row[None].cuda()).logits[0] for row in tokens()]))
+    exact = with_gradients(
+        wide, torch.cat([wide(input_ids=row[None].cuda()).logits[0] for row in tokens()])
+    )
     peer = with_gradients(theirs, theirs(**padded).logits[real])
     for logits in (ours(**padded).logits[real], ours(**flat).logits[0]):
         found = with_gradients(ours, logits)
@@ -268,10 +329,18 @@ def test_on_cuda_by_triton(name: str, dtype: torch.dtype, providers: set[str]) -
 def test_generate_on_cuda(name: str, implementation: str, providers: set[str]) -> None:
     ids, mask = to_hf_padded(tokens(), side="left")
     options = dict(
-        attention_mask=mask.cuda(), max_new_tokens=6, do_sample=False, cache_implementation=implementation, disable_compile=True,
-        return_dict_in_generate=True, output_logits=True,
+        attention_mask=mask.cuda(),
+        max_new_tokens=6,
+        do_sample=False,
+        cache_implementation=implementation,
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_logits=True,
     )
-    ours, theirs = (model(name, attention, "cuda").generate(ids.cuda(), **options) for attention in ("scree", peers(name)[-1]))
+    ours, theirs = (
+        model(name, attention, "cuda").generate(ids.cuda(), **options)
+        for attention in ("scree", peers(name)[-1])
+    )
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
     assert providers == {"triton"}
