@@ -6,8 +6,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
-from scree.kinds import EXTENSIONS, KINDS, Kind
-from scree.lift import LIFTERS
+from scree.functions import EXTENSIONS, KINDS, LIFTERS, Kind
 from scree_conformance.coverage import VARIANTS
 from scree_conformance.layouts import LAYOUTS
 from scree_conformance.table import FUNCTIONS

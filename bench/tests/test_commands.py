@@ -358,13 +358,15 @@ def test_best_tile_is_the_fastest(tmp_path):
 @pytest.mark.needs("triton")
 def test_tiles_of_the_triton_kernels_can_be_set():
     from scree_bench.commands.attention import TILERS
-    from scree_triton import plans, tuned
+    from scree_triton.attention import launch_configs, tile_configs
 
-    before = plans.portable_tiles
+    before = launch_configs.portable_tiles
     with TILERS["triton"](32, 64):
-        assert plans.portable_tiles((9, 0), 2, 64).forward == tuned.Tile(32, 64, 4, 2)
-        assert not plans.GLUON
-    assert plans.portable_tiles is before and plans.GLUON
+        assert launch_configs.portable_tiles((9, 0), 2, 64).forward == tile_configs.Tile(
+            32, 64, 4, 2
+        )
+        assert not launch_configs.GLUON
+    assert launch_configs.portable_tiles is before and launch_configs.GLUON
 
 
 def test_limits_fail_the_run(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import scree
-from scree.kinds import EXTENSIONS, KINDS, Kind
+from scree.functions import EXTENSIONS, KINDS, Kind
 
 from .backends import EPS
 from .bench import Bench

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import scree
-from scree.registry import run
+from scree.dispatch.registry import run
 
 from .suite import OPERATIONS
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import scree
-from scree.kinds import EXTENSIONS, KINDS
+import scree.ragged
+from scree.functions import EXTENSIONS, KINDS
 
 from .backends import FLOATS
 from .bench import Bench
@@ -21,7 +22,7 @@ DTYPES = ("float32", *(name for name in FLOATS if name != "float32"))
 FUNCTIONS = (
     *KINDS,
     *(f"{extension}.{name}" for extension, kinds in EXTENSIONS.items() for name in kinds),
-    *(f"ragged.{name}" for name in scree.ops.__all__),
+    *(f"ragged.{name}" for name in scree.ragged.__all__),
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import scree
-from scree.kinds import EXTENSIONS, KINDS
+from scree.functions import EXTENSIONS, KINDS
 from scree_conformance import coverage, layouts, loopback, table
 from scree_conformance.__main__ import main, run
 from scree_conformance.suite import OPERATIONS
@@ -21,7 +21,7 @@ COVERAGE = Path(__file__).parents[2] / "docs" / "results" / "coverage.json"
 def test_the_functions_are_those_of_the_namespace() -> None:
     assert set(KINDS) < set(FUNCTIONS)
     assert {f"linalg.{name}" for name in EXTENSIONS["linalg"]} < set(FUNCTIONS)
-    assert {f"ragged.{name}" for name in scree.ops.__all__} < set(FUNCTIONS)
+    assert {f"ragged.{name}" for name in scree.ragged.__all__} < set(FUNCTIONS)
     assert max(Counter(FUNCTIONS).values()) == 1
 
 
@@ -43,7 +43,7 @@ def test_every_extension_says_whether_it_compiles() -> None:
             for name in operation.functions
             if operation.variant == variant
         }
-        assert checked == {f"ragged.{name}" for name in scree.ops.__all__}
+        assert checked == {f"ragged.{name}" for name in scree.ragged.__all__}
 
 
 def test_names_of_operations_are_their_own() -> None:

@@ -7,31 +7,31 @@ from importlib.util import find_spec
 from typing import Any
 
 #: Operation -> the module and function that run it, and the values of a call. The module's `rejects` answers for it; where the
-#: module has a function with the same name and `_again`, that one prepares what runs calls alike.
+#: module has a function `prepare_<name>`, that function prepares a call for later calls with the same guard.
 KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "attention": ("attention", "run", lambda call: call.q.values),
-    "cross_entropy": ("cross_entropy", "run", lambda call: call.values),
-    "gather": ("moves", "run_gather", lambda call: call.x),
-    "grouped_matmul": ("grouped", "run", lambda call: call.x.values),
-    "join": ("moves", "run_join", lambda call: call.arrays[0].values),
-    "layer_norm": ("norms", "layer_norm", lambda call: call.values),
-    "linear_cross_entropy": ("linear_cross_entropy", "run", lambda call: call.values),
-    "log_softmax": ("softmax", "log_softmax", lambda call: call.x.values),
-    "logsumexp": ("softmax", "logsumexp", lambda call: call.x.values),
-    "mark": ("places", "run", lambda call: call.mask),
-    "offsets": ("offsets", "run", lambda call: call.lengths),
-    "pad": ("moves", "run_pad", lambda call: call.x.values),
-    "rms_norm": ("norms", "rms_norm", lambda call: call.values),
-    "rope": ("rope", "run", lambda call: call.x.values),
-    "scatter": ("moves", "run_scatter", lambda call: call.x),
-    "segment_arg": ("extrema", "run", lambda call: call.values),
-    "segment_mean": ("segments", "run", lambda call: call.values),
-    "segment_reduce": ("segments", "run", lambda call: call.values),
-    "segment_scan": ("scans", "run", lambda call: call.values),
-    "select": ("moves", "run_select", lambda call: call.x.values),
-    "softmax": ("softmax", "softmax", lambda call: call.x.values),
-    "swiglu": ("gated", "run", lambda call: call.values),
-    "unpad": ("moves", "run_unpad", lambda call: call.x),
+    "attention": ("attention.interface", "run", lambda call: call.q.values),
+    "cross_entropy": ("losses.cross_entropy", "run", lambda call: call.values),
+    "gather": ("layout.interface", "run_gather", lambda call: call.x),
+    "grouped_matmul": ("gemm.grouped", "run", lambda call: call.x.values),
+    "join": ("layout.interface", "run_join", lambda call: call.arrays[0].values),
+    "layer_norm": ("norms.norms", "layer_norm", lambda call: call.values),
+    "linear_cross_entropy": ("losses.linear_cross_entropy", "run", lambda call: call.values),
+    "log_softmax": ("segments.softmax", "log_softmax", lambda call: call.x.values),
+    "logsumexp": ("segments.softmax", "logsumexp", lambda call: call.x.values),
+    "mark": ("layout.scatter_indices", "run", lambda call: call.mask),
+    "offsets": ("layout.offsets", "run", lambda call: call.lengths),
+    "pad": ("layout.interface", "run_pad", lambda call: call.x.values),
+    "rms_norm": ("norms.norms", "rms_norm", lambda call: call.values),
+    "rope": ("norms.rope", "run", lambda call: call.x.values),
+    "scatter": ("layout.interface", "run_scatter", lambda call: call.x),
+    "segment_arg": ("segments.argmax", "run", lambda call: call.values),
+    "segment_mean": ("segments.interface", "run", lambda call: call.values),
+    "segment_reduce": ("segments.interface", "run", lambda call: call.values),
+    "segment_scan": ("segments.scan", "run", lambda call: call.values),
+    "select": ("layout.interface", "run_select", lambda call: call.x.values),
+    "softmax": ("segments.softmax", "softmax", lambda call: call.x.values),
+    "swiglu": ("norms.swiglu", "run", lambda call: call.values),
+    "unpad": ("layout.interface", "run_unpad", lambda call: call.x),
 }
 
 
@@ -72,5 +72,5 @@ def _register(operation: str, kernels: Any, function: str, values: Callable[[Any
         operation,
         provider="triton",
         rejects=rejects,
-        again=getattr(kernels, f"{function}_again", None),
+        prepare=getattr(kernels, f"prepare_{function}", None),
     )(getattr(kernels, function))

@@ -8,8 +8,8 @@ import sys
 import torch
 from attention_reference import Case, problem
 
-from scree_triton.attention import spec_of
-from scree_triton.plans import Rows, plan
+from scree_triton.attention.interface import spec_of
+from scree_triton.attention.launch_configs import Rows, plan
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 ROWS, OTHERS = (165, 0, 130, 7), (70, 5, 164, 1)

@@ -163,7 +163,7 @@ def poison():
 
 
 def run(case, p, max_length=None):
-    from scree_triton.attention import attention
+    from scree_triton.attention.interface import attention
 
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
     out, lse = attention(
@@ -301,7 +301,7 @@ def test_negative_slopes(dtype, dim):
 )
 def test_large_layouts(lengths):
     """Against the same rows computed by themselves."""
-    from scree_triton.attention import attention
+    from scree_triton.attention.interface import attention
 
     case = Case(bf16, 64, 64, 1, 1, lengths, causal=True)
     p = problem(case, "cuda")
@@ -325,7 +325,7 @@ def test_large_layouts(lengths):
 
 @pytest.mark.parametrize("dtype, dim", [(f16, 64), (f16, 80), (f16, 160)])
 def test_more_than_2_31_elements(dtype, dim):
-    from scree_triton.attention import attention
+    from scree_triton.attention.interface import attention
 
     length, heads = 1000, 128
     n = (1 << 31) // (heads * dim * length) + 2
@@ -358,7 +358,7 @@ def test_more_than_2_31_elements(dtype, dim):
 
 @pytest.mark.parametrize("dim", [64, 80, 160])
 def test_compiled(dim):
-    from scree_triton.attention import attention
+    from scree_triton.attention.interface import attention
 
     case = Case(bf16, dim, dim, 4, 2, LONG, causal=True)
     p = problem(case, "cuda")
@@ -377,8 +377,8 @@ def test_compiled(dim):
 @pytest.mark.parametrize("dim", [64, 80])
 def test_operator(dim):
     """The operators' fakes, autograd and schema."""
-    from scree_triton.attention import _forward_op
-    from scree_triton.tiles import UNBOUNDED
+    from scree_triton.attention.interface import _forward_op
+    from scree_triton.attention.tile_scheduler import UNBOUNDED
 
     p = problem(Case(f32 if dim == 80 else f16, dim, dim, 2, 1, (30, 0, 70)), "cuda")
     args = tuple(x.detach().requires_grad_() for x in (p.q, p.k, p.v))

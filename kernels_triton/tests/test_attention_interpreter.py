@@ -17,11 +17,11 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton import autotune, plans
-from scree_triton.attention import attention
-from scree_triton.launch import INTERPRETED
-from scree_triton.plans import Rows, Spec, plan
-from scree_triton.tiles import UNBOUNDED, tile_bound, tile_map
+from scree_triton.attention import autotune, launch_configs
+from scree_triton.attention.interface import attention
+from scree_triton.attention.launch_configs import Rows, Spec, plan
+from scree_triton.attention.tile_scheduler import UNBOUNDED, tile_bound, tile_map
+from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -145,22 +145,22 @@ CAUSAL = dict(
 )
 def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
     """As the table in the documentation says."""
-    monkeypatch.setattr(plans, "GLUON_KNOWN", True)
+    monkeypatch.setattr(launch_configs, "GLUON_KNOWN", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
         lambda device: SimpleNamespace(multi_processor_count=132),
     )
-    shapes = tuple(plans._Shape(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
-    found = plans._plan(torch.device("cuda", 0), dtype, shapes, **{**CAUSAL, **change})
+    shapes = tuple(launch_configs._Shape(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
+    found = launch_configs._plan(torch.device("cuda", 0), dtype, shapes, **{**CAUSAL, **change})
     assert type(found).__name__ == expected
 
 
 def test_few_short_rows(monkeypatch):
     """Small tiles are for rows that are known to be short, and few."""
-    monkeypatch.setattr(plans, "_PLANS", {})
-    monkeypatch.setattr(plans, "_plan", lambda *args: args[-1])
+    monkeypatch.setattr(launch_configs, "_PLANS", {})
+    monkeypatch.setattr(launch_configs, "_plan", lambda *args: args[-1])
     x, cu, spec = (
         torch.randn((40, 1, 16), device=DEVICE),
         offsets((40,), DEVICE),
@@ -199,16 +199,16 @@ def test_autotune(monkeypatch, capsys):
         asked.append(plan.tiles)
         return sum(-t.m + abs(t.n - 32) + t.stages + t.warps / 100 for t in plan.tiles)
 
-    monkeypatch.setattr(plans, "AUTOTUNE", True)
+    monkeypatch.setattr(launch_configs, "AUTOTUNE", True)
     monkeypatch.setattr(autotune, "milliseconds", measure)
     monkeypatch.setattr(autotune, "_FOUND", {})
-    monkeypatch.setattr(plans, "_PLANS", {})
+    monkeypatch.setattr(launch_configs, "_PLANS", {})
     for _ in range(2):
         rows, spec = Rows(p.cu_q, p.cu_k, None), Spec(UNBOUNDED, 0, 0.25, 0.0)
         found = plan(p.q, p.k, p.v, rows, spec, False)
         assert all(tile[:3] == (128, 32, 4) and tile.stages == 1 for tile in found.tiles)
         count = len(asked)
-        plans._PLANS.clear()
+        launch_configs._PLANS.clear()
     assert (
         count == len(asked)
         and capsys.readouterr().out.count(f"(4, 32): {found.tiles!r},  # torch.float32, right") == 1
@@ -244,7 +244,7 @@ def test_rejects(change, reason):
 @pytest.mark.parametrize("few", [2048, 0])
 def test_tile_map(lengths, slack, causal, few, monkeypatch):
     """As it is made of few slots, and of many."""
-    monkeypatch.setattr("scree_triton.tiles._FEW", few)
+    monkeypatch.setattr("scree_triton.attention.tile_scheduler._FEW", few)
     cu = offsets(lengths, DEVICE)
     total = sum(lengths) + slack
     tiles = tile_map(cu, cu, total, 64, UNBOUNDED, 0 if causal else UNBOUNDED)

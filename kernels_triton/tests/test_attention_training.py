@@ -15,10 +15,10 @@ from attention_reference import distance, offsets
 from torch.utils.checkpoint import checkpoint
 
 import scree
-from scree_triton import plans
-from scree_triton.attention import _MEMOS, _forward_op, _rows_op, attention
-from scree_triton.launch import INTERPRETED
-from scree_triton.tiles import UNBOUNDED, tile_map
+from scree_triton.attention import launch_configs
+from scree_triton.attention.interface import _MEMOS, _forward_op, _rows_op, attention
+from scree_triton.attention.tile_scheduler import UNBOUNDED, tile_map
+from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
@@ -139,7 +139,9 @@ def test_compiled_layers_share_the_tile_maps(monkeypatch):
     x, cu, _ = batch(f32, 16)
     block = Block(f32, 16)
     made = []
-    monkeypatch.setattr(plans, "tile_map", lambda *args: made.append(args[3]) or tile_map(*args))
+    monkeypatch.setattr(
+        launch_configs, "tile_map", lambda *args: made.append(args[3]) or tile_map(*args)
+    )
 
     def layers(x, cu):
         return block(block(x, cu), cu)

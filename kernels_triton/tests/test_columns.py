@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernels_reference import Case, check, check_product, f16, f32
 
-from scree_triton import columns, segments, shares
-from scree_triton.launch import INTERPRETED
+from scree_triton.runtime.launch import INTERPRETED
+from scree_triton.segments import interface, merge_path, wide_features
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (40, 2, 0, 9, 1, 4, 4, 0, 0, 17)
@@ -30,10 +30,10 @@ CASES = [
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Shares of a step or a few, and programs of their own for rows that are not long."""
-    monkeypatch.setattr(columns, "_SHORTEST", 0)
-    monkeypatch.setattr(columns, "_ROW_TOKENS", (65, 80, 2048))
-    monkeypatch.setattr(columns, "_STEPS", 2)
-    for module, cached in ((columns, columns._launch), (segments, segments._plan)):
+    monkeypatch.setattr(wide_features, "_SHORTEST", 0)
+    monkeypatch.setattr(wide_features, "_ROW_TOKENS", (65, 80, 2048))
+    monkeypatch.setattr(wide_features, "_STEPS", 2)
+    for module, cached in ((wide_features, wide_features._launch), (interface, interface._plan)):
         monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
 
 
@@ -47,25 +47,25 @@ def test_gradient_of_a_product(lengths):
     check_product(lengths, (50,), f32, DEVICE, bounded=True)
 
 
-@pytest.mark.parametrize("map", [shares.NONE, shares.SOFTMAX], ids=["reduced", "mapped"])
+@pytest.mark.parametrize("map", [merge_path.NONE, merge_path.SOFTMAX], ids=["reduced", "mapped"])
 def test_counts_are_left_as_found(map, monkeypatch):
     """The next call on the stream finds zeros."""
     counts = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(columns, "counters", lambda device, number: counts[:number])
+    monkeypatch.setattr(wide_features, "counters", lambda device, number: counts[:number])
     x = torch.randn(180, 130, device=DEVICE)
-    rows = segments.Rows(torch.tensor([0, 100, 101, 180], dtype=torch.int32, device=DEVICE), None)
-    first = segments.over_rows(x, rows, shares.LSE, map)
+    rows = interface.Rows(torch.tensor([0, 100, 101, 180], dtype=torch.int32, device=DEVICE), None)
+    first = interface.over_rows(x, rows, merge_path.LSE, map)
     assert not counts.any()
-    assert torch.equal(first, segments.over_rows(x, rows, shares.LSE, map))
+    assert torch.equal(first, interface.over_rows(x, rows, merge_path.LSE, map))
 
 
 def test_running_back_is_the_reverse_of_running():
     x = torch.randint(-9, 9, (193, 40), device=DEVICE).float()
     found, expected = (
-        segments.over_rows(values, rows(edges), shares.SUM, map)
+        interface.over_rows(values, rows(edges), merge_path.SUM, map)
         for values, edges, map in (
-            (x, (0, 150, 150, 193), shares.RUNNING_BACK),
-            (x.flip(0), (0, 43, 43, 193), shares.RUNNING),
+            (x, (0, 150, 150, 193), merge_path.RUNNING_BACK),
+            (x.flip(0), (0, 43, 43, 193), merge_path.RUNNING),
         )
     )
     assert torch.equal(found, expected.flip(0))
@@ -76,17 +76,17 @@ def test_tokens_behind_the_last_row(longest):
     """They become 0, and are in no reduction."""
     x = torch.randn(200, 20, device=DEVICE)
     x[8:] = torch.nan
-    ragged = segments.Rows(rows((0, 3, 5, 5, 8)).offsets, longest)
-    found = segments.over_rows(x, ragged, shares.SUM, shares.RUNNING)
+    ragged = interface.Rows(rows((0, 3, 5, 5, 8)).offsets, longest)
+    found = interface.over_rows(x, ragged, merge_path.SUM, merge_path.RUNNING)
     expected = torch.cat(
         [part.cumsum(0) for part in x[:8].split([3, 2, 0, 3])] + [torch.zeros_like(x[8:])]
     )
     torch.testing.assert_close(found, expected)
-    found = segments.over_rows(x, ragged, shares.SUM)
+    found = interface.over_rows(x, ragged, merge_path.SUM)
     torch.testing.assert_close(
         found, torch.stack([part.sum(0) for part in x[:8].split([3, 2, 0, 3])])
     )
 
 
 def rows(edges):
-    return segments.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), None)
+    return interface.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), None)

@@ -9,10 +9,18 @@ import torch
 import scree
 from scree import backends, registry
 from scree.backends import backend
-from scree.create import OffsetsCall
+from scree.construct import OffsetsCall
 from scree.layout import Layout
-from scree_triton import addition, binned, copies, joining, padding, picking, places
-from scree_triton.launch import INTERPRETED
+from scree_triton.layout import (
+    concat,
+    gather,
+    padding,
+    scatter_add,
+    scatter_add_bucketed,
+    scatter_indices,
+    strided_copy,
+)
+from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -116,8 +124,8 @@ def test_taken_again():
 @pytest.mark.parametrize(("token", "long"), [((), False), ((2,), False), ((), True)])
 def test_many_rows(token, long, monkeypatch):
     """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""
-    monkeypatch.setattr(copies, "_long", lambda *tokens: long)
-    for plan in (padding._pad_plan, padding._unpad_plan, picking._select_plan, joining._join_plan):
+    monkeypatch.setattr(strided_copy, "_long", lambda *tokens: long)
+    for plan in (padding._pad_plan, padding._unpad_plan, gather._select_plan, concat._join_plan):
         plan.cache_clear()
     lengths = torch.randint(-3, 5, (700,), generator=torch.Generator().manual_seed(0)).clamp(min=0)
     x = scree.from_lengths(numbers(int(lengths.sum()), *token), lengths)
@@ -188,8 +196,8 @@ def test_reasons():
 )  # those of 6 together, or by one program
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
     """Sums of chunks and of stretches, in a fixed order; and of narrow tokens in any order, where nobody asks for that."""
-    monkeypatch.setattr(binned, "_MANY", many)
-    addition._plan.cache_clear()
+    monkeypatch.setattr(scatter_add_bucketed, "_MANY", many)
+    scatter_add._plan.cache_clear()
     x = numbers(300, *width)
     index = torch.where(
         torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6,
@@ -208,7 +216,7 @@ def test_many_tokens_in_one_place(width, size, many, monkeypatch):
             np.abs(found.cpu().numpy() - exact).max()
             <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
         )
-    assert torch.equal(found, addition.add(x, index, size))
+    assert torch.equal(found, scatter_add.add(x, index, size))
 
 
 @pytest.mark.parametrize("count", [200] if INTERPRETED else [200, 60_000, 200_000])
@@ -226,7 +234,7 @@ def test_places_like_words(count):
     bound = torch.zeros_like(exact).index_add(0, index, x.cpu().double().abs())
     found = scree.scatter_add(x, index.to(DEVICE), size, kernel="triton")
     assert bool(((found.cpu() - exact).abs() <= 500 * 2**-24 * bound).all())
-    assert torch.equal(found, addition.add(x, index.to(DEVICE), size))
+    assert torch.equal(found, scatter_add.add(x, index.to(DEVICE), size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.int64])
@@ -237,7 +245,7 @@ def test_narrow_tokens(dtype, width):
         numbers(300, width, dtype=dtype),
         torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
     )
-    found = addition.add(x, index, 7).cpu()
+    found = scatter_add.add(x, index, 7).cpu()
     known, wide = (
         ((index >= 0) & (index < 7)).cpu(),
         torch.float64 if dtype.is_floating_point else dtype,
@@ -254,19 +262,19 @@ def test_narrow_tokens(dtype, width):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
 def test_sums_beyond_the_cache(dtype, monkeypatch):
     """Made in parts, the last one shorter; half precision goes through memory for one part."""
-    monkeypatch.setattr(addition, "_cached", lambda device: 500)
+    monkeypatch.setattr(scatter_add, "_cached", lambda device: 500)
     x, index = (
         numbers(300, 3, dtype=dtype),
         torch.randint(-2, 103, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
     )
-    plan = addition._Coming(
+    plan = scatter_add._Coming(
         x.device,
         dtype,
         index.dtype,
         x.shape,
         100,
-        addition.ACC[dtype],
-        addition._WIDE[addition.ACC[dtype]],
+        scatter_add.ACC[dtype],
+        scatter_add._WIDE[scatter_add.ACC[dtype]],
     )
     assert 100 // plan.each >= 2 and 100 % plan.each
     found, known = plan.run(x, index), (index >= 0) & (index < 100)
@@ -333,8 +341,8 @@ def test_gradient_of_rows(chosen, dim):
 @pytest.mark.parametrize(("dim", "few"), [(0, 8000), (1, 8000), (0, 7999)])
 def test_holes_in_the_mask(dim, few, monkeypatch):
     """With the number of tokens given, or room for more; up to so many slots every program counts those before its own."""
-    monkeypatch.setattr(places, "_FEW", few)
-    places._marking.cache_clear()
+    monkeypatch.setattr(scatter_indices, "_FEW", few)
+    scatter_indices._marking.cache_clear()
     mask = (torch.rand(4, 2000, generator=torch.Generator().manual_seed(0)) < 0.3).to(DEVICE)
     mask[1], mask[2] = False, True  # and with them whole blocks
     padded = numbers(*((4, 2000, 2), (4, 2, 2000))[dim]).requires_grad_()
@@ -350,7 +358,7 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     right[mask.cpu().numpy()] = np.moveaxis(dy.cpu().numpy(), dim, 0)
     assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
     for total in (count + 5, None):
-        offsets, slots = places.mark(mask, total, torch.int64)
+        offsets, slots = scatter_indices.mark(mask, total, torch.int64)
         assert offsets.tolist() == y.offsets.tolist() and (
             total is None or slots[count:].tolist() == [mask.numel()] * 5
         )
@@ -403,12 +411,12 @@ def test_padding_alike_is_checked_once(monkeypatch):
 def test_numbers_beyond():
     """What is no token is 0, and nothing is read or written there."""
     index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
-    assert picking.take(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
-    assert addition.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
+    assert gather.take(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
+    assert scatter_add.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
     for x in (numbers(4, 1), numbers(4, 64)):  # put there at once, and looked up
-        found = picking.put(x, index, 3)
+        found = gather.put(x, index, 3)
         assert found[:2].abs().max() == 0 and torch.equal(found[2], x[1])
-    assert places.last(index, 3).tolist() == [-1, -1, 1]
+    assert scatter_indices.last(index, 3).tolist() == [-1, -1, 1]
 
 
 def test_groups_and_back():
@@ -433,7 +441,7 @@ def test_offsets_from_lengths(count):
     for dtype in (torch.int32, torch.int64):
         call = OffsetsCall(given.to(dtype), torch.int32)
         assert (
-            scree.registry.run("offsets", call, "triton").tolist()
+            scree.dispatch.registry.run("offsets", call, "triton").tolist()
             == np.cumsum([0, *given.tolist()]).tolist()
         )
 

@@ -9,9 +9,9 @@ import torch.nn.functional as functional
 from kernels_reference import bf16, distance, f16, f32
 
 import scree
-from scree import registry
-from scree_triton import cross_entropy, linear_cross_entropy
-from scree_triton.launch import INTERPRETED
+from scree.dispatch import registry
+from scree_triton.losses import cross_entropy, linear_cross_entropy
+from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -7,7 +7,7 @@ import torch
 from kernels_reference import bf16, distance, f16
 
 import scree
-from scree_triton.launch import INTERPRETED
+from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -5,8 +5,8 @@ import torch
 from kernels_reference import OPERATIONS, Case, check, check_product, f16, f32, inputs, offsets, run
 
 import scree
-from scree_triton import columns, segments, shares
-from scree_triton.launch import INTERPRETED
+from scree_triton.runtime.launch import INTERPRETED
+from scree_triton.segments import interface, merge_path, wide_features
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LAYOUTS = ((5, 0, 33, 70, 1), (0, 0), ())
@@ -225,9 +225,9 @@ def cut_small(monkeypatch):
     for name, value in dict(
         _TOKENS=32, _SHARE=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64
     ).items():
-        monkeypatch.setattr(segments, name, value)
-    monkeypatch.setattr(columns, "_SHORTEST", 0)
-    monkeypatch.setattr(segments, "_plan", segments._plan.__wrapped__)
+        monkeypatch.setattr(interface, name, value)
+    monkeypatch.setattr(wide_features, "_SHORTEST", 0)
+    monkeypatch.setattr(interface, "_plan", interface._plan.__wrapped__)
 
 
 @pytest.mark.parametrize(
@@ -287,36 +287,36 @@ def test_transforms_of_torch_func_take_the_standard_path(run):
 def test_one_long_row_says_nothing_of_the_others():
     """Tiles are as wide as the other rows, where the host knows a long one; a bound that is no row's length is none."""
     assert (
-        segments._cut(14_000_000, 1_000_001, 10_000_000).width
-        == segments._cut(4_000_000, 1_000_000, 4).width
+        interface._cut(14_000_000, 1_000_001, 10_000_000).width
+        == interface._cut(4_000_000, 1_000_000, 4).width
         == 4
     )
-    assert segments._cut(14_000_000, 1_000_001, 14_000_000).width == 16
+    assert interface._cut(14_000_000, 1_000_001, 14_000_000).width == 16
 
 
-@pytest.mark.parametrize("map", [shares.NONE, shares.SOFTMAX], ids=["reduced", "mapped"])
+@pytest.mark.parametrize("map", [merge_path.NONE, merge_path.SOFTMAX], ids=["reduced", "mapped"])
 def test_counts_of_parts_are_left_as_found(map, monkeypatch):
     """The next call on the stream finds zeros."""
     cut_small(monkeypatch)
     counts = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(columns, "counters", lambda device, number: counts[:number])
+    monkeypatch.setattr(wide_features, "counters", lambda device, number: counts[:number])
     x = torch.randn(580, device=DEVICE)
-    rows = segments.Rows(
+    rows = interface.Rows(
         torch.tensor([0, 150, 290, 450, 580], dtype=torch.int32, device=DEVICE), 160
     )
-    first = segments.over_rows(x, rows, shares.LSE, map)
+    first = interface.over_rows(x, rows, merge_path.LSE, map)
     assert not counts.any()
-    assert torch.equal(first, segments.over_rows(x, rows, shares.LSE, map))
+    assert torch.equal(first, interface.over_rows(x, rows, merge_path.LSE, map))
 
 
 def test_rows_before_shares():
     """Found once for all calls with the same rows."""
     lengths = [3, 0, 0, 300, 1, *(4,) * 40]
     x = scree.from_lengths(torch.zeros(sum(lengths), device=DEVICE), lengths)
-    first = segments.rows_of(x.layout).first(16, 32)
+    first = interface.rows_of(x.layout).first(16, 32)
     places = [offset + row for row, offset in enumerate(x.offsets.tolist()[:-1])]
     assert first.tolist() == [sum(place < 16 * share for place in places) for share in range(33)]
-    assert segments.rows_of(x.layout).first(16, 32) is first
+    assert interface.rows_of(x.layout).first(16, 32) is first
 
 
 @pytest.mark.parametrize(
@@ -324,31 +324,35 @@ def test_rows_before_shares():
 )
 def test_rows_that_may_be_of_one_length(edges):
     """As many tokens as if all rows were as long as the longest: where they are not, some tokens are behind the last row."""
-    rows = segments.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), 4)
+    rows = interface.Rows(torch.tensor(edges, dtype=torch.int32, device=DEVICE), 4)
     x = torch.randn(12, device=DEVICE)
     expected = torch.cat(
         [*(x[a:b].softmax(0) for a, b in zip(edges, edges[1:])), 0 * x[edges[-1] :]]
     )
-    torch.testing.assert_close(segments.over_rows(x, rows, shares.LSE, shares.SOFTMAX), expected)
+    torch.testing.assert_close(
+        interface.over_rows(x, rows, merge_path.LSE, merge_path.SOFTMAX), expected
+    )
 
 
 @pytest.mark.parametrize("longest", [None, 5])
 def test_tokens_behind_the_last_row(longest, monkeypatch):
     """More of them than a share has: they become 0, and are in no reduction."""
     cut_small(monkeypatch)
-    rows = segments.Rows(torch.tensor([0, 5, 5, 8], dtype=torch.int32, device=DEVICE), longest)
+    rows = interface.Rows(torch.tensor([0, 5, 5, 8], dtype=torch.int32, device=DEVICE), longest)
     x = torch.randn(308, 3, device=DEVICE)
     x[8:] = torch.nan
     parts = x[:8].split([5, 0, 3])
     expected = torch.cat([part.softmax(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)])
-    torch.testing.assert_close(segments.over_rows(x, rows, shares.LSE, shares.SOFTMAX), expected)
-    running = segments.over_rows(x, rows, shares.SUM, shares.RUNNING)
+    torch.testing.assert_close(
+        interface.over_rows(x, rows, merge_path.LSE, merge_path.SOFTMAX), expected
+    )
+    running = interface.over_rows(x, rows, merge_path.SUM, merge_path.RUNNING)
     torch.testing.assert_close(
         running,
         torch.cat([part.cumsum(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)]),
     )
     torch.testing.assert_close(
-        segments.over_rows(x, rows, shares.SUM), torch.stack([part.sum(0) for part in parts])
+        interface.over_rows(x, rows, merge_path.SUM), torch.stack([part.sum(0) for part in parts])
     )
 
 

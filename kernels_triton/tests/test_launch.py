@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scree_triton import host
-from scree_triton import launch as module
-from scree_triton.launch import Launch
+from scree_triton.runtime import autograd
+from scree_triton.runtime import launch as module
+from scree_triton.runtime.launch import Launch
 
 
 class Jit:
@@ -215,14 +215,14 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
         def __init__(self, index):
             self.index = index
 
-        @host.on_its_device
+        @autograd.on_its_device
         def run(self, x):
             return x, [*entered]
 
-    monkeypatch.setattr(host, "current_device", lambda: 1)
+    monkeypatch.setattr(autograd, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", Device)
     for devices in (1, 2):
-        monkeypatch.setattr(host, "_device_count", lambda devices=devices: devices)
+        monkeypatch.setattr(autograd, "_device_count", lambda devices=devices: devices)
         assert (
             Plan(None).run(3) == Plan(1).run(3) == (3, [])
         )  # in host memory, and on the current one

@@ -3,11 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import bridges, kinds
+from . import bridges, functions
 from .array import Array
-from .bucket import bucket
+from .data.bucket import bucket
+from .dispatch.registry import explain, register_kernel, unregister_kernel
+from .indexing.at import at
 from .namespace import namespace
-from .ops import (
+from .ragged import (
     align,
     attention,
     cross_entropy,
@@ -37,12 +39,10 @@ from .ops import (
     to_padded,
     unpack,
 )
-from .registry import explain, register_kernel, unregister_kernel
-from .update import at
 
 if TYPE_CHECKING:
     from . import data
-    from .storage import load, save
+    from .io import load, save
 
 __version__ = "0.1.0"
 
@@ -62,9 +62,9 @@ __all__ = [
     "from_offsets",
     "from_padded",
     "from_segment_ids",
+    "functions",
     "gather",
     "group",
-    "kinds",
     "layer_norm",
     "linear_cross_entropy",
     "load",
@@ -90,7 +90,7 @@ __all__ = [
 ]
 
 #: What few programs need, and where it is loaded from when it is asked for.
-_LATER = {"data": "data", "load": "storage", "save": "storage"}
+_LATER = {"data": "data", "load": "io", "save": "io"}
 
 
 def __getattr__(name: str) -> Any:

@@ -307,7 +307,7 @@ class Array:
         )
 
     def __getitem__(self, key: Any) -> Any:
-        from .index import getitem
+        from .indexing.getitem import getitem
 
         return getitem(self, key)
 
@@ -320,7 +320,7 @@ class Array:
         return self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        from .create import unpack
+        from .construct import unpack
 
         return iter(unpack(self))
 

@@ -6,10 +6,10 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from . import lift, ops
+from . import functions, ragged
 from .array import Array
 from .backends import NAMESPACES, Backend, backend, is_array, named
-from .kinds import EXTENSIONS, KINDS, Kind
+from .functions.table import EXTENSIONS, KINDS, Kind
 
 #: Versions of the standard that a namespace may be asked for.
 VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
@@ -28,7 +28,7 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
     Returns
     -------
     module
-        Every function of the standard, which takes ragged arrays where the table `scree.kinds.KINDS` says so and is the
+        Every function of the standard, which takes ragged arrays where the table `scree.functions.KINDS` says so and is the
         library's own on dense arrays; and the extension ``ragged`` beside ``linalg`` and ``fft``.
 
     Raises
@@ -89,7 +89,7 @@ def build(lib: Backend) -> ModuleType:
             extension = ModuleType(f"{module.__name__}.{name}")
             _fill(extension, getattr(lib.xp, name), table, lib)
             setattr(module, name, extension)
-    module.ragged = ops  # type: ignore[attr-defined]
+    module.ragged = ragged  # type: ignore[attr-defined]
     NAMESPACES[lib.name] = module
     return module
 
@@ -101,7 +101,7 @@ def _fill(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backend) ->
             continue
         found = getattr(own, name)
         if kind.name == "unsupported":
-            found = functools.wraps(found)(lift.elementwise.unsupported(found, name, kind.why))
+            found = functools.wraps(found)(functions.elementwise.unsupported(found, name, kind.why))
         elif kind.name != "plain":
-            found = functools.wraps(found)(lift.LIFTERS[kind.name](found, name, lib))
+            found = functools.wraps(found)(functions.LIFTERS[kind.name](found, name, lib))
         setattr(module, name, found)

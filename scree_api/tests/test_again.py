@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import scree
-from scree import again, registry
+from scree.dispatch import call_cache as again
+from scree.dispatch import registry
 from scree.layout import OTHERS
 
 
@@ -28,11 +29,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(call)
         return "no rows" if call.q.batch_size == 0 else None
 
-    def run_again(call: Any) -> Callable[..., Any]:
+    def prepare_run(call: Any) -> Callable[..., Any]:
         causal, scale = call.causal, call.scale
         return lambda **arrays: (causal, scale, arrays)
 
-    scree.register_kernel("attention", provider="mine", rejects=rejects, again=run_again)(
+    scree.register_kernel("attention", provider="mine", rejects=rejects, prepare=prepare_run)(
         lambda call: call
     )
     return calls
@@ -208,14 +209,14 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
             return registry._KERNELS[name][-1].run(call)  # the standard path
 
-        def run_again(call: Any, name: str = name) -> Callable[..., Any]:
+        def prepare_run(call: Any, name: str = name) -> Callable[..., Any]:
             facts = {field: getattr(call, field) for field in options_of(call)}
             names.append(name)
             return lambda **arrays: registry._KERNELS[name][-1].run(
                 registry._DESCRIBE[name](**arrays, **facts)
             )
 
-        scree.register_kernel(name, provider="mine", again=run_again)(run)
+        scree.register_kernel(name, provider="mine", prepare=prepare_run)(run)
     return names
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scree import registry
+from scree.dispatch import registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

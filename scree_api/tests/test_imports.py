@@ -173,10 +173,10 @@ def test_public_names_are_documented(name: str) -> None:
 def test_all_is_sorted_and_true() -> None:
     assert scree.__all__ == sorted(scree.__all__)
     assert all(hasattr(scree, name) for name in scree.__all__)
-    assert set(scree.ops.__all__) <= set(scree.__all__), "xp.ragged stands in scree too"
-    assert [getattr(scree, name) is getattr(scree.ops, name) for name in scree.ops.__all__] == [
-        True
-    ] * len(scree.ops.__all__)
+    assert set(scree.ragged.__all__) <= set(scree.__all__), "xp.ragged stands in scree too"
+    assert [
+        getattr(scree, name) is getattr(scree.ragged, name) for name in scree.ragged.__all__
+    ] == [True] * len(scree.ragged.__all__)
 
 
 def test_doctests_are_collected() -> None:

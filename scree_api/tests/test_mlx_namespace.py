@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from scree.backends import mlx_namespace as xp
+from scree.backends.mlx import namespace as xp
 
 rng = np.random.default_rng(0)
 ARRAYS = {

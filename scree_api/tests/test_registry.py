@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import scree
-from scree import registry
+from scree.dispatch import registry
 
 
 @pytest.fixture

@@ -312,7 +312,10 @@ def _standard(m: int, n: int) -> Iterator[None]:
 @contextmanager
 def _triton(m: int, n: int) -> Iterator[None]:
     """The portable Triton kernels with tiles of so many queries and keys, in all three of them."""
-    plans, tuned = import_module("scree_triton.plans"), import_module("scree_triton.tuned")
+    plans, tuned = (
+        import_module("scree_triton.attention.launch_configs"),
+        import_module("scree_triton.attention.tile_configs"),
+    )
     tile = tuned.Tile(m, n, 8 if m * n > 8192 else 4, 2)
     with ExitStack() as stack:
         for name, value in (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import scree
-from scree.fit import values_of
+from scree.broadcasting import values_of
 
 from .. import plots, results
 from ..libraries import Library, wanted, where
@@ -142,8 +142,8 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
     """FlashAttention-2 in PyTorch, on values and on leaves of autograd; and our two halves without autograd."""
     import torch
 
-    from scree_triton.attention import spec_of
-    from scree_triton.plans import Rows, plan
+    from scree_triton.attention.interface import spec_of
+    from scree_triton.attention.launch_configs import Rows, plan
 
     aten, offsets, longest = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
     rows, spec = (
@@ -191,7 +191,7 @@ def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
     i, b = x.with_values(np.arange(x.total_length)), x.with_values(x.values > 0.5)
     xp, bare = scree.namespace(x), x.layout.xp
     tries = ((x,), (x, x), (i,), (i, i), (b,), (b, b), (b, x, x))
-    for name, kind in scree.kinds.KINDS.items():
+    for name, kind in scree.functions.KINDS.items():
         if kind.name == "reduction":
             ours, its = getattr(xp, name), getattr(bare, name)
             yield kind.name, name, partial(ours, x, axis=1), partial(its, x.values, axis=0)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from array_api_compat import is_array_api_obj
 
-from ..registry import load_plugins
+from ..dispatch.registry import load_plugins
 
 #: Root module of an array's type -> the module of this package that knows its library.
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx"}

@@ -5,7 +5,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from ..registry import load_plugins
+from ..dispatch.registry import load_plugins
 from . import Backend
 
 _MADE: dict[str, Backend] = {}

@@ -9,10 +9,10 @@ import jax.numpy as xp
 import numpy as np
 
 from ..array import Array
-from ..create import PackCall
+from ..construct import PackCall
+from ..dispatch.registry import register_kernel
 from ..layout import Layout
-from ..registry import register_kernel
-from ..segments import LONGEST, SegmentCall, segment_reduce
+from ..ops.segment import LONGEST, SegmentCall, segment_reduce
 from . import UNREADABLE, Backend
 
 
@@ -144,4 +144,4 @@ def _by_row(op: str, values: Any, rows: Any, count: int, dtype: Any) -> Any:
     )
 
 
-from . import jax_attention, jax_cross_entropy  # noqa: E402, F401 (register their kernels)
+from ..providers import jax_attention, jax_cross_entropy  # noqa: E402, F401 (register their kernels)

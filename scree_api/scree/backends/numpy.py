@@ -6,8 +6,8 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
-from ..registry import register_kernel
-from ..segments import SegmentCall, identity
+from ..dispatch.registry import register_kernel
+from ..ops.segment import SegmentCall, identity
 from . import Backend
 
 

@@ -15,10 +15,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import checkpoint
 
 from ..array import Array
+from ..dispatch.registry import register_kernel
 from ..layout import Layout
+from ..ops.segment import LONGEST, SegmentCall, identity
 from ..ops.split import SplitCall
-from ..registry import register_kernel
-from ..segments import LONGEST, SegmentCall, identity
 from . import UNREADABLE, Backend
 
 _AT_ONCE = 1 << 16  # bytes that CUDA takes along with the call
@@ -217,12 +217,12 @@ def _not_torch(call: SplitCall) -> str | None:
     return None if isinstance(call.values, torch.Tensor) else "split takes torch tensors only"
 
 
-def _split_again(call: SplitCall) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _prepare_split(call: SplitCall) -> Callable[..., tuple[torch.Tensor, ...]]:
     sizes, place = list(call.sizes), call.place
     return lambda x: torch.split_with_sizes(x.values, sizes, place)
 
 
-@register_kernel("split", provider="torch", rejects=_not_torch, again=_split_again)
+@register_kernel("split", provider="torch", rejects=_not_torch, prepare=_prepare_split)
 def split(call: SplitCall) -> tuple[torch.Tensor, ...]:
     """`torch.split`, whose backward pass is one copy."""
     return torch.split(call.values, list(call.sizes), call.place)
@@ -263,7 +263,7 @@ class _Reduce(torch.autograd.Function):
 
 
 from ..namespace import build  # noqa: E402
-from . import torch_attention, torch_cross_entropy  # noqa: E402, F401 (register their kernels)
+from ..providers import torch_attention, torch_cross_entropy  # noqa: E402, F401 (register their kernels)
 
 build(
     BACKEND

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import Backend, backend, is_array, named
-from ..fit import moved, ragged
+from ..broadcasting import moved, ragged
 from ..layout import Layout
 
 #: Libraries that may take memory of a device; the others get a copy in host memory.

@@ -9,9 +9,9 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend
-from ..fit import shared_layout
+from ..broadcasting import shared_layout
 from ..layout import Layout
-from ..padded import from_padded, to_padded
+from ..ops.padding import from_padded, to_padded
 from .dlpack import tokens_first, widest_integer
 
 IGNORED = -100  # the label that every loss of transformers leaves out

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..array import Array
 from ..backends import is_array
-from ..create import from_lengths, pack, unpack
-from ..fit import ragged
+from ..broadcasting import ragged
+from ..construct import from_lengths, pack, unpack
 from .dlpack import on_host
 
 

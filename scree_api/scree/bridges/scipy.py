@@ -7,7 +7,7 @@ from typing import Any
 from scipy import sparse
 
 from ..array import Array
-from ..fit import shared_layout
+from ..broadcasting import shared_layout
 from .dlpack import on_host
 
 

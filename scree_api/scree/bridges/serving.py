@@ -10,9 +10,9 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
+from ..broadcasting import ragged
 from ..checks import integer, integers
-from ..fit import ragged
-from ..padded import from_padded, to_padded
+from ..ops.padding import from_padded, to_padded
 from .dlpack import widest_integer
 
 

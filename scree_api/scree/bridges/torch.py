@@ -8,9 +8,9 @@ import torch
 
 from ..array import Array
 from ..backends import backend
-from ..create import unpack
-from ..fit import ragged
-from ..index import select
+from ..broadcasting import ragged
+from ..construct import unpack
+from ..indexing.getitem import select
 from ..layout import Layout
 
 

@@ -19,7 +19,7 @@ from .text import Tokenizer
 
 #: The backends, and where each has an `asarray` that takes NumPy arrays.
 BACKENDS = {
-    "numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "mlx": "scree.backends.mlx_namespace",
+    "numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "mlx": "scree.backends.mlx.namespace",
     "array_api_strict": "array_api_strict",
 }  # fmt: skip
 BATCH = 32  # paragraphs a batch, as sentence-transformers has it

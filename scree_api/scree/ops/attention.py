@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import again
 from ..array import Array
+from ..broadcasting import accumulator, ragged, shared_layout
 from ..checks import dense, flag, floating, integer, number
-from ..fit import accumulator, ragged, shared_layout
-from ..registry import declare, run
-from ..segments import tiled
+from ..dispatch import call_cache
+from ..dispatch.registry import declare, run
+from .segment import tiled
 
 QUERIES = KEYS = 64  # tile sizes
 SCORES = 1 << 16  # scores of one chunk of query tiles, where the rows are known on the host
@@ -255,7 +255,7 @@ def attention(
         "return_lse": return_lse,
     }  # fmt: skip
     if sinks is None:
-        return again.run("attention", arrays, options, kernel)
+        return call_cache.run("attention", arrays, options, kernel)
     out, lse = run("attention", AttentionCall.make(**arrays, **options, sinks=sinks), kernel)
     out, lse = _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import again
 from ..array import Array
 from ..backends import backend, is_array
+from ..broadcasting import accumulator, equal_rows, like, ragged, values_of
 from ..checks import dense, floating, integer, integers
-from ..fit import accumulator, equal_rows, like, ragged, values_of
-from ..registry import declare, run
-from ..segments import divide, segment_reduce
+from ..dispatch import call_cache
+from ..dispatch.registry import declare, run
+from .segment import divide, segment_reduce
 
 #: What comes of the losses of the tokens: one mean, one sum, a mean of each row, or the losses themselves.
 REDUCTIONS = ("mean", "sum", "row_mean", "none")
@@ -208,7 +208,7 @@ def cross_entropy(
     return _shaped(
         logits,
         reduction,
-        again.run("cross_entropy", {"x": logits, "targets": targets}, options, kernel),
+        call_cache.run("cross_entropy", {"x": logits, "targets": targets}, options, kernel),
     )
 
 

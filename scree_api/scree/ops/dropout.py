@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..backends import backend
+from ..broadcasting import like, values_of
 from ..checks import floating, number
-from ..fit import like, values_of
 
 
 def dropout(x: Any, rate: float, key: Any) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import again
 from ..array import Array
 from ..backends import backend
+from ..broadcasting import accumulator, like, ragged, shared_layout, values_of
 from ..checks import dense, floating, number
-from ..fit import accumulator, like, ragged, shared_layout, values_of
-from ..registry import declare
+from ..dispatch import call_cache
+from ..dispatch.registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def layer_norm(
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return again.run(
+    return call_cache.run(
         "layer_norm",
         {"x": x, "weight": weight, "bias": bias, "residual": residual},
         {"eps": eps},
@@ -159,7 +159,7 @@ def rms_norm(
     >>> normed.values, total.values
     (array([[1., 1.]]), array([[6., 6.]]))
     """
-    return again.run(
+    return call_cache.run(
         "rms_norm", {"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel
     )
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .. import again
 from ..array import Array
+from ..broadcasting import accumulator, ragged, shared_layout
 from ..checks import flag, floating, integers, number
-from ..fit import accumulator, ragged, shared_layout
-from ..registry import declare
+from ..dispatch import call_cache
+from ..dispatch.registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def rope(
            [2., 0.]])
     """
     options = {"theta": theta, "interleaved": interleaved}
-    return again.run("rope", {"x": x, "k": k, "start": start}, options, kernel)
+    return call_cache.run("rope", {"x": x, "k": k, "start": start}, options, kernel)
 
 
 @declare("rope", RopeCall)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import again
 from ..array import Array
+from ..broadcasting import accumulator, against, in_rows, moved, ragged
 from ..checks import floating
-from ..fit import accumulator, against, in_rows, moved, ragged
-from ..registry import declare
-from ..segments import segment_reduce
+from ..dispatch import call_cache
+from ..dispatch.registry import declare
+from .segment import segment_reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     >>> scree.softmax(scree.from_lengths(np.zeros(5), [4, 1])).values
     array([0.25, 0.25, 0.25, 0.25, 1.  ])
     """
-    return again.run("softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
+    return call_cache.run("softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
 def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
@@ -78,7 +78,7 @@ def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     >>> scree.log_softmax(scree.from_lengths(np.asarray([0.0, 1000.0]), [2])).values
     array([-1000.,     0.])
     """
-    return again.run("log_softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
+    return call_cache.run("log_softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
 def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
@@ -105,7 +105,7 @@ def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
     >>> scree.logsumexp(scree.from_lengths(np.full(2, 1000.0), [2, 0]))
     array([1000.69314718,          -inf])
     """
-    return again.run("logsumexp", {"x": x}, {}, kernel)
+    return call_cache.run("logsumexp", {"x": x}, {}, kernel)
 
 
 def _parts(x: Array) -> tuple[Any, Array, Any, Any, Any]:

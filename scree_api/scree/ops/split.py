@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import again
 from ..array import Array
 from ..backends import backend
+from ..broadcasting import values_of
 from ..checks import integer
-from ..fit import values_of
-from ..registry import declare
+from ..dispatch import call_cache
+from ..dispatch.registry import declare
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def split(
            [5, 6, 7]]))
     """
     sizes = tuple(sizes) if isinstance(sizes, list) else sizes
-    parts = again.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel)
+    parts = call_cache.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel)
     return tuple(
         [Array._of(part, x.layout, x.ragged_dim) for part in parts]
         if isinstance(x, Array)

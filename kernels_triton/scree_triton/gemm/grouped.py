@@ -1,0 +1,474 @@
+"""The grouped matrix product: every row of a ragged array times its own matrix, and the gradients of both.
+
+The product and the gradient of the rows share a kernel: a tile of a row's tokens against a tile of its matrix. The gradient of
+a matrix is one program's for each of its tiles, which walks over the tokens of the row: no atomics, equal inputs give equal
+bits.
+
+Three pairs of kernels do it. Those of `grouped_sm90`, in half precision, are the fastest. The second pair does the same in plain
+Triton, for other versions of Triton and later devices: it reads and writes tiles with the copy engine, too, and one program a
+multiprocessor counts the tiles of each row and takes tile after tile.
+The third reads through pointers, and takes what the others do not. Its slots hold tokens of one row only (block ``j`` of row
+``b`` is slot ``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see
+`portable`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..attention.launch_configs import GLUON_KNOWN
+from ..attention.tile_configs import ROOMY
+from ..runtime.autograd import Function, multiprocessors, once_differentiable, refuses, start
+from ..runtime.launch import INTERPRETED, Launch, ragged_shape, tiled
+
+_MOST_COUNTED = 1024  # rows whose tiles a program counts at once
+_FAR = tl.constexpr(1 << 30)  # the end of every row, see `launch.Ragged`
+
+
+@triton.jit(do_not_specialize=("n", "total"))
+def tiled_kernel(
+    X,
+    W,
+    OUT,
+    OFFSETS,
+    n,
+    total,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row; W is (n, K, M), TURNED (n, M, K)."""
+    COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    row = tl.arange(0, ROWS)  # and row n are the tokens behind the last one
+    start = tl.load(OFFSETS + row, mask=row <= n, other=total).to(tl.int32)
+    end = tl.load(OFFSETS + row + 1, mask=row < n, other=total).to(tl.int32)
+    blocks = tl.where(row <= n, tl.cdiv(end - start, BLOCK_T), 0)
+    before = tl.cumsum(blocks, 0) - blocks
+    slots = tl.sum(blocks, 0)
+    for tile in tl.range(tl.program_id(0), slots * COLUMNS, tl.num_programs(0), flatten=True):
+        # GROUP slots side by side, so that they share the tiles of the matrices in the cache
+        first = tile // (GROUP * COLUMNS) * GROUP
+        side = tl.minimum(slots - first, GROUP)
+        slot = first + tile % (GROUP * COLUMNS) % side
+        column = tile % (GROUP * COLUMNS) // side * BLOCK_M
+        of = tl.sum(((before <= slot) & (row <= n)).to(tl.int32), 0) - 1
+        at = tl.sum(tl.where(row == of, start + (slot - before) * BLOCK_T, 0), 0)
+        stop = tl.sum(tl.where(row == of, end, 0), 0)
+        matrix = tl.minimum(of, n - 1)
+        acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if TURNED:
+                w = tl.trans(tl.reshape(W.load([matrix, column, k]), [BLOCK_M, BLOCK_K]))
+            else:
+                w = tl.reshape(W.load([matrix, k, column]), [BLOCK_K, BLOCK_M])
+            acc = tl.dot(X.load([at, k]), w, acc)
+        # In halves, which leaves shared memory for one stage more.
+        y = tl.reshape(tl.where(of < n, acc, 0.0), [BLOCK_T, 2, BLOCK_M // 2])
+        left, right = tl.split(tl.permute(y, [0, 2, 1]))
+        place = _FAR - stop + at
+        OUT.store(
+            [_FAR, stop, place, column],
+            tl.reshape(left.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
+        )
+        OUT.store(
+            [_FAR, stop, place, column + BLOCK_M // 2],
+            tl.reshape(right.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
+        )
+
+
+@triton.jit(do_not_specialize=("unused",))
+def tiled_weight_kernel(
+    X,
+    DY,
+    DW,
+    OFFSETS,
+    unused,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
+    COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * COLUMNS
+    row = tl.program_id(0) // TILES
+    column = tl.program_id(0) % COLUMNS * BLOCK_M
+    depth = tl.program_id(0) % TILES // COLUMNS * BLOCK_K
+    start = tl.load(OFFSETS + row).to(tl.int32)
+    end = tl.load(OFFSETS + row + 1).to(tl.int32)
+    acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+    for at in range(start, end, BLOCK_T):
+        x = tl.reshape(X.load([_FAR, end, _FAR - end + at, depth]), [BLOCK_T, BLOCK_K])
+        dy = tl.reshape(DY.load([_FAR, end, _FAR - end + at, column]), [BLOCK_T, BLOCK_M])
+        acc = tl.dot(tl.trans(x), dy, acc)
+    k = depth + tl.arange(0, BLOCK_K)
+    m = column + tl.arange(0, BLOCK_M)
+    out = DW + row.to(tl.int64) * (K * M) + k[:, None] * M + m[None, :]
+    tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=("n", "total", "bisections"))
+def product_kernel(
+    X,
+    W,
+    OUT,
+    OFFSETS,
+    x_stride,
+    w_group,
+    w_k,
+    w_m,
+    n,
+    total,
+    bisections,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row."""
+    columns = tl.cdiv(M, BLOCK_M)
+    pid = tl.program_id(0)
+    slots = tl.num_programs(0) // columns
+    # GROUP slots side by side, so that they share the tiles of the matrices in the cache
+    band = pid // (GROUP * columns)
+    first = band * GROUP
+    size = tl.minimum(slots - first, GROUP)
+    slot = first + (pid % (GROUP * columns)) % size
+    column = (pid % (GROUP * columns)) // size
+    low = slot * 0
+    high = low + n + 1
+    for _ in range(bisections):
+        middle = (low + high) // 2
+        if tl.load(OFFSETS + middle) // BLOCK_T + middle <= slot:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(OFFSETS + low).to(tl.int64)
+    end = tl.load(OFFSETS + low + 1, mask=low < n, other=total).to(tl.int64)
+    start += (slot - (start // BLOCK_T + low)) * BLOCK_T
+    if start >= end:
+        return
+    token = tl.arange(0, BLOCK_T)
+    valid = (token < end - start)[:, None]
+    m = column * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    if low < n:
+        x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
+        w = W + low.to(tl.int64) * w_group + k[:, None] * w_k + m[None, :] * w_m
+        for at in range(0, K, BLOCK_K):
+            if K % BLOCK_K == 0:
+                a = tl.load(x, mask=valid, other=0.0)
+            else:
+                a = tl.load(x, mask=valid & (at + k < K)[None, :], other=0.0)
+            if (K % BLOCK_K == 0) & (M % BLOCK_M == 0):
+                b = tl.load(w)
+            else:
+                b = tl.load(w, mask=(at + k < K)[:, None] & (m < M)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision="tf32x3")
+            x += BLOCK_K
+            w += BLOCK_K * w_k
+    out = OUT + start * M + token[:, None] * M + m[None, :]
+    tl.store(out, acc.to(OUT.dtype.element_ty), mask=valid & (m < M)[None, :])
+
+
+@triton.jit(do_not_specialize=("unused",))
+def weight_kernel(
+    X,
+    DY,
+    DW,
+    OFFSETS,
+    x_stride,
+    dy_stride,
+    unused,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
+    columns = tl.cdiv(M, BLOCK_M)
+    tiles = columns * tl.cdiv(K, BLOCK_K)
+    row = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    m = (tile % columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = (tile // columns) * BLOCK_K + tl.arange(0, BLOCK_K)
+    start = tl.load(OFFSETS + row).to(tl.int64)
+    length = (tl.load(OFFSETS + row + 1) - start).to(tl.int32)
+    token = tl.arange(0, BLOCK_T)
+    x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
+    dy = DY + start * dy_stride + token[:, None] * dy_stride + m[None, :]
+    acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+    for at in range(0, length, BLOCK_T):
+        valid = (at + token < length)[:, None]
+        a = tl.load(x, mask=valid & (k < K)[None, :], other=0.0)
+        b = tl.load(dy, mask=valid & (m < M)[None, :], other=0.0)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision="tf32x3")
+        x += BLOCK_T * x_stride
+        dy += BLOCK_T * dy_stride
+    out = DW + row.to(tl.int64) * (K * M) + k[:, None] * M + m[None, :]
+    tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+#: Tokens, columns and depth of a tile, warps and stages, by bytes of an element: of the product, and (depth, columns, tokens)
+#: of the gradient of the matrices.
+PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
+#: The same for the copy engine; of the gradient of the matrices for rows that are short on average, and for others.
+TILED_PRODUCT = (128, 256, 64, 8, 4)
+TILED_WEIGHT = ((128, 128, 64, 4, 3), (256, 128, 64, 8, 4))
+SHORT = 384
+GROUP = 8
+
+
+@cache
+def _launches(
+    device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int
+) -> tuple[Launch, Launch]:
+    """The product, and the gradient of the matrices, through pointers."""
+    tokens, columns, depth, warps, stages = PRODUCT[dtype.itemsize]
+    product = Launch(
+        product_kernel,
+        dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
+        dict(num_warps=warps, num_stages=stages),
+    )
+    depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
+    return product, Launch(
+        weight_kernel,
+        dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+        dict(num_warps=warps, num_stages=stages),
+    )
+
+
+@cache
+def _tiled_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    offsets: torch.dtype,
+    k: int,
+    m: int,
+    rows: int,
+    turned: bool,
+) -> Launch:
+    """The product by the copy engine; `rows` is a power of 2 greater than their number."""
+    tokens, columns, depth, warps, stages = TILED_PRODUCT
+    return Launch(
+        tiled_kernel,
+        dict(
+            K=k,
+            M=m,
+            ROWS=rows,
+            BLOCK_T=tokens,
+            BLOCK_M=columns,
+            BLOCK_K=depth,
+            GROUP=GROUP,
+            TURNED=turned,
+        ),
+        dict(num_warps=warps, num_stages=stages),
+        (tokens, columns if turned else depth, tokens),
+    )
+
+
+@cache
+def _tiled_weight_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    offsets: torch.dtype,
+    k: int,
+    m: int,
+    tile: tuple[int, int, int, int, int],
+) -> Launch:
+    """The gradient of the matrices by the copy engine."""
+    depth, columns, tokens, warps, stages = tile
+    return Launch(
+        tiled_weight_kernel,
+        dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
+        dict(num_warps=warps, num_stages=stages),
+        (tokens, tokens),
+    )
+
+
+@cache
+def _copies_tiles(device: torch.device) -> bool:
+    return INTERPRETED or torch.cuda.get_device_capability(device) in ROOMY
+
+
+@cache
+def _hopper(device: torch.device) -> Any:
+    """The kernels of this device in Gluon, if there are any."""
+    if INTERPRETED or not GLUON_KNOWN or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    from . import grouped_sm90
+
+    return grouped_sm90
+
+
+def _readable(x: torch.Tensor) -> bool:
+    """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, no element twice, no row that is too long."""
+    steps = x.stride()[:-1]
+    return (
+        x.element_size() == 2
+        and x.data_ptr() % 16 == 0
+        and x.shape[0] <= _FAR.value
+        and all(step % 8 == 0 and step >= x.shape[-1] for step in steps)
+    )
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The product of x (total, k) and the matrix of each row, weight (n, k, m) of any strides: (total, m), contiguous."""
+    total, (n, k, m) = x.shape[0], weight.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((total, m), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    turned = weight.stride(2) != 1
+    plain = weight.mT if turned else weight
+    if (
+        0 < n < _MOST_COUNTED
+        and plain.stride(2) == 1
+        and all(map(_readable, (x, plain, out)))
+        and _copies_tiles(x.device)
+    ):
+        if kernels := _hopper(x.device):
+            kernels.product(x, plain, turned, offsets, out)
+            return out
+        launch = _tiled_launch(
+            x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned
+        )
+        _, columns, depth, *_ = TILED_PRODUCT
+        shapes = (
+            tiled(tuple(x.shape), x.stride(), depth),
+            tiled(tuple(plain.shape), plain.stride(), depth if turned else columns),
+            tiled(*ragged_shape(1, m, m, m), columns // 2),
+        )
+        start(
+            launch, multiprocessors(x.device), (offsets,), (), (n, total), (x, plain, out), shapes
+        )
+    else:
+        tokens, columns = PRODUCT[x.dtype.itemsize][:2]
+        start(
+            _launches(x.device, x.dtype, offsets.dtype, k, m)[0],
+            (total // tokens + n + 1) * -(-m // columns),
+            (x, weight, out, offsets),
+            (x.stride(0), *weight.stride()),
+            (n, total, (n + 1).bit_length()),
+        )
+    return out
+
+
+def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Of each row, x (tokens, k) turned over times dy (tokens, m): (n, k, m)."""
+    n, k, m = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
+    x, dy = (t if t.stride(1) == 1 else t.contiguous() for t in (x, dy))
+    dw = torch.empty((n, k, m), dtype=x.dtype, device=x.device)
+    if not n:
+        return dw
+    if x.shape[0] and _readable(x) and _readable(dy) and _copies_tiles(x.device):
+        if (kernels := _hopper(x.device)) and _readable(dw):
+            kernels.weight_gradient(x, dy, offsets, dw)
+            return dw
+        tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
+        launch = _tiled_weight_launch(x.device, x.dtype, offsets.dtype, k, m, tile)
+        depth, columns, *_ = tile
+        shapes = (
+            tiled(*ragged_shape(1, k, x.stride(0), k), depth),
+            tiled(*ragged_shape(1, m, dy.stride(0), m), columns),
+        )
+        start(
+            launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes
+        )
+    else:
+        depth, columns = WEIGHT[x.dtype.itemsize][:2]
+        start(
+            _launches(x.device, x.dtype, offsets.dtype, k, m)[1],
+            n * -(-k // depth) * -(-m // columns),
+            (x, dy, dw, offsets),
+            (x.stride(0), dy.stride(0)),
+            (0,),
+        )
+    return dw
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx, x, weight, offsets):
+        ctx.save_for_backward(x, weight, offsets)
+        return product(x, weight, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, offsets = ctx.saved_tensors
+        dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
+        return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+@torch.library.custom_op("scree_triton::grouped_product", mutates_args=())
+def _op(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return product(x, weight, offsets)
+
+
+@_op.register_fake
+def _(x, weight, offsets):
+    return x.new_empty((x.shape[0], weight.shape[2]))
+
+
+@torch.library.custom_op("scree_triton::grouped_weight_gradient", mutates_args=())
+def _weight_op(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return weight_gradient(x, dy, offsets)
+
+
+@_weight_op.register_fake
+def _(x, dy, offsets):
+    return x.new_empty((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
+
+
+def _differentiate(ctx, dy):
+    x, weight, offsets = ctx.saved_tensors
+    return _op(dy, weight.mT, offsets), _weight_op(x, dy, offsets), None
+
+
+_op.register_autograd(
+    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `GroupedCall`; None if they do."""
+    if 0 in call.weight.shape[1:]:
+        return f"the Triton kernels take matrices of at least one element, not {tuple(call.weight.shape)}"
+    if call.x.ragged_dim:
+        return "the Triton kernels take a grouped product with the ragged axis in front"
+    return refuses(call.x.values)
+
+
+def run(call: Any) -> Any:
+    """Run a `GroupedCall`."""
+    x, weight = call.x, call.weight
+    if torch.compiler.is_compiling():
+        return x.with_values(_op(x.values, weight, x.offsets.contiguous()))
+    return prepare_run(call)(x, weight)
+
+
+def prepare_run(call: Any) -> Callable[..., Any]:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    wanted = call.x.values.requires_grad or call.weight.requires_grad
+
+    def multiply(x: Any, weight: torch.Tensor) -> Any:
+        run = _Product.apply if wanted and torch.is_grad_enabled() else product
+        return x._of(run(x.values, weight, x.offsets.contiguous()), x.layout)
+
+    return multiply

@@ -1,0 +1,1 @@
+"""Movement of tokens and rows: padding, gather, scatter, concat."""

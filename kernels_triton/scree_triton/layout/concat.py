@@ -1,0 +1,219 @@
+"""Rows of up to four arrays, each row of one behind that of the one before it; and the arrays of which rows were joined."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .strided_copy import MOST_PLANS, Copier, Plan, Seen, copy, laid, part, resized, rows_of, seen
+
+MOST_JOINED = 4
+
+
+@triton.jit(
+    do_not_specialize=(
+        "n",
+        "block1",
+        "block2",
+        "block3",
+        "total0",
+        "total1",
+        "total2",
+        "total3",
+        "y_token",
+        "y_piece",
+        "token0",
+        "piece0",
+        "token1",
+        "piece1",
+        "token2",
+        "piece2",
+        "token3",
+        "piece3",
+    )
+)
+def join_kernel(
+    P0,
+    P1,
+    P2,
+    P3,
+    P4,
+    O0,
+    O1,
+    O2,
+    O3,
+    n,
+    block1,
+    block2,
+    block3,
+    total0,
+    total1,
+    total2,
+    total3,
+    y_token,
+    y_piece,
+    token0,
+    piece0,
+    token1,
+    piece1,
+    token2,
+    piece2,
+    token3,
+    piece3,
+    COUNT: tl.constexpr,
+    BACK: tl.constexpr,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LONG: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
+    """Every token of up to four arrays, X with offsets O, to its place in rows that are joined; BACK from there.
+
+    The blocks of array i begin at `block<i>`. What stands behind the last row of each counts as one more row.
+    """
+    if BACK:  # what is made stands before what is given
+        X0, X1, X2, X3, OUT = P0, P1, P2, P3, P4
+    else:
+        OUT, X0, X1, X2, X3 = P0, P1, P2, P3, P4
+    block, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
+    X, OFFSETS, before, total, x_token, x_piece = X0, O0, block1 * 0, total0, token0, piece0
+    j = block * 0
+    if COUNT > 1:
+        j += (block >= block1).to(tl.int32)
+        if block >= block1:
+            X, OFFSETS, before, total, x_token, x_piece = X1, O1, block1, total1, token1, piece1
+    if COUNT > 2:
+        j += (block >= block2).to(tl.int32)
+        if block >= block2:
+            X, OFFSETS, before, total, x_token, x_piece = X2, O2, block2, total2, token2, piece2
+    if COUNT > 3:
+        j += (block >= block3).to(tl.int32)
+        if block >= block3:
+            X, OFFSETS, before, total, x_token, x_piece = X3, O3, block3, total3, token3, piece3
+    token -= before.to(token.dtype) * TOKENS
+    first -= before.to(token.dtype) * TOKENS
+    row, _, _ = rows_of(OFFSETS, OFFSETS, token, first, n, TOKENS, SIDE)
+    place = token  # what the earlier arrays have up to the end of this row, and the later ones before it, stands before
+    for i in tl.static_range(COUNT):
+        OTHER = O0 if i == 0 else O1 if i == 1 else O2 if i == 2 else O3
+        end = total0 if i == 0 else total1 if i == 1 else total2 if i == 2 else total3
+        at = row + (j > i).to(tl.int32)
+        others = tl.load(OTHER + at, mask=at <= n, other=end).to(token.dtype)
+        place += tl.where(j == i, 0, others)
+    here = token if SIDE > 1 else token * x_token + piece * x_piece
+    there = place * y_token + piece * y_piece
+    if BACK:
+        copy(
+            OUT,
+            X,
+            there,
+            here,
+            row < n,
+            token < total,
+            first + TOKENS > total,
+            0,
+            0,
+            column,
+            WIDTH,
+            BC,
+            SIDE,
+            UNIT,
+            ALIGN,
+        )
+    else:
+        copy(
+            X,
+            OUT,
+            here,
+            there,
+            row < n,
+            token < total,
+            True,
+            0,
+            0,
+            column,
+            WIDTH,
+            BC,
+            SIDE,
+            UNIT,
+            ALIGN,
+        )
+
+
+@lru_cache(MOST_PLANS)
+def _join_plan(
+    given: tuple[tuple[Any, ...], ...],
+    offsets: tuple[torch.dtype, ...],
+    n: int,
+    totals: tuple[int, ...],
+    dim: int,
+    back: bool,
+) -> Plan:
+    """What joins arrays of so many tokens, or with `back` takes one apart to such."""
+    first, *_ = given = [Seen(*one) for one in given]
+    made = [
+        first.made(resized(first.shape, dim, total))
+        for total in (totals if back else [sum(totals)])
+    ]
+    whole, *parts = (*given, *made) if back else (*made, *given)
+    news = [(one.shape, one.dtype) for one in made]
+    if not math.prod(whole.shape):
+        return Plan(whole.device, news)
+    missing = MOST_JOINED - len(totals)
+    copier = Copier(
+        join_kernel,
+        sum(totals),
+        back,
+        [(one, dim, 0) for one in (whole, *parts)],
+        offsets,
+        len(totals),
+        back,
+    )
+    copier.steps += [0, 0] * missing
+    ends = [0]
+    for total in totals:
+        ends.append(ends[-1] + copier.blocks(total))
+    return copier.plan(
+        news, ends[-1], n, *ends[1:-1], *ends[-1:] * missing, *totals, *[0] * missing
+    )
+
+
+def join(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Row i of each of up to four arrays end to end."""
+    xs = [laid(x, dim) for x in xs]
+    plan = _join_plan(
+        tuple(seen(x) for x in xs),
+        tuple(one.dtype for one in offsets),
+        offsets[0].shape[0] - 1,
+        tuple(x.shape[dim] for x in xs),
+        dim,
+        False,
+    )
+    missing = MOST_JOINED - len(xs)
+    return plan.run(*xs, *xs[:1] * missing, *offsets, *offsets[:1] * missing)[0]
+
+
+def unjoin(
+    dy: torch.Tensor, offsets: Sequence[torch.Tensor], totals: Sequence[int], dim: int
+) -> list[torch.Tensor]:
+    """The arrays of which rows were joined."""
+    dy = laid(dy, dim)
+    plan = _join_plan(
+        (seen(dy),),
+        tuple(one.dtype for one in offsets),
+        offsets[0].shape[0] - 1,
+        tuple(totals),
+        dim,
+        True,
+    )
+    missing = MOST_JOINED - len(totals)
+    return plan.run(*[dy] * missing, dy, *offsets, *offsets[:1] * missing)

@@ -1,0 +1,216 @@
+"""Tokens added up at numbered places, any number at each: the numbers of the places are sorted.
+
+So the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a whole is added up beforehand, by a
+program of its own; a place adds its chunks and what stands beside them, in the order of the tokens. So a place that most tokens
+go to does not keep one program busy alone.
+"""
+
+import math
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ..runtime.autograd import on_its_device
+from ..runtime.launch import Launch, contiguous, empty
+
+_ELEMENTS = 2048  # in a tile
+_WIDE_TOKEN = (
+    512  # elements, from which on a program has one place, and reads some of its tokens at once
+)
+_AT_ONCE = 4
+_MOST_PLACES = 128  # of a program
+_CHUNK = 32  # tokens, at least
+_MOST_CHUNKS = 2048
+_BOUNDS = 256  # places whose tokens a program looks up
+
+
+@triton.jit
+def _sum(
+    X,
+    ORDER,
+    begin,
+    end,
+    columns,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SORTED: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """(places, BC): the tokens [begin, end) of the order, or of X itself, added up."""
+    total = tl.zeros([begin.shape[0], BC], ACC)
+    for first in range(0, tl.max(end - begin, 0), AT_ONCE):
+        at = begin[:, None] + first + tl.arange(0, AT_ONCE)[None, :]
+        valid = at < end[:, None]
+        token = tl.load(ORDER + at, mask=valid, other=0).to(tl.int64) if SORTED else at.to(tl.int64)
+        mask = valid[:, :, None]
+        if C % BC != 0:
+            mask = mask & (columns < C)[None, None, :]
+        total += tl.sum(
+            tl.load(X + token[:, :, None] * C + columns[None, None, :], mask=mask, other=0).to(ACC),
+            1,
+        )
+    return total
+
+
+@triton.jit(do_not_specialize=("count", "size", "bisections", "lookups"))
+def prepare_kernel(
+    X,
+    KEYS,
+    ORDER,
+    BOUNDS,
+    PARTS,
+    count,
+    size,
+    bisections,
+    lookups,
+    CHUNK: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PLACES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Where the tokens of each place begin, BOUNDS (size + 1,); and the sums PARTS (chunks, C) of chunks of a single place."""
+    COLUMNS: tl.constexpr = (C + BC - 1) // BC
+    program = tl.program_id(0)
+    if program < lookups:
+        place = program.to(tl.int64) * PLACES + tl.arange(0, PLACES)
+        low = tl.zeros([PLACES], tl.int64)
+        high = low + count
+        for _ in range(bisections):
+            middle = (low + high) // 2
+            before = (low < high) & (tl.load(KEYS + middle, mask=low < high, other=0) < place)
+            low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
+        tl.store(BOUNDS + place, low, mask=place <= size)
+    else:
+        chunk = (program - lookups) // COLUMNS
+        begin = chunk.to(tl.int64) * CHUNK
+        if tl.load(KEYS + begin) == tl.load(KEYS + begin + (CHUNK - 1)):
+            columns = (program - lookups) % COLUMNS * BC + tl.arange(0, BC)
+            one = begin + tl.zeros([1], tl.int64)
+            found = _sum(X, ORDER, one, one + CHUNK, columns, C, BC, AT_ONCE, True, ACC)
+            tl.store(
+                PARTS + chunk.to(tl.int64) * C + columns[None, :],
+                found,
+                mask=(columns < C)[None, :],
+            )
+
+
+@triton.jit(do_not_specialize=("size",))
+def add_kernel(
+    X,
+    ORDER,
+    BOUNDS,
+    PARTS,
+    OUT,
+    size,
+    CHUNK: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PLACES: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """OUT (size, C): the sum of the tokens of each place."""
+    COLUMNS: tl.constexpr = (C + BC - 1) // BC
+    place = (tl.program_id(0) // COLUMNS).to(tl.int64) * PLACES + tl.arange(0, PLACES)
+    columns = tl.program_id(0) % COLUMNS * BC + tl.arange(0, BC)
+    begin = tl.load(BOUNDS + place, mask=place < size, other=0).to(tl.int64)
+    end = tl.load(BOUNDS + place + 1, mask=place < size, other=0).to(tl.int64)
+    first = tl.minimum(
+        (begin + (CHUNK - 1)) // CHUNK * CHUNK, end
+    )  # the chunks of this place alone begin
+    last = tl.maximum(end // CHUNK * CHUNK, first)  # and end
+    total = _sum(X, ORDER, begin, first, columns, C, BC, AT_ONCE, True, ACC)
+    total += _sum(
+        PARTS,
+        ORDER,
+        first // CHUNK,
+        first // CHUNK + (last - first) // CHUNK,
+        columns,
+        C,
+        BC,
+        AT_ONCE,
+        False,
+        ACC,
+    )
+    total += _sum(X, ORDER, last, end, columns, C, BC, AT_ONCE, True, ACC)
+    mask = (place < size)[:, None]
+    if C % BC != 0:
+        mask = mask & (columns < C)[None, :]
+    tl.store(OUT + place[:, None] * C + columns[None, :], total.to(OUT.dtype.element_ty), mask=mask)
+
+
+@cache
+def _launches(
+    device: torch.device,
+    x: torch.dtype,
+    keys: torch.dtype,
+    bounds: torch.dtype,
+    acc: tl.dtype,
+    width: int,
+    chunk: int,
+) -> tuple[Launch, Launch, int, int]:
+    """What prepares and what adds, the programs of a token, and the places of a program."""
+    block = min(triton.next_power_of_2(width), 1024)
+    wide = block >= _WIDE_TOKEN
+    places = 1 if wide else min(_ELEMENTS // block, _MOST_PLACES)
+    same = dict(CHUNK=chunk, C=width, BC=block)
+    at_once = max(_AT_ONCE, min(chunk, _ELEMENTS // block))
+    prepare = Launch(
+        prepare_kernel, dict(**same, AT_ONCE=at_once, PLACES=_BOUNDS, ACC=acc), dict(num_warps=4)
+    )
+    each = dict(AT_ONCE=_AT_ONCE if wide else 1, PLACES=places, ACC=acc)
+    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4))
+    return prepare, add, -(-width // block), places
+
+
+def _narrow(size: int) -> torch.dtype:
+    """The smallest integers that hold the places: sorting goes over their bytes one after another."""
+    return next(
+        dtype
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+        if size <= torch.iinfo(dtype).max
+    )
+
+
+class Plan:
+    """What follows from shapes and dtypes, so that a call only allocates and launches."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        x: torch.dtype,
+        index: torch.dtype,
+        shape: tuple[int, ...],
+        size: int,
+        acc: tl.dtype,
+        wide: torch.dtype,
+    ):
+        count, width = shape[0], math.prod(shape[1:])
+        chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))
+        self.keys, bounds = _narrow(size), torch.int32 if count < 1 << 31 else torch.int64
+        self.prepare, self.finish, columns, places = _launches(
+            device, x, self.keys, bounds, acc, width, chunk
+        )
+        self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
+        self.size, lookups = size, size // _BOUNDS + 1
+        self.bounds, self.parts = (
+            (*contiguous((size + 1,)), bounds),
+            (*contiguous((count // chunk, width)), wide),
+        )
+        self.out = *contiguous((size, *shape[1:])), x
+        self.numbers = count, size, count.bit_length(), lookups
+        self.programs = lookups + count // chunk * columns, -(-size // places) * columns
+
+    @on_its_device
+    def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
+        bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
+        self.prepare(self.programs[0], (x, keys, order, bounds, parts), (), self.numbers)
+        self.finish(self.programs[1], (x, order, bounds, parts, out), (), (self.size,))
+        return out

@@ -1,0 +1,258 @@
+"""Which token goes where: the slots that a mask marks, and the last token that goes to each of numbered places."""
+
+import math
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..runtime.autograd import follows, on_its_device, start
+from ..runtime.launch import Launch, contiguous, empty
+from .offsets import offsets
+
+_FEW = 1 << 17  # slots, up to which every program counts all marks before its own
+_TILES = {
+    True: (512, 16),
+    False: (1024, 2),
+}  # by whether they are few: the slots of a program, and its warps
+_EACH = 4  # blocks that a program counts
+_SIDE = 8  # neighbors in a thread
+_BEFORE = 8192  # of those before, at a time
+
+
+@triton.jit
+def _marks(MASK, slot, slots, ends):
+    """1 for the slots that are marked, 0 for others and behind the last one, where a block `ends`."""
+    if ends:
+        real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
+    else:
+        real = (tl.load(MASK + slot) != 0).to(tl.int32)
+    return real
+
+
+@triton.jit(do_not_specialize=("slots",))
+def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, EACH: tl.constexpr):
+    """COUNTS (blocks,): how many slots of each block are marked, EACH blocks a program."""
+    block = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    slot = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    real = _marks(MASK, slot, slots, (tl.program_id(0) + 1).to(tl.int64) * EACH * BLOCK > slots)
+    tl.store(COUNTS + block, tl.sum(real, 1), mask=block < slots // BLOCK + 1)
+
+
+@triton.jit(do_not_specialize=("slots", "length", "total", "filled"))
+def mark_kernel(
+    MASK,
+    COUNTS,
+    OFFSETS,
+    SLOTS,
+    slots,
+    length,
+    total,
+    filled,
+    COUNTED: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
+    """SLOTS (total,): the marked slots, and `slots` behind them up to `filled`; and the OFFSETS of rows of `length` slots each.
+
+    A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
+    sums COUNTS, so that a block of which all or nothing is marked is not read. Where not COUNTED, the program counts what is
+    marked before it: of booleans eight at a time, as WORDS, whose multiple by ones has their sum in its highest byte.
+    """
+    number: tl.constexpr = SLOTS.dtype.element_ty
+    if FOLLOWS:
+        gdc_wait()
+        if not COUNTED:  # else those that wait would take the room of those that count
+            gdc_launch_dependents()
+    first = tl.program_id(0).to(number) * BLOCK
+    each = tl.arange(0, BEFORE)
+    if COUNTED:
+        token = tl.load(COUNTS + tl.program_id(0)).to(number)
+        found = tl.load(COUNTS + tl.program_id(0) + 1).to(number) - token
+    else:
+        found = tl.cast(-1, number)  # not known yet
+        marks = tl.zeros([BEFORE], number)
+        if WORDS:
+            EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
+            for at in range(0, first // 8, BEFORE):
+                eight = tl.load(EIGHT + at + each, mask=at + each < first // 8, other=0)
+                marks += ((eight * 0x0101010101010101) >> 56).to(number)
+        else:
+            for at in range(0, first, BEFORE):
+                marks += (tl.load(MASK + at + each, mask=at + each < first, other=0) != 0).to(
+                    number
+                )
+        token = tl.sum(marks, 0)
+    side = first + tl.arange(0, BLOCK // SIDE) * SIDE
+    slot = side[:, None] + tl.arange(0, SIDE)[None, :]
+    row = (side + (length - 1)) // length  # that begins here, if one does
+    begin = row * length
+    begins = (begin < side + SIDE) & (begin <= slots)
+    if found == 0:
+        tl.store(OFFSETS + row, token + side * 0, mask=begins)
+    elif found == BLOCK:
+        rank = token + (slot - first)
+        tl.store(SLOTS + rank, slot, mask=rank < total)
+        tl.store(OFFSETS + row, token + (begin - first), mask=begins)
+    else:
+        real = _marks(MASK, slot, slots, first + BLOCK > slots)
+        count = tl.sum(real, 1)
+        before = token + (tl.cumsum(count, 0) - count).to(number)
+        rank = before[:, None] + (tl.cumsum(real, 1) - real).to(number)
+        tl.store(SLOTS + rank, slot, mask=(real > 0) & (rank < total))
+        tl.store(
+            OFFSETS + row,
+            before + tl.sum(tl.where(slot < begin[:, None], real, 0), 1).to(number),
+            mask=begins,
+        )
+        found = tl.sum(count, 0).to(number)
+    if first + BLOCK > slots:
+        for rest in range(token + found, filled, BEFORE):
+            tl.store(SLOTS + rest + each, slots, mask=rest + each < filled)
+
+
+@triton.jit(do_not_specialize=("count", "size"))
+def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr):
+    """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
+    if FOLLOWS:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
+    tl.atomic_max(
+        LAST + place,
+        token.to(LAST.dtype.element_ty),
+        mask=(place >= 0) & (place < size),
+        sem="relaxed",
+    )
+
+
+@cache
+def _launch(
+    kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int
+) -> Launch:
+    return Launch(
+        kernel, constants, dict(num_warps=warps, launch_pdl=constants.get("FOLLOWS", False))
+    )
+
+
+def _counter(count: int) -> torch.dtype:
+    """The dtype that counts so far, and by a block or a row further."""
+    return torch.int32 if count < 1 << 30 else torch.int64
+
+
+class _Mark:
+    """What follows from shapes and dtypes where the marks of a mask are counted, so that a call only allocates and launches."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        marks: torch.dtype,
+        shape: tuple[int, int],
+        known: int | None,
+        dtype: torch.dtype,
+        words: bool,
+    ):
+        (n, length), slots = shape, math.prod(shape)
+        total, filled = (slots, 0) if known is None else (known, known)
+        self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
+        self.offsets, self.found = (
+            (*contiguous((n + 1,)), dtype),
+            (*contiguous((total,)), _counter(max(slots, total))),
+        )
+        self.few, self.slots = slots <= _FEW, slots
+        (block, warps), side = _TILES[self.few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
+        self.programs, self.numbers = slots // block + 1, (slots, length, total, filled)
+        self.counts = *contiguous((self.programs,)), torch.int32
+        self.count = _launch(count_kernel, device, (marks,), 2, BLOCK=block, EACH=_EACH)
+        self.mark = _launch(
+            mark_kernel,
+            device,
+            (marks, dtype, self.found[2]),
+            warps,
+            COUNTED=not self.few,
+            WORDS=words,
+            BLOCK=block,
+            SIDE=side,
+            BEFORE=_BEFORE,
+            FOLLOWS=follows(device),
+        )
+
+    @on_its_device
+    def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The offsets and the slots of a contiguous mask."""
+        begins, found = self.new(*self.offsets), self.new(*self.found)
+        if self.slots == 0:
+            return begins.zero_(), found.zero_()
+        counts = begins
+        if not self.few:
+            counts = self.new(*self.counts)
+            self.count(-(-self.programs // _EACH), (mask, counts), (), (self.slots,))
+            counts = offsets(counts, self.found[2])
+        self.mark(self.programs, (mask, counts, begins, found), (), self.numbers)
+        return begins, found
+
+
+_marking = lru_cache(1024)(_Mark)
+
+
+def mark(
+    mask: torch.Tensor, total: int | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none.
+
+    Where `total` is None there is room for n length tokens, and what stands behind the last one is not written.
+    """
+    mask = mask.contiguous()
+    words = mask.dtype == torch.bool and mask.data_ptr() % 16 == 0
+    return _marking(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)  # type: ignore[no-any-return]
+
+
+def last(index: torch.Tensor, size: int) -> torch.Tensor:
+    """The last token that goes to each place; -1 for none."""
+    count = index.shape[0]
+    found = torch.full((size,), -1, dtype=_counter(count), device=index.device)
+    if count and size:
+        launch = _launch(
+            last_kernel,
+            index.device,
+            (index.dtype, found.dtype),
+            4,
+            BLOCK=256,
+            FOLLOWS=follows(index.device),
+        )
+        start(launch, -(-count // 256), (index, found), (), (count, size))
+    return found
+
+
+mark_op = torch.library.custom_op("scree_triton::mark", mark, mutates_args=())
+last_op = torch.library.custom_op("scree_triton::last", last, mutates_args=())
+
+
+@mark_op.register_fake
+def _(mask, total, dtype):
+    total = mask.numel() if total is None else total
+    return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty(
+        (total,), dtype=_counter(max(mask.numel(), total))
+    )
+
+
+@last_op.register_fake
+def _(index, size):
+    return index.new_empty((size,), dtype=_counter(index.shape[0]))
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `MarkCall`; they always do."""
+    return None
+
+
+def run(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a `MarkCall`."""
+    return (mark_op if torch.compiler.is_compiling() else mark)(call.mask, call.total, call.dtype)

@@ -1,0 +1,364 @@
+"""How bytes of tokens are copied from one place to another, whatever the data type.
+
+What moves tokens (`padding`, `picking`, `joining`) differs in how a program finds where a token stands and where it goes, which
+is all that the kernels there say. Bytes move by units of up to 8, and a thread moves two units at a time wherever strides and
+addresses are multiples of 16. Tokens of one unit that go to neighboring places are written up to 16 bytes at once, for which a
+thread has some of them side by side. Where there is nothing to copy, a fill is written: what tokens behind the last row hold is
+not read, and they come out as 0.
+
+Values have the shape (..., total, ...) with the tokens along one axis; what stands before that axis makes the pieces of a token.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ..runtime.autograd import follows, on_its_device
+from ..runtime.launch import Launch, contiguous, empty
+
+_UNITS = 1024  # that a program moves
+_SLOTS = 512  # the same where it pads or takes by number;
+_APART = 128  # and takes single units from anywhere: with more on their way a thread, they wait for each other
+# Tokens of one unit of so many bytes that a program writes to neighboring places, those side by side in a thread, and the warps.
+_STREAMS = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
+_WARPS = 4
+_FLAGS = (
+    "LEFT",
+    "MARKS",
+    "CHECKED",
+    "BACK",
+    "COUNT",
+)  # parameters that say what a kernel does, beside its tile
+MOST_PLANS = 1024  # of a kind
+
+
+@triton.jit
+def _between(OFFSETS, token, low, high, most):
+    """The row of each token, from `low` to `high`, which are up to `most` rows apart."""
+    zero = tl.zeros(token.shape, tl.int32)
+    low, high = low + zero, high + 1 + zero
+    while most > 0:
+        middle = (low + high) >> 1
+        inside = tl.load(OFFSETS + middle) <= token
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle)
+        most = most >> 1
+    return low
+
+
+@triton.jit
+def rows_of(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, SIDE: tl.constexpr):
+    """The row of each of these tokens (TOKENS // SIDE, SIDE), n behind the last row; where it begins; and STARTS of it.
+
+    The rows of the first and of the last token are found by looking at 256 rows at once. Those of the first and of the last of
+    SIDE neighbors lie between these, and those of the others between those.
+    """
+    ways: tl.constexpr = 256
+    ends = first + tl.arange(0, 2) * (TOKENS - 1)
+    found = tl.zeros([2], tl.int32)
+    rows = found + n + 1
+    while tl.max(rows, 0) > 1:
+        step = (rows + (ways - 1)) // ways
+        beyond = tl.arange(0, ways)[None, :] * step[:, None]
+        inside = beyond < rows[:, None]
+        inside &= tl.load(OFFSETS + found[:, None] + beyond, mask=inside, other=0) <= ends[:, None]
+        skipped = tl.maximum(tl.sum(inside.to(tl.int32), 1) - 1, 0) * step
+        found += skipped
+        rows = tl.minimum(step, rows - skipped)
+    least, most = tl.min(found, 0), tl.max(found, 0)
+    side = first + tl.arange(0, TOKENS // SIDE) * SIDE
+    low = _between(OFFSETS, side, least, most, most - least)
+    if SIDE == 1:
+        row = low[:, None]
+        begin, start = tl.load(OFFSETS + row), tl.load(STARTS + row, mask=row < n, other=0)
+    else:
+        high = _between(OFFSETS, side + (SIDE - 1), least, most, most - least)
+        apart = tl.max(high - low, 0)
+        if apart > 1:
+            row = _between(OFFSETS, token, low[:, None], high[:, None], apart)
+            begin, start = tl.load(OFFSETS + row), tl.load(STARTS + row, mask=row < n, other=0)
+        else:  # neighbors are of two rows at most: nothing to look up for each
+            begin = tl.load(OFFSETS + high)[:, None]
+            later = token >= begin
+            row = tl.where(later, high[:, None], low[:, None])
+            begin = tl.where(later, begin, tl.load(OFFSETS + low)[:, None])
+            start = tl.where(
+                later,
+                tl.load(STARTS + high, mask=high < n, other=0)[:, None],
+                tl.load(STARTS + low, mask=low < n, other=0)[:, None],
+            )
+    return row, begin.to(token.dtype), start.to(token.dtype)
+
+
+@triton.jit
+def part(
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SIDE: tl.constexpr,
+    LONG: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
+    """The block of tokens, its first one, all (TOKENS // SIDE, SIDE), and the piece and the first column to copy of them."""
+    if FOLLOWS:  # the kernel before this one, whose end it waits for
+        gdc_wait()
+    COLUMNS: tl.constexpr = (WIDTH + BC - 1) // BC
+    program = tl.program_id(0)
+    block = program // (PIECES * COLUMNS)
+    first = block.to(tl.int64 if LONG else tl.int32) * TOKENS
+    tokens = first + (tl.arange(0, TOKENS // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :])
+    return (
+        block,
+        first,
+        tokens,
+        (program // COLUMNS % PIECES).to(first.dtype),
+        program % COLUMNS * BC,
+    )
+
+
+@triton.jit
+def store(y, value, exists, ends, SIDE: tl.constexpr):
+    """Store neighbors at once where all of them exist; `ends` says that some may not."""
+    if SIDE == 1:
+        tl.store(y, value, mask=exists)
+    else:
+        whole = tl.min(exists.to(tl.int32), 1, keep_dims=True) > 0
+        tl.store(y, value, mask=whole & (tl.zeros([1, SIDE], tl.int32) == 0))
+        if ends:
+            tl.store(y, value, mask=exists & (whole == 0))
+
+
+@triton.jit
+def copy(
+    FROM,
+    TO,
+    source,
+    target,
+    real,
+    exists,
+    ends,
+    low,
+    high,
+    column,
+    WIDTH: tl.constexpr,
+    BC: tl.constexpr,
+    SIDE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """BC units of each token that exists from the unit `source` to the unit `target`; where it is not real, a fill."""
+    unit: tl.constexpr = (
+        tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
+    )
+    reads, writes = real & exists, exists
+    if SIDE == 1:
+        columns = (column + tl.arange(0, BC))[None, :]
+        source = tl.multiple_of(source, [ALIGN, ALIGN]) + columns
+        target = tl.multiple_of(target, [ALIGN, ALIGN]) + columns
+        if WIDTH % BC != 0:
+            reads, writes = reads & (columns < WIDTH), writes & (columns < WIDTH)
+    x = FROM.to(tl.pointer_type(unit), bitcast=True) + source
+    y = TO.to(tl.pointer_type(unit), bitcast=True) + target
+    fill = (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
+    found = tl.load(x, mask=reads, other=0)
+    store(y, tl.where(reads, found, fill.to(unit)), writes, ends, SIDE)
+
+
+class Seen(NamedTuple):
+    """What a plan may know of a tensor: all but what it holds. `low` are the last bits of its address."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: Sequence[int]
+    strides: Sequence[int]
+    low: int = 0
+
+    def made(self, shape: Sequence[int]) -> "Seen":
+        """A new tensor of this shape and the same dtype."""
+        return Seen(self.device, self.dtype, *contiguous(shape))
+
+    def steps(self, axis: int, rows: int) -> tuple[int, ...]:
+        """The bytes from row to row, with an axis of `rows` in front, from token to token along `axis`, from piece to piece."""
+        step = [stride * self.dtype.itemsize for stride in self.strides]
+        return *step[:rows], step[axis], step[axis - 1] if axis > rows else 0
+
+
+def seen(x: torch.Tensor) -> tuple[Any, ...]:
+    """The fields of `Seen`, by which plans are kept."""
+    return x.device, x.dtype, x.shape, x.stride(), x.data_ptr() & 15
+
+
+class Plan:
+    """A launch and all that is static of it, so that a call only allocates and launches."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        made: Sequence[tuple[Sequence[int], torch.dtype]],
+        launch: Launch | None = None,
+        programs: int = 0,
+        numbers: tuple[int, ...] = (),
+        zeros: bool = False,
+    ):
+        self.index = device.index if device.type == "cuda" else None
+        self.new, self.launch, self.programs, self.numbers, self.zeros = (
+            empty(device.type),
+            launch,
+            programs,
+            numbers,
+            zeros,
+        )
+        self.made = [(*contiguous(shape), dtype) for shape, dtype in made]
+
+    @on_its_device
+    def run(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        """What is made of the arrays that are given, the first of which is copied from."""
+        made = [self.new(*one) for one in self.made]
+        if self.zeros:
+            for one in made:
+                one.zero_()
+        if self.launch is not None:
+            self.launch(self.programs, (*made, *given), (), self.numbers)
+        return made
+
+
+class Copier:
+    """A kernel for the tokens of some arrays, each with its axis of tokens, and 1 where an axis of rows stands in front, or 0.
+
+    `tokens` is what they are numbered up to; `streams` says that tokens go to neighboring places, mostly from such; then the
+    dtypes of the other pointers, and what the kernel does. Its `steps` are those of the arrays in units, one array after another.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        tokens: int,
+        streams: bool,
+        arrays: Sequence[tuple[Seen, int, int]],
+        dtypes: tuple[torch.dtype | None, ...],
+        *flags: bool | int,
+    ):
+        x, axis, rows = arrays[0]
+        width = math.prod(x.shape[axis + 1 :]) * x.dtype.itemsize
+        steps = [step for x, axis, rows in arrays for step in x.steps(axis, rows)]
+        bits = 16 | width
+        for part in (*steps, *(x.low for x, *_ in arrays)):
+            bits |= part
+        align = bits & -bits  # the largest power of two, up to 16, that divides all of them
+        self.device, unit = x.device, min(align, 8)
+        self.launch, self.tokens, each = _launch(
+            kernel,
+            x.device,
+            dtypes,
+            math.prod(x.shape[rows:axis]),
+            width // unit,
+            align,
+            _long(tokens, arrays),
+            streams,
+            *flags,
+        )
+        self.each, self.steps = each, [step // unit for step in steps]
+
+    def blocks(self, tokens: int) -> int:
+        """How many blocks of the tokens of a program these are."""
+        return -(-tokens // self.tokens)
+
+    def plan(
+        self,
+        made: Sequence[tuple[Sequence[int], torch.dtype]],
+        blocks: int,
+        *numbers: int,
+        zeros: bool = False,
+    ) -> Plan:
+        """What makes tensors of these shapes and dtypes by so many blocks; the numbers come before the steps."""
+        return Plan(
+            self.device, made, self.launch, blocks * self.each, (*numbers, *self.steps), zeros
+        )
+
+
+@cache
+def _launch(
+    kernel: Any,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    pieces: int,
+    units: int,
+    align: int,
+    long: bool,
+    streams: bool,
+    *flags: bool | int,
+) -> tuple[Launch, int, int]:
+    """A kernel for pieces of so many units at multiples of `align`; the tokens of a program and the programs of a token."""
+    unit, single = min(align, 8), pieces == units == 1
+    if streams and single:
+        block, (tokens, side, warps) = 1, _STREAMS[unit]
+    else:
+        taken, padded = "INDEX" in kernel.arg_names, "MARKS" in kernel.arg_names
+        most, side, warps = (
+            _APART if taken and single else _SLOTS if taken or padded else _UNITS,
+            1,
+            _WARPS,
+        )
+        block = units & -units  # a power of two that divides it, if that is not too small
+        block = min(block if block >= 32 else triton.next_power_of_2(units), most)
+        tokens = most // block
+    names = [name for name in kernel.arg_names if name in _FLAGS]
+    tile = dict(
+        PIECES=pieces,
+        WIDTH=units,
+        BC=block,
+        TOKENS=tokens,
+        SIDE=side,
+        UNIT=unit,
+        ALIGN=align // unit,
+        LONG=long,
+        FOLLOWS=follows(device),
+    )
+    options = dict(num_warps=warps, launch_pdl=follows(device))
+    return (
+        Launch(kernel, {**dict(zip(names, flags)), **tile}, options),
+        tokens,
+        pieces * -(-units // block),
+    )
+
+
+def _long(tokens: int, arrays: Sequence[tuple[Seen, int, int]]) -> bool:
+    """Whether numbers of tokens, or of the units of arrays, take 64 bits."""
+    return (
+        max(
+            tokens,
+            *(sum((size - 1) * step for size, step in zip(x.shape, x.strides)) for x, *_ in arrays),
+        )
+        >= 1 << 30
+    )
+
+
+def laid(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
+    """A tensor with the elements of a piece side by side, and its pieces at equal distances: itself, or a copy."""
+    if x.is_contiguous():
+        return x
+    shape, strides = x.shape, x.stride()
+    inner, even = 1, all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(rows, axis - 1))
+    for i in range(x.ndim - 1, axis, -1):
+        even = even and strides[i] == inner
+        inner *= shape[i]
+    return x if even else x.contiguous()
+
+
+def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """A shape with another size along `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+@lru_cache(1024)
+def eight(value: float, sign: float, dtype: torch.dtype) -> tuple[int, int]:
+    """Eight bytes full of a value, as two integers of 32 bits; `sign` tells -0.0 from 0.0."""
+    low, high = torch.full((8 // dtype.itemsize,), value, dtype=dtype).view(torch.int32).tolist()
+    return low, high

@@ -1,0 +1,159 @@
+"""Cross-entropy over large vocabularies, forward and backward.
+
+The losses are one visit to the logits, their gradient is another: see `logits`. `losses` has what the losses are reduced to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scree.ops.cross_entropy import given
+
+from ..runtime.autograd import Function, once_differentiable, refuses
+from .cross_entropy_kernels import rowwise, visit
+from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
+
+
+def forward(
+    x: torch.Tensor, targets: Targets, reduction: str = "none", save: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What comes of the losses of logits x (total, classes), and of a "sum" or "mean" what part of it a loss is.
+
+    Between the two, what the backward needs to know of each token, (2, total), if it is to be saved.
+    """
+    x, total = rowwise(x), x.shape[:1]
+    stats = torch.empty((2, *total), dtype=torch.float32, device=x.device) if save else None
+    if reduction in SUMMED:
+        parts: list[torch.Tensor] = []
+        visit(x, targets, parts=parts, stats=stats)
+        found, share = reduced(parts, reduction)
+        return found, stats, share
+    losses = torch.empty(total, dtype=torch.float32, device=x.device)
+    visit(x, targets, losses=losses, stats=stats)
+    return row_means(losses, targets) if reduction == "row_mean" else losses, stats, None
+
+
+def backward(
+    dlosses: torch.Tensor,
+    x: torch.Tensor,
+    stats: torch.Tensor,
+    targets: Targets,
+    share: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits, from that of the losses, (total,), which may be multiplied by one number more."""
+    x = rowwise(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    visit(x, targets, stats=stats, out=out, dlosses=dlosses, share=share)
+    return out
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx, x, targets, reduction):
+        found, stats, share = forward(x, targets, reduction)
+        ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
+        ctx.ignored, ctx.reduction = targets.ignored, reduction
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        x, stats, share, classes, offsets = ctx.saved_tensors
+        targets = Targets(classes, offsets, ctx.ignored)
+        return (
+            backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share),
+            None,
+            None,
+        )
+
+
+@torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
+def _op(
+    x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward(x, Targets(classes, offsets, ignored))[:2]
+
+
+@_op.register_fake
+def _(x, classes, offsets, ignored):
+    return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(
+        (2, x.shape[0]), dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("scree_triton::cross_entropy_backward", mutates_args=())
+def _backward_op(
+    dlosses: torch.Tensor,
+    x: torch.Tensor,
+    stats: torch.Tensor,
+    classes: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ignored: int,
+) -> torch.Tensor:
+    return backward(dlosses, x, stats, Targets(classes, offsets, ignored))
+
+
+@_backward_op.register_fake
+def _(dlosses, x, stats, classes, offsets, ignored):
+    return x.new_empty(x.shape)
+
+
+def _save(ctx, inputs, output):
+    x, classes, offsets, ctx.ignored = inputs
+    ctx.save_for_backward(x, output[1], classes, offsets)
+
+
+_op.register_autograd(
+    lambda ctx, dlosses, _: (
+        _backward_op(dlosses, *ctx.saved_tensors, ctx.ignored),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_save,
+)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
+    if abs(call.ignore_index) >= 1 << 31:
+        return f"the Triton kernels take an ignore_index of 32 bits, not {call.ignore_index}"
+    return refuses(call.values)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `CrossEntropyCall`."""
+    x, targets = call.values, targets_of(call)
+    if torch.compiler.is_compiling():
+        return given(call, _op(x, *targets)[0])
+    return _reduced(x, targets, call.reduction, x.requires_grad)
+
+
+def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) -> torch.Tensor:
+    if wanted and torch.is_grad_enabled():
+        return _CrossEntropy.apply(x, targets, reduction)
+    return forward(x, targets, reduction, save=False)[0]
+
+
+def prepare_run(call: Any) -> Callable[..., torch.Tensor] | None:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone.
+
+    None in host memory, where the targets are looked at each time.
+    """
+    if call.x.layout.backend.peek(call.labels) is not None:
+        return None
+    ignored, reduction, kind, wanted = (
+        call.ignore_index,
+        call.reduction,
+        call.labels.dtype,
+        call.values.requires_grad,
+    )
+
+    def losses(x: Any, targets: Any) -> torch.Tensor:
+        classes = targets.values.to(kind).contiguous()
+        return _reduced(
+            x.values, Targets(classes, x.offsets.contiguous(), ignored), reduction, wanted
+        )
+
+    return losses

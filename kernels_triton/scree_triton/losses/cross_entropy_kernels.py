@@ -1,0 +1,575 @@
+"""What a visit to the logits of tokens gives: losses, their sums, gradients.
+
+Two kernels do the same work. One holds all logits of a few tokens. The other, for more classes, takes one token after another:
+the losses are one pass over its logits, in which each lane keeps a maximum and a sum of its own (Milakov and Gimelshein, 2018),
+and only at the end do lanes meet; their gradient is a second pass, which finds the logits in the cache if it follows the first
+at once. Either may write where it reads. A token that does not count is not read, but by the first kernel for a gradient alone.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from ..runtime.autograd import follows, multiprocessors, start
+from ..runtime.launch import INTERPRETED, Launch
+from .reductions import Targets
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_NONE = tl.constexpr(-1.0)
+
+
+@triton.jit
+def _get(
+    X,
+    place,
+    lead,
+    known,
+    V: tl.constexpr,
+    GRAIN: tl.constexpr,
+    EDGES: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """The logits at some places of a token, which begin at `lead`, in float32; -inf where there is none.
+
+    With EDGES a token begins or ends within GRAIN of them, which are read at once: also those that stand before and behind it.
+    """
+    if not EDGES:
+        return tl.load(
+            X + place, mask=known & (place < V), other=-float("inf"), eviction_policy=POLICY
+        ).to(tl.float32)
+    group = place // GRAIN * GRAIN
+    near = known & (group + GRAIN > lead) & (group < lead + V)
+    x = tl.load(X + place, mask=near, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
+    return tl.where((place >= lead) & (place < lead + V), x, -float("inf"))
+
+
+@triton.jit
+def _whole(place, lead, V: tl.constexpr, GRAIN: tl.constexpr):
+    """Whether a place is among GRAIN, which are read and written at once, that are all a token's."""
+    group = place // GRAIN * GRAIN
+    return (group >= lead) & (group + GRAIN <= lead + V)
+
+
+@triton.jit
+def _edges(lead, V: tl.constexpr, GRAIN: tl.constexpr):
+    """The GRAIN places around the first and around the last logit of a token, and which of them `_whole` leaves out."""
+    i = tl.arange(0, 2 * GRAIN)
+    place = tl.where(i < GRAIN, lead // GRAIN * GRAIN + i, (lead + V) // GRAIN * GRAIN + i - GRAIN)
+    return place, (place >= lead) & (place < lead + V) & ((i >= GRAIN) | (lead % GRAIN > 0))
+
+
+@triton.jit
+def _read(
+    X,
+    at,
+    lead,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """(DEEP, LANES) logits from the place `at` on in float32, and the places."""
+    place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    if MASKED:
+        x = _get(X, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
+    else:
+        x = tl.load(X + place, eviction_policy=POLICY).to(tl.float32)
+    return x, place
+
+
+@triton.jit
+def _add(x, top, total):
+    """The maximum and the sum of exponentials of each lane, with (DEEP, LANES) more logits."""
+    new = tl.maximum(top, tl.max(x, 0))
+    base = tl.where(new == -float("inf"), 0.0, new)
+    return new, total * tl.exp2((top - base) * _LOG2E) + tl.sum(
+        tl.exp2((x - base[None, :]) * _LOG2E), 0
+    )
+
+
+@triton.jit
+def _slope(x, place, goal, top, factor, share):
+    """The gradient of some logits: `factor` times (softmax - 1 at the place `goal`), where `share` is the factor over the sum."""
+    y = tl.exp2((x - top) * _LOG2E) * share
+    return tl.where(place == goal, y - factor, y)
+
+
+@triton.jit
+def _write(
+    OUT,
+    X,
+    at,
+    lead,
+    goal,
+    top,
+    factor,
+    share,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """The gradient of (DEEP, LANES) logits; MASKED: but for those at the `_edges`."""
+    place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    mask = _whole(place, lead, V, GRAIN) if MASKED else None
+    x = tl.load(X + place, mask=mask, eviction_policy=POLICY).to(tl.float32)
+    y = _slope(x, place, goal, top, factor, share).to(OUT.dtype.element_ty)
+    tl.store(OUT + place, y, mask=mask, eviction_policy=POLICY)
+
+
+@triton.jit
+def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED: tl.constexpr):
+    """The gradient of the losses of some tokens: a number of each, or 1, times the share that a loss has in the result."""
+    factor = mask.to(tl.float32)
+    if SCALED:
+        factor = tl.load(DLOSSES + token * d_stride, mask=mask, other=0.0).to(tl.float32)
+    if SHARED:
+        factor *= tl.load(SHARE)
+    return factor
+
+
+@triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
+def tokens_kernel(
+    X,
+    TARGETS,
+    OFFSETS,
+    LOSSES,
+    STATS,
+    PARTS,
+    DLOSSES,
+    SHARE,
+    OUT,
+    x_stride,
+    out_stride,
+    n,
+    first,
+    low,
+    count,
+    size,
+    ignored,
+    d_stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GRAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    SUM: tl.constexpr,
+    SAVE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
+    # What follows finds in the cache the logits that were read for losses whose gradient is wanted, and a gradient alone.
+    READ: tl.constexpr = "" if SAVE else "evict_first"
+    WRITE: tl.constexpr = "evict_first" if EACH | SUM else "evict_last"
+    EDGES: tl.constexpr = V % GRAIN > 0
+    end = size
+    if ROWS and (EACH or SUM):
+        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    if CHAINED:
+        gdc_launch_dependents()
+    column = tl.arange(0, BLOCK)[None, :]
+    losses = tl.zeros([TOKENS], tl.float32)
+    known_tokens = tl.zeros([TOKENS], tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(count, TOKENS), tl.num_programs(0)):
+        i = block * TOKENS + tl.arange(0, TOKENS)
+        token = first + i
+        target = tl.load(TARGETS + token, mask=i < count, other=ignored)
+        if EACH | SUM:
+            known = (token < end) & (target != ignored) & (i < count)
+        else:
+            top = tl.load(STATS + token, mask=i < count, other=0.0)
+            total = tl.load(STATS + size + token, mask=i < count, other=_NONE)
+            known = total != _NONE
+        target -= low
+        exists = (target >= 0) & (target < V)
+        target = tl.where(exists, target, -1).to(tl.int32)
+        x = X + i.to(tl.int64) * x_stride
+        # For a gradient alone all are read: to wait until it is known which count takes longer.
+        wanted = known if EACH | SUM else i < count
+        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, READ)
+        if EACH | SUM:
+            right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
+            top = tl.max(logits, 1)
+            base = tl.where(top == -float("inf"), 0.0, top)
+            powers = tl.exp2((logits - base[:, None]) * _LOG2E)
+            total = tl.where(exists, tl.sum(powers, 1), float("nan"))
+            loss = tl.where(known, tl.log(total) + (top - right), 0.0)
+            losses += loss
+            known_tokens += known.to(tl.int32)
+            if EACH:
+                tl.store(LOSSES + token, loss, mask=i < count)
+            if SAVE:
+                tl.store(STATS + token, top, mask=i < count)
+                tl.store(STATS + size + token, tl.where(known, total, _NONE), mask=i < count)
+        else:
+            powers = tl.exp2((logits - top[:, None]) * _LOG2E)
+        if GRADIENT:
+            factor = _factor(DLOSSES, SHARE, token, i < count, d_stride, SCALED, SHARED)
+            y = powers * (factor / total)[:, None]
+            y = tl.where(column == target[:, None], y - factor[:, None], y)
+            y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
+            out = OUT + i.to(tl.int64) * out_stride
+            whole = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
+            tl.store(
+                out[:, None] + column, y, mask=(i < count)[:, None] & whole, eviction_policy=WRITE
+            )
+            if EDGES:
+                edge = (column < V) & (whole == 0)
+                tl.store(
+                    out[:, None] + column,
+                    y,
+                    mask=(i < count)[:, None] & edge,
+                    eviction_policy=WRITE,
+                )
+    if SUM:
+        tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
+        tl.store(
+            PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32)
+        )
+
+
+@triton.jit(do_not_specialize=("n", "first", "low", "count", "size", "ignored", "d_stride"))
+def classes_kernel(
+    X,
+    TARGETS,
+    OFFSETS,
+    LOSSES,
+    STATS,
+    PARTS,
+    DLOSSES,
+    SHARE,
+    OUT,
+    x_stride,
+    out_stride,
+    n,
+    first,
+    low,
+    count,
+    size,
+    ignored,
+    d_stride,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    DEEP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EACH: tl.constexpr,
+    SUM: tl.constexpr,
+    SAVE: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
+
+    SAVE: STATS (2, size), the maximum and the sum of exponentials, _NONE of a token that does not count; they are read where there
+    is neither EACH nor SUM.
+    It is about the tokens [first, first + count) of `size`, and the V classes from `low` on: X and OUT begin at the first of them.
+    SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of a line of the cache on.
+    """
+    STEP: tl.constexpr = LANES * DEEP
+    LINE: tl.constexpr = min(8 * GRAIN, LANES)  # of the cache: 128 bytes
+    FIRST: tl.constexpr = (
+        "evict_last" if GRADIENT else ""
+    )  # what a pass leaves in the cache for the next one
+    SECOND: tl.constexpr = "evict_first" if EACH | SUM else ""
+    end = size
+    if ROWS:
+        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    if CHAINED:
+        gdc_launch_dependents()
+    losses = tl.full([], 0.0, tl.float32)
+    known_tokens = tl.full([], 0, tl.int32)
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        token = first + i
+        target = tl.load(TARGETS + token)
+        known = (token < end) & (target != ignored)
+        target -= low
+        exists = (target >= 0) & (target < V)
+        target = tl.where(exists, target, -1).to(tl.int32)
+        x_start = tl.cast(i, tl.int64) * x_stride
+        out_start = tl.cast(i, tl.int64) * out_stride
+        lead = 0
+        begin = 0
+        stop = V // STEP * STEP
+        if SHIFTED:
+            lead = (x_start % LINE).to(tl.int32)
+            begin = LANES
+            stop = begin + (V + lead - begin) // STEP * STEP
+            x_start = tl.multiple_of(x_start - lead, LINE)
+            out_start = x_start
+        x = X + x_start
+        out = OUT + out_start
+        if known:
+            if EACH | SUM:
+                lanes = tl.full([LANES], -float("inf"), tl.float32)
+                totals = tl.zeros([LANES], tl.float32)
+                right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
+                if SHIFTED:
+                    lanes, totals = _add(
+                        _read(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals
+                    )
+                for at in range(begin, stop, STEP):
+                    lanes, totals = _add(
+                        _read(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0], lanes, totals
+                    )
+                for at in range(stop, V + lead, LANES):
+                    lanes, totals = _add(
+                        _read(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals
+                    )
+                top = tl.max(lanes, 0)
+                base = tl.where(
+                    lanes == -float("inf"), top, lanes
+                )  # lanes without a number add nothing
+                total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
+                total = tl.where(exists, total, float("nan"))
+                loss = tl.log(total) + (top - right)
+                losses += loss
+                known_tokens += 1
+                if EACH:
+                    tl.store(LOSSES + token, loss)
+                if SAVE:
+                    tl.store(STATS + token, top)
+                    tl.store(STATS + size + token, total)
+            else:
+                top = tl.load(STATS + token)
+                total = tl.load(STATS + size + token)
+            if GRADIENT:
+                factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
+                share = factor / total
+                goal = tl.where(exists, lead + target, -1)
+                if SHIFTED:
+                    _write(
+                        out, x, 0, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND
+                    )
+                for at in range(begin, stop, STEP):
+                    _write(
+                        out,
+                        x,
+                        at,
+                        lead,
+                        goal,
+                        top,
+                        factor,
+                        share,
+                        V,
+                        LANES,
+                        DEEP,
+                        GRAIN,
+                        False,
+                        SECOND,
+                    )
+                for at in range(stop, V + lead, LANES):
+                    _write(
+                        out, x, at, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND
+                    )
+                if SHIFTED | (V % GRAIN > 0):
+                    place, edge = _edges(lead, V, GRAIN)
+                    logits = tl.load(x + place, mask=edge, other=0.0).to(tl.float32)
+                    y = _slope(logits, place, goal, top, factor, share).to(OUT.dtype.element_ty)
+                    tl.store(out + place, y, mask=edge)
+        else:
+            if EACH:
+                tl.store(LOSSES + token, 0.0)
+            if SAVE:
+                tl.store(STATS + size + token, _NONE)
+            if GRADIENT:
+                for at in range(0, V + lead, LANES):
+                    place = at + tl.arange(0, LANES)
+                    zeros = tl.zeros([LANES], OUT.dtype.element_ty)
+                    tl.store(
+                        out + place,
+                        zeros,
+                        mask=_whole(place, lead, V, GRAIN),
+                        eviction_policy="evict_first",
+                    )
+                if SHIFTED | (V % GRAIN > 0):
+                    place, edge = _edges(lead, V, GRAIN)
+                    tl.store(out + place, tl.zeros([2 * GRAIN], OUT.dtype.element_ty), mask=edge)
+    if SUM:
+        tl.store(PARTS + tl.program_id(0), losses)
+        tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
+
+
+class _Tile(NamedTuple):
+    """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor at most."""
+
+    lanes: int
+    deep: int
+    warps: int
+    programs: int
+
+
+#: By classes at least: for losses, for a gradient, and for both, where the logits of all programs fit into the cache.
+LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
+GRADIENT = {
+    0: _Tile(512, 4, 2, 64),
+    1 << 12: _Tile(1024, 4, 4, 64),
+    1 << 13: _Tile(4096, 2, 16, 64),
+}
+BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
+#: Classes up to which a program holds all logits of a token: for losses, for a gradient, and for both.
+WHOLE, WHOLE_OF_GRADIENT, WHOLE_OF_BOTH = 2048, 4096, 1 << 14
+HELD = 1024  # logits that such a program holds at least, those of a few tokens where one has few
+if INTERPRETED:  # a few numbers take every path
+    LOSSES = GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
+    WHOLE = WHOLE_OF_GRADIENT = WHOLE_OF_BOTH = 32
+    HELD = 64
+
+
+class What(NamedTuple):
+    """What a kernel reads and writes; see `visit`."""
+
+    EACH: bool
+    SUM: bool
+    SAVE: bool
+    GRADIENT: bool
+    SCALED: bool
+    SHARED: bool
+
+
+@cache
+def _launch(
+    device: torch.device,
+    dtypes: tuple[torch.dtype | None, ...],
+    classes: int,
+    grain: int,
+    shifted: bool,
+    what: What,
+) -> tuple[Launch, int, int]:
+    """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
+    flags: dict[str, Any] = dict(
+        ROWS=dtypes[2] is not None, **what._asdict(), CHAINED=what.SUM and follows(device)
+    )
+    both, power = (
+        what.GRADIENT and (what.EACH or what.SUM),
+        max(16, triton.next_power_of_2(classes)),
+    )
+    if classes <= (
+        WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT and not shifted else WHOLE
+    ):
+        held, of_warp = (
+            max(HELD, power),
+            1024 if power > 2048 else 256 if what.GRADIENT and not both else 512,
+        )
+        tokens, warps = held // power, max(1, held // of_warp)
+        launch = Launch(
+            tokens_kernel,
+            dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
+            dict(num_warps=warps),
+        )
+        return (
+            launch,
+            tokens,
+            (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30,
+        )
+    tiles = BOTH if both else GRADIENT if what.GRADIENT else LOSSES
+    lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
+    deep = max(1, min(deep, power // lanes))
+    launch = Launch(
+        classes_kernel,
+        dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
+        dict(num_warps=warps),
+    )
+    return launch, 1, programs * multiprocessors(device)
+
+
+def visit(
+    x: torch.Tensor,
+    targets: Targets,
+    first: int = 0,
+    low: int = 0,
+    *,
+    losses: torch.Tensor | None = None,
+    parts: list[torch.Tensor] | None = None,
+    stats: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dlosses: torch.Tensor | None = None,
+    share: torch.Tensor | None = None,
+) -> None:
+    """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
+
+    They are those of all classes, or where `stats` are read those of some, from `low` on.
+
+    Parameters
+    ----------
+    losses
+        (total,) float32, written where given.
+    parts
+        Gets one more where given: (2, programs), the sum and the number of the losses that each program has seen.
+    stats
+        (2, total) float32: written with the losses or parts, or read where neither is given.
+    out
+        (count, classes) the gradient, written where given; may be x.
+    dlosses
+        (total,) the gradient of the losses; 1 by default.
+    share
+        A number that it is multiplied by.
+    """
+    (count, classes), device = x.shape, x.device
+    onto = x if out is None else out
+    grain = 16 // x.element_size()
+    shifted = (x.stride(0) | onto.stride(0)) % grain > 0
+    if (x.data_ptr() | onto.data_ptr()) % 16 or (shifted and x.stride(0) != onto.stride(0)):
+        grain, shifted = 1, False
+    summed = parts is not None
+    what = What(
+        losses is not None,
+        summed,
+        (losses is not None or summed) and stats is not None,
+        out is not None,
+        dlosses is not None,
+        share is not None,
+    )
+    dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
+    launch, tokens, most = _launch(device, dtypes, classes, grain, shifted, what)
+    programs = min(-(-count // tokens), most)
+    part = None
+    if parts is not None:
+        part = torch.empty((2, programs), dtype=torch.float32, device=device)
+        parts.append(part)
+    if not count:
+        return
+    offsets, n = targets.rows
+    start(
+        launch,
+        programs,
+        (
+            x,
+            targets.classes,
+            offsets,
+            *(x if p is None else p for p in (losses, stats, part, dlosses, share)),
+            onto,
+        ),
+        (x.stride(0), onto.stride(0)),
+        (
+            n,
+            first,
+            low,
+            count,
+            targets.classes.shape[0],
+            targets.ignored,
+            0 if dlosses is None else dlosses.stride(0),
+        ),
+    )
+
+
+def rowwise(x: torch.Tensor) -> torch.Tensor:
+    """x, (total, size), with the elements of a token side by side."""
+    return (
+        x if (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1] else x.contiguous()
+    )

@@ -1,0 +1,407 @@
+"""Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist at a time.
+
+The product writes them, `logits.visit` turns them into their own gradient, and two more products make of that the gradients
+of hidden states and weight. Where there are many classes, a few tokens have as many logits as the weight has numbers; there it
+takes two visits. The first goes by tokens, with their logits in the memory where the gradient of the weight will stand, and gives
+the losses and the gradient of the hidden states; the second goes by classes, makes their logits once more, and gives the gradient
+of the weight.
+
+That can be done in the forward pass where the gradient of the losses will be one number for all; where it will not, and for
+float16, whose loss is scaled against underflow, the backward pass does it all again.
+"""
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..runtime.autograd import Function, once_differentiable, start
+from ..runtime.launch import Launch
+from . import cross_entropy
+from .cross_entropy_kernels import rowwise, visit
+from .reductions import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
+
+LEAST = (
+    1024  # tokens whose logits exist at a time at least, for products that are worth their weight
+)
+PARTS = 12  # of the tokens at most, as the gradient of the weight is rounded after each of them
+MANY = 16  # classes for each number of a hidden state beyond which there are two visits
+SECOND = (
+    4352,
+    4096,
+)  # tokens at most, but for PARTS, and classes, of which the second visit makes the logits at a time
+
+
+@triton.jit
+def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr):
+    """OUT = X * FACTOR in float32: PyTorch would round the factor to the dtype of X. Where OUT is X, 1 changes nothing."""
+    factor = tl.load(FACTOR).to(tl.float32)
+    if SAME & (factor == 1.0):
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    tl.store(
+        OUT + at,
+        (tl.load(X + at, mask=mask).to(tl.float32) * factor).to(OUT.dtype.element_ty),
+        mask=mask,
+    )
+
+
+_BLOCK = 8192
+
+
+@cache
+def _scale_launch(
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, factor: torch.dtype
+) -> Launch:
+    return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
+
+
+@triton.jit(do_not_specialize=("n", "first", "ignored"))
+def known_kernel(
+    X,
+    TARGETS,
+    OFFSETS,
+    OUT,
+    x_stride,
+    out_stride,
+    n,
+    first,
+    ignored,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """OUT = X where a token counts, and 0 where it does not; a token a program."""
+    i = tl.program_id(0)
+    token = first + i
+    known = tl.load(TARGETS + token) != ignored
+    if ROWS:
+        known = known & (token < tl.load(OFFSETS + n))
+    for at in range(0, WIDTH, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        x = tl.load(
+            X + i.to(tl.int64) * x_stride + column, mask=known & (column < WIDTH), other=0.0
+        )
+        tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
+
+
+@cache
+def _known_launch(
+    device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int
+) -> Launch:
+    block = min(triton.next_power_of_2(width), 2048)
+    return Launch(
+        known_kernel,
+        dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None),
+        dict(num_warps=max(1, block // 512)),
+    )
+
+
+class Wanted(NamedTuple):
+    """Which gradients a caller wants."""
+
+    x: bool
+    weight: bool
+    bias: bool
+
+
+NONE = Wanted(False, False, False)
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class _Head(NamedTuple):
+    """What the logits of hidden states x (total, width) are made of, and the gradient of their losses: see `visit`."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: Targets
+    dlosses: torch.Tensor | None
+    share: torch.Tensor | None
+
+    def visit(self, logits: torch.Tensor, first: int, low: int = 0, **given: Any) -> None:
+        """Write the logits of the tokens from `first` and the classes from `low` on, and what comes of them."""
+        tokens, classes = slice(first, first + logits.shape[0]), slice(low, low + logits.shape[1])
+        if self.bias is None:
+            torch.mm(self.x[tokens], self.weight[classes].mT, out=logits)
+        else:
+            torch.addmm(self.bias[classes], self.x[tokens], self.weight[classes].mT, out=logits)
+        visit(logits, self.targets, first, low, dlosses=self.dlosses, share=self.share, **given)
+
+    def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
+        """On `out`, x from the token `first` on, with 0 for what does not count, so that it meets no gradient."""
+        x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
+        start(
+            _known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
+            x.shape[0],
+            (x, self.targets.classes, offsets, out),
+            (x.stride(0), out.stride(0)),
+            (n, first, self.targets.ignored),
+        )
+        return out
+
+
+def fused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: Targets,
+    reduction: str,
+    wanted: Wanted = NONE,
+    dlosses: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Gradients]:
+    """What comes of the losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
+
+    That of the bias comes in float32.
+    """
+    (total, width), classes = x.shape, weight.shape[0]
+    new = partial(torch.empty, dtype=x.dtype, device=x.device)
+    twice = wanted.weight and total > 0 and classes > MANY * width
+    losses = None if reduction in SUMMED else new((total,), dtype=torch.float32)
+    parts: list[torch.Tensor] | None = [] if losses is None else None
+    stats = new((2, total), dtype=torch.float32) if twice else None
+    share = share_of(targets) if any(wanted) and reduction == "mean" else None
+    head = _Head(x, weight, bias, targets, dlosses, share)
+    dx = new((total, width)) if wanted.x or (wanted.weight and not twice) else None
+    dweight = new((classes, width)) if wanted.weight else None
+    dbias = new((classes,), dtype=torch.float32) if wanted.bias else None
+    stride = -(-classes // 16) * 16  # so that rows are aligned
+    most = (
+        classes * width // stride
+        if twice
+        else tokens_at_a_time(total, width, classes, wanted.weight)
+    )
+    chunk = _even(total, most)
+    memory = (dweight.view(-1)[: chunk * stride] if twice else new((chunk * stride,))).view(
+        chunk, stride
+    )
+    for first in range(0, max(total, 1), chunk):
+        some = slice(first, min(first + chunk, total))
+        logits = memory[: some.stop - first, :classes]
+        head.visit(
+            logits,
+            first,
+            losses=losses,
+            parts=parts,
+            stats=stats,
+            out=logits if any(wanted) else None,
+        )
+        if not twice:  # where a part of dx will stand, that of x can wait before
+            _add(
+                dweight,
+                dbias,
+                logits,
+                head.counted(first, dx[some]) if wanted.weight else None,
+                first,
+            )
+        if wanted.x:
+            torch.mm(logits, weight, out=dx[some])
+    if twice:
+        most, wide = SECOND
+        chunk = _even(total, max(most, -(-total // PARTS)))
+        memory, spare = new((chunk, min(wide, classes))), new((chunk, width))
+        for first in range(0, total, chunk):
+            counted = head.counted(first, spare[: min(chunk, total - first)])
+            for low in range(0, classes, wide):
+                block = slice(low, low + wide)
+                logits = memory[: counted.shape[0], : classes - low]
+                head.visit(logits, first, low, stats=stats, out=logits)
+                _add(dweight[block], dbias[block] if wanted.bias else None, logits, counted, first)
+    found = (
+        reduced(parts, reduction)[0]
+        if losses is None
+        else row_means(losses, targets)
+        if reduction == "row_mean"
+        else losses
+    )
+    return found, (dx if wanted.x else None, dweight, dbias)
+
+
+def _add(
+    dweight: torch.Tensor | None,
+    dbias: torch.Tensor | None,
+    dlogits: torch.Tensor,
+    counted: torch.Tensor | None,
+    first: int,
+) -> None:
+    """Write what the logits of the first tokens make of the gradients of weight and bias, and add what those of others make."""
+    if dweight is not None:
+        torch.addmm(dweight, dlogits.mT, counted, beta=int(first > 0), out=dweight)
+    if dbias is not None:
+        part = dlogits.sum(0, dtype=torch.float32)
+        dbias.copy_(part) if first == 0 else dbias.add_(part)
+
+
+def tokens_at_a_time(total: int, width: int, classes: int, weight: bool) -> int:
+    """Tokens whose logits exist at a time at most, in one visit: no more numbers than x has, or those of LEAST tokens, or with the
+    gradient of the weight those of a part of PARTS."""
+    return max(LEAST, width * total // classes, -(-total // PARTS) if weight else 0)
+
+
+def _even(total: int, most: int) -> int:
+    """Tokens of a part, where all parts are alike and have so many at most."""
+    return -(-total // -(-total // max(most, 1))) if total else 1
+
+
+class _Fused(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, reduction):
+        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
+        found, gradients = fused(x, weight, bias, targets, reduction, early)
+        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
+        ctx.ignored, ctx.reduction, ctx.gradients = (
+            targets.ignored,
+            reduction,
+            gradients if any(early) else None,
+        )
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        x, weight, bias, classes, offsets = ctx.saved_tensors
+        # Those of the forward pass are given away; who wants them once more waits for others.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            targets, wanted = (
+                Targets(classes, offsets, ctx.ignored),
+                Wanted(*ctx.needs_input_grad[:3]),
+            )
+            gradients = fused(
+                x,
+                weight,
+                bias,
+                targets,
+                ctx.reduction,
+                wanted,
+                of_each(dloss, targets, ctx.reduction),
+            )[1]
+            dloss = None
+        return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+
+def _early(x: torch.Tensor, reduction: str) -> bool:
+    """Whether gradients are computed in the forward pass."""
+    return reduction in SUMMED and x.dtype != torch.float16
+
+
+def _finished(
+    gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """A gradient times a number, in the dtype of the inputs, on its own memory where it has that dtype."""
+    if gradient is None or (factor is None and gradient.dtype == dtype):
+        return gradient
+    out = (
+        gradient
+        if gradient.dtype == dtype
+        else torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    )
+    if factor is None:
+        return out.copy_(gradient)
+    if out.numel():
+        launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
+        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), ())
+    return out
+
+
+def _or_empty(
+    gradients: Gradients, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(like.new_empty((0,)) if g is None else g.to(like.dtype) for g in gradients)
+
+
+@torch.library.custom_op("scree_triton::linear_cross_entropy", mutates_args=())
+def _fused_op(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ignored: int,
+    reduction: str,
+    early: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wanted = Wanted(early, early, early and bias is not None)
+    losses, gradients = fused(
+        x, weight, bias, Targets(classes, offsets, ignored), reduction, wanted
+    )
+    return losses, *_or_empty(gradients, x)
+
+
+@_fused_op.register_fake
+def _(x, weight, bias, classes, offsets, ignored, reduction, early):
+    shape = (
+        ()
+        if reduction in SUMMED
+        else x.shape[:1]
+        if reduction == "none"
+        else (offsets.shape[0] - 1,)
+    )
+    loss = x.new_empty(shape, dtype=torch.float32)
+    return loss, *(
+        x.new_empty((0,) if p is None or not early else p.shape) for p in (x, weight, bias)
+    )
+
+
+@torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
+def _fused_backward_op(
+    dloss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    classes: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ignored: int,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    targets, wanted = Targets(classes, offsets, ignored), Wanted(True, True, bias is not None)
+    return _or_empty(
+        fused(x, weight, bias, targets, reduction, wanted, of_each(dloss, targets, reduction))[1], x
+    )
+
+
+@_fused_backward_op.register_fake
+def _(dloss, x, weight, bias, classes, offsets, ignored, reduction):
+    return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
+
+
+def _save_fused(ctx, inputs, output):
+    x, weight, bias, classes, offsets, ctx.ignored, ctx.reduction, ctx.early = inputs
+    ctx.biased = bias is not None
+    ctx.save_for_backward(*(output[1:] if ctx.early else (x, weight, bias, classes, offsets)))
+
+
+def _differentiate_fused(ctx, dloss, *_):
+    if ctx.early:
+        dx, dweight, dbias = ((g.float() * dloss).to(g.dtype) for g in ctx.saved_tensors)
+    else:
+        dx, dweight, dbias = _fused_backward_op(
+            dloss, *ctx.saved_tensors, ctx.ignored, ctx.reduction
+        )
+    return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
+
+
+_fused_op.register_autograd(_differentiate_fused, setup_context=_save_fused)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `LinearCrossEntropyCall`; None if they do."""
+    return cross_entropy.rejects(call)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `LinearCrossEntropyCall`."""
+    x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
+    wants = torch.is_grad_enabled() and any(
+        p is not None and p.requires_grad for p in (x, weight, bias)
+    )
+    if torch.compiler.is_compiling():
+        return _fused_op(
+            x, weight, bias, *targets, call.reduction, wants and _early(x, call.reduction)
+        )[0]
+    if wants:
+        return _Fused.apply(x, weight, bias, targets, call.reduction)
+    return fused(x, weight, bias, targets, call.reduction)[0]

@@ -1,0 +1,203 @@
+"""What the losses of tokens are reduced to, one sum or mean of all or a mean of each row, and back to the tokens.
+
+Every program that makes losses adds up its own; one kernel adds up those sums in a fixed order. So equal inputs give equal bits.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ..runtime.autograd import follows, start
+from ..runtime.launch import Launch
+
+SUMMED = ("mean", "sum")  # reductions to one number
+
+
+class Targets(NamedTuple):
+    """What the tokens are held against: classes (total,), offsets where they are rows, and what does not count."""
+
+    classes: torch.Tensor
+    offsets: torch.Tensor | None
+    ignored: int
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, int]:
+        """The offsets as a kernel takes them, and the number of rows."""
+        return (
+            (self.classes, 0) if self.offsets is None else (self.offsets, self.offsets.shape[0] - 1)
+        )
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """Those of the classes and of the offsets."""
+        return self.classes.dtype, None if self.offsets is None else self.offsets.dtype
+
+
+def targets_of(call: Any) -> Targets:
+    offsets = None if call.x is call.values else call.x.offsets.contiguous()
+    return Targets(call.labels.contiguous(), offsets, call.ignore_index)
+
+
+@triton.jit
+def _share(count, MEAN: tl.constexpr):
+    """The part that a token has in the result."""
+    return tl.where(count > 0, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0) if MEAN else 1.0
+
+
+@triton.jit(do_not_specialize=("parts",))
+def sum_kernel(
+    PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    """TOTAL, the sum or mean of all losses, of PARTS (2, parts), and SHARE, what part of it a loss is; one program."""
+    if CHAINED:  # it may begin while the losses are still being made
+        gdc_wait()
+    totals = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, parts, BLOCK):
+        part = at + tl.arange(0, BLOCK)
+        totals += tl.load(PARTS + part, mask=part < parts, other=0.0)
+        counts += tl.load(PARTS + parts + part, mask=part < parts, other=0.0).to(tl.int32)
+    total = tl.sum(totals, 0)
+    count = tl.sum(counts, 0)
+    share = _share(count, MEAN)
+    if MEAN:
+        total = tl.where(count > 0, total * share, float("nan"))
+    tl.store(TOTAL, total)
+    tl.store(SHARE, share)
+
+
+@triton.jit(do_not_specialize=("n", "size", "ignored"))
+def share_kernel(
+    TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """SHARE, the part that a token has in the mean, where no loss is known yet; one program."""
+    end = size
+    if ROWS:
+        end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(
+            tl.int32
+        )
+    tl.store(SHARE, _share(tl.sum(counts, 0), True))
+
+
+@triton.jit(do_not_specialize=("ignored", "stride"))
+def rows_kernel(
+    LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
+):
+    """MEANS (n,) of the LOSSES (total,) that count in each row; BACKWARD: LOSSES, their gradient, from that of MEANS."""
+    row = tl.program_id(0)
+    start = tl.load(OFFSETS + row)
+    end = tl.load(OFFSETS + row + 1)
+    totals = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for at in range(start, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(
+            tl.int32
+        )
+        if not BACKWARD:
+            totals += tl.load(LOSSES + token, mask=token < end, other=0.0)
+    count = tl.sum(counts, 0)
+    share = _share(count, True)
+    if BACKWARD:
+        gradient = tl.load(MEANS + row * stride).to(tl.float32) * share
+        for at in range(start, end, BLOCK):
+            token = at + tl.arange(0, BLOCK)
+            tl.store(LOSSES + token, tl.zeros([BLOCK], tl.float32) + gradient, mask=token < end)
+    else:
+        tl.store(MEANS + row, tl.where(count > 0, tl.sum(totals, 0) * share, float("nan")))
+
+
+@cache
+def _sum_launch(device: torch.device, mean: bool) -> Launch:
+    chained = follows(device)
+    return Launch(
+        sum_kernel,
+        dict(MEAN=mean, BLOCK=4096, CHAINED=chained),
+        dict(num_warps=32, launch_pdl=chained),
+    )
+
+
+@cache
+def _share_launch(
+    device: torch.device, classes: torch.dtype, offsets: torch.dtype | None
+) -> Launch:
+    return Launch(share_kernel, dict(ROWS=offsets is not None, BLOCK=4096), dict(num_warps=16))
+
+
+def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The "sum" or "mean" of all losses, and what part of it a loss is; 0-d."""
+    values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
+    start(
+        _sum_launch(values.device, reduction == "mean"),
+        1,
+        (values, total, share),
+        (),
+        (values.shape[1],),
+    )
+    return total, share
+
+
+@cache
+def _rows_launch(
+    device: torch.device,
+    classes: torch.dtype,
+    offsets: torch.dtype | None,
+    back: torch.dtype | None,
+) -> Launch:
+    return Launch(rows_kernel, dict(BLOCK=1024, BACKWARD=back is not None), dict(num_warps=4))
+
+
+def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """(n,) the mean of the losses (total,) that count in each row; NaN of none."""
+    offsets, n = targets.rows
+    means = torch.empty((n,), dtype=torch.float32, device=losses.device)
+    if n:
+        start(
+            _rows_launch(means.device, *targets.dtypes, None),
+            n,
+            (losses, targets.classes, offsets, means),
+            (),
+            (targets.ignored, 1),
+        )
+    return means
+
+
+def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tensor:
+    """(total,) the gradient of the losses, from that of what they were reduced to, but for the share of one mean of all."""
+    total = targets.classes.shape[0]
+    if reduction != "row_mean":
+        return dloss.expand(total)
+    offsets, n = targets.rows
+    dlosses = torch.empty((total,), dtype=torch.float32, device=dloss.device)
+    if n:
+        start(
+            _rows_launch(dloss.device, *targets.dtypes, dloss.dtype),
+            n,
+            (dlosses, targets.classes, offsets, dloss),
+            (),
+            (targets.ignored, dloss.stride(0)),
+        )
+    return dlosses
+
+
+def share_of(targets: Targets) -> torch.Tensor:
+    """What part of the mean a loss is, before there are any; 0-d."""
+    offsets, n = targets.rows
+    share = torch.empty((), dtype=torch.float32, device=offsets.device)
+    start(
+        _share_launch(share.device, *targets.dtypes),
+        1,
+        (targets.classes, offsets, share),
+        (),
+        (n, targets.classes.shape[0], targets.ignored),
+    )
+    return share

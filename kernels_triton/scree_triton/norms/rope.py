@@ -1,0 +1,486 @@
+"""Rotary position embedding of the rows of a ragged array, forward and backward: the same kernel, turned the other way.
+
+A program turns a few tokens, all heads of each, of the queries and of the keys; the angles of a token are computed once for
+all of them, while they are read. The row of a token is found by bisection, so that positions restart in each row without an
+array of positions.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout.offsets import row_of
+from ..runtime.autograd import Function, on_its_device, once_differentiable, refuses
+from ..runtime.launch import Launch, contiguous, empty
+
+_FEWEST, _MOST = 2048, 8192  # elements of a program at least, and that it turns at a time,
+_WARP = 1024  # of which a warp has so many
+
+
+@triton.jit
+def _angles(
+    OFFSETS,
+    START,
+    n,
+    bisections,
+    sign,
+    BASE: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_START: tl.constexpr,
+):
+    """Cosine and sine (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a program.
+
+    An angle is an integer, of which a turn has 2**64: whole turns are what overflows. So what is left of an angle of thousands
+    of turns is as exact as float32 is, and costs little. The polynomials are those of the Cephes library.
+    """
+    each = tl.arange(0, TOKENS * HALF)
+    token, pair = tl.program_id(0).to(tl.int64) * TOKENS + each // HALF, each % HALF
+    row = row_of(OFFSETS, token, n - 1, bisections)  # the last one for tokens behind it
+    position = token - tl.load(OFFSETS + row)
+    if HAS_START:
+        position += tl.load(START + row)
+    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns a position
+    for bit in tl.static_range(9):
+        if 1 << bit < HALF:
+            rate *= tl.where(
+                (pair >> bit) & 1 > 0, tl.full([TOKENS * HALF], BASE ** (1 << bit), tl.float64), 1.0
+            )
+    if BASE > 1:
+        rate -= tl.floor(rate + 0.5)
+    turn = ((position.to(tl.int64) * (rate * 18446744073709551616.0).to(tl.int64)) >> 32).to(
+        tl.int32
+    )
+    quarter = (turn + (1 << 29)) >> 30  # the nearest one
+    x = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9
+    y = x * x
+    sin = x + x * y * (-1.6666654611e-1 + y * (8.3321608736e-3 + y * -1.9515295891e-4))
+    cos = 1 + y * (
+        -0.5 + y * (4.166664568298827e-2 + y * (-1.388731625493765e-3 + y * 2.443315711809948e-5))
+    )
+    odd = quarter & 1 > 0
+    sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
+    cos, sin = (
+        tl.where((quarter + 1) & 2 > 0, -cos, cos),
+        tl.where(quarter & 2 > 0, -sin, sin) * sign,
+    )
+    # As one number: else the compiler has each thread compute what it needs anew, for every head, rather than hand it on.
+    both = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(tl.uint32, bitcast=True).to(
+        tl.int64
+    )
+    both = tl.reshape(both, [TOKENS, HALF])[:, None, :]
+    return (both >> 32).to(tl.int32).to(tl.float32, bitcast=True), both.to(tl.int32).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def _places(
+    tokens,
+    total,
+    first,
+    heads: tl.constexpr,
+    stride,
+    step,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Where the first elements of pairs stand, (TOKENS, HEADS, HALF), all elements where INTERLEAVED; and which exist."""
+    head = first + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
+    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
+    tokens = tokens[:, None, None]
+    return tokens * stride + head * step + each, (tokens < total) & (head < heads) & (
+        each < (DIM if INTERLEAVED else DIM // 2)
+    )
+
+
+@triton.jit
+def _read(
+    X,
+    tokens,
+    total,
+    first,
+    heads: tl.constexpr,
+    stride,
+    step,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The two elements of each pair, (TOKENS, HEADS, HALF), of some heads of some tokens; all of them as one where INTERLEAVED."""
+    at, inside = _places(tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
+    a = tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    return a, a if INTERLEAVED else tl.load(
+        X + at + DIM // 2, mask=inside, other=0.0, eviction_policy="evict_last"
+    )
+
+
+@triton.jit
+def _write(
+    OUT,
+    a,
+    b,
+    cos,
+    sin,
+    tokens,
+    total,
+    first,
+    heads: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """What was read, turned by angles (TOKENS, 1, HALF)."""
+    at, inside = _places(
+        tokens, total, first, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED
+    )
+    if INTERLEAVED:
+        a, b = tl.split(tl.reshape(a, [TOKENS, HEADS, HALF, 2]))
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    a, b = (
+        (a * cos - b * sin).to(OUT.dtype.element_ty),
+        (b * cos + a * sin).to(OUT.dtype.element_ty),
+    )
+    if INTERLEAVED:
+        tl.store(OUT + at, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=inside)
+    else:
+        tl.store(OUT + at, a, mask=inside)
+        tl.store(OUT + at + DIM // 2, b, mask=inside)
+
+
+@triton.jit
+def _turn(
+    X,
+    OUT,
+    a,
+    b,
+    cos,
+    sin,
+    tokens,
+    total,
+    heads: tl.constexpr,
+    stride,
+    step,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """All heads of some tokens, of which the first HEADS were read."""
+    _write(OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
+    for first in range(HEADS, heads, HEADS):
+        a, b = _read(X, tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
+        _write(
+            OUT, a, b, cos, sin, tokens, total, first, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED
+        )
+
+
+@triton.jit(do_not_specialize=("n", "total", "bisections", "sign"))
+def rope_kernel(
+    Q,
+    K,
+    Q_OUT,
+    K_OUT,
+    OFFSETS,
+    START,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    n,
+    total,
+    bisections,
+    sign,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    Q_TILE: tl.constexpr,
+    K_TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BASE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_START: tl.constexpr,
+):
+    """Q_OUT (total, Q_HEADS, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; with K_HEADS K too."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    # Before the angles are found, so that these are there when the numbers come.
+    a, b = _read(Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED)
+    if K_HEADS:
+        c, d = _read(K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED)
+    cos, sin = _angles(OFFSETS, START, n, bisections, sign, BASE, HALF, TOKENS, HAS_START)
+    _turn(
+        Q,
+        Q_OUT,
+        a,
+        b,
+        cos,
+        sin,
+        tokens,
+        total,
+        Q_HEADS,
+        q_stride,
+        q_head,
+        DIM,
+        HALF,
+        Q_TILE,
+        TOKENS,
+        INTERLEAVED,
+    )
+    if K_HEADS:
+        _turn(
+            K,
+            K_OUT,
+            c,
+            d,
+            cos,
+            sin,
+            tokens,
+            total,
+            K_HEADS,
+            k_stride,
+            k_head,
+            DIM,
+            HALF,
+            K_TILE,
+            TOKENS,
+            INTERLEAVED,
+        )
+
+
+@cache
+def _launch(
+    device: torch.device,
+    x: torch.dtype,
+    offsets: torch.dtype,
+    start_dtype: torch.dtype | None,
+    heads: tuple[int, int],
+    dim: int,
+    base: float,
+    interleaved: bool,
+) -> tuple[Launch, int]:
+    """The kernel for so many heads of queries and keys, and the tokens of a program."""
+    half = triton.next_power_of_2(dim // 2)
+    tiles = [min(triton.next_power_of_2(max(h, 1)), _MOST // (2 * half)) for h in heads]
+    wide = 2 * half * max(tiles)
+    tokens = max(1, _FEWEST // wide)
+    constants = dict(
+        DIM=dim,
+        HALF=half,
+        Q_HEADS=heads[0],
+        K_HEADS=heads[1],
+        Q_TILE=tiles[0],
+        K_TILE=tiles[1],
+        TOKENS=tokens,
+        BASE=base,
+        INTERLEAVED=interleaved,
+        HAS_START=start_dtype is not None,
+    )
+    return Launch(rope_kernel, constants, dict(num_warps=wide * tokens // _WARP)), tokens
+
+
+class Turn(NamedTuple):
+    """How to turn: the rows, the position of the first token of each or None, the base of the rates, and which are pairs."""
+
+    offsets: torch.Tensor
+    start: torch.Tensor | None
+    base: float
+    interleaved: bool
+
+    def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_Plan":
+        """The plan for q and k, (total, ..., dim)."""
+        return _plan(
+            q.device,
+            q.dtype,
+            q.shape,
+            None if k is None else k.shape,
+            self.offsets.dtype,
+            None if self.start is None else self.start.dtype,
+            self.offsets.shape[0] - 1,
+            self.base,
+            self.interleaved,
+        )
+
+
+class _Plan:
+    """What follows from what the host knows of the arrays, so that a call only allocates and launches."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        q: tuple[int, ...],
+        k: tuple[int, ...] | None,
+        offsets: torch.dtype,
+        start: torch.dtype | None,
+        n: int,
+        base: float,
+        interleaved: bool,
+    ):
+        total, *_, dim = q
+        heads = tuple(0 if shape is None else math.prod(shape[1:-1]) for shape in (q, k))
+        self.index = device.index if device.type == "cuda" else None
+        self.outs = tuple(
+            None if shape is None else (*contiguous(shape), dtype) for shape in (q, k)
+        )
+        self.launch, tokens = _launch(device, dtype, offsets, start, heads, dim, base, interleaved)
+        self.programs = -(-total // tokens) if any(heads) else 0
+        self.numbers = n, total, n.bit_length()
+        self.new = empty(device.type)
+
+    @on_its_device
+    def turn(
+        self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Turn q and k, (total, ..., dim), by `sign` times the angles that grow with the position; contiguous."""
+        q_out, k_out = (None if out is None else self.new(*out) for out in self.outs)
+        if self.programs:
+            q, q_strides = _heads(q)
+            k, k_strides = (q, q_strides) if k is None else _heads(k)
+            offsets, start = how.offsets, how.start
+            self.launch(
+                self.programs,
+                (
+                    q,
+                    k,
+                    q_out,
+                    q_out if k_out is None else k_out,
+                    offsets,
+                    offsets if start is None else start,
+                ),
+                (*q_strides, *k_strides),
+                (*self.numbers, sign),
+            )
+        return q_out, k_out
+
+
+_plan = lru_cache(1024)(_Plan)
+
+
+def turn(
+    q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `_Plan.turn` gives."""
+    return how.plan(q, k).turn(q, k, how, sign)
+
+
+def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Values as (total, heads, dim) with the elements of a head side by side; the strides of tokens and heads."""
+    if x.ndim != 3:
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+    *strides, last = x.stride()
+    if last != 1:
+        x = x.contiguous()
+        *strides, _ = x.stride()
+    return x, strides
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx, q, k, how, plan):
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        q, k = plan.turn(q, k, how, 1)
+        return q if k is None else (q, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk=None):
+        if dq is None:
+            return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
+        return *turn(dq, dk, ctx.how, -1), None, None
+
+
+@torch.library.custom_op("scree_triton::rope", mutates_args=())
+def _op(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    offsets: torch.Tensor,
+    start: torch.Tensor | None,
+    base: float,
+    interleaved: bool,
+    sign: int,
+) -> list[torch.Tensor]:
+    return [x for x in turn(q, k, Turn(offsets, start, base, interleaved), sign) if x is not None]
+
+
+@_op.register_fake
+def _(q, k, offsets, start, base, interleaved, sign):
+    return [x.new_empty(x.shape) for x in (q, k) if x is not None]
+
+
+def _save(ctx, inputs, output):
+    _, k, offsets, start, *ctx.how, ctx.sign = inputs
+    ctx.both = k is not None
+    ctx.save_for_backward(offsets, start)
+
+
+def _differentiate(ctx, grads):
+    dq, *dk = _op(grads[0], grads[1] if ctx.both else None, *ctx.saved_tensors, *ctx.how, -ctx.sign)
+    return dq, dk[0] if dk else None, *(None,) * 5
+
+
+_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernel does not take a `RopeCall`; None if it does."""
+    dim = call.x.values.shape[-1]
+    if not 2 <= dim <= 1024:
+        return f"the Triton kernels take a head_dim of 2 to 1024, not {dim}"
+    return refuses(call.x.values)
+
+
+def run(call: Any) -> Any:
+    """Run a `RopeCall`."""
+    if not torch.compiler.is_compiling():
+        return prepare_run(call)(call.x, call.k, call.start)
+    q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
+    return (
+        call.x.with_values(q)
+        if call.k is None
+        else (call.x.with_values(q), call.k.with_values(k[0]))
+    )
+
+
+def prepare_run(call: Any) -> Callable[..., Any]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    _, _, base, interleaved = how = _how(call)
+    q, k = call.x.values, None if call.k is None else call.k.values
+    plan, wanted = how.plan(q, k), q.requires_grad or (k is not None and k.requires_grad)
+
+    def rotate(x: Any, k: Any, start: torch.Tensor | None) -> Any:
+        how = Turn(
+            x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved
+        )
+        arrays = x.values, None if k is None else k.values, how
+        found = (
+            _Rope.apply(*arrays, plan)
+            if wanted and torch.is_grad_enabled()
+            else plan.turn(*arrays, 1)
+        )
+        if k is not None:
+            return x._of(found[0], x.layout, x.ragged_dim), k._of(found[1], k.layout, k.ragged_dim)
+        return x._of(found[0] if type(found) is tuple else found, x.layout, x.ragged_dim)
+
+    return rotate
+
+
+def _how(call: Any) -> Turn:
+    return Turn(
+        call.x.offsets.contiguous(),
+        None if call.start is None else call.start.contiguous(),
+        call.theta ** (-2 / call.x.values.shape[-1]),
+        call.interleaved,
+    )

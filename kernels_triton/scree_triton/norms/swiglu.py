@@ -1,0 +1,186 @@
+"""The gate of a feed-forward network, forward and backward: every element is read once and written once."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..runtime.autograd import Function, differentiated, on_its_device, once_differentiable, refuses
+from ..runtime.launch import Launch, contiguous, empty
+from .norms import even
+
+_BLOCK = 1024  # columns of a program, or more tokens of fewer
+
+
+@triton.jit(do_not_specialize=("count",))
+def swiglu_kernel(
+    X,
+    DY,
+    OUT,
+    x_stride,
+    dy_stride,
+    count,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """OUT (count, D) of X (count, 2 D), gates and values; BACKWARD: OUT (count, 2 D), the gradient of X from DY (count, D)."""
+    blocks = tl.cdiv(D, BLOCK)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
+    mask = (token < count)[:, None] & (column < D)[None, :]
+    token = token.to(tl.int64)[:, None]
+    x = X + token * x_stride + column[None, :]
+    gate = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + D, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    if BACKWARD:
+        dy = tl.load(DY + token * dy_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        out = OUT + token * (2 * D) + column[None, :]
+        dgate = dy * value * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(out, dgate.to(OUT.dtype.element_ty), mask=mask)
+        tl.store(out + D, (dy * gate * sigmoid).to(OUT.dtype.element_ty), mask=mask)
+    else:
+        tl.store(
+            OUT + token * D + column[None, :],
+            (gate * sigmoid * value).to(OUT.dtype.element_ty),
+            mask=mask,
+        )
+
+
+@cache
+def _launch(
+    device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int
+) -> tuple[Launch, int, int]:
+    """The kernel, how many programs share a token, and how many tokens a program has."""
+    block = min(triton.next_power_of_2(width), _BLOCK)
+    tokens = _BLOCK // block
+    launch = Launch(
+        swiglu_kernel,
+        dict(D=width, BLOCK=block, TOKENS=tokens, BACKWARD=dy is not None),
+        dict(num_warps=4),
+    )
+    return launch, -(-width // block), tokens
+
+
+@dataclass
+class _Plan:
+    """What follows from what the host knows of x (..., 2 D), and of dy (..., D) in the backward, so that a call only launches."""
+
+    index: int | None  # of the CUDA device
+    new: Callable[..., torch.Tensor]
+    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    launch: Launch
+    programs: int
+    count: int
+
+    @on_its_device
+    def run(self, x: torch.Tensor, dy: torch.Tensor | None = None) -> torch.Tensor:
+        """(..., D) of x, or with dy the gradient of x."""
+        out = self.new(*self.out)
+        if self.programs:
+            x, x_stride = even(x)
+            dy, dy_stride = (x, x_stride) if dy is None else even(dy)
+            self.launch(self.programs, (x, dy, out), (x_stride, dy_stride), (self.count,))
+        return out
+
+
+@lru_cache(1024)
+def _plan(
+    device: torch.device, x: torch.dtype, dy: torch.dtype | None, shape: tuple[int, ...]
+) -> _Plan:
+    *axes, twice = shape
+    width, count = twice // 2, math.prod(axes)
+    index = device.index if device.type == "cuda" else None
+    out = *contiguous((*axes, width) if dy is None else shape), x
+    launch, blocks, tokens = _launch(device, x, dy, max(width, 1))
+    return _Plan(
+        index, empty(device.type), out, launch, -(-count // tokens) * blocks if width else 0, count
+    )
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    """(..., D) of x (..., 2 D)."""
+    return _plan(x.device, x.dtype, None, x.shape).run(x)
+
+
+def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of x (..., 2 D) from dy (..., D)."""
+    return _plan(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
+
+
+class _Swiglu(Function):
+    @staticmethod
+    def forward(ctx, x, plan):
+        ctx.save_for_backward(x)
+        return plan.run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return backward(*ctx.saved_tensors, dy), None
+
+
+@torch.library.custom_op("scree_triton::swiglu", mutates_args=())
+def _op(x: torch.Tensor) -> torch.Tensor:
+    return forward(x)
+
+
+@_op.register_fake
+def _(x):
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+@torch.library.custom_op("scree_triton::swiglu_backward", mutates_args=())
+def _backward_op(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    return backward(x, dy)
+
+
+@_backward_op.register_fake
+def _(x, dy):
+    return x.new_empty(x.shape)
+
+
+_op.register_autograd(
+    lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernel does not take a `SwigluCall`; None if it does."""
+    return refuses(call.values)
+
+
+def run(call: Any) -> Any:
+    """Run a `SwigluCall`."""
+    x = call.values
+    if torch.compiler.is_compiling():
+        return call.result(_op(x))
+    return call.result(
+        _Swiglu.apply(x, _plan(x.device, x.dtype, None, x.shape))
+        if differentiated(x)
+        else forward(x)
+    )
+
+
+def prepare_run(call: Any) -> Callable[..., Any]:
+    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    x = call.values
+    plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
+
+    def gate(x: Any) -> Any:
+        out = (
+            _Swiglu.apply(x.values, plan)
+            if wanted and torch.is_grad_enabled()
+            else plan.run(x.values)
+        )
+        return x._of(out, x.layout, x.ragged_dim)
+
+    return gate

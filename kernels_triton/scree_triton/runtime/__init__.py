@@ -1,0 +1,1 @@
+"""Devices, launches, autograd and torch.compile."""

@@ -1,0 +1,1 @@
+"""Reductions, scans, softmax and argmax along rows."""

@@ -1,0 +1,52 @@
+"""Where the first maximum or minimum of each row of a ragged array is, on the kernels of `shares`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime.autograd import refuses
+from . import merge_path
+from .interface import Rows, over_rows, plan_of, rows_of, too_wide
+
+_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int32,
+)  # which fit in 64 bits beside a place
+_OPS = {"max": merge_path.ARGMAX, "min": merge_path.ARGMIN}
+
+
+def _find(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
+    return over_rows(x.detach().contiguous(), rows, _OPS[op], dtype=rows.offsets.dtype)
+
+
+@torch.library.custom_op("scree_triton::segment_arg", mutates_args=())
+def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str) -> torch.Tensor:
+    return _find(x, Rows(offsets, max_length), op)
+
+
+@_op.register_fake
+def _(x, offsets, max_length, op):
+    return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]), dtype=offsets.dtype)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not find the extremum of the rows of a `SegmentCall`; None if they do."""
+    return refuses(call.values, _DTYPES) or too_wide(call.values)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `SegmentCall` as a search for the extremum: (n, ...) its place in each row, -1 in an empty one."""
+    if not torch.compiler.is_compiling():
+        return prepare_run(call)(call.layout, call.values)
+    rows = rows_of(call.layout)
+    return _op(call.values, rows.offsets, rows.max_length, call.op)
+
+
+def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    rows = rows_of(call.layout)
+    plan = plan_of(call.values, rows, _OPS[call.op], dtype=rows.offsets.dtype)
+    return lambda layout, values: plan.run(values.detach().contiguous(), rows_of(layout))

@@ -1,0 +1,97 @@
+"""Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels of `shares`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime.autograd import Function, once_differentiable
+from . import interface, merge_path
+from .interface import OPS, Rows, over_rows, plan_of, rows_of
+
+
+def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) -> torch.Tensor:
+    return over_rows(
+        x.contiguous(),
+        rows,
+        OPS[op],
+        merge_path.RUNNING_BACK if back else merge_path.RUNNING,
+        dtype=dtype,
+    )
+
+
+class _Scan(Function):
+    @staticmethod
+    def forward(ctx, x, rows, plan):
+        ctx.rows, ctx.dtype = rows, x.dtype
+        return plan.run(x.contiguous(), rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None
+
+
+@torch.library.custom_op("scree_triton::segment_scan", mutates_args=())
+def _op(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    max_length: int | None,
+    op: str,
+    dtype: torch.dtype,
+    back: bool,
+) -> torch.Tensor:
+    return _scan(x, Rows(offsets, max_length), op, dtype, back)
+
+
+@_op.register_fake
+def _(x, offsets, max_length, op, dtype, back):
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _save(ctx, inputs, output):
+    x, offsets, ctx.max_length, *_, ctx.back = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(offsets)
+
+
+_op.register_autograd(
+    lambda ctx, dy: (
+        _op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.back),
+        *(None,) * 5,
+    ),
+    setup_context=_save,
+)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not run over the rows of a `SegmentCall`; None if they do."""
+    if call.op == "prod" and call.values.requires_grad:
+        return "the Triton kernels have no gradient of a running product"
+    return interface.rejects(call)
+
+
+def run(call: Any) -> torch.Tensor:
+    """Run a `SegmentCall` as a scan."""
+    if not torch.compiler.is_compiling():
+        return prepare_run(call)(call.layout, call.values)
+    rows = rows_of(call.layout)
+    return _op(call.values, rows.offsets, rows.max_length, call.op, call.dtype, False)
+
+
+def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    plan = plan_of(
+        call.values, rows_of(call.layout), OPS[call.op], merge_path.RUNNING, dtype=call.dtype
+    )
+    wanted = call.values.requires_grad
+
+    def scan(layout: Any, values: torch.Tensor) -> torch.Tensor:
+        rows = rows_of(layout)
+        return (
+            _Scan.apply(values, rows, plan)
+            if wanted and torch.is_grad_enabled()
+            else plan.run(values.contiguous(), rows)
+        )
+
+    return scan

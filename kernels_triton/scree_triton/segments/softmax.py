@@ -1,0 +1,157 @@
+"""Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+
+from ..runtime.autograd import Function, once_differentiable, refuses
+from . import merge_path
+from .interface import Rows, over_rows, plan_of, rows_of, too_wide
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Kind(NamedTuple):
+    """How tokens come of x, and how the gradient of x comes of `y`, the result or x itself, and the gradient dy."""
+
+    forward: tuple[tl.constexpr, tl.constexpr]
+    backward: tuple[tl.constexpr, tl.constexpr]
+
+
+_KINDS = {
+    "softmax": _Kind(
+        (merge_path.LSE, merge_path.SOFTMAX), (merge_path.DOT, merge_path.SOFTMAX_BACKWARD)
+    ),
+    "log_softmax": _Kind(
+        (merge_path.LSE, merge_path.LOG_SOFTMAX),
+        (merge_path.SUM_Y, merge_path.LOG_SOFTMAX_BACKWARD),
+    ),
+    "logsumexp": _Kind((merge_path.LSE, merge_path.NONE), (merge_path.LSE, merge_path.WEIGHTED)),
+}
+
+
+def _plan(x: torch.Tensor, rows: Rows, kind: str) -> Any:
+    return plan_of(x, rows, *_KINDS[kind].forward, dtype=x.dtype)
+
+
+def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
+    """The gradient of x; y is the result, or for logsumexp x."""
+    dy = dy.contiguous()
+    both = dict(a=dy) if kind == "logsumexp" else dict(y=dy)
+    return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **both)
+
+
+class _Softmax(Function):
+    @staticmethod
+    def forward(ctx, x, rows, kind, plan):
+        out = plan.run(x.contiguous(), rows)
+        ctx.save_for_backward(x if kind == "logsumexp" else out)
+        ctx.rows, ctx.kind = rows, kind
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None, None
+
+
+@torch.library.custom_op("scree_triton::softmax", mutates_args=())
+def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str) -> torch.Tensor:
+    rows = Rows(offsets, max_length)
+    return _plan(x, rows, kind).run(x.contiguous(), rows)
+
+
+@_op.register_fake
+def _(x, offsets, max_length, kind):
+    return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]) if kind == "logsumexp" else x.shape)
+
+
+@torch.library.custom_op("scree_triton::softmax_backward", mutates_args=())
+def _backward_op(
+    dy: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
+) -> torch.Tensor:
+    return _backward(dy, y, Rows(offsets, max_length), kind)
+
+
+@_backward_op.register_fake
+def _(dy, y, offsets, max_length, kind):
+    return y.new_empty(y.shape)
+
+
+def _save(ctx, inputs, output):
+    x, offsets, ctx.max_length, ctx.kind = inputs
+    ctx.save_for_backward(x if ctx.kind == "logsumexp" else output, offsets)
+
+
+_op.register_autograd(
+    lambda ctx, dy: (
+        _backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_save,
+)
+
+
+def rejects(call: Any) -> str | None:
+    """Why the kernels do not take a `SoftmaxCall`; None if they do."""
+    return refuses(call.x.values, _DTYPES) or too_wide(call.x.values.movedim(call.x.ragged_dim, 0))
+
+
+def _run(call: Any, kind: str) -> Any:
+    x, dim = call.x, call.x.ragged_dim
+    if not torch.compiler.is_compiling():
+        return _prepare(call, kind)(x)
+    rows = rows_of(x.layout)
+    out = _op(x.values.movedim(dim, 0), rows.offsets, rows.max_length, kind)
+    return out if kind == "logsumexp" else x.with_values(out.movedim(0, dim))
+
+
+def _prepare(call: Any, kind: str) -> Callable[..., Any]:
+    values, dim = call.x.values, call.x.ragged_dim
+    plan, wanted = _plan(values.movedim(dim, 0), rows_of(call.x.layout), kind), values.requires_grad
+
+    def run(x: Any) -> Any:
+        values, rows = x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout)
+        if wanted and torch.is_grad_enabled():
+            out = _Softmax.apply(values, rows, kind, plan)
+        else:
+            out = plan.run(values.contiguous(), rows)
+        if kind == "logsumexp":
+            return out
+        return x._of(out.movedim(0, dim) if dim else out, x.layout, dim)
+
+    return run
+
+
+def softmax(call: Any) -> Any:
+    """Run a `SoftmaxCall` as softmax."""
+    return _run(call, "softmax")
+
+
+def log_softmax(call: Any) -> Any:
+    """Run a `SoftmaxCall` as log-softmax."""
+    return _run(call, "log_softmax")
+
+
+def logsumexp(call: Any) -> Any:
+    """Run a `SoftmaxCall` as log-sum-exp."""
+    return _run(call, "logsumexp")
+
+
+def prepare_softmax(call: Any) -> Callable[..., Any]:
+    """What runs calls that differ from this one in the contents of their arrays alone."""
+    return _prepare(call, "softmax")
+
+
+def prepare_log_softmax(call: Any) -> Callable[..., Any]:
+    """The same."""
+    return _prepare(call, "log_softmax")
+
+
+def prepare_logsumexp(call: Any) -> Callable[..., Any]:
+    """The same."""
+    return _prepare(call, "logsumexp")

@@ -1,0 +1,556 @@
+"""How the lanes of a program walk over rows of wide tokens, for `columns`.
+
+A program has a block of BC columns. Its G lanes walk over tokens, U at a time, and keep what these reduce to, one number a lane
+and column: beside each other over G short rows, or all over one long row, to be put together at its end. Tensors are of the shape
+(U, G, BC), or with length 1 where there is one number for all.
+"""
+
+import triton
+import triton.language as tl
+
+from .merge_path import (
+    ALL,
+    ANY,
+    ARGMAX,
+    ARGMIN,
+    DOT,
+    EQUAL,
+    FACTORS,
+    LOG_SOFTMAX,
+    LSE,
+    MEAN_BACKWARD,
+    NONE,
+    NOWHERE,
+    PROD,
+    RUNNING,
+    RUNNING_BACK,
+    SUM,
+    SUM_Y,
+    WEIGHTED,
+    _exp,
+    _finite,
+    _fold,
+    _join,
+    _key,
+    _made,
+    _result,
+    add_tokens,
+    first_along,
+)
+
+
+@triton.jit
+def _nothing(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """What no tokens reduce to."""
+    return tl.full([1, G, BC], IDENTITY, KEPT), tl.zeros([1, G, BC], KEPT)
+
+
+@triton.jit
+def _across(us, vs, OP: tl.constexpr):
+    """What lanes reduce to together."""
+    u = _fold(us, 1, OP)
+    v = u
+    if OP == LSE:
+        v = _fold(vs * _exp(us - _finite(u)), 1, SUM)
+    elif OP == FACTORS:
+        v = _fold(vs, 1, SUM)
+    return u, v
+
+
+@triton.jit
+def _upto(u, AXIS: tl.constexpr, OP: tl.constexpr):
+    """The running sums or products along an axis."""
+    if OP == PROD:
+        u = tl.cumprod(u, AXIS)
+    else:
+        u = tl.cumsum(u, AXIS)
+    return u
+
+
+@triton.jit
+def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
+    """What each token reduces to alone; those that are not there were read as what no tokens reduce to, or as 0."""
+    if OP == DOT:
+        x = x.to(ACC) * y.to(ACC)
+    elif OP == SUM_Y:
+        x = y.to(ACC)
+    elif OP == EQUAL:
+        x = ((x.to(ACC) == a) & valid).to(KEPT)
+    elif (OP == ANY) | (OP == ALL):
+        x = (x.to(ACC) != 0).to(KEPT)
+    else:
+        x = x.to(ACC)
+    return x
+
+
+@triton.jit
+def _further(best, place, x, places, OP: tl.constexpr):
+    """The first extremum of each lane so far and its place, 32 bits each, with those of more tokens (U, G, BC) behind it."""
+    m, found = first_along(x, places, 0, OP)
+    better = (m > best) if OP == ARGMAX else (m < best)
+    better = better | (place == NOWHERE) | ((m != m) & (best == best))
+    return tl.where(better, m, best), tl.where(better, found, place)
+
+
+@triton.jit
+def _elements(tokens, columns, C: tl.constexpr, BC: tl.constexpr):
+    """(U, G, BC) where elements are. The hint is for the layout: threads spread over lanes, and each has all U of its tokens."""
+    return tl.max_contiguous(tokens * C + columns, [1, 2, BC])
+
+
+@triton.jit
+def _lanes(length, shift, G: tl.constexpr, MAP: tl.constexpr):
+    """How G lanes walk over one row: the first token of each, how far it goes at a step, how many it takes, and the most steps.
+
+    In scans each has a stretch of the row, those of a lane `shift` lanes before it.
+    """
+    each = tl.arange(0, G)[None, :, None]
+    steps = tl.cdiv(length, G)
+    first = each
+    hop = G
+    counts = (length - each + (G - 1)) // G
+    if (MAP == RUNNING) | (MAP == RUNNING_BACK):
+        before = (each - shift) * steps
+        first = before
+        hop = 1
+        counts = tl.where(before >= 0, tl.minimum(length - before, steps), 0)
+        if MAP == RUNNING_BACK:
+            first = length - 1 - before
+            hop = -1
+    return first, hop, counts, steps
+
+
+@triton.jit
+def _reduce(
+    X,
+    Y,
+    a,
+    first,
+    hop,
+    counts,
+    steps,
+    zero,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """What the tokens of each lane reduce to. Their rows begin at token `zero`."""
+    u, v = _nothing(G, BC, IDENTITY, KEPT)
+    SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
+    if SEARCH:  # what comes next is read before this is looked through; behind the last token there is nothing better
+        worst = -float("inf") if X.dtype.element_ty.is_floating() else -(1 << 31)
+        if OP == ARGMIN:
+            worst = float("inf") if X.dtype.element_ty.is_floating() else (1 << 31) - 1
+        best = tl.zeros([1, G, BC], ACC)
+        place = tl.full([1, G, BC], NOWHERE, tl.int32)
+        step = tl.arange(0, U)[:, None, None]
+        ahead = tl.load(
+            X + _elements(first + step * hop, columns, C, BC),
+            mask=(step < counts) & inside,
+            other=worst,
+        )
+    for w in range(0, steps, U):
+        step = w + tl.arange(0, U)[:, None, None]
+        valid = step < counts
+        tokens = first + step * hop
+        if SEARCH:
+            x = ahead
+            at = _elements(first + (step + U) * hop, columns, C, BC)
+            ahead = tl.load(X + at, mask=(step + U < counts) & inside, other=worst)
+        else:
+            at = _elements(tokens, columns, C, BC)
+            x = tl.load(X + at, mask=valid & inside, other=IDENTITY)
+        y = x
+        if READS == 2:
+            y = tl.load(Y + at, mask=valid & inside, other=0)
+        x = _alone(x, y, a, valid, OP, ACC, KEPT)
+        if SEARCH:
+            best, place = _further(best, place, x, tokens - zero, OP)
+        else:
+            u, v = add_tokens(u, v, x, OP)
+    if SEARCH:
+        u = tl.where(counts > 0, _key(best, place, OP), IDENTITY)
+    return u, v
+
+
+@triton.jit
+def _map(
+    X,
+    Y,
+    OUT,
+    u,
+    v,
+    a,
+    b,
+    first,
+    hop,
+    counts,
+    steps,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """Write what the tokens of each lane become; with scans they run on from u.
+
+    What is read for the last time, and what is written, makes room in the cache first. What was read last comes first: it is still
+    there.
+    """
+    if OP == LSE:
+        u = _finite(u)
+        if MAP == LOG_SOFTMAX:
+            v = tl.log(tl.where(v == 0.0, 1.0, v))
+        elif MAP == WEIGHTED:
+            v = a / v
+        else:
+            v = 1.0 / v
+    for done in range(0, steps, U):
+        w = done
+        if (MAP != RUNNING) & (MAP != RUNNING_BACK):
+            w = (steps - 1) // U * U - done
+        step = w + tl.arange(0, U)[:, None, None]
+        valid = (step < counts) & inside
+        at = _elements(first + step * hop, columns, C, BC)
+        x = tl.zeros([U, G, BC], ACC)
+        if READS > 0:
+            x = tl.load(X + at, mask=valid, other=0, eviction_policy="evict_first").to(ACC)
+        y = x
+        if READS == 2:
+            y = tl.load(Y + at, mask=valid, other=0, eviction_policy="evict_first").to(ACC)
+        if (MAP == RUNNING) | (MAP == RUNNING_BACK):
+            if OP == PROD:
+                x = tl.where(valid, x, 1)
+            y, _ = _join(u, u, _upto(x, 0, OP), u, OP)
+            u, _ = _join(u, u, _fold(x, 0, OP), u, OP)
+        elif MAP == LOG_SOFTMAX:
+            y = x - u - v
+        elif OP == LSE:
+            y = _exp(x - u) * v
+        else:
+            y = _made(x, y, u, v, a, b, MAP)
+        tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
+
+
+@triton.jit
+def _operands(
+    A,
+    B,
+    rows,
+    lengths,
+    exists,
+    columns,
+    MAP: tl.constexpr,
+    C: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """The entries of some rows, of these lengths, in a and b."""
+    a = tl.zeros([1, 1, 1], ACC)
+    b = tl.zeros([1, 1, 1], ACC)
+    if HAS_A:
+        a = tl.load(A + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
+    if HAS_B:
+        b = tl.load(B + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
+    if MAP == MEAN_BACKWARD:
+        a /= tl.cast(lengths, ACC)
+    return a, b
+
+
+@triton.jit
+def _keep(
+    ROWS,
+    u,
+    v,
+    rows,
+    lengths,
+    exists,
+    columns,
+    OP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+):
+    found = _result(u, v, lengths, OP, IDENTITY).to(ROWS.dtype.element_ty)
+    tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), found, mask=exists)
+
+
+@triton.jit
+def _row(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    row,
+    start,
+    length,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """One whole row, by all lanes."""
+    a, b = _operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
+    x = X + start * C
+    y = Y + start * C
+    if (MAP != RUNNING) & (MAP != RUNNING_BACK):
+        u, v = _nothing(1, BC, IDENTITY, KEPT)
+        if OP != NONE:
+            first, hop, counts, steps = _lanes(length, 0, G, MAP)
+            us, vs = _reduce(
+                x,
+                y,
+                a,
+                first,
+                hop,
+                counts,
+                steps,
+                0,
+                columns,
+                inside,
+                OP,
+                IDENTITY,
+                C,
+                BC,
+                G,
+                U,
+                READS,
+                ACC,
+                KEPT,
+            )
+            u, v = _across(us, vs, OP)
+    else:
+        first, hop, counts, steps = _lanes(
+            length, 1, G, MAP
+        )  # a lane runs on from the stretches before its own
+        u, v = _reduce(
+            x,
+            y,
+            a,
+            first,
+            hop,
+            counts,
+            steps,
+            0,
+            columns,
+            inside,
+            OP,
+            IDENTITY,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+            KEPT,
+        )
+        u = _upto(u, 1, OP)
+    if MAP == NONE:
+        _keep(OUT, u, v, row, length, inside, columns, OP, IDENTITY, C)
+    else:
+        first, hop, counts, steps = _lanes(length, 0, G, MAP)
+        _map(
+            x,
+            y,
+            OUT + start * C,
+            u,
+            v,
+            a,
+            b,
+            first,
+            hop,
+            counts,
+            steps,
+            columns,
+            inside,
+            OP,
+            MAP,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+        )
+
+
+@triton.jit
+def _beside(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    row,
+    last,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """The whole rows from `row` up to `last`, but at most G: the short ones beside each other, then the others one at a time."""
+    each = row + tl.arange(0, G)
+    base = tl.load(OFFSETS + row).to(tl.int64)
+    begins = (tl.load(OFFSETS + each, mask=each < last, other=0) - base).to(tl.int32)
+    lengths = (tl.load(OFFSETS + each + 1, mask=each < last, other=0) - base).to(tl.int32) - begins
+    lengths = tl.where(each < last, lengths, 0)
+    longest = tl.max(lengths, 0)
+    steps = tl.minimum(longest, 2 * U)
+    counts = tl.where(lengths <= 2 * U, lengths, 0)[None, :, None]
+    begins = begins[None, :, None]
+    rows = each[None, :, None]
+    exists = ((each < last) & (lengths <= 2 * U))[None, :, None] & inside
+    a, b = _operands(A, B, rows, counts, exists, columns, MAP, C, HAS_A, HAS_B, ACC)
+    x = X + base * C
+    y = Y + base * C
+    u, v = _nothing(G, BC, IDENTITY, KEPT)
+    if (OP != NONE) & (MAP != RUNNING) & (MAP != RUNNING_BACK):
+        u, v = _reduce(
+            x,
+            y,
+            a,
+            begins,
+            1,
+            counts,
+            steps,
+            begins,
+            columns,
+            inside,
+            OP,
+            IDENTITY,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+            KEPT,
+        )
+    if MAP == NONE:
+        _keep(OUT, u, v, rows, counts, exists, columns, OP, IDENTITY, C)
+    else:
+        hop = 1
+        first = begins
+        if MAP == RUNNING_BACK:
+            hop = -1
+            first = begins + counts - 1
+        _map(
+            x,
+            y,
+            OUT + base * C,
+            u,
+            v,
+            a,
+            b,
+            first,
+            hop,
+            counts,
+            steps,
+            columns,
+            inside,
+            OP,
+            MAP,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            ACC,
+        )
+    while longest > 2 * U:
+        i = tl.argmax(lengths, 0)
+        _row(
+            X,
+            Y,
+            A,
+            B,
+            OUT,
+            row + i,
+            tl.load(OFFSETS + row + i).to(tl.int64),
+            longest,
+            columns,
+            inside,
+            OP,
+            MAP,
+            IDENTITY,
+            C,
+            BC,
+            G,
+            U,
+            READS,
+            HAS_A,
+            HAS_B,
+            ACC,
+            KEPT,
+        )
+        lengths = tl.where(tl.arange(0, G) == i, 0, lengths)
+        longest = tl.max(lengths, 0)
+
+
+@triton.jit
+def _clear(
+    OUT,
+    t0,
+    t1,
+    columns,
+    inside,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+):
+    """Write 0 to the tokens [t0, t1)."""
+    length = (t1 - t0).to(tl.int32)
+    for w in range(0, tl.cdiv(length, G), U):
+        tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
+        nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
+        tl.store(
+            OUT + t0 * C + _elements(tokens, columns, C, BC),
+            nothing,
+            mask=(tokens < length) & inside,
+        )
+
+
+@triton.jit
+def _block(block, C: tl.constexpr, BC: tl.constexpr):
+    """(1, 1, BC) the columns of a block, and which of them exist."""
+    columns = block * BC + tl.arange(0, BC)[None, None, :]
+    inside = columns < C
+    if C % BC == 0:
+        inside = tl.full([1, 1, BC], 1, tl.int1)
+    return columns, inside

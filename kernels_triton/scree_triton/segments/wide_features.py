@@ -1,0 +1,612 @@
+"""Rows of wide tokens reduced, and what comes of that spread back over their tokens, one block of columns a program.
+
+Rows and tokens together form one list: row b comes right before its tokens, at place ``offsets[b] + b``. The list is cut
+into shares of equal length (Merrill and Garland, Merge-based parallel sparse matrix-vector multiplication, 2016), so that
+neither one long row nor a million empty ones keep a program busy alone. A program has a share and a block of columns; how its
+lanes walk over them stands in `lanes`.
+
+A row that reaches beyond its share comes in parts. The program that finishes the last of them, whichever that is, puts them
+together in the order of the row: equal inputs give equal bits. Where its tokens are to become something, the programs of the
+second half wait for that and go over the tokens again. They have higher numbers than those that they wait for, and a device
+starts programs in the order of their numbers, so that what is waited for runs already.
+
+Rows of many tokens, none of which is too long for one multiprocessor, need none of that: a program has one row and a narrow block
+of columns, and reads it for the second time from the cache.
+
+Values have the shape (total, C). Tokens behind the last row are written as 0.
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..runtime.autograd import multiprocessors
+from ..runtime.launch import INTERPRETED, Launch, contiguous, current_stream, empty
+from . import merge_path
+from .merge_path import ARGMAX, ARGMIN, FACTORS, LSE, NONE, RUNNING, RUNNING_BACK, _fold, _join
+from .threads_per_row import (
+    _across,
+    _beside,
+    _block,
+    _clear,
+    _keep,
+    _lanes,
+    _map,
+    _nothing,
+    _operands,
+    _reduce,
+    _row,
+    _upto,
+)
+
+LEAST = 2  # elements of a token that is wide
+_WARPS = 4  # of a program
+_BYTES = 16  # that a thread reads of a token
+_STEPS = 8  # tokens that a lane reads at once
+_STEPS_OF_SEARCHES = 4  # which read ahead
+_COLUMNS = 128  # of a program
+_ROW_TOKENS = (
+    128,
+    512,
+    2048,
+)  # of a row, on average: from, with more warps from, and to, where a program has a row for itself
+_ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a lane reads at once
+_ROW_PAIRS = (
+    (4, 8),
+    (16, 8),
+)  # the same where it reduces two arrays: so fewer rows are in work, and more of them in the cache
+_ROW_FACTORS = (4, 8), (16, 2)  # and where it divides products, which takes registers
+_ROW_SEARCHES = (
+    (4, 8),
+    (8, 4),
+)  # and where it searches: 81 registers of 16 warps would leave room for one program
+_ROW_BYTES = 64  # that it reads of a token
+_PROGRAMS = 4  # a multiprocessor
+_SHORTEST = 32  # steps of a share, at least
+_LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
+_OVERHANG = 4  # shares are so many times longer than rows that are not cut
+_PARTS = 4096  # elements that are put together at once
+_FEWEST_COUNTS = 1 << 14
+_COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}  # of each stream
+SPREAD = (
+    merge_path.COPY.value,
+    merge_path.MEAN_BACKWARD.value,
+)  # what tokens become that are not looked at
+_SCANS = (merge_path.RUNNING.value, merge_path.RUNNING_BACK.value)
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+_WIDE = tl.constexpr(512)
+READY = tl.constexpr(1 << 30)  # is added to the number of parts when they have been put together
+
+
+@triton.jit
+def _begin_before(OFFSETS, d0, d1, n, stride):
+    """How many rows begin before the places d0 and d1, by a search among 512 places at a time."""
+    each = tl.arange(0, _WIDE) + 1
+    low0 = d0 * 0
+    low1 = d0 * 0
+    while stride > 0:
+        row0 = low0 + each * stride - 1
+        row1 = low1 + each * stride - 1
+        place0 = tl.load(OFFSETS + row0, mask=row0 <= n, other=0) + row0
+        place1 = tl.load(OFFSETS + row1, mask=row1 <= n, other=0) + row1
+        low0 += tl.sum(((row0 <= n) & (place0 < d0)).to(tl.int32), 0) * stride
+        low1 += tl.sum(((row1 <= n) & (place1 < d1)).to(tl.int32), 0) * stride
+        stride = stride // _WIDE
+    return low0, low1
+
+
+@triton.jit(do_not_specialize=("n", "total"))
+def rows_kernel(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    OFFSETS,
+    n,
+    total,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+):
+    """A row and a block of columns: OUT is (n, C), or with MAP the tokens (total, C)."""
+    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    row = tl.program_id(0) // BLOCKS
+    columns, inside = _block(tl.program_id(0) % BLOCKS, C, BC)
+    start = tl.load(OFFSETS + row).to(tl.int64)
+    length = (tl.load(OFFSETS + row + 1).to(tl.int64) - start).to(tl.int32)
+    _row(
+        X,
+        Y,
+        A,
+        B,
+        OUT,
+        row,
+        start,
+        length,
+        columns,
+        inside,
+        OP,
+        MAP,
+        IDENTITY,
+        C,
+        BC,
+        G,
+        U,
+        READS,
+        HAS_A,
+        HAS_B,
+        ACC,
+        KEPT,
+    )
+    if MAP != NONE:  # each its part of the tokens behind the last row
+        end = tl.load(OFFSETS + n).to(tl.int64)
+        part = tl.cdiv(total - end, n)
+        _clear(
+            OUT,
+            end + row * part,
+            tl.minimum(end + (row + 1) * part, total),
+            columns,
+            inside,
+            C,
+            BC,
+            G,
+            U,
+        )
+
+
+@triton.jit
+def _part(PARTS, p, part, SIZE: tl.constexpr):
+    """Where a part is of the row that begins in share p: a share's part of an earlier row comes before that of a later one."""
+    return PARTS + tl.where(part == 0, 2 * p + 1, 2 * (p + part)).to(tl.int64) * SIZE
+
+
+@triton.jit
+def _put_together(
+    PARTS,
+    OUT,
+    row,
+    length,
+    p,
+    count,
+    columns,
+    inside,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    F: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """What the parts of a row of this length that begins in share p reduce to, into OUT, or where the first one stood.
+
+    With scans what each part and all before it reduce to, where this one stood.
+    """
+    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
+    TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
+    u, v = _nothing(1 if RUN else F, BC, IDENTITY, KEPT)
+    for k in range(0, count, F):
+        part = k + tl.arange(0, F)[None, :, None]
+        exists = (part < count) & inside
+        if MAP == RUNNING_BACK:
+            part = count - 1 - part
+        pointers = _part(PARTS, p, part, SIZE) + columns
+        us = tl.load(pointers, mask=exists, other=IDENTITY)
+        vs = us
+        if RUN:
+            upto, _ = _join(u, v, _upto(us, 1, OP), v, OP)
+            tl.store(pointers, upto, mask=exists)
+            us = _fold(us, 1, OP)
+            vs = us
+        elif TWO:
+            vs = tl.load(pointers + C, mask=exists, other=0)
+        u, v = _join(u, v, us, vs, OP)
+    if not RUN:
+        us, vs = _across(u, v, OP)
+        if MAP == NONE:
+            _keep(OUT, us, vs, row, length, inside, columns, OP, IDENTITY, C)
+        else:
+            pointers = _part(PARTS, p, 0, SIZE) + columns
+            tl.store(pointers, us, mask=inside)
+            if TWO:
+                tl.store(pointers + C, vs, mask=inside)
+
+
+@triton.jit(do_not_specialize=("n", "total", "share", "shares", "stride"))
+def columns_kernel(
+    X,
+    Y,
+    A,
+    B,
+    OUT,
+    PARTS,
+    COUNTS,
+    OFFSETS,
+    n,
+    total,
+    share,
+    shares,
+    stride,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    C: tl.constexpr,
+    READS: tl.constexpr,
+    HAS_A: tl.constexpr,
+    HAS_B: tl.constexpr,
+    ACC: tl.constexpr,
+    KEPT: tl.constexpr,
+    CUT: tl.constexpr,
+    BC: tl.constexpr,
+    G: tl.constexpr,
+    U: tl.constexpr,
+    F: tl.constexpr,
+):
+    """The rows of one share and block of columns: OUT is (n, C), or with MAP the tokens (total, C).
+
+    Tokens are read as ACC and reduced in KEPT. With CUT rows end where their share does, otherwise they are finished where they
+    begin: PARTS (shares, 2, ...) holds what a share's end of an earlier row (0) and its beginning of a later one (1) reduce to,
+    COUNTS (shares, blocks) counts the parts there are of the row that goes on from a share to the next. It is zero before and
+    after.
+    """
+    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
+    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
+    SIZE: tl.constexpr = (G if RUN else 2 if TWO else 1) * C
+    pid = tl.program_id(0)
+    p = pid // BLOCKS
+    block = pid % BLOCKS
+    again = False
+    if CUT and OP != NONE and MAP != NONE:
+        again = p >= shares
+        p = p % shares
+    columns, inside = _block(block, C, BC)
+    d0 = p.to(tl.int64) * share
+    d1 = d0 + share
+    first, last = _begin_before(OFFSETS, d0, d1, n, stride)
+
+    if CUT:
+        for side in range(2):  # the row that began before the share, the last one that begins in it
+            row = tl.where(side == 0, first, last) - 1
+            has = tl.where(side == 0, first > 0, last > first)
+            if has & (row < n):
+                start = tl.load(OFFSETS + row).to(tl.int64)
+                end = tl.load(OFFSETS + row + 1).to(tl.int64)
+                begin = ((start + row) // share).to(tl.int32)
+                final = ((end + row) // share).to(tl.int32)
+                if final >= p + side:
+                    t0 = tl.where(side == 0, d0 - row - 1, start)
+                    length = (tl.minimum(end, d1 - row - 1) - t0).to(tl.int32)
+                    a, b = _operands(
+                        A, B, row, end - start, inside, columns, MAP, C, HAS_A, HAS_B, ACC
+                    )
+                    x = X + t0 * C
+                    y = Y + t0 * C
+                    part = _part(PARTS, begin, p - begin, SIZE)
+                    walk, hop, counts, steps = _lanes(length, 0, G, MAP)
+                    counter = COUNTS + (begin * BLOCKS + block)
+                    if OP == NONE:
+                        _map(
+                            x,
+                            y,
+                            OUT + t0 * C,
+                            a,
+                            a,
+                            a,
+                            b,
+                            walk,
+                            hop,
+                            counts,
+                            steps,
+                            columns,
+                            inside,
+                            OP,
+                            MAP,
+                            C,
+                            BC,
+                            G,
+                            U,
+                            READS,
+                            ACC,
+                        )
+                    elif again:
+                        while tl.atomic_add(counter, 0, sem="acquire") < READY:
+                            pass
+                        if (
+                            tl.atomic_add(counter, 1, sem="acq_rel")
+                            == 2 * (final - begin) + 1 + READY
+                        ):  # all have seen it
+                            tl.store(counter, 0)
+                        tl.debug_barrier()
+                        u, v = _nothing(1, BC, IDENTITY, KEPT)
+                        if RUN:
+                            if p != (begin if MAP == RUNNING else final):
+                                neighbor = p - 1 if MAP == RUNNING else p + 1
+                                u = tl.load(
+                                    _part(PARTS, begin, neighbor - begin, SIZE) + columns,
+                                    mask=inside,
+                                    other=IDENTITY,
+                                )
+                            lane = tl.arange(0, G)[None, :, None]
+                            own = tl.load(
+                                part + (lane * C + columns),
+                                mask=(lane > 0) & inside,
+                                other=IDENTITY,
+                            )
+                            u, v = _join(u, v, own, own, OP)
+                        else:
+                            whole = _part(PARTS, begin, 0, SIZE) + columns
+                            u = tl.load(whole, mask=inside, other=0)
+                            if TWO:
+                                v = tl.load(whole + C, mask=inside, other=0)
+                        if MAP != NONE:
+                            _map(
+                                x,
+                                y,
+                                OUT + t0 * C,
+                                u,
+                                v,
+                                a,
+                                b,
+                                walk,
+                                hop,
+                                counts,
+                                steps,
+                                columns,
+                                inside,
+                                OP,
+                                MAP,
+                                C,
+                                BC,
+                                G,
+                                U,
+                                READS,
+                                ACC,
+                            )
+                    else:
+                        us, vs = _reduce(
+                            x,
+                            y,
+                            a,
+                            walk,
+                            hop,
+                            counts,
+                            steps,
+                            (start - t0).to(tl.int32),
+                            columns,
+                            inside,
+                            OP,
+                            IDENTITY,
+                            C,
+                            BC,
+                            G,
+                            U,
+                            READS,
+                            ACC,
+                            KEPT,
+                        )
+                        if RUN:  # what the lanes up to each reduce to, all of them first
+                            lane = (tl.arange(0, G)[None, :, None] + 1) % G
+                            tl.store(part + (lane * C + columns), _upto(us, 1, OP), mask=inside)
+                        else:
+                            us, vs = _across(us, vs, OP)
+                            tl.store(part + columns, us, mask=inside)
+                            if TWO:
+                                tl.store(part + C + columns, vs, mask=inside)
+                        tl.debug_barrier()
+                        if tl.atomic_add(counter, 1, sem="acq_rel") == final - begin:
+                            tl.debug_barrier()
+                            _put_together(
+                                PARTS,
+                                OUT,
+                                row,
+                                end - start,
+                                begin,
+                                final - begin + 1,
+                                columns,
+                                inside,
+                                OP,
+                                MAP,
+                                IDENTITY,
+                                C,
+                                BC,
+                                F,
+                                SIZE,
+                                KEPT,
+                            )
+                            tl.debug_barrier()
+                            if MAP == NONE:
+                                tl.store(counter, 0)
+                            else:
+                                tl.atomic_add(counter, READY, sem="release")
+
+    if not again:
+        if MAP != NONE:  # tokens behind the last row
+            end = tl.load(OFFSETS + n).to(tl.int64)
+            _clear(
+                OUT,
+                tl.maximum(end, d0 - n - 1),
+                tl.minimum(total, d1 - n - 1),
+                columns,
+                inside,
+                C,
+                BC,
+                G,
+                U,
+            )
+        last = tl.minimum(last, n)
+        if CUT & (last > first):  # without the row that goes on behind the share
+            last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
+        for row in range(first, last, G):
+            _beside(
+                X,
+                Y,
+                A,
+                B,
+                OUT,
+                OFFSETS,
+                row,
+                last,
+                columns,
+                inside,
+                OP,
+                MAP,
+                IDENTITY,
+                C,
+                BC,
+                G,
+                U,
+                READS,
+                HAS_A,
+                HAS_B,
+                ACC,
+                KEPT,
+            )
+
+
+def run(
+    plan: "Plan",
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """Fill `out` as `segments.over_rows` says, on the device of the arrays."""
+    x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+    pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out
+    if plan.shares:
+        parts = counted = offsets
+        if plan.parts:
+            parts, counted = empty(x.device.type)(*plan.parts), counters(x.device, plan.shares)
+        pointers += parts, counted
+    plan.launch(plan.programs, (*pointers, offsets), (), plan.numbers)
+
+
+def counters(device: torch.device, number: int) -> torch.Tensor:
+    """Zeros, which kernels leave as they found them: calls on one stream share them, a captured graph has its own."""
+    if INTERPRETED or torch.cuda.is_current_stream_capturing():
+        return torch.zeros((number,), dtype=torch.int32, device=device)
+    key = device, current_stream(device.index)
+    found = _COUNTS.get(key)
+    if found is None or found.shape[0] < number:
+        found = _COUNTS[key] = torch.zeros(
+            (max(number, _FEWEST_COUNTS),), dtype=torch.int32, device=device
+        )
+    return found
+
+
+class Plan(NamedTuple):
+    """What of a call follows from what the host knows."""
+
+    launch: Launch
+    programs: int
+    numbers: tuple[int, ...]
+    shares: int  # and blocks of columns; 0 where a program has a row
+    parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = (
+        None  # None where no row is put together from parts
+    )
+
+
+def plan(
+    device: torch.device,
+    dtypes: tuple[Any, ...],
+    op: int,
+    map: int,
+    acc: torch.dtype,
+    held: torch.dtype,
+    identity: float,
+    shape: tuple[int, ...],
+    n: int,
+    max_length: int | None,
+) -> Plan:
+    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes.
+
+    Tokens are read as `acc`, and reduced in `held` from `identity` on.
+    """
+    total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
+    most, search = triton.next_power_of_2(width), op in (ARGMAX.value, ARGMIN.value)
+    same = dict(
+        OP=op,
+        MAP=map,
+        IDENTITY=identity,
+        C=width,
+        READS=2 if dtypes[1] else int(map not in SPREAD),
+        HAS_A=dtypes[2] is not None,
+        HAS_B=dtypes[3] is not None,
+        ACC=_TYPES[acc],
+        KEPT=_TYPES[held],
+    )
+    columns = min(most, _ROW_BYTES // size)
+    blocks = -(-width // columns)
+    longest = total if max_length is None else max_length
+    fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
+    fits = longest * multiprocessors(device) <= total * blocks and longest * width <= _LONGEST
+    if op and n and fewest <= total <= most_tokens and fits:
+        own = {
+            merge_path.DOT.value: _ROW_PAIRS,
+            FACTORS.value: _ROW_FACTORS,
+            ARGMAX.value: _ROW_SEARCHES,
+            ARGMIN.value: _ROW_SEARCHES,
+        }
+        warps, steps = own.get(op, _ROW_SHAPES)[total >= many]
+        tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
+        return Plan(
+            _launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0
+        )
+    columns = min(most, _COLUMNS)
+    blocks = -(-width // columns)
+    lanes = _lane_count(_WARPS, columns, size)
+    items = total + n + 1
+    share = max(-(-items * blocks // (multiprocessors(device) * _PROGRAMS)), _SHORTEST * lanes)
+    share = max(min(share, _LONGEST // (blocks * columns)), 1)
+    count = -(-items // share)
+    cut = count > 1 and (max_length is None or _OVERHANG * max_length > share)
+    programs = count * blocks * (2 if cut and op and map else 1)
+    stride = 1
+    while stride * _WIDE.value < n + 1:
+        stride *= _WIDE.value
+    numbers = lanes if map in _SCANS else 2
+    parts = (*contiguous((count, 2, numbers, width)), held) if cut and op else None
+    tiles = dict(
+        CUT=cut,
+        BC=columns,
+        G=lanes,
+        U=_STEPS_OF_SEARCHES if search else _STEPS,
+        F=max(_PARTS // columns, 2),
+    )
+    launch = _launch(device, dtypes, columns_kernel, _WARPS, **same, **tiles)
+    return Plan(launch, programs, (n, total, share, count, stride), count * blocks, parts)
+
+
+def _lane_count(warps: int, columns: int, size: int) -> int:
+    """The lanes of a program, for elements of so many bytes."""
+    return 32 * warps * min(_BYTES // size, columns) // columns
+
+
+@cache
+def _launch(
+    device: torch.device, dtypes: tuple[Any, ...], kernel: Any, warps: int, **constants: Any
+) -> Launch:
+    return Launch(kernel, constants, dict(num_warps=warps))

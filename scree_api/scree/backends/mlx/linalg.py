@@ -1,0 +1,202 @@
+"""Linear algebra of the standard over ``mlx.core``: products that take integers, too, and the extension ``linalg``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections import namedtuple
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+
+from .sums import axes_of, sum
+
+Array: TypeAlias = mx.array
+Dtype: TypeAlias = mx.Dtype
+
+
+def matmul(x1: Array, x2: Array, /) -> Array:
+    """Take integers, by a broadcast product: O(n k m) memory."""
+    dtype = mx.result_type(x1, x2)
+    if mx.issubdtype(dtype, mx.inexact):
+        return mx.matmul(x1, x2)
+    a, b = x1[None] if x1.ndim == 1 else x1, x2[:, None] if x2.ndim == 1 else x2
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"matmul of shapes {x1.shape} and {x2.shape}: the inner sizes differ")
+    out = mx.sum(a[..., :, :, None] * b[..., None, :, :], -2).astype(dtype)
+    return mx.squeeze(out, tuple(i for i, x in ((-2, x1), (-1, x2)) if x.ndim == 1))
+
+
+def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
+    """Take integers."""
+    in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
+    in1, in2 = axes_of(x1, tuple(in1)), axes_of(x2, tuple(in2))
+    out1, out2 = (
+        [a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2))
+    )
+    rows, cols = [x1.shape[a] for a in out1], [x2.shape[a] for a in out2]
+    inner = math.prod(x1.shape[a] for a in in1)
+    a = mx.reshape(mx.transpose(x1, [*out1, *in1]), (math.prod(rows), inner))
+    b = mx.reshape(mx.transpose(x2, [*in2, *out2]), (inner, math.prod(cols)))
+    return mx.reshape(matmul(a, b), (*rows, *cols))
+
+
+def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
+    """Take integers; accurate over long float axes."""
+    if x1.shape[axis] != x2.shape[axis]:
+        raise ValueError(
+            f"vecdot of shapes {x1.shape} and {x2.shape}: the sizes of axis {axis} differ"
+        )
+    return sum(mx.conj(x1) * x2, axis=axis, dtype=mx.result_type(x1, x2))
+
+
+def _diagonal(x: Array, /, *, offset: int = 0) -> Array:
+    return mx.diagonal(x, offset, -2, -1)
+
+
+def _trace(x: Array, /, *, offset: int = 0, dtype: Dtype | None = None) -> Array:
+    return sum(_diagonal(x, offset=offset), axis=-1, dtype=dtype)
+
+
+def _outer(x1: Array, x2: Array, /) -> Array:
+    return x1[:, None] * x2[None, :]
+
+
+def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Array:
+    a = mx.abs(x)
+    if math.isinf(ord):
+        return (mx.max if ord > 0 else mx.min)(a, axis, keepdims)
+    if ord == 0:
+        return sum((a != 0).astype(a.dtype), axis=axis, keepdims=keepdims)
+    total = sum(
+        mx.square(a) if ord == 2 else a if ord == 1 else a**ord, axis=axis, keepdims=keepdims
+    )
+    return mx.sqrt(total) if ord == 2 else total if ord == 1 else total ** (1 / ord)
+
+
+def _matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
+    return mx.linalg.norm(x if ord in ("nuc", 2, -2) else mx.abs(x), ord, [-2, -1], keepdims)
+
+
+def _matrix_power(x: Array, n: int, /) -> Array:
+    x, n = (mx.linalg.inv(x), -n) if n < 0 else (x, n)
+    out = mx.broadcast_to(mx.eye(x.shape[-1], dtype=x.dtype), x.shape)
+    while n:
+        out, x, n = matmul(out, x) if n & 1 else out, matmul(x, x) if n > 1 else x, n >> 1
+    return out
+
+
+_QR = namedtuple("_QR", "Q R")
+_SVD = namedtuple("_SVD", "U S Vh")
+_EIG = namedtuple("_EIG", "eigenvalues eigenvectors")
+_SLOGDET = namedtuple("_SLOGDET", "sign logabsdet")
+
+
+def _named(fn: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    return functools.wraps(fn)(lambda x, /: kind(*fn(x)))
+
+
+def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
+    """``complete`` is the reduced one of ``[x, identity]``, whose R is cut."""
+    rows, cols = x.shape[-2:]
+    if mode == "complete" and rows > cols:
+        one = mx.broadcast_to(mx.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
+        q, r = mx.linalg.qr(mx.concat([x, one], -1))
+        r = r[..., :cols]
+    else:
+        q, r = mx.linalg.qr(x)
+    return _QR(q, r)
+
+
+def _svd(x: Array, /, *, full_matrices: bool = True) -> Any:
+    u, s, vh = mx.linalg.svd(x)
+    k = s.shape[-1]
+    return _SVD(u, s, vh) if full_matrices else _SVD(u[..., :k], s, vh[..., :k, :])
+
+
+def _svdvals(x: Array, /) -> Any:
+    return mx.linalg.svd(x, compute_uv=False)
+
+
+def _large(x: Array, s: Array, rtol: Any) -> Array:
+    """Which singular values ``s`` of ``x`` are not noise."""
+    rtol = max(x.shape[-2:]) * mx.finfo(s.dtype).eps if rtol is None else rtol
+    return s > mx.max(s, -1, True) * (rtol[..., None] if isinstance(rtol, mx.array) else rtol)
+
+
+def _matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
+    return mx.sum(_large(x, _svdvals(x), rtol), -1)
+
+
+def _pinv(x: Array, /, *, rtol: Any = None) -> Array:
+    u, s, vh = _svd(x, full_matrices=False)
+    keep = _large(x, s, rtol)
+    inverse = mx.where(keep, 1 / mx.where(keep, s, mx.ones_like(s)), mx.zeros_like(s))
+    return mx.matmul(mx.conj(vh).mT * inverse[..., None, :], mx.conj(u).mT)
+
+
+def _solve(x1: Array, x2: Array, /) -> Array:
+    """Broadcast the stacks."""
+    b = x2[..., None] if x2.ndim == 1 else x2
+    stack = mx.broadcast_shapes(x1.shape[:-2], b.shape[:-2])
+    out = mx.linalg.solve(*(mx.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (x1, b)))
+    return out[..., 0] if x2.ndim == 1 else out
+
+
+def narrowing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``fn`` warn of float64, where MLX narrows the result to complex64 without a word."""
+
+    @functools.wraps(fn)
+    def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype == mx.float64:
+            warnings.warn(
+                f"MLX has no complex128: {fn.__name__.lstrip('_')} of float64 gives complex64; use "
+                "astype(x, float32)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return fn(x, *args, **kwargs)
+
+    return checked
+
+
+def extension(library: Any, same: str, *functions: Callable[..., Any]) -> ModuleType:
+    """An extension of the standard: what `library` has right, and functions whose names may begin with an underscore."""
+    name = library.__name__.rpartition(".")[2]
+    module = ModuleType(
+        f"{__package__}.namespace.{name}", f"The {name} extension of the standard over mlx.core."
+    )
+    table = {key: getattr(library, key) for key in same.split()} | {
+        f.__name__.lstrip("_"): f for f in functions
+    }
+    vars(module).update(table, __all__=sorted(table))
+    return module
+
+
+linalg = extension(
+    mx.linalg,
+    "cholesky cross det eigvalsh inv",
+    mx.matrix_transpose,
+    matmul,
+    tensordot,
+    vecdot,
+    _diagonal,
+    _matrix_norm,
+    _matrix_power,
+    _matrix_rank,
+    _outer,
+    _pinv,
+    _qr,
+    _solve,
+    _svd,
+    _svdvals,
+    _trace,
+    _vector_norm,
+    _named(mx.linalg.eigh, _EIG),
+    _named(mx.linalg.slogdet, _SLOGDET),
+    _named(narrowing(mx.linalg.eig), _EIG),
+    narrowing(mx.linalg.eigvals),
+)

@@ -1,0 +1,324 @@
+"""Making ragged arrays and taking them apart: pack, offsets, lengths, segment ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .array import Array
+from .backends import backend, is_array
+from .broadcasting import ragged
+from .checks import integer, integers, peeked
+from .dispatch.registry import declare, run
+from .layout import Layout, counter
+
+
+def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
+    """Join arrays of different lengths into one ragged array, a row each.
+
+    Parameters
+    ----------
+    arrays
+        At least one array; all of one library, dtype and device, and of one shape but for axis `ragged_dim`.
+    ragged_dim
+        The axis along which the lengths differ.
+
+    Returns
+    -------
+    Array
+        Rows in the order given, int32 offsets (int64 from 2^31 tokens on).
+
+    Raises
+    ------
+    TypeError
+        If libraries or dtypes are mixed; nothing is promoted.
+    ValueError
+        If there are no arrays, or shapes or devices do not fit.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.pack([np.zeros((4, 8)), np.zeros((0, 8)), np.zeros((7, 8))]).offsets
+    array([ 0,  4,  4, 11], dtype=int32)
+    """
+    if not hasattr(arrays, "__iter__"):
+        raise TypeError(f"arrays: expected a sequence of arrays, got {type(arrays).__name__}")
+    arrays = list(arrays)
+    if not arrays:
+        raise ValueError(
+            "arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])"
+        )
+    first = arrays[0]
+    lib = backend(first, "arrays[0]")
+    if first.ndim == 0:
+        raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
+    integer("ragged_dim", ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
+    if len(set(map(type, arrays))) > 1:
+        _agree(
+            "library",
+            "convert it first",
+            TypeError,
+            [backend(x).name if is_array(x) else type(x).__name__ for x in arrays],
+        )
+    if len({x.dtype for x in arrays}) > 1:
+        _agree("dtype", "convert it first", TypeError, [x.dtype for x in arrays])
+    if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
+        _agree("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
+    try:
+        values = run("pack", PackCall(arrays, ragged_dim))
+    except Exception:  # each library has an error of its own; what does not fit is looked for then only, and else it goes on
+        _agree("device", "move it first", ValueError, [lib.device(x) for x in arrays])
+        shapes = [tuple(x.shape) for x in arrays]
+        rest = [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes]
+        _agree(
+            f"shape without axis {ragged_dim}",
+            "only the axis ragged_dim may differ",
+            ValueError,
+            rest,
+        )
+        raise
+    lengths = np.asarray([x.shape[ragged_dim] for x in arrays])
+    return Array._of(values, Layout.from_host(lib, lengths, device=lib.device(first)), ragged_dim)
+
+
+def _agree(what: str, remedy: str, error: type[Exception], found: list[Any]) -> None:
+    """Raise unless all entries are equal; name the first that is not."""
+    for i, x in enumerate(found):
+        if x is not found[0] and x != found[0]:
+            raise error(
+                f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; {remedy}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PackCall:
+    """Join dense arrays of one library along `ragged_dim`."""
+
+    arrays: list[Any]
+    ragged_dim: int = 0
+
+
+@declare("pack", PackCall)
+def _join(call: PackCall) -> Any:
+    return backend(call.arrays[0]).xp.concat(call.arrays, axis=call.ragged_dim)
+
+
+def unpack(arr: Array) -> list[Any]:
+    """The rows as a list of dense arrays, views where the library has them. Reads the offsets.
+
+    Parameters
+    ----------
+    arr
+        Ragged array.
+
+    Returns
+    -------
+    list
+        n arrays (length, ...), with the axis at `ragged_dim`.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is no ragged array, or under a trace, which cannot read the offsets.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.unpack(scree.from_lengths(np.arange(4), [1, 3]))
+    [array([0]), array([1, 2, 3])]
+    """
+    bounds = ragged("arr", arr).layout.read().tolist()
+    before = (slice(None),) * arr.ragged_dim
+    return [arr.values[(*before, slice(a, b), ...)] for a, b in pairwise(bounds)]
+
+
+def from_offsets(
+    values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None
+) -> Array:
+    """A ragged array on given values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
+
+    Parameters
+    ----------
+    values, offsets, ragged_dim, max_length
+        See `Array`.
+
+    Returns
+    -------
+    Array
+        On the same memory.
+
+    Raises
+    ------
+    TypeError, ValueError
+        See `Array`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> values, cu_seqlens = np.zeros((5, 2)), np.asarray([0, 2, 5], dtype=np.int32)
+    >>> arr = scree.from_cu_seqlens(values, cu_seqlens, max_length=3)
+    >>> arr.values is values and arr.offsets is cu_seqlens
+    True
+    """
+    return Array(values, offsets, ragged_dim, max_length)
+
+
+from_cu_seqlens = from_offsets
+
+
+def from_lengths(
+    values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: int | None = None
+) -> Array:
+    """A ragged array of rows of given lengths.
+
+    Parameters
+    ----------
+    values
+        All rows end to end along `ragged_dim`; not copied.
+    lengths
+        (n,) integers, an array or a list.
+    ragged_dim, max_length
+        See `Array`.
+
+    Returns
+    -------
+    Array
+        On the memory of `values`; offsets are int32 (int64 from 2^31 tokens on), or of the dtype of lengths that are not read.
+
+    Raises
+    ------
+    TypeError
+        If the lengths are not one axis of integers.
+    ValueError
+        If they are negative, or do not add up to the number of tokens, where that is seen for free.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.from_lengths(np.arange(5), [2, 0, 3]).offsets
+    array([0, 2, 2, 5], dtype=int32)
+    """
+    lib = backend(values, "values")
+    known = peeked("lengths", lengths)
+    if known is not None:
+        if known.ndim != 1 or known.dtype.kind not in "iu":
+            raise TypeError(
+                f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}"
+            )
+        if (known < 0).any():
+            raise ValueError(
+                f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}"
+            )
+        total, given = _tokens(values, ragged_dim), int(known.sum())
+        if given != total:
+            raise ValueError(
+                f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {given}"
+            )
+        arr = Array(
+            values,
+            Layout.from_host(lib, known, device=lib.device(values)).offsets,
+            ragged_dim,
+            max_length,
+        )
+        arr.layout.learn(known)
+        return arr if max_length is None else arr.validate()
+    lengths = integers("lengths", lengths, values)
+    if lengths.ndim != 1:
+        raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
+    offsets = run(
+        "offsets", OffsetsCall(lengths, counter(lib.xp, _tokens(values, ragged_dim), lengths))
+    )
+    return Array(values, offsets, ragged_dim, max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetsCall:
+    """Offsets of a dtype from `lengths`, (n,): (n + 1,), 0 and the sums of all lengths so far."""
+
+    lengths: Any
+    dtype: Any
+
+
+@declare("offsets", OffsetsCall)
+def _add_up(call: OffsetsCall) -> Any:
+    lib = backend(call.lengths)
+    zero = lib.xp.zeros((1,), dtype=call.dtype, device=lib.device(call.lengths))
+    return lib.xp.concat([zero, lib.xp.cumulative_sum(call.lengths, dtype=call.dtype)])
+
+
+def from_segment_ids(
+    values: Any,
+    segment_ids: Any,
+    num_segments: int | None = None,
+    *,
+    ragged_dim: int = 0,
+    max_length: int | None = None,
+) -> Array:
+    """A ragged array of tokens that carry the number of their row.
+
+    Parameters
+    ----------
+    values
+        All rows end to end along `ragged_dim`; not copied.
+    segment_ids
+        (total,) row of each token, never falling; sort tokens first where it does (see `scree.group`).
+    num_segments
+        Number of rows; by default the last id plus one, which reads the ids.
+    ragged_dim, max_length
+        See `Array`.
+
+    Returns
+    -------
+    Array
+        On the memory of `values`.
+
+    Raises
+    ------
+    TypeError
+        If the ids are no integers.
+    ValueError
+        If there is not one id for each token, or they fall or are out of bounds, where that is seen for free.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.from_segment_ids(np.arange(4), np.asarray([0, 0, 2, 2]), 4).offsets
+    array([0, 2, 2, 4, 4], dtype=int32)
+    """
+    lib, total = backend(values, "values"), _tokens(values, ragged_dim)
+    segment_ids = integers("segment_ids", segment_ids, values)
+    if num_segments is not None:
+        num_segments = integer("num_segments", num_segments, 0)
+    if tuple(segment_ids.shape) != (total,):
+        raise ValueError(
+            f"segment_ids: expected one id for each of {total} tokens, got shape {tuple(segment_ids.shape)}"
+        )
+    host = lib.peek(segment_ids) if num_segments is not None else lib.read(segment_ids)
+    if host is not None and host.size:
+        falls = np.nonzero(host[1:] < host[:-1])[0]
+        if falls.size:
+            raise ValueError(
+                f"segment_ids: expected ids that never fall, got {host[falls[0]]} before {host[falls[0] + 1]} at "
+                f"{int(falls[0])}; scree.group sorts tokens by id"
+            )
+        if host[0] < 0 or (num_segments is not None and host[-1] >= num_segments):
+            end = "" if num_segments is None else f" and below num_segments, {num_segments}"
+            raise ValueError(
+                f"segment_ids: expected ids of at least 0{end}, got {host[0]} to {host[-1]}"
+            )
+    if num_segments is None:
+        assert host is not None
+        num_segments = int(host[-1]) + 1 if host.size else 0
+    bounds = lib.xp.arange(num_segments + 1, dtype=segment_ids.dtype, device=lib.device(values))
+    offsets = lib.xp.astype(lib.xp.searchsorted(segment_ids, bounds), counter(lib.xp, total))
+    return Array(values, offsets, ragged_dim, max_length)
+
+
+def _tokens(values: Any, ragged_dim: int) -> int:
+    return int(
+        values.shape[integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")]
+    )

@@ -1,0 +1,1 @@
+"""Operations, kernels and the call cache."""

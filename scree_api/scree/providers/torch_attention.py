@@ -1,0 +1,187 @@
+"""Attention on the CPU by PyTorch's fused kernel: rows of equal length together, without padding.
+
+A compiler cannot look at the lengths, so that there the same calls stand behind an operator of their own, which
+`torch.compile` and `torch.export` take as one step.
+"""
+
+from typing import Any
+
+import torch
+
+from ..array import Array
+from ..backends.torch import BACKEND
+from ..dispatch.registry import register_kernel
+from ..layout import Layout, same
+from ..ops.attention import AttentionCall
+
+
+def rejects(call: AttentionCall) -> str | None:
+    """Why PyTorch's fused CPU kernel cannot take the call."""
+    if call.q.layout.backend is not BACKEND:
+        return "the fused kernel takes torch tensors only"
+    if call.q.values.device.type != "cpu":
+        return (
+            "rows of equal length are found on the CPU alone, where the lengths are read for free"
+        )
+    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(
+        call.q.layout, call.k.layout
+    ):
+        return "the fused kernel needs q and k with the same rows, known on the host"
+    if call.return_lse or call.softcap is not None or call.alibi_slopes is not None:
+        return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
+    if call.window != (None, 0 if call.causal else None):
+        return "the fused kernel has no window"
+    if call.v.values.shape[2] != call.head_dim:
+        return f"the fused kernel needs value_dim {call.v.values.shape[2]} to be head_dim {call.head_dim}"
+    return None
+
+
+@register_kernel("attention", provider="sdpa", rejects=rejects)
+def sdpa(call: AttentionCall) -> Array:
+    """`torch.nn.functional.scaled_dot_product_attention` of the rows of each length."""
+    q, k, v = (x.values for x in (call.q, call.k, call.v))
+    if torch.compiler.is_compiling():
+        return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
+    plan = call.q.layout.buckets(padded=False)
+    if not plan.parts:
+        return call.q
+    shapes = [tokens.shape for tokens, _ in plan.parts]
+    order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.parts])
+
+    def by_length(
+        x: torch.Tensor,
+    ) -> list[torch.Tensor]:  # at once: a selection has a gradient as long as all rows
+        parts = torch.index_select(x, 0, order).split([shape.numel() for shape in shapes])
+        return [
+            _heads(part.unflatten(0, shape), call.num_heads) for part, shape in zip(parts, shapes)
+        ]
+
+    outs = [
+        _tokens(
+            torch.nn.functional.scaled_dot_product_attention(
+                *part, is_causal=call.causal, scale=call.scale
+            )
+        )
+        for part in zip(*map(by_length, (q, k, v)))
+    ]
+    return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
+
+
+def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(rows, length, kv_heads, dim) -> (rows, heads, length, dim), heads of keys repeated for those of their queries."""
+    x = x.transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _rows(x: torch.Tensor, start: int, tokens: torch.Tensor, heads: int) -> torch.Tensor:
+    """(rows, heads, length, dim) of the rows of one length."""
+    if tokens.shape[0] == 1:  # one row stands together already
+        return _heads(x.narrow(0, start, tokens.shape[1])[None], heads)
+    return _heads(torch.index_select(x, 0, tokens.reshape(-1)).unflatten(0, tokens.shape), heads)
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, length, ...) -> (rows * length, heads, ...)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+# ------------------------------------------------------------------------------------ as one step of a compiled function
+def _parts(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """For the rows of each length the first token, and all of them (rows, length)."""
+    plan = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)
+    return list(zip(plan.starts, (tokens for tokens, _ in plan.parts)))
+
+
+def _room(x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What every row of `x` will be put into, 0 behind the last one."""
+    out = x.new_empty((x.shape[0], *shape), dtype=dtype)
+    out[int(offsets[-1]) :] = 0
+    return out
+
+
+def _put(out: torch.Tensor, start: int, tokens: torch.Tensor, found: torch.Tensor) -> None:
+    """What was found for one bucket, (rows, heads, length, ...), to the places of its tokens."""
+    if tokens.shape[0] == 1:
+        out.narrow(0, start, tokens.shape[1]).copy_(_tokens(found))
+    else:
+        out.index_copy_(0, tokens.reshape(-1), _tokens(found))
+
+
+@torch.library.custom_op("scree::attention", mutates_args=())
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, and log-sum-exp (total, num_heads)."""
+    out, sums = (
+        _room(q, offsets, *shape, dtype=t)
+        for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype)))
+    )
+    for start, tokens in _parts(q, offsets):
+        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(_rows(x, start, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, scale=scale
+        )
+        _put(out, start, tokens, found)
+        _put(sums, start, tokens, lse)
+    return out, sums
+
+
+@attend.register_fake
+def _(q: Any, k: Any, v: Any, offsets: Any, causal: bool, scale: float) -> Any:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+@torch.library.custom_op("scree::attention_backward", mutates_args=())
+def attend_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v."""
+    heads = q.shape[1]
+    grads = [_room(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
+    for start, tokens in _parts(q, offsets):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)),
+            0.0,
+            causal,
+            scale=scale,
+        )
+        for whole, x in zip(grads, found, strict=True):
+            _put(whole, start, tokens, x)
+    dq, dk, dv = grads
+    return dq, *(
+        x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv)
+    )
+
+
+@attend_backward.register_fake
+def _(grad: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, offsets, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, offsets, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+    return *attend_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None
+
+
+attend.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,45 @@
+"""`xp.ragged`: what the standard lacks for ragged arrays. One object serves every namespace."""
+
+from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
+from .ops.attention import attention
+from .ops.cross_entropy import cross_entropy, linear_cross_entropy
+from .ops.dropout import dropout
+from .ops.gather_scatter import gather, group, scatter, scatter_add
+from .ops.layout_queries import align, positions, same_layout, segment_ids
+from .ops.norms import layer_norm, rms_norm
+from .ops.padding import from_padded, to_padded
+from .ops.rope import rope
+from .ops.softmax import log_softmax, logsumexp, softmax
+from .ops.split import split
+from .ops.swiglu import swiglu
+
+__all__ = [
+    "align",
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "from_cu_seqlens",
+    "from_lengths",
+    "from_offsets",
+    "from_padded",
+    "from_segment_ids",
+    "gather",
+    "group",
+    "layer_norm",
+    "linear_cross_entropy",
+    "log_softmax",
+    "logsumexp",
+    "pack",
+    "positions",
+    "rms_norm",
+    "rope",
+    "same_layout",
+    "scatter",
+    "scatter_add",
+    "segment_ids",
+    "softmax",
+    "split",
+    "swiglu",
+    "to_padded",
+    "unpack",
+]
