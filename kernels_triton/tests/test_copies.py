@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import scree
-from scree import backends, registry
+from scree import backends
+from scree.dispatch import registry
 from scree.backends import backend
 from scree.construct import OffsetsCall
 from scree.layout import Layout
