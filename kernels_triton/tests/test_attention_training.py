@@ -237,7 +237,7 @@ def test_what_is_kept_goes_with_the_rows():
                 rows, rows.with_values(x * 1), rows.with_values(x * 2), causal=True, kernel="triton"
             )
             y.values.sum().backward()
-        layout, kept = weakref.ref(rows.layout), len(rows.layout.memo)
+        layout, kept = weakref.ref(rows.layout), len(rows.layout.cache)
         del rows, y
         assert layout() is None and kept
     finally:

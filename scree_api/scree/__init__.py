@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from . import bridges, functions
 from .array import Array
 from .data.bucket import bucket
-from .dispatch.registry import explain, register_kernel, unregister_kernel
+from .dispatch.registry import register_kernel, unregister_kernel
+from .explain import explain
 from .indexing.at import at
 from .namespace import namespace
 from .ragged import (

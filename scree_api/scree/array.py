@@ -1,4 +1,8 @@
-"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard."""
+"""The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard.
+
+`Array` knows its layout and nothing above. Its operators, indexing and iteration call functions of higher layers through one
+hook, `UPPER`, which `scree.namespace` fills on import. Display and conversions attach from their own modules.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,43 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from . import backends, checks, display, layout
+from . import checks
+from .backends import Backend, backend, is_array
+from .layout import Layout, check_offsets
+
+#: Versions of the standard that a namespace may be asked for.
+VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
+
+
+@dataclass(slots=True)
+class UpperLayers:
+    """The functions of higher layers that methods of `Array` call.
+
+    Attributes
+    ----------
+    namespace
+        ``namespace(backend)`` returns the namespace of a library that accepts ragged arrays.
+    getitem
+        ``getitem(arr, key)`` indexes.
+    unpack
+        ``unpack(arr)`` returns the rows as a list.
+    """
+
+    namespace: Callable[[Backend], Any]
+    getitem: Callable[[Array, Any], Any]
+    unpack: Callable[[Array], list[Any]]
+
+
+def _not_filled(*args: Any) -> NoReturn:
+    raise RuntimeError("scree.namespace fills this hook; import scree, not a module of it")
+
+
+#: Filled by `scree.namespace`.
+UPPER = UpperLayers(_not_filled, _not_filled, _not_filled)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,11 +94,11 @@ class Array:
 
     def __post_init__(self) -> None:
         values, offsets = self.values, self.offsets
-        lib = backends.backend(values, "values")
-        checks.dense("offsets", offsets, values)
+        lib = backend(values, "values")
+        checks.check_dense("offsets", offsets, values)
         if values.ndim == 0:
             raise ValueError("values: expected at least one axis, got a 0-d array")
-        checks.integer("ragged_dim", self.ragged_dim, 0, values.ndim, ", the axes of values")
+        checks.check_integer("ragged_dim", self.ragged_dim, 0, values.ndim, ", the axes of values")
         if offsets.ndim != 1 or offsets.shape[0] < 1:
             raise ValueError(
                 f"offsets: expected one axis of n + 1 entries, got shape {tuple(offsets.shape)}; an empty batch has [0]"
@@ -76,14 +112,16 @@ class Array:
                 f"offsets: expected rows for {self.total_length} tokens, got none; an empty batch has no tokens"
             )
         if self.max_length is not None:
-            object.__setattr__(self, "max_length", checks.integer("max_length", self.max_length, 0))
+            object.__setattr__(
+                self, "max_length", checks.check_integer("max_length", self.max_length, 0)
+            )
         host = self.layout.host
         if host is not None:
             self._check(host)
 
     @classmethod
-    def _restore(cls, values: Any, offsets: Any, ragged_dim: int, max_length: int | None) -> Array:
-        """An array of parts that are known to fit (or, inside a transform, that are no arrays at all): no checks."""
+    def unchecked(cls, values: Any, offsets: Any, ragged_dim: int, max_length: int | None) -> Array:
+        """Return an array of parts that fit (or, inside a transform, are no arrays at all), without any check."""
         self = object.__new__(cls)
         self.__dict__.update(
             values=values, offsets=offsets, ragged_dim=ragged_dim, max_length=max_length
@@ -91,19 +129,19 @@ class Array:
         return self
 
     @classmethod
-    def _of(cls, values: Any, rows: layout.Layout, ragged_dim: int = 0) -> Array:
-        """An array on a layout that is known to fit."""
+    def from_layout(cls, values: Any, layout: Layout, ragged_dim: int = 0) -> Array:
+        """Return an array on a layout that fits, without any check."""
         self = object.__new__(cls)
-        fields = self.__dict__  # entry by entry: not every compiler follows `update`
+        fields = self.__dict__  # not every compiler traces `update`
         fields["values"] = values
-        fields["offsets"] = rows.offsets
+        fields["offsets"] = layout.offsets
         fields["ragged_dim"] = ragged_dim
-        fields["max_length"] = rows.max_length
-        fields["_layout"] = rows
+        fields["max_length"] = layout.max_length
+        fields["_layout"] = layout
         return self
 
     def _check(self, host: np.ndarray) -> None:
-        layout.check(host, self.total_length)
+        check_offsets(host, self.total_length)
         longest = int(np.max(host[1:] - host[:-1], initial=0))
         if self.max_length is not None and self.max_length < longest:
             raise ValueError(
@@ -128,30 +166,29 @@ class Array:
         return self
 
     @property
-    def layout(self) -> layout.Layout:
+    def layout(self) -> Layout:
         """The row boundaries with everything derived from them, shared by all arrays of one layout."""
-        found = self.__dict__.get("_layout")
-        if found is None:
-            found = layout.Layout(
-                backends.backend(self.offsets), self.offsets, self.total_length, self.max_length
-            )
-            self.__dict__["_layout"] = found
-        return found
+        layout = self.__dict__.get("_layout")
+        if layout is None:
+            lib = backend(self.offsets)
+            layout = Layout(lib, self.offsets, self.total_length, self.max_length)
+            self.__dict__["_layout"] = layout
+        return layout
 
     def with_values(self, values: Any, *, ragged_dim: int | None = None) -> Array:
-        """The same rows with other values, which share the layout; nothing is copied.
+        """Return an array with other values on the same layout; nothing is copied.
 
         Parameters
         ----------
         values
             Dense array of the same library and device, with the same number of tokens along the ragged axis.
         ragged_dim
-            The ragged axis of the new values; that of this array by default.
+            The ragged axis of the new values; by default the ragged axis of this array.
 
         Raises
         ------
         TypeError
-            If the values are no dense array of the library.
+            If the values are not a dense array of the library.
         ValueError
             If they are on another device, or have another number of tokens.
 
@@ -161,29 +198,28 @@ class Array:
         >>> scree.from_lengths(np.arange(5), [2, 3]).with_values(np.zeros((5, 8))).shape
         (2, None, 8)
         """
-        own, rows = self.values, self.layout
-        dim, device = self.ragged_dim if ragged_dim is None else ragged_dim, rows.backend.device
+        old, layout = self.values, self.layout
+        dim, device = self.ragged_dim if ragged_dim is None else ragged_dim, layout.backend.device
         if type(dim) is not int:
-            dim = checks.integer("ragged_dim", dim)
-        if type(values) is not type(own) or device(values) != device(own):
-            checks.dense("values", values, own)
-        if not 0 <= dim < values.ndim or values.shape[dim] != own.shape[self.ragged_dim]:
+            dim = checks.check_integer("ragged_dim", dim)
+        if type(values) is not type(old) or device(values) != device(old):
+            checks.check_dense("values", values, old)
+        if not 0 <= dim < values.ndim or values.shape[dim] != old.shape[self.ragged_dim]:
             raise ValueError(
                 f"values: expected {self.total_length} tokens along axis {dim}, got shape {tuple(values.shape)}"
             )
-        return Array._of(values, rows, dim)
+        return Array.from_layout(values, layout, dim)
 
     @property
     def batch_size(self) -> int:
         """Number of rows."""
-        rows: int = (
-            self.offsets.shape[0] - 1
-        )  # not int(...), which would make a constant of a size that torch.export varies
+        # Not int(...), which would make a constant of a size that torch.export varies.
+        rows: int = self.offsets.shape[0] - 1
         return rows
 
     @property
     def total_length(self) -> int:
-        """Number of tokens in all rows together."""
+        """Number of tokens in the values: of all rows, and of the tail where there is one."""
         tokens: int = self.values.shape[self.ragged_dim]
         return tokens
 
@@ -194,13 +230,13 @@ class Array:
 
     @property
     def element_shape(self) -> tuple[int, ...]:
-        """The shape of one token: that of values without the ragged axis."""
+        """The shape of one token: the shape of the values without the ragged axis."""
         shape = tuple(self.values.shape)
         return shape[: self.ragged_dim] + shape[self.ragged_dim + 1 :]
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """``(n, None, ...)``; None, the standard's word for an unknown size, stands where the ragged axis is."""
+        """``(n, None, ...)``; None, the standard's value for an unknown size, marks the ragged axis."""
         shape = tuple(self.values.shape)
         return (self.batch_size, *shape[: self.ragged_dim], None, *shape[self.ragged_dim + 1 :])
 
@@ -222,8 +258,8 @@ class Array:
     @property
     def device(self) -> Any:
         """Device of the values; None where a trace hides it."""
-        found = self.layout.backend.device(self.values)
-        return getattr(self.values, "device", None) if found is None else found
+        device = self.layout.backend.device(self.values)
+        return getattr(self.values, "device", None) if device is None else device
 
     @property
     def nbytes(self) -> int:
@@ -235,113 +271,187 @@ class Array:
 
     @property
     def mT(self) -> Array:  # noqa: N802 (the standard's name)
-        """The array with its last two axes exchanged."""
+        """The array with its last two axes swapped."""
         if self.ndim < 3:
             raise ValueError(
-                f"mT: expected at least two axes behind the batch, got shape {self.shape}"
+                f"mT: expected at least two axes after the batch, got shape {self.shape}"
             )
         last, xp = self.values.ndim - 1, self.layout.xp
         dim = {last: last - 1, last - 1: last}.get(self.ragged_dim, self.ragged_dim)
         return self.with_values(xp.matrix_transpose(self.values), ragged_dim=dim)
 
     def to_device(self, device: Any, /, *, stream: Any = None) -> Array:
-        """The array on another device."""
+        """Return the array on another device."""
         if stream is not None:
-            raise ValueError("stream: expected None, the streams of a library are not known here")
+            raise ValueError("stream: expected None, scree knows no streams of a library")
         move = self.layout.backend.to_device
-        moved = layout.Layout(
+        layout = Layout(
             self.layout.backend,
             move(self.offsets, device),
             self.total_length,
             self.layout.max_length,
             self.layout.host,
         )
-        return Array._of(move(self.values, device), moved, self.ragged_dim)
+        return Array.from_layout(move(self.values, device), layout, self.ragged_dim)
 
-    def to_backend(self, library: Any, *, device: Any = None) -> Array:
-        """The array in another library, on the same memory where both allow it; see `scree.bridges.to_backend`."""
-        from .bridges.dlpack import to_backend
+    if TYPE_CHECKING:  # attached by `scree.bridges.methods`
 
-        return to_backend(self, library, device=device)
-
-    def to_numpy(self) -> Array:
-        """The array on NumPy; see `to_backend`."""
-        return self.to_backend("numpy")
-
-    def to(self, *args: Any, **kwargs: Any) -> Array:
-        """The array with the device or the dtype that `torch.Tensor.to` takes; for PyTorch alone."""
-        from .bridges.torch import to
-
-        return to(self, *args, **kwargs)
-
-    def pin_memory(self) -> Array:
-        """The array in pinned memory, which a DataLoader asks for; for PyTorch alone."""
-        from .bridges.torch import pin_memory
-
-        return pin_memory(self)
-
-    def record_stream(self, stream: Any) -> None:
-        """Keep the memory until `stream` has done its work so far; for PyTorch alone."""
-        from .bridges.torch import record_stream
-
-        record_stream(self, stream)
-
-    def __arrow_c_schema__(self) -> Any:
-        from .bridges.arrow import to_arrow
-
-        return to_arrow(self).type.__arrow_c_schema__()
-
-    def __arrow_c_array__(self, requested_schema: Any = None) -> Any:
-        from .bridges.arrow import to_arrow
-
-        return to_arrow(self).__arrow_c_array__(requested_schema)
+        def to_backend(self, library: Any, *, device: Any = None) -> Array: ...
+        def to_numpy(self) -> Array: ...
+        def to(self, *args: Any, **kwargs: Any) -> Array: ...
+        def pin_memory(self) -> Array: ...
+        def record_stream(self, stream: Any) -> None: ...
+        def __arrow_c_schema__(self) -> Any: ...
+        def __arrow_c_array__(self, requested_schema: Any = None) -> Any: ...
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        from .namespace import namespace
-
-        return namespace(self, api_version=api_version)
+        if api_version is not None and api_version not in VERSIONS:
+            raise ValueError(
+                f"api_version: expected one of {', '.join(VERSIONS)}, got {api_version!r}"
+            )
+        return UPPER.namespace(self.layout.backend)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            "a ragged array is no NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
+            "a ragged array is not a NumPy array: use arr.values, scree.unpack(arr) or scree.to_padded(arr)"
         )
 
     def __getitem__(self, key: Any) -> Any:
-        from .indexing.getitem import getitem
-
-        return getitem(self, key)
+        return UPPER.getitem(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise TypeError(
-            "a ragged array does not change: scree.at(arr)[...].set(value) gives a new one"
+            "a ragged array does not change: scree.at(arr)[...].set(value) returns a new one"
         )
 
     def __len__(self) -> int:
         return self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        from .construct import unpack
-
-        return iter(unpack(self))
+        return iter(UPPER.unpack(self))
 
     def __bool__(self) -> NoReturn:
         raise TypeError("the truth value of a ragged array is ambiguous: use xp.any or xp.all")
 
     def __copy__(self) -> Array:
-        return Array._of(self.values, self.layout, self.ragged_dim)
+        return Array.from_layout(self.values, self.layout, self.ragged_dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
         parts = copy.deepcopy((self.values, self.offsets), memo)
-        return Array._restore(*parts, self.ragged_dim, self.max_length)
+        return Array.unchecked(*parts, self.ragged_dim, self.max_length)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Array._restore, (self.values, self.offsets, self.ragged_dim, self.max_length)
+        return Array.unchecked, (self.values, self.offsets, self.ragged_dim, self.max_length)
 
-    def __repr__(self) -> str:
-        return display.text(self)
+    # Operators of the standard.
 
-    def _repr_html_(self) -> str:
-        return display.html(self)
+    def __neg__(self) -> Array:
+        return _unary("negative", self)
+
+    def __pos__(self) -> Array:
+        return _unary("positive", self)
+
+    def __abs__(self) -> Array:
+        return _unary("abs", self)
+
+    def __invert__(self) -> Array:
+        return _unary("bitwise_invert", self)
+
+    def __add__(self, other: Any, /) -> Array:
+        return _binary("add", self, other)
+
+    def __sub__(self, other: Any, /) -> Array:
+        return _binary("subtract", self, other)
+
+    def __mul__(self, other: Any, /) -> Array:
+        return _binary("multiply", self, other)
+
+    def __truediv__(self, other: Any, /) -> Array:
+        return _binary("divide", self, other)
+
+    def __floordiv__(self, other: Any, /) -> Array:
+        return _binary("floor_divide", self, other)
+
+    def __mod__(self, other: Any, /) -> Array:
+        return _binary("remainder", self, other)
+
+    def __pow__(self, other: Any, /) -> Array:
+        return _binary("pow", self, other)
+
+    def __and__(self, other: Any, /) -> Array:
+        return _binary("bitwise_and", self, other)
+
+    def __or__(self, other: Any, /) -> Array:
+        return _binary("bitwise_or", self, other)
+
+    def __xor__(self, other: Any, /) -> Array:
+        return _binary("bitwise_xor", self, other)
+
+    def __lshift__(self, other: Any, /) -> Array:
+        return _binary("bitwise_left_shift", self, other)
+
+    def __rshift__(self, other: Any, /) -> Array:
+        return _binary("bitwise_right_shift", self, other)
+
+    def __matmul__(self, other: Any, /) -> Array:
+        return _binary("matmul", self, other)
+
+    def __radd__(self, other: Any, /) -> Array:
+        return _binary("add", self, other, reflected=True)
+
+    def __rsub__(self, other: Any, /) -> Array:
+        return _binary("subtract", self, other, reflected=True)
+
+    def __rmul__(self, other: Any, /) -> Array:
+        return _binary("multiply", self, other, reflected=True)
+
+    def __rtruediv__(self, other: Any, /) -> Array:
+        return _binary("divide", self, other, reflected=True)
+
+    def __rfloordiv__(self, other: Any, /) -> Array:
+        return _binary("floor_divide", self, other, reflected=True)
+
+    def __rmod__(self, other: Any, /) -> Array:
+        return _binary("remainder", self, other, reflected=True)
+
+    def __rpow__(self, other: Any, /) -> Array:
+        return _binary("pow", self, other, reflected=True)
+
+    def __rand__(self, other: Any, /) -> Array:
+        return _binary("bitwise_and", self, other, reflected=True)
+
+    def __ror__(self, other: Any, /) -> Array:
+        return _binary("bitwise_or", self, other, reflected=True)
+
+    def __rxor__(self, other: Any, /) -> Array:
+        return _binary("bitwise_xor", self, other, reflected=True)
+
+    def __rlshift__(self, other: Any, /) -> Array:
+        return _binary("bitwise_left_shift", self, other, reflected=True)
+
+    def __rrshift__(self, other: Any, /) -> Array:
+        return _binary("bitwise_right_shift", self, other, reflected=True)
+
+    def __rmatmul__(self, other: Any, /) -> Array:
+        return _binary("matmul", self, other, reflected=True)
+
+    def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]
+        return _binary("equal", self, other)
+
+    def __ne__(self, other: Any, /) -> Array:  # type: ignore[override]
+        return _binary("not_equal", self, other)
+
+    def __lt__(self, other: Any, /) -> Array:
+        return _binary("less", self, other)
+
+    def __le__(self, other: Any, /) -> Array:
+        return _binary("less_equal", self, other)
+
+    def __gt__(self, other: Any, /) -> Array:
+        return _binary("greater", self, other)
+
+    def __ge__(self, other: Any, /) -> Array:
+        return _binary("greater_equal", self, other)
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -349,7 +459,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _bits(xp: Any, dtype: Any) -> int:
-    """Of one element; the standard has no itemsize."""
+    """Return the bits of one element; the standard has no itemsize."""
     if xp.isdtype(dtype, "bool"):
         return 8
     if xp.isdtype(dtype, "complex floating"):
@@ -357,43 +467,16 @@ def _bits(xp: Any, dtype: Any) -> int:
     return int((xp.iinfo if xp.isdtype(dtype, "integral") else xp.finfo)(dtype).bits)
 
 
-#: Operator -> the standard's function for it.
-UNARY = {"neg": "negative", "pos": "positive", "abs": "abs", "invert": "bitwise_invert"}
-BINARY = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
-    "mod": "remainder", "pow": "pow", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "matmul": "matmul",
-}  # fmt: skip
-COMPARISONS = {
-    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-}  # fmt: skip
+def _unary(function: str, x: Array) -> Array:
+    return getattr(UPPER.namespace(x.layout.backend), function)(x)  # type: ignore[no-any-return]
 
 
-def _namespace(x: Array) -> Any:
-    return backends.NAMESPACES.get(x.layout.backend.name) or x.__array_namespace__()
+def _binary(function: str, x: Array, other: Any, *, reflected: bool = False) -> Array:
+    if not isinstance(other, OPERANDS) and not is_array(other):
+        return NotImplemented
+    call = getattr(UPPER.namespace(x.layout.backend), function)
+    return call(other, x) if reflected else call(x, other)  # type: ignore[no-any-return]
 
 
-def _operators() -> None:
-    operands = Array, *checks.NUMBERS
-
-    def unary(function: str) -> Callable[[Array], Any]:
-        return lambda self: getattr(_namespace(self), function)(self)
-
-    def binary(function: str, reflected: bool = False) -> Callable[[Array, Any], Any]:
-        def operator(self: Array, other: Any) -> Any:
-            if not isinstance(other, operands) and not backends.is_array(other):
-                return NotImplemented
-            call = getattr(_namespace(self), function)
-            return call(other, self) if reflected else call(self, other)
-
-        return operator
-
-    for name, function in UNARY.items():
-        setattr(Array, f"__{name}__", unary(function))
-    for name, function in (BINARY | COMPARISONS).items():
-        setattr(Array, f"__{name}__", binary(function))
-    for name, function in BINARY.items():
-        setattr(Array, f"__r{name}__", binary(function, reflected=True))
-
-
-_operators()
+#: Operands besides dense arrays.
+OPERANDS = Array, *checks.NUMBERS

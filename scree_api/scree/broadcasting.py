@@ -1,4 +1,4 @@
-"""How arguments fit together: shared layouts, broadcasting of dense operands, axes, and the dtype to add up in."""
+"""Rules that fit arguments together: shared layouts, broadcasting of dense operands, axes, accumulation dtypes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 
 from . import checks
-from . import layout as rows_of
 from .array import Array
 from .backends import constant, is_array
+from .layout import has_same_rows
 
-Function = Callable[..., Any]
+SCALARS = *checks.NUMBERS, np.generic
 
-_ACCUMULATORS: dict[Any, Any] = {}
-_SCALARS = *checks.NUMBERS, np.generic
+_accumulation_dtypes: dict[Any, Any] = {}
 
 
-def ragged(name: str, x: Any) -> Array:
-    """`x`; raises unless it is a ragged array."""
+def check_ragged(name: str, x: Any) -> Array:
+    """Return `x`; raise unless it is a ragged array."""
     if not isinstance(x, Array):
         raise TypeError(
             f"{name}: expected a ragged array, got {type(x).__name__}; see scree.pack and scree.from_cu_seqlens"
@@ -27,59 +26,59 @@ def ragged(name: str, x: Any) -> Array:
     return x
 
 
-def values_of(x: Any) -> Any:
-    """The dense array under `x`; what is not ragged is that itself."""
+def as_values(x: Any) -> Any:
+    """Return the values of a ragged array, or anything else unchanged."""
     return x.values if isinstance(x, Array) else x
 
 
-def like(x: Any, values: Any) -> Any:
-    """`values` on the rows of `x`, if it has rows."""
+def with_values_like(x: Any, values: Any) -> Any:
+    """Return `values` on the layout of `x` if it is ragged, else `values`."""
     return x.with_values(values) if isinstance(x, Array) else values
 
 
-def shared_layout(name: str, arrays: Iterable[Array]) -> Array:
-    """The first of the arrays, after a check that all have its layout."""
+def check_shared_layout(name: str, arrays: Iterable[Array]) -> Array:
+    """Return the first array; raise unless all arrays have its axes and its rows."""
     first, *others = arrays
     for other in others:
         if other.ragged_dim != first.ragged_dim or other.values.ndim != first.values.ndim:
             raise ValueError(
-                f"{name}: expected ragged arrays with the same axes, got shapes {first.shape} and {other.shape}; add axes to "
-                "the values of one (arr.with_values(arr.values[:, None]))"
+                f"{name}: expected ragged arrays with the same axes, got shapes {first.shape} and {other.shape}; "
+                "add axes to the values of one (arr.with_values(arr.values[:, None]))"
             )
-        equal_rows(name, first, other)
+        check_same_rows(name, first, other)
     return first
 
 
-def equal_rows(name: str, first: Array, other: Array) -> None:
-    """Raise unless both arrays have the same rows, or where that cannot be told without waiting for a device."""
+def check_same_rows(name: str, first: Array, other: Array) -> None:
+    """Raise unless both arrays have the same rows, or where only waiting for a device could tell."""
     if other.layout is first.layout:
         return
-    checks.dense(name, other.offsets, first.offsets)
-    same = rows_of.same(first.layout, other.layout)
+    checks.check_dense(name, other.offsets, first.offsets)
+    same = has_same_rows(first.layout, other.layout)
     if same is None:
         raise ValueError(
             f"{name}: two layouts whose offsets are not read for free cannot be compared; make one from the other with "
             "with_values, or declare it with scree.align(a, like=b)"
         )
     if not same:
-        raise ValueError(f"{name}: expected rows of equal lengths, got {difference(first, other)}")
+        raise ValueError(
+            f"{name}: expected rows of equal lengths, got {describe_difference(first, other)}"
+        )
 
 
-def difference(a: Array, b: Array) -> str:
-    """How the rows of two arrays differ, for an error."""
+def describe_difference(a: Array, b: Array) -> str:
+    """Return how the rows of two arrays differ, for an error message."""
     if a.batch_size != b.batch_size:
         return f"{a.batch_size} and {b.batch_size} rows (shapes {a.shape} and {b.shape})"
     x, y = (None if one.layout.host is None else np.diff(one.layout.host) for one in (a, b))
-    if (
-        x is None or y is None or np.array_equal(x, y)
-    ):  # rows alike, and room for more tokens behind them in one
+    if x is None or y is None or np.array_equal(x, y):  # the tails differ
         return f"{a.total_length} and {b.total_length} tokens"
     i = int(np.flatnonzero(x != y)[0])
     return f"{x[i]} and {y[i]} tokens in row {i} (shapes {a.shape} and {b.shape})"
 
 
-def moved(xp: Any, values: Any, source: int, destination: int) -> Any:
-    """The values with one axis at another place; not by `moveaxis`, which `torch.vmap` does not know."""
+def moveaxis(xp: Any, values: Any, source: int, destination: int) -> Any:
+    """Move one axis; by `permute_dims`, as `torch.vmap` does not support `moveaxis`."""
     if source == destination:
         return values
     order = [axis for axis in range(values.ndim) if axis != source]
@@ -87,152 +86,120 @@ def moved(xp: Any, values: Any, source: int, destination: int) -> Any:
     return xp.permute_dims(values, tuple(order))
 
 
-def stretches(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = False) -> bool:
-    """Whether an array of `shape`, aligned right, stretches to `target`, or `both` to one another up to missing axes."""
+def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = False) -> bool:
+    """Return whether `shape`, aligned right, broadcasts to `target`, or with `both` the two broadcast to each other."""
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(
         a == 1 or a == b or (both and b == 1) for a, b in pairs
     )
 
 
-def against(name: str, x: Any, like: Array) -> Any:
-    """The dense operand `x`, shaped so that it broadcasts against the values of the ragged array `like`; None stays None."""
-    if x is None or isinstance(x, _SCALARS):
+def broadcast_operand(name: str, x: Any, like: Array) -> Any:
+    """Reshape a dense operand so that it broadcasts with the values of the ragged array `like`; None stays None."""
+    if x is None or isinstance(x, SCALARS):
         return x
     if not is_array(x):
         raise TypeError(
             f"{name}: expected an array or a Python scalar, got {type(x).__name__}; convert it with asarray"
         )
     if type(x) is not type(like.values):
-        checks.dense(name, x, like.values)
+        checks.check_dense(name, x, like.values)
     if x.ndim == 0:
         return x
     shape, target = tuple(x.shape), like.shape
-    if not stretches(shape, target, both=True):
+    if not is_broadcastable(shape, target, both=True):
         new = ", None" * (like.ndim - 1)
-        hint = f"; v[:{new}] has one entry a row" if shape == (like.batch_size,) else ""
+        hint = f"; v[:{new}] has one entry per row" if shape == (like.batch_size,) else ""
         raise ValueError(
-            f"{name}: shape {shape} does not broadcast, aligned right, against {target}{hint}"
+            f"{name}: shape {shape} does not broadcast, aligned right, with {target}{hint}"
         )
     if len(shape) < len(target):
         return x
     xp, dim = like.layout.xp, like.ragged_dim
     if shape[0] == 1:
         return xp.squeeze(x, axis=0)
-    if shape[0] != like.batch_size:  # a batch of one row does not stretch
+    if shape[0] != like.batch_size:  # a batch of one row does not broadcast
         raise ValueError(
-            f"{name}: shape {shape} does not broadcast against {target}: expected {like.batch_size} rows"
+            f"{name}: shape {shape} does not broadcast with {target}: expected {like.batch_size} rows"
         )
-    per_row = xp.take(xp.squeeze(x, axis=dim + 1), like.layout.rows, axis=0)
-    return moved(xp, per_row, 0, dim)
+    return moveaxis(xp, like.layout.per_token(xp.squeeze(x, axis=dim + 1)), 0, dim)
 
 
-def by_token(x: Array, numbers: Any) -> Any:
-    """`numbers`, (total,) one a token, with the axes of the values of `x`."""
-    return x.layout.xp.reshape(
-        numbers, tuple(-1 if a == x.ragged_dim else 1 for a in range(x.values.ndim))
-    )
+def expand_to_tokens(x: Array, per_token: Any) -> Any:
+    """Reshape `per_token`, (total,), to broadcast with the values of `x`."""
+    shape = tuple(-1 if a == x.ragged_dim else 1 for a in range(x.values.ndim))
+    return x.layout.xp.reshape(per_token, shape)
 
 
-def in_rows(x: Array, values: Any, spare: Any = 0) -> Any:
-    """`values`, on the rows of `x`, with `spare` for tokens behind the last row: a gradient of 0 times their NaN would be NaN."""
-    real = x.layout.real
-    return values if real is None else x.layout.xp.where(by_token(x, real), values, spare)
+def mask_tail(x: Array, values: Any, fill_value: Any = 0) -> Any:
+    """Replace the tail of `values`, which are on the layout of `x`.
+
+    The tail may hold NaN, whose product with a gradient of 0 is NaN.
+    """
+    mask = x.layout.token_mask
+    if mask is None:
+        return values
+    return x.layout.xp.where(expand_to_tokens(x, mask), values, fill_value)
 
 
-def axes_of(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
-    """The axes as sorted numbers >= 0; all of them for None."""
+def normalize_axes(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
+    """Return axes as sorted numbers >= 0; all axes for None."""
     if axis is None:
         return tuple(range(ndim))
     if type(axis) is int and 0 <= axis < ndim:
         return (axis,)
-    given = axis if isinstance(axis, tuple) else (axis,)
-    for a in given:
+    requested = axis if isinstance(axis, tuple) else (axis,)
+    for a in requested:
         if isinstance(a, bool) or not isinstance(a, checks.INTEGERS) or not -ndim <= a < ndim:
             raise ValueError(f"axis: expected {name} along axes in [-{ndim}, {ndim}), got {axis!r}")
-    axes = sorted(int(a) % ndim for a in given)
+    axes = sorted(int(a) % ndim for a in requested)
     if len(set(axes)) < len(axes):
         raise ValueError(f"axis: expected every axis once, got {axis}")
     return tuple(axes)
 
 
-def axis_of(name: str, axis: Any, ndim: int, batch: bool = False) -> int:
-    """One axis as a number >= 0; that of the batch only where a function can run over it."""
-    found = () if axis is None else axes_of(name, axis, ndim)
-    if len(found) != 1:
+def normalize_axis(name: str, axis: Any, ndim: int, batch: bool = False) -> int:
+    """Return one axis as a number >= 0; axis 0 only for functions that allow the batch axis."""
+    axes = () if axis is None else normalize_axes(name, axis, ndim)
+    if len(axes) != 1:
         raise ValueError(f"axis: expected one axis for {name} of a ragged array, got {axis}")
-    if found[0] == 0 and not batch:
+    if axes[0] == 0 and not batch:
         raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
-    return found[0]
+    return axes[0]
 
 
 @constant
-def accumulator(xp: Any, dtype: Any) -> Any:
-    """The dtype to add up in: float32 for half precision, else the dtype itself."""
-    if (xp, dtype) not in _ACCUMULATORS:
+def accumulation_dtype(xp: Any, dtype: Any) -> Any:
+    """Return the dtype to accumulate in: float32 for half precision, else the dtype itself."""
+    if (xp, dtype) not in _accumulation_dtypes:
         half = xp.isdtype(dtype, "real floating") and xp.finfo(dtype).bits < 32
-        _ACCUMULATORS[xp, dtype] = xp.float32 if half else dtype
-    return _ACCUMULATORS[xp, dtype]
+        _accumulation_dtypes[xp, dtype] = xp.float32 if half else dtype
+    return _accumulation_dtypes[xp, dtype]
 
 
-def by_dtype(make: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Any, dict[str, Any]], Any]:
-    """``make(dtype, options)``, asked once for each dtype and the options that come with it."""
-    known: dict[Any, Any] = {}
+def cached_by_dtype(
+    make: Callable[[Any, dict[str, Any]], Any],
+) -> Callable[[Any, dict[str, Any]], Any]:
+    """Return ``make(dtype, options)`` with a cache, so that each dtype and set of options is computed once."""
+    cache: dict[Any, Any] = {}
 
     @constant
-    def found(dtype: Any, options: dict[str, Any]) -> Any:
+    def cached(dtype: Any, options: dict[str, Any]) -> Any:
         key = (dtype, *options.values())
-        if key not in known:
-            known[key] = make(dtype, options)
-        return known[key]
+        if key not in cache:
+            cache[key] = make(dtype, options)
+        return cache[key]
 
-    return found
+    return cached
 
 
-def truth(xp: Any, values: Any) -> Any:
-    """Which of the values are not 0; by comparison, as the standard casts no complex number to a boolean."""
+def is_nonzero(xp: Any, values: Any) -> Any:
+    """Return which values are not 0, by comparison: the standard casts no complex number to a boolean."""
     return values if xp.isdtype(values.dtype, "bool") else values != 0
 
 
-def real_of(xp: Any, dtype: Any) -> Any:
-    """The dtype of the real part."""
+def real_dtype(xp: Any, dtype: Any) -> Any:
+    """Return the dtype of the real part."""
     if not xp.isdtype(dtype, "complex floating"):
         return dtype
     return xp.float32 if dtype == xp.complex64 else xp.float64
-
-
-def _call_it_as(f: Function, ragged: Function) -> None:
-    """Give `ragged` the name that Python calls it by where its arguments do not fit."""
-    ragged.__qualname__ = getattr(f, "__name__", ragged.__qualname__)
-
-
-def unless_ragged(f: Function, ragged: Function) -> Function:
-    """A function that passes its arguments to `ragged` if the first is a ragged array, and else to the library's `f`."""
-    _call_it_as(f, ragged)
-
-    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return ragged(x, *args, **kwargs) if isinstance(x, Array) else f(x, *args, **kwargs)
-
-    return call
-
-
-def unless_either_ragged(f: Function, ragged: Function) -> Function:
-    """The same for functions of two arrays: to `ragged` if either is one."""
-    _call_it_as(f, ragged)
-
-    def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
-        either = isinstance(x1, Array) or isinstance(x2, Array)
-        return ragged(x1, x2, *args, **kwargs) if either else f(x1, x2, *args, **kwargs)
-
-    return call
-
-
-def unless_ragged_among(f: Function, ragged: Function) -> Function:
-    """The same for functions of a list of arrays: to `ragged` if one of them is."""
-    _call_it_as(f, ragged)
-
-    def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
-        among = isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays)
-        return ragged(arrays, *args, **kwargs) if among else f(arrays, *args, **kwargs)
-
-    return call

@@ -1,4 +1,4 @@
-"""What an argument must be: every message names the argument, what was expected, what came, and the way out."""
+"""Checks of arguments; every message names the argument, what was expected, what was given, and a remedy."""
 
 import math
 from collections.abc import Sequence
@@ -8,19 +8,15 @@ import numpy as np
 
 from .backends import backend, is_array
 
-NUMBERS = (
-    bool,
-    int,
-    float,
-    complex,
-)  # for `isinstance`, which `bool | int | float | complex` would make anew in each call
+# Tuples for `isinstance`: a union such as `bool | int` would be built in each call.
+NUMBERS = bool, int, float, complex
 INTEGERS = int, np.integer
 
 
-def integer(
+def check_integer(
     name: str, x: Any, low: int | None = None, high: int | None = None, of: str = ""
 ) -> int:
-    """`x` as a Python integer; raises unless it is one in [low, high), which `of` may explain."""
+    """Return `x` as a Python integer; raise unless it is in [low, high), which `of` may explain."""
     if isinstance(x, bool) or not isinstance(x, INTEGERS):
         hint = "; use int(...), which reads the array" if is_array(x) else ""
         raise TypeError(f"{name}: expected a Python integer, got {x!r}{hint}")
@@ -30,23 +26,23 @@ def integer(
     return int(x)
 
 
-def dense(name: str, x: Any, like: Any) -> None:
+def check_dense(name: str, x: Any, like: Any) -> None:
     """Raise unless `x` is a dense array of the library, and on the device, of the array `like`."""
     lib = backend(like)
     if type(x) is not type(like) and (not is_array(x) or backend(x) is not lib):
-        came = f"one of {backend(x).name}" if is_array(x) else type(x).__name__
+        actual = f"one of {backend(x).name}" if is_array(x) else type(x).__name__
         raise TypeError(
-            f"{name}: expected a dense array of {lib.name}, got {came}; convert it with asarray"
+            f"{name}: expected a dense array of {lib.name}, got {actual}; convert it with asarray"
         )
-    if lib.apart(x, like):
+    if lib.on_different_devices(x, like):
         raise ValueError(
             f"{name}: expected device {lib.device(like)}, got {lib.device(x)}; move one of them"
         )
 
 
-def integers(name: str, x: Any, like: Any) -> Any:
-    """`x`, besides an array of integers, as int32 or int64: narrower ones cannot count their own entries."""
-    dense(name, x, like)
+def check_integers(name: str, x: Any, like: Any) -> Any:
+    """Return a dense array of integers as int32 or int64: narrower dtypes cannot hold large indices."""
+    check_dense(name, x, like)
     xp = backend(like).xp
     if x.dtype == xp.int32 or x.dtype == xp.int64:
         return x
@@ -55,7 +51,7 @@ def integers(name: str, x: Any, like: Any) -> Any:
     return xp.astype(x, xp.int64 if x.dtype == xp.uint32 or x.dtype == xp.uint64 else xp.int32)
 
 
-def floating(name: str, x: Any) -> None:
+def check_floating(name: str, x: Any) -> None:
     """Raise unless the dense array `x` holds real floating-point numbers."""
     if not backend(x).xp.isdtype(x.dtype, "real floating"):
         raise TypeError(
@@ -63,7 +59,7 @@ def floating(name: str, x: Any) -> None:
         )
 
 
-def real(function: str, xp: Any, dtype: Any) -> None:
+def check_real_dtype(function: str, xp: Any, dtype: Any) -> None:
     """Raise for complex numbers, which have no order."""
     if xp.isdtype(dtype, "complex floating"):
         raise TypeError(
@@ -71,15 +67,15 @@ def real(function: str, xp: Any, dtype: Any) -> None:
         )
 
 
-def flag(name: str, x: Any) -> bool:
-    """`x` as a Python boolean; raises unless it is True or False."""
+def check_flag(name: str, x: Any) -> bool:
+    """Return `x` as a Python boolean; raise unless it is True or False."""
     if not isinstance(x, bool | np.bool_):
         raise TypeError(f"{name}: expected True or False, got {x!r}")
     return bool(x)
 
 
-def scalar(name: str, x: Any, like: Any) -> Any:
-    """`x` as a Python scalar; raises unless it is one that the dtype of the array `like` holds."""
+def check_scalar(name: str, x: Any, like: Any) -> Any:
+    """Return `x` as a Python scalar; raise unless the dtype of the array `like` can hold it."""
     x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype
     if not isinstance(x, NUMBERS):
         raise TypeError(f"{name}: expected a scalar, got {type(x).__name__}")
@@ -100,8 +96,8 @@ def scalar(name: str, x: Any, like: Any) -> Any:
     return x
 
 
-def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) -> float:
-    """`x` as a Python number; raises unless it is a finite one, at least `low` and greater than `above`."""
+def check_number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) -> float:
+    """Return `x` as a Python number; raise unless it is finite, at least `low` and greater than `above`."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.number):
         raise TypeError(f"{name}: expected a Python number, got {x!r}")
     if not (-math.inf < x < math.inf and x >= low and x > above):  # math.isfinite does not compile
@@ -110,14 +106,30 @@ def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) 
     return float(x)
 
 
-def peeked(name: str, x: Any) -> np.ndarray | None:
-    """A list or array of integers as NumPy sees it where that is free, else None."""
+def peek_integers(name: str, x: Any) -> np.ndarray | None:
+    """Return a list or array of integers as NumPy where reading is free, else None."""
     return backend(x).peek(x) if is_array(x) else _listed(name, x)
 
 
-def read(name: str, x: Any) -> np.ndarray:
-    """The same, waiting for a device where it must."""
+def read_integers(name: str, x: Any) -> np.ndarray:
+    """Return a list or array of integers as NumPy; waits for a device where it must."""
     return backend(x).read(x) if is_array(x) else _listed(name, x)
+
+
+def check_index_bounds(
+    name: str,
+    known: np.ndarray | None,
+    size: int,
+    *,
+    low: int = 0,
+    where: str = "",
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise unless all known indices are in [low, size); `where` describes the axis."""
+    if known is not None and known.size and (known.min() < low or known.max() >= size):
+        raise error(
+            f"{name}: expected numbers in [{low}, {size}){where}, got {known.min()} to {known.max()}"
+        )
 
 
 def _listed(name: str, x: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Making ragged arrays and taking them apart: pack, offsets, lengths, segment ids."""
+"""Construction of ragged arrays from rows, offsets, lengths and segment ids, and their unpacking."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 
 from .array import Array
 from .backends import backend, is_array
-from .broadcasting import ragged
-from .checks import integer, integers, peeked
-from .dispatch.registry import declare, run
-from .layout import Layout, counter
+from .broadcasting import check_ragged
+from .checks import check_integer, check_integers, peek_integers
+from .dispatch.operation import define_operation
+from .layout import Layout, index_dtype
 
 
 def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
-    """Join arrays of different lengths into one ragged array, a row each.
+    """Pack arrays of different lengths into one ragged array, one row per array.
 
     Parameters
     ----------
     arrays
-        At least one array; all of one library, dtype and device, and of one shape but for axis `ragged_dim`.
+        At least one array; all of one library, dtype and device, and of one shape except for axis `ragged_dim`.
     ragged_dim
         The axis along which the lengths differ.
 
@@ -47,68 +47,83 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
     """
     if not hasattr(arrays, "__iter__"):
         raise TypeError(f"arrays: expected a sequence of arrays, got {type(arrays).__name__}")
-    arrays = list(arrays)
-    if not arrays:
-        raise ValueError(
-            "arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])"
-        )
-    first = arrays[0]
-    lib = backend(first, "arrays[0]")
-    if first.ndim == 0:
-        raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
-    integer("ragged_dim", ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
-    if len(set(map(type, arrays))) > 1:
-        _agree(
-            "library",
-            "convert it first",
-            TypeError,
-            [backend(x).name if is_array(x) else type(x).__name__ for x in arrays],
-        )
-    if len({x.dtype for x in arrays}) > 1:
-        _agree("dtype", "convert it first", TypeError, [x.dtype for x in arrays])
-    if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
-        _agree("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
+    call = PackCall(list(arrays), ragged_dim)
     try:
-        values = run("pack", PackCall(arrays, ragged_dim))
-    except Exception:  # each library has an error of its own; what does not fit is looked for then only, and else it goes on
-        _agree("device", "move it first", ValueError, [lib.device(x) for x in arrays])
-        shapes = [tuple(x.shape) for x in arrays]
-        rest = [s[:ragged_dim] + s[ragged_dim + 1 :] for s in shapes]
-        _agree(
-            f"shape without axis {ragged_dim}",
-            "only the axis ragged_dim may differ",
-            ValueError,
-            rest,
-        )
+        return _pack.run_call(call)  # type: ignore[no-any-return]
+    except Exception:
+        # Every library has an error of its own. Devices and shapes are compared only here, to save time.
+        _check_equal_devices_and_shapes(call)
         raise
-    lengths = np.asarray([x.shape[ragged_dim] for x in arrays])
-    return Array._of(values, Layout.from_host(lib, lengths, device=lib.device(first)), ragged_dim)
-
-
-def _agree(what: str, remedy: str, error: type[Exception], found: list[Any]) -> None:
-    """Raise unless all entries are equal; name the first that is not."""
-    for i, x in enumerate(found):
-        if x is not found[0] and x != found[0]:
-            raise error(
-                f"arrays[{i}]: expected the {what} of arrays[0], {found[0]}, got {x}; {remedy}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
 class PackCall:
-    """Join dense arrays of one library along `ragged_dim`."""
+    """A validated call of `pack`.
+
+    Attributes
+    ----------
+    arrays
+        Dense arrays of one library and dtype, at least one.
+    ragged_dim
+        The axis along which the lengths differ.
+    """
 
     arrays: list[Any]
     ragged_dim: int = 0
 
+    def __post_init__(self) -> None:
+        arrays = self.arrays
+        if not arrays:
+            raise ValueError(
+                "arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])"
+            )
+        first = arrays[0]
+        backend(first, "arrays[0]")
+        if first.ndim == 0:
+            raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
+        check_integer("ragged_dim", self.ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
+        if len(set(map(type, arrays))) > 1:
+            names = [backend(x).name if is_array(x) else type(x).__name__ for x in arrays]
+            _check_equal("library", "convert it first", TypeError, names)
+        if len({x.dtype for x in arrays}) > 1:
+            _check_equal("dtype", "convert it first", TypeError, [x.dtype for x in arrays])
+        if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
+            _check_equal("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
 
-@declare("pack", PackCall)
-def _join(call: PackCall) -> Any:
-    return backend(call.arrays[0]).xp.concat(call.arrays, axis=call.ragged_dim)
+    def result(self, values: Any) -> Array:
+        """Return the joined values on the layout of the arrays."""
+        lib = backend(self.arrays[0])
+        lengths = np.asarray([x.shape[self.ragged_dim] for x in self.arrays])
+        layout = Layout.from_host(lib, lengths, device=lib.device(self.arrays[0]))
+        return Array.from_layout(values, layout, self.ragged_dim)
+
+
+@define_operation("pack", PackCall)
+def _pack(call: PackCall) -> Array:
+    xp = backend(call.arrays[0]).xp
+    return call.result(xp.concat(call.arrays, axis=call.ragged_dim))
+
+
+def _check_equal_devices_and_shapes(call: PackCall) -> None:
+    arrays, dim = call.arrays, call.ragged_dim
+    lib = backend(arrays[0])
+    _check_equal("device", "move it first", ValueError, [lib.device(x) for x in arrays])
+    shapes = [(*x.shape[:dim], *x.shape[dim + 1 :]) for x in arrays]
+    remedy = "only the axis ragged_dim may differ"
+    _check_equal(f"shape without axis {dim}", remedy, ValueError, shapes)
+
+
+def _check_equal(quantity: str, remedy: str, error: type[Exception], entries: list[Any]) -> None:
+    """Raise unless all entries are equal; name the first that differs."""
+    for i, x in enumerate(entries):
+        if x is not entries[0] and x != entries[0]:
+            raise error(
+                f"arrays[{i}]: expected the {quantity} of arrays[0], {entries[0]}, got {x}; {remedy}"
+            )
 
 
 def unpack(arr: Array) -> list[Any]:
-    """The rows as a list of dense arrays, views where the library has them. Reads the offsets.
+    """Return the rows as a list of dense arrays, views where the library has them. Reads the offsets.
 
     Parameters
     ----------
@@ -123,7 +138,7 @@ def unpack(arr: Array) -> list[Any]:
     Raises
     ------
     TypeError
-        If `arr` is no ragged array, or under a trace, which cannot read the offsets.
+        If `arr` is not a ragged array, or under a trace, which cannot read the offsets.
 
     Examples
     --------
@@ -131,7 +146,7 @@ def unpack(arr: Array) -> list[Any]:
     >>> scree.unpack(scree.from_lengths(np.arange(4), [1, 3]))
     [array([0]), array([1, 2, 3])]
     """
-    bounds = ragged("arr", arr).layout.read().tolist()
+    bounds = check_ragged("arr", arr).layout.read().tolist()
     before = (slice(None),) * arr.ragged_dim
     return [arr.values[(*before, slice(a, b), ...)] for a, b in pairwise(bounds)]
 
@@ -139,7 +154,7 @@ def unpack(arr: Array) -> list[Any]:
 def from_offsets(
     values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None
 ) -> Array:
-    """A ragged array on given values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
+    """Return a ragged array on values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
 
     Parameters
     ----------
@@ -173,7 +188,7 @@ from_cu_seqlens = from_offsets
 def from_lengths(
     values: Any, lengths: Any, *, ragged_dim: int = 0, max_length: int | None = None
 ) -> Array:
-    """A ragged array of rows of given lengths.
+    """Return a ragged array from values and row lengths.
 
     Parameters
     ----------
@@ -187,14 +202,14 @@ def from_lengths(
     Returns
     -------
     Array
-        On the memory of `values`; offsets are int32 (int64 from 2^31 tokens on), or of the dtype of lengths that are not read.
+        On the memory of `values`. Offsets are int32 (int64 from 2^31 tokens), or have the dtype of lengths that are not read.
 
     Raises
     ------
     TypeError
         If the lengths are not one axis of integers.
     ValueError
-        If they are negative, or do not add up to the number of tokens, where that is seen for free.
+        If they are negative, or their sum is not the number of tokens, where reading them is free.
 
     Examples
     --------
@@ -203,7 +218,7 @@ def from_lengths(
     array([0, 2, 2, 5], dtype=int32)
     """
     lib = backend(values, "values")
-    known = peeked("lengths", lengths)
+    known = peek_integers("lengths", lengths)
     if known is not None:
         if known.ndim != 1 or known.dtype.kind not in "iu":
             raise TypeError(
@@ -213,10 +228,10 @@ def from_lengths(
             raise ValueError(
                 f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}"
             )
-        total, given = _tokens(values, ragged_dim), int(known.sum())
-        if given != total:
+        total, length_sum = _tokens(values, ragged_dim), int(known.sum())
+        if length_sum != total:
             raise ValueError(
-                f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {given}"
+                f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {length_sum}"
             )
         arr = Array(
             values,
@@ -224,27 +239,39 @@ def from_lengths(
             ragged_dim,
             max_length,
         )
-        arr.layout.learn(known)
+        arr.layout.set_host_lengths(known)
         return arr if max_length is None else arr.validate()
-    lengths = integers("lengths", lengths, values)
+    lengths = check_integers("lengths", lengths, values)
     if lengths.ndim != 1:
         raise TypeError(f"lengths: expected one axis of integers, got shape {tuple(lengths.shape)}")
-    offsets = run(
-        "offsets", OffsetsCall(lengths, counter(lib.xp, _tokens(values, ragged_dim), lengths))
-    )
+    dtype = index_dtype(lib.xp, _tokens(values, ragged_dim), lengths)
+    offsets = offsets_from_lengths(lengths, dtype)
     return Array(values, offsets, ragged_dim, max_length)
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetsCall:
-    """Offsets of a dtype from `lengths`, (n,): (n + 1,), 0 and the sums of all lengths so far."""
+    """The offsets of rows whose lengths only a device knows.
+
+    Attributes
+    ----------
+    lengths
+        (n,) integers.
+    dtype
+        The dtype of the result, (n + 1,): 0 and the running sum of the lengths.
+    """
 
     lengths: Any
     dtype: Any
 
 
-@declare("offsets", OffsetsCall)
-def _add_up(call: OffsetsCall) -> Any:
+def offsets_from_lengths(lengths: Any, dtype: Any) -> Any:
+    """Return (n + 1,) offsets from lengths on a device, without reading them."""
+    return _offsets.run_call(OffsetsCall(lengths, dtype))
+
+
+@define_operation("offsets", OffsetsCall, internal=True)
+def _offsets(call: OffsetsCall) -> Any:
     lib = backend(call.lengths)
     zero = lib.xp.zeros((1,), dtype=call.dtype, device=lib.device(call.lengths))
     return lib.xp.concat([zero, lib.xp.cumulative_sum(call.lengths, dtype=call.dtype)])
@@ -258,16 +285,16 @@ def from_segment_ids(
     ragged_dim: int = 0,
     max_length: int | None = None,
 ) -> Array:
-    """A ragged array of tokens that carry the number of their row.
+    """Return a ragged array from values and the row of each token.
 
     Parameters
     ----------
     values
         All rows end to end along `ragged_dim`; not copied.
     segment_ids
-        (total,) row of each token, never falling; sort tokens first where it does (see `scree.group`).
+        (total,) integers that never fall, the row of each token; see `scree.group` for unsorted tokens.
     num_segments
-        Number of rows; by default the last id plus one, which reads the ids.
+        Number of rows; by default the last id plus one, for which the ids are read.
     ragged_dim, max_length
         See `Array`.
 
@@ -279,9 +306,9 @@ def from_segment_ids(
     Raises
     ------
     TypeError
-        If the ids are no integers.
+        If the ids are not integers.
     ValueError
-        If there is not one id for each token, or they fall or are out of bounds, where that is seen for free.
+        If there is not one id per token, or ids fall or are out of bounds, where reading them is free.
 
     Examples
     --------
@@ -290,9 +317,9 @@ def from_segment_ids(
     array([0, 2, 2, 4, 4], dtype=int32)
     """
     lib, total = backend(values, "values"), _tokens(values, ragged_dim)
-    segment_ids = integers("segment_ids", segment_ids, values)
+    segment_ids = check_integers("segment_ids", segment_ids, values)
     if num_segments is not None:
-        num_segments = integer("num_segments", num_segments, 0)
+        num_segments = check_integer("num_segments", num_segments, 0)
     if tuple(segment_ids.shape) != (total,):
         raise ValueError(
             f"segment_ids: expected one id for each of {total} tokens, got shape {tuple(segment_ids.shape)}"
@@ -314,11 +341,13 @@ def from_segment_ids(
         assert host is not None
         num_segments = int(host[-1]) + 1 if host.size else 0
     bounds = lib.xp.arange(num_segments + 1, dtype=segment_ids.dtype, device=lib.device(values))
-    offsets = lib.xp.astype(lib.xp.searchsorted(segment_ids, bounds), counter(lib.xp, total))
+    offsets = lib.xp.astype(lib.xp.searchsorted(segment_ids, bounds), index_dtype(lib.xp, total))
     return Array(values, offsets, ragged_dim, max_length)
 
 
 def _tokens(values: Any, ragged_dim: int) -> int:
     return int(
-        values.shape[integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")]
+        values.shape[
+            check_integer("ragged_dim", ragged_dim, 0, values.ndim, ", the axes of values")
+        ]
     )

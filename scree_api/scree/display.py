@@ -1,11 +1,13 @@
-"""How a ragged array shows itself: text in a terminal, a table in a notebook. Neither waits for a device nor fails."""
+"""Display of a ragged array: text in a terminal, a table in a notebook. Neither waits for a device nor fails.
+
+Attaches `__repr__` and `_repr_html_` to `Array`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .array import Array
+from .array import Array
 
 ROWS = 6  # rows shown, half from either end
 WIDTH = 88  # characters of a row
@@ -63,7 +65,7 @@ def text(arr: Array) -> str:
 
 def html(arr: Array) -> str:
     """The same as a table."""
-    from html import escape  # here, because `import scree` should not wait for it
+    from html import escape  # slow to import
 
     body = "".join(
         f"<tr><th>{i}</th><td>{length}</td><td><code>{escape(content)}</code></td></tr>"
@@ -71,3 +73,7 @@ def html(arr: Array) -> str:
     )
     head = "<tr><th>row</th><th>length</th><th>values</th></tr>" if body else ""
     return f"<div><b>scree.Array</b> {escape(_head(arr))}<table>{head}{body}</table></div>"
+
+
+Array.__repr__ = text  # type: ignore[method-assign,assignment]
+Array._repr_html_ = html  # type: ignore[attr-defined]

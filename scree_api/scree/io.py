@@ -14,7 +14,7 @@ import numpy as np
 
 from .array import Array
 from .bridges.dlpack import dtype_name, to_backend
-from .indexing.getitem import trimmed
+from .indexing.getitem import drop_tail
 
 #: The format's names of the dtypes that both sides have.
 DTYPES = {
@@ -87,7 +87,7 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
         if not isinstance(name, str) or "." in name or (name == "" and arr is not arrays):
             raise ValueError(f"arrays: expected names without dots, and not empty, got {name!r}")
         shared = first.setdefault(id(arr.layout), name)
-        host = to_backend(trimmed(arr), "numpy")
+        host = to_backend(drop_tail(arr), "numpy")
         tensors[_join(name, "values")] = host.values
         if shared == name:
             tensors[_join(name, "offsets")] = host.offsets

@@ -1,42 +1,48 @@
-"""`namespace(*arrays)`: the standard namespace of their library that knows ragged arrays."""
+"""`namespace(*arrays)`: the namespace of the standard that understands ragged arrays.
+
+This is the highest layer of the core. On import it fills the hook of `Array`, and it builds the namespace of every library
+that is loaded.
+"""
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
 from typing import Any
 
-from . import functions, ragged
-from .array import Array
-from .backends import NAMESPACES, Backend, backend, is_array, named
-from .functions.table import EXTENSIONS, KINDS, Kind
+from . import display as display  # attaches the display of arrays
+from . import providers as providers  # registers kernels when a library is loaded
+from . import ragged
+from .array import UPPER, VERSIONS, Array
+from .backends import Backend, add_load_hook, backend, backend_by_name, is_array
+from .construct import unpack
+from .functions import EXTENSIONS, KINDS, Kind, bind
+from .indexing.getitem import getitem
 
-#: Versions of the standard that a namespace may be asked for.
-VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
+_namespaces: dict[str, ModuleType] = {}  # by the name of the library
 
 
 def namespace(*arrays: Any, api_version: str | None = None) -> Any:
-    """The Array API namespace for ragged and dense arrays of one library.
+    """Return the Array API namespace for ragged and dense arrays of one library.
 
     Parameters
     ----------
     *arrays
-        Ragged or dense arrays, all of one library; Python scalars are passed over.
+        Ragged or dense arrays, all of one library; Python scalars are ignored.
     api_version
         A version of the standard, such as "2024.12"; only checked.
 
     Returns
     -------
     module
-        Every function of the standard, which takes ragged arrays where the table `scree.functions.KINDS` says so and is the
-        library's own on dense arrays; and the extension ``ragged`` beside ``linalg`` and ``fft``.
+        Every function of the standard, for ragged arrays as the table `scree.functions.KINDS` says, and the library's own
+        function for dense arrays; and the extensions ``linalg``, ``fft`` and ``ragged``.
 
     Raises
     ------
     TypeError
         If there is no array, or arrays are of two libraries.
     ValueError
-        If the version of the standard is not known.
+        If the version of the standard is unknown.
 
     Examples
     --------
@@ -50,58 +56,64 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
     """
     if api_version is not None and api_version not in VERSIONS:
         raise ValueError(f"api_version: expected one of {', '.join(VERSIONS)}, got {api_version!r}")
-    found: Backend | None = None
+    lib: Backend | None = None
     for i, x in enumerate(arrays):
         if isinstance(x, Array):
-            lib = x.layout.backend
+            other = x.layout.backend
         elif is_array(x):
-            lib = backend(x)
+            other = backend(x)
         elif isinstance(x, bool | int | float | complex | None):
             continue
         else:
             raise TypeError(
                 f"arrays[{i}]: expected a ragged or dense array, got {type(x).__name__}"
             )
-        if found is not None and lib is not found:
+        if lib is not None and other is not lib:
             raise TypeError(
-                f"arrays[{i}]: expected an array of {found.name} as the others, got one of {lib.name}"
+                f"arrays[{i}]: expected an array of {lib.name} as the others, got one of {other.name}"
             )
-        found = lib
-    if found is None:
+        lib = other
+    if lib is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
-    known = NAMESPACES.get(found.name)
-    return known if known is not None else build(found)
+    return namespace_of(lib)
 
 
-def by_name(library: str) -> ModuleType:
-    """The namespace of a library that is imported for it; see `scree.xp`."""
-    lib = named(library)
-    return NAMESPACES.get(lib.name) or build(lib)
+def namespace_of(lib: Backend) -> ModuleType:
+    """Return the namespace of a library that was loaded."""
+    return _namespaces[lib.name]
 
 
-def build(lib: Backend) -> ModuleType:
+def namespace_by_name(library: str) -> ModuleType:
+    """Return the namespace of a library by its name; imports the library. See `scree.xp`."""
+    return namespace_of(backend_by_name(library))
+
+
+def build_namespace(lib: Backend) -> None:
+    """Make the namespace of a library.
+
+    It is made when the library is loaded, because the first call may be inside a compiled function, where no module can be made.
+    """
     module = ModuleType(
         f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}."
     )
-    _fill(module, lib.xp, KINDS, lib)
+    _bind_table(module, lib.xp, KINDS, lib)
     for name, table in EXTENSIONS.items():
         if hasattr(lib.xp, name):
             extension = ModuleType(f"{module.__name__}.{name}")
-            _fill(extension, getattr(lib.xp, name), table, lib)
+            _bind_table(extension, getattr(lib.xp, name), table, lib)
             setattr(module, name, extension)
     module.ragged = ragged  # type: ignore[attr-defined]
-    NAMESPACES[lib.name] = module
-    return module
+    _namespaces[lib.name] = module
 
 
-def _fill(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backend) -> None:
-    """Every name of the table: the library's own, or lifted. A gap of the library stays a gap."""
+def _bind_table(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backend) -> None:
+    """Add every name of the table that the library has."""
     for name, kind in table.items():
-        if not hasattr(own, name):
-            continue
-        found = getattr(own, name)
-        if kind.name == "unsupported":
-            found = functools.wraps(found)(functions.elementwise.unsupported(found, name, kind.why))
-        elif kind.name != "plain":
-            found = functools.wraps(found)(functions.LIFTERS[kind.name](found, name, lib))
-        setattr(module, name, found)
+        if hasattr(own, name):
+            function = getattr(own, name)
+            is_own = kind.name == "plain"
+            setattr(module, name, function if is_own else bind(function, name, kind, lib))
+
+
+UPPER.namespace, UPPER.getitem, UPPER.unpack = namespace_of, getitem, unpack
+add_load_hook(build_namespace)

@@ -179,7 +179,7 @@ def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -
     for heads in range(1, 30):
         x = q.with_values(torch.randn(5, heads, 8))
         scree.attention(x, x, x)
-    (kept,) = q.layout.memo.values()
+    (kept,) = q.layout.cache.values()
     assert len(kept) == again.KINDS
     scree.attention(x, x, x)
     assert len(asked) == 29
@@ -192,7 +192,7 @@ def test_options_that_never_come_twice_do_not_fill_the_memory(
     q = rows([0, 2, 5])
     for i in range(1, 30):
         scree.attention(q, q, q, scale=1 / i)
-    assert len(q.layout.memo) == 10
+    assert len(q.layout.cache) == 10
 
 
 @pytest.fixture

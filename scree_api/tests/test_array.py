@@ -321,7 +321,7 @@ def test_a_bound_may_be_as_loose_as_one_likes(name: str) -> None:
     """Nothing walks or compares up to it: the rows themselves are better known, or at least the number of all tokens."""
     lib = load(name)
     x, y = (scree.Array(lib.f(5, 2, 4), lib.i([0, 2, 2, 5]), 0, bound) for bound in (10**9, 3))
-    assert x.max_length == 10**9 and x.layout.bound == (5 if name == "mlx" else 3)
+    assert x.max_length == 10**9 and x.layout.max_length_bound == (5 if name == "mlx" else 3)
     for found, right in zip(
         (scree.attention(x, x, x), scree.softmax(x)), (scree.attention(y, y, y), scree.softmax(y))
     ):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import scree
-from scree.broadcasting import values_of
+from scree.broadcasting import as_values
 
 from .. import plots, results
 from ..libraries import Library, wanted, where
@@ -110,8 +110,8 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
 
     def gradients(f: Thunk, inputs: tuple[Any, ...]) -> Thunk:
         out = f()
-        like = torch.randn_like(values_of(out))
-        if out is values_of(out):
+        like = torch.randn_like(as_values(out))
+        if out is as_values(out):
             return lambda: torch.autograd.grad(f(), inputs, like)
         return lambda: torch.autograd.grad(f().values, inputs, like)
 
@@ -119,7 +119,7 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
     for name, (ours, bare, _) in layers(*plain).items():
         found[f"{name} in a layer"] = {"scree": ours, "bare": bare}
     for name, (ours, bare, inputs) in layers(*leaves).items():
-        like = values_of(ours()).detach()
+        like = as_values(ours()).detach()
         found[f"{name} with gradients"] = {
             "scree": gradients(ours, inputs), "bare": None if bare is None else gradients(bare, inputs),
             "empty": gradients(partial(Empty.apply, like, *inputs), inputs),
@@ -147,7 +147,7 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
 
     aten, offsets, longest = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
     rows, spec = (
-        Rows(q.offsets, q.offsets, q.layout.memo),
+        Rows(q.offsets, q.offsets, q.layout.cache),
         spec_of(True, None, None, WIDTH**-0.5, None),
     )
     backward = plan(*plain, rows, spec, False).backward_on(

@@ -469,6 +469,6 @@ def prepare_run(call: Any) -> Callable[..., Any]:
 
     def multiply(x: Any, weight: torch.Tensor) -> Any:
         run = _Product.apply if wanted and torch.is_grad_enabled() else product
-        return x._of(run(x.values, weight, x.offsets.contiguous()), x.layout)
+        return x.from_layout(run(x.values, weight, x.offsets.contiguous()), x.layout)
 
     return multiply

@@ -103,7 +103,7 @@ def prepare_run_scatter(call: Any) -> Callable[..., torch.Tensor] | None:
     def put(x: Any, index: Any) -> torch.Tensor:
         places, real = (
             (index if isinstance(index, torch.Tensor) else index.values).to(dtype),
-            x.layout.real,
+            x.layout.token_mask,
         )
         return run_scatter(
             make(x.values, places if real is None else torch.where(real, places, size), size, add)

@@ -592,8 +592,8 @@ def _prepare(call: Any, centre: bool) -> Callable[..., Any]:
         y, total = norm(
             plan, wanted, x.values, None if residual is None else residual.values, weight, bias
         )
-        y = x._of(y, x.layout, x.ragged_dim)
-        return y if residual is None else (y, x._of(total, x.layout, x.ragged_dim))
+        y = x.from_layout(y, x.layout, x.ragged_dim)
+        return y if residual is None else (y, x.from_layout(total, x.layout, x.ragged_dim))
 
     return run
 

@@ -181,6 +181,6 @@ def prepare_run(call: Any) -> Callable[..., Any]:
             if wanted and torch.is_grad_enabled()
             else plan.run(x.values)
         )
-        return x._of(out, x.layout, x.ragged_dim)
+        return x.from_layout(out, x.layout, x.ragged_dim)
 
     return gate

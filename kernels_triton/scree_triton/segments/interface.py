@@ -552,4 +552,4 @@ def too_wide(x: torch.Tensor) -> str | None:
 
 def rows_of(layout: Any) -> Rows:
     """The rows of a `scree.layout.Layout`."""
-    return Rows(layout.offsets.contiguous(), layout.max_length, layout.memo)
+    return Rows(layout.offsets.contiguous(), layout.max_length, layout.cache)

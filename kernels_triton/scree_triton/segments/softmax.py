@@ -122,7 +122,7 @@ def _prepare(call: Any, kind: str) -> Callable[..., Any]:
             out = plan.run(values.contiguous(), rows)
         if kind == "logsumexp":
             return out
-        return x._of(out.movedim(0, dim) if dim else out, x.layout, dim)
+        return x.from_layout(out.movedim(0, dim) if dim else out, x.layout, dim)
 
     return run
 

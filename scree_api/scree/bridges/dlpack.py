@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..backends import Backend, backend, is_array, named
-from ..broadcasting import moved, ragged
+from ..backends import Backend, backend, backend_by_name, is_array
+from ..broadcasting import check_ragged, moveaxis
 from ..layout import Layout
 
 #: Libraries that may take memory of a device; the others get a copy in host memory.
@@ -50,11 +50,11 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     >>> np.shares_memory(scree.bridges.to_numpy(there).values, arr.values)
     True
     """
-    lib, rows = backend_of(library), ragged("arr", arr).layout
+    lib, rows = backend_of(library), check_ragged("arr", arr).layout
     if lib is not rows.backend:
         values, offsets = convert(arr.values, lib), convert(_offsets(arr, lib), lib)
-        if rows.full:
-            arr = Array._of(
+        if rows.has_no_tail:
+            arr = Array.from_layout(
                 values, Layout(lib, offsets, rows.total, rows.max_length, rows.host), arr.ragged_dim
             )
         else:  # unchecked so far
@@ -84,8 +84,10 @@ def to_torch(arr: Array) -> Array:
 
 def tokens_first(arr: Array) -> Array:
     """The array with the ragged axis first, as formats want it that know no other; a view where it can be one."""
-    dim = ragged("arr", arr).ragged_dim
-    return arr.with_values(moved(arr.layout.xp, arr.values, dim, 0), ragged_dim=0) if dim else arr
+    dim = check_ragged("arr", arr).ragged_dim
+    return (
+        arr.with_values(moveaxis(arr.layout.xp, arr.values, dim, 0), ragged_dim=0) if dim else arr
+    )
 
 
 def on_host(arr: Array) -> Array:
@@ -169,7 +171,7 @@ def _bfloat16(lib: Backend) -> Any:
 def backend_of(library: Any) -> Backend:
     """The backend of a library that is given by its name or its namespace."""
     if isinstance(library, str):
-        return named(library)
+        return backend_by_name(library)
     if not hasattr(library, "zeros"):
         raise TypeError(
             f"library: expected the name of a library or its namespace, got {type(library).__name__}"

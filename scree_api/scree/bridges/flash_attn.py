@@ -128,7 +128,9 @@ def rows_of(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | No
     """The array of values and boundaries; the same layout as last time if it is the same tensor, not written to since."""
     if torch.compiler.is_compiling() or cu_seqlens.is_inference():  # no version to tell it by
         return Array(values, cu_seqlens, max_length=max_seqlen)
-    return Array._of(values, _layout(cu_seqlens, cu_seqlens._version, values.shape[0], max_seqlen))
+    return Array.from_layout(
+        values, _layout(cu_seqlens, cu_seqlens._version, values.shape[0], max_seqlen)
+    )
 
 
 @lru_cache(maxsize=8)

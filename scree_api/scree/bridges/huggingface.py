@@ -9,7 +9,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import shared_layout
+from ..broadcasting import check_shared_layout
 from ..layout import Layout
 from ..ops.padding import from_padded, to_padded
 from .dlpack import tokens_first, widest_integer
@@ -142,7 +142,7 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
         host = lib.read(positions)[0]
         starts = np.flatnonzero(np.diff(host, prepend=host[:1]) != 1)
         lengths = np.diff(starts, append=total)
-        rows = Array._of(
+        rows = Array.from_layout(
             first[0, ...], Layout.from_host(lib, lengths, device=lib.device(positions))
         )
     return {name: rows.with_values(x[0, ...]) for name, x in tokens.items()}
@@ -183,9 +183,9 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
     batch = {
         "input_ids" if input_ids.ndim == 2 else "inputs_embeds": input_ids.values[None, ...],
         "position_ids": positions.values[None, :],
-        "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": rows.bound, "max_length_k": rows.bound,
+        "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": rows.max_length_bound, "max_length_k": rows.max_length_bound,
     }  # fmt: skip
     if labels is not None:
-        shared_layout("labels", (positions, labels))
+        check_shared_layout("labels", (positions, labels))
         batch["labels"] = xp.where(positions.values == 0, IGNORED, labels.values)[None, :]
     return batch

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..array import Array
 from ..backends import is_array
-from ..broadcasting import ragged
+from ..broadcasting import check_ragged
 from ..construct import from_lengths, pack, unpack
 from .dlpack import on_host
 
@@ -139,7 +139,7 @@ def to_pandas(arr: Array, *, index: Any = None, name: Any = None) -> Any:
     """
     import pandas
 
-    objects = np.empty(ragged("arr", arr).batch_size, dtype=object)
+    objects = np.empty(check_ragged("arr", arr).batch_size, dtype=object)
     for i, row in enumerate(unpack(on_host(arr))):
         objects[i] = row
     return pandas.Series(objects, index=index, name=name)

@@ -7,7 +7,7 @@ from typing import Any
 from scipy import sparse
 
 from ..array import Array
-from ..broadcasting import shared_layout
+from ..broadcasting import check_shared_layout
 from .dlpack import on_host
 
 
@@ -64,7 +64,7 @@ def to_scipy(columns: Array, values: Array, num_columns: int) -> Any:
         raise ValueError(
             f"columns: expected (n, None) int32 or int64, got {columns.dtype} of shape {columns.shape}"
         )
-    shared_layout("to_scipy", (columns, values))
+    check_shared_layout("to_scipy", (columns, values))
     columns, values = on_host(columns), on_host(values)
     found = columns.values
     if found.size and not 0 <= found.min() <= found.max() < num_columns:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import ragged
-from ..checks import integer, integers
+from ..broadcasting import check_ragged
+from ..checks import check_integer, check_integers
 from ..ops.padding import from_padded, to_padded
 from .dlpack import widest_integer
 
@@ -40,10 +40,10 @@ def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
     >>> scree.bridges.from_block_table(table, np.asarray([20, 16]), 16).values
     array([7, 3, 4], dtype=int32)
     """
-    integer("page_size", page_size, 1)
+    check_integer("page_size", page_size, 1)
     backend(seq_lens, "seq_lens")
     return from_padded(
-        block_table, lengths=-(-integers("seq_lens", seq_lens, seq_lens) // page_size)
+        block_table, lengths=-(-check_integers("seq_lens", seq_lens, seq_lens) // page_size)
     )
 
 
@@ -72,7 +72,7 @@ def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 
     array([[ 7,  3, -1],
            [ 4, -1, -1]], dtype=int32)
     """
-    return to_padded(ragged("pages", pages), length=width, fill_value=fill_value)[0]
+    return to_padded(check_ragged("pages", pages), length=width, fill_value=fill_value)[0]
 
 
 def from_flashinfer(
@@ -101,7 +101,7 @@ def from_flashinfer(
     >>> pages.lengths, seq_lens
     (array([2, 1]), array([20, 16]))
     """
-    integer("page_size", page_size, 1)
+    check_integer("page_size", page_size, 1)
     pages = Array(kv_indices, kv_indptr)
     kv_last_page_len = _one_a_row("kv_last_page_len", kv_last_page_len, pages)
     lengths = (pages.lengths - 1) * page_size + kv_last_page_len
@@ -127,14 +127,14 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     >>> scree.bridges.to_flashinfer(pages, np.asarray([20, 16], dtype=np.int32), 16)[2]
     array([ 4, 16], dtype=int32)
     """
-    integer("page_size", page_size, 1)
-    seq_lens = _one_a_row("seq_lens", seq_lens, ragged("pages", pages))
+    check_integer("page_size", page_size, 1)
+    seq_lens = _one_a_row("seq_lens", seq_lens, check_ragged("pages", pages))
     return pages.offsets, pages.values, (seq_lens - 1) % page_size + 1
 
 
 def _one_a_row(name: str, x: Any, rows: Array) -> Any:
     """`x` as int32 or int64; raises unless it has one integer for each row."""
-    x = integers(name, x, rows.offsets)
+    x = check_integers(name, x, rows.offsets)
     if tuple(x.shape) != (rows.batch_size,):
         raise ValueError(
             f"{name}: expected shape ({rows.batch_size},), a number a row, got {tuple(x.shape)}"
@@ -170,17 +170,17 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
     >>> scree.bridges.slot_mapping(pages, new, 16, start=np.asarray([15, 0])).values
     array([127,  48,  64])
     """
-    integer("page_size", page_size, 1)
-    rows = ragged("tokens", tokens).layout
+    check_integer("page_size", page_size, 1)
+    rows = check_ragged("tokens", tokens).layout
     xp = rows.xp
-    if ragged("pages", pages).batch_size != tokens.batch_size or pages.ndim != 2:
+    if check_ragged("pages", pages).batch_size != tokens.batch_size or pages.ndim != 2:
         raise ValueError(f"pages: expected shape ({tokens.batch_size}, None), got {pages.shape}")
     wide = widest_integer(xp)
     position = xp.astype(rows.positions, wide)
     if isinstance(start, int):
-        integer("start", start, 0)
+        check_integer("start", start, 0)
     else:
         start = xp.take(xp.astype(_one_a_row("start", start, tokens), wide), rows.rows, axis=0)
     position = position + start
-    page: Array = pages[Array._of(position // page_size, rows)]
+    page: Array = pages[Array.from_layout(position // page_size, rows)]
     return page.with_values(xp.astype(page.values, wide) * page_size + position % page_size)

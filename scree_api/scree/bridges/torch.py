@@ -8,7 +8,7 @@ import torch
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import ragged
+from ..broadcasting import check_ragged
 from ..construct import unpack
 from ..indexing.getitem import select
 from ..layout import Layout
@@ -55,7 +55,7 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
         return Array(values, offsets, ragged_dim, nested._maybe_max_seqlen)
     lib = backend(values)
     rows = Layout.from_host(lib, lib.read(nested.lengths()), like=offsets)
-    return select(Array._restore(values, offsets, ragged_dim, None), rows, offsets[:-1])
+    return select(Array.unchecked(values, offsets, ragged_dim, None), rows, offsets[:-1])
 
 
 def _from_strided(nested: torch.Tensor) -> Array:
@@ -75,7 +75,7 @@ def _from_strided(nested: torch.Tensor) -> Array:
     shape[0], shape[ragged_dim] = shape[ragged_dim], shape[0]
     values = first.contiguous().values().reshape(int(lengths.sum()), *shape[1:])
     rows = Layout.from_host(backend(values), lengths, device=values.device)
-    return Array._of(values.transpose(0, ragged_dim), rows, ragged_dim)
+    return Array.from_layout(values.transpose(0, ragged_dim), rows, ragged_dim)
 
 
 def to_torch_nested(arr: Array, *, layout: torch.layout = torch.jagged) -> torch.Tensor:
@@ -137,11 +137,11 @@ def _moved(arr: Array, values: torch.Tensor, offsets: torch.Tensor) -> Array:
     rows = Layout(
         arr.layout.backend, offsets, arr.total_length, arr.layout.max_length, arr.layout.host
     )
-    return Array._of(values, rows, arr.ragged_dim)
+    return Array.from_layout(values, rows, arr.ragged_dim)
 
 
 def _torch(arr: Array, name: str) -> None:
-    if ragged("arr", arr).layout.backend.name != "torch":
+    if check_ragged("arr", arr).layout.backend.name != "torch":
         raise TypeError(
             f"{name}: expected an array on torch, got one on {arr.layout.backend.name}; use to_backend"
         )

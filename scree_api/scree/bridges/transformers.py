@@ -357,7 +357,7 @@ class _Plan(NamedTuple):
             (self.q_tokens, self.k_tokens, self.k_tokens),
         )
         for x, own, index in zip(qkv, rows, tokens, strict=True):
-            yield Array._of(x if index is None else x.index_select(0, index), own)
+            yield Array.from_layout(x if index is None else x.index_select(0, index), own)
 
 
 @lru_cache(maxsize=8)

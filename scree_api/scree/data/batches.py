@@ -12,8 +12,8 @@ from ..array import Array
 from ..backends import backend, is_array
 from ..bridges.dlpack import backend_of, convert, to_backend
 from ..bridges.lists import from_lists
-from ..broadcasting import ragged
-from ..checks import flag, integer, read
+from ..broadcasting import check_ragged
+from ..checks import check_flag, check_integer, read_integers
 from ..construct import pack
 from ..indexing.getitem import select
 from ..layout import Layout
@@ -138,11 +138,14 @@ class TokenBudgetSampler:
         drop_last: bool = False,
     ) -> None:
         self.lengths = _lengths(lengths)
-        self.budget = integer("budget", budget, 1)
-        self.num_ranks = integer("num_ranks", num_ranks, 1)
-        self.rank = integer("rank", rank, 0, num_ranks)
-        self.seed = integer("seed", seed, 0)
-        self.shuffle, self.drop_last = flag("shuffle", shuffle), flag("drop_last", drop_last)
+        self.budget = check_integer("budget", budget, 1)
+        self.num_ranks = check_integer("num_ranks", num_ranks, 1)
+        self.rank = check_integer("rank", rank, 0, num_ranks)
+        self.seed = check_integer("seed", seed, 0)
+        self.shuffle, self.drop_last = (
+            check_flag("shuffle", shuffle),
+            check_flag("drop_last", drop_last),
+        )
         self.epoch = self.position = 0
         self._plans: tuple[int, list[np.ndarray]] | None = None
         if self.lengths.size and self.lengths.max() > budget:
@@ -163,7 +166,7 @@ class TokenBudgetSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self.epoch, self.position = integer("epoch", epoch, 0), 0
+        self.epoch, self.position = check_integer("epoch", epoch, 0), 0
 
     def state_dict(self) -> dict[str, int]:
         """Where in which epoch the sampler is, the same on every rank; and what the batches follow from."""
@@ -275,7 +278,7 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     >>> scree.data.split_balanced([8, 1, 4, 3], 2)
     [array([1, 2, 3]), array([0])]
     """
-    lengths, k = _lengths(arr), integer("k", k, 1)
+    lengths, k = _lengths(arr), check_integer("k", k, 1)
     if isinstance(cost, str):
         if cost not in ("tokens", "attention"):
             raise ValueError(
@@ -283,7 +286,7 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
             )
         costs = lengths if cost == "tokens" else lengths.astype(np.float64) ** 2
     else:
-        costs = read("cost", cost)
+        costs = read_integers("cost", cost)
         if costs.shape != lengths.shape or costs.dtype.kind not in "iuf":
             raise ValueError(
                 f"cost: expected {lengths.size} numbers, one a row, got {costs.dtype} of shape {costs.shape}"
@@ -369,14 +372,14 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     >>> scree.data.truncate(scree.from_lengths(np.arange(5), [1, 4]), 2, side="left").values
     array([0, 3, 4])
     """
-    length = integer("length", length, 0)
+    length = check_integer("length", length, 0)
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-    lengths = np.diff(ragged("arr", arr).layout.read())
+    lengths = np.diff(check_ragged("arr", arr).layout.read())
     kept = np.minimum(lengths, length)
     starts = arr.offsets[:-1]
     if side == "left":
-        starts = starts + arr.layout.put(lengths - kept)
+        starts = starts + arr.layout.index_from_host(lengths - kept)
     return select(arr, Layout.from_host(arr.layout.backend, kept, like=arr.offsets), starts)
 
 
@@ -412,10 +415,10 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     ([array([0, 1, 2]), array([2, 3, 4]), array([5, 6])], array([0, 0, 1], dtype=int32))
     """
     size, overlap = (
-        integer("size", size, 1),
-        integer("overlap", overlap, 0, size, ", the size of a window"),
+        check_integer("size", size, 1),
+        check_integer("overlap", overlap, 0, size, ", the size of a window"),
     )
-    host = ragged("arr", arr).layout.read().astype(np.int64)
+    host = check_ragged("arr", arr).layout.read().astype(np.int64)
     lengths, step = np.diff(host), size - overlap
     counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
     rows = np.repeat(np.arange(lengths.size), counts)
@@ -423,7 +426,9 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     windows = Layout.from_host(
         arr.layout.backend, np.minimum(size, lengths[rows] - first), like=arr.offsets
     )
-    return select(arr, windows, arr.layout.put(host[rows] + first)), arr.layout.put(rows)
+    return select(
+        arr, windows, arr.layout.index_from_host(host[rows] + first)
+    ), arr.layout.index_from_host(rows)
 
 
 class Interleaved(NamedTuple):
@@ -499,7 +504,9 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     lengths, ends = np.diff(flat.layout.read()), np.cumsum(counts)
     tokens_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     rows = np.diff(tokens_before[ends], prepend=0)
-    tokens = Array._of(flat.values, Layout.from_host(flat.layout.backend, rows, like=flat.offsets))
+    tokens = Array.from_layout(
+        flat.values, Layout.from_host(flat.layout.backend, rows, like=flat.offsets)
+    )
     number = np.arange(lengths.size) - np.repeat(ends - counts, counts)
     xp, device = flat.layout.xp, flat.layout.device
     modality, segment = (
@@ -515,7 +522,7 @@ def _lengths(x: Any) -> np.ndarray:
     """Lengths of rows on the host, of a ragged array, an array or a list."""
     if isinstance(x, Array):
         return np.diff(x.layout.read()).astype(np.int64)
-    found = read("lengths", x)
+    found = read_integers("lengths", x)
     if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
         raise ValueError(
             f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}"

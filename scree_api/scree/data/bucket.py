@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..array import Array
-from ..broadcasting import ragged
-from ..checks import number, scalar
-from ..construct import PackCall
-from ..dispatch.registry import run
-from ..indexing.getitem import trimmed
+from ..broadcasting import check_ragged
+from ..checks import check_number, check_scalar
+from ..construct import pack
+from ..indexing.getitem import drop_tail
 from ..layout import Layout
 
 
@@ -54,11 +53,14 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     >>> real
     array([ True,  True,  True, False, False])
     """
-    arr, fill_value = trimmed(ragged("arr", arr)), scalar("fill_value", fill_value, arr.values)
+    arr, fill_value = (
+        drop_tail(check_ragged("arr", arr)),
+        check_scalar("fill_value", fill_value, arr.values),
+    )
     rows, lengths, growth = (
         arr.layout,
         np.diff(arr.layout.read()),
-        number("growth", growth, above=1),
+        check_number("growth", growth, above=1),
     )
     total, longest = _size(rows.total, growth), _size(int(lengths.max(initial=0)), growth)
     padding, added = total - rows.total, math.ceil(total * (1 - 1 / growth) / longest)
@@ -69,9 +71,9 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     new.max_length = longest
     shape = (*arr.values.shape[: arr.ragged_dim], padding, *arr.values.shape[arr.ragged_dim + 1 :])
     fill = rows.backend.from_host(np.full(shape, fill_value), arr.dtype, rows.device)
-    values = run("pack", PackCall([arr.values, fill], arr.ragged_dim))
+    values = pack([arr.values, fill], ragged_dim=arr.ragged_dim).values
     real = rows.backend.from_host(np.arange(count) < rows.num_rows, rows.xp.bool, rows.device)
-    return Array._of(values, new, arr.ragged_dim), real
+    return Array.from_layout(values, new, arr.ragged_dim), real
 
 
 def _size(n: int, growth: float) -> int:

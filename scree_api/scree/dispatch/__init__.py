@@ -1,1 +1,1 @@
-"""Operations, kernels and the call cache."""
+"""Definition of operations, registration of kernels, and the dispatch of calls."""

@@ -1,7 +1,8 @@
-"""Calls like an earlier one, which are neither checked nor offered to the kernels again.
+"""Decisions about earlier calls: a call with the same options and the same kind of arrays is not validated again.
 
-Whether a call is valid and who runs it follows from its options and from what the host knows of its arrays (`Backend.alike`).
-So the answer is kept with the rows, in the memo of their layout, and goes with them: of the layers of a model the first asks.
+Whether a call is valid and which kernel runs it follows from its options and from the host-visible metadata of its arrays
+(`Backend.make_guard`). The prepared kernel is stored in the cache of the layout and lives as long as the layout, so that of
+the layers of a model only the first one decides.
 """
 
 from __future__ import annotations
@@ -12,90 +13,76 @@ from typing import Any, NamedTuple
 from ..array import Array
 from ..backends import backend
 from ..layout import Layout
-from . import registry
 
-MOST = 4096  # entries of a memo; options that never come twice shall not fill it
-KINDS = 8  # of arrays that are remembered for the same options, the last ones
-
-
-class _Seen(NamedTuple):
-    """A call, and what it came to."""
-
-    kernels: list[registry.Kernel]  # all of the operation, a new list after each change
-    alike: Callable[..., bool]  # whether arrays are like those of the call
-    run: Callable[..., Any]  # runs calls alike
+MAX_KEYS = 4096  # per layout; bounds the cache when options never repeat
+MAX_GUARDS = 8  # per key; the oldest entry is dropped
 
 
-def run(
-    operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
-) -> Any:
-    """Run an operation whose call has the fields `arrays`, each an array or None, and `options`.
+class Entry(NamedTuple):
+    """A decision about one kind of call."""
 
-    The first of the arrays is ragged, or it is the layout of the others; where it is dense nothing is kept.
-    """
-    kernels = registry._KERNELS[operation]
-    values: list[Any] = []
-    kept = _kept(operation, arrays, options, kernel, values) if kernels[0].prepare else None
-    for seen in kept or ():
-        if seen.kernels is kernels and seen.alike(*values):
-            return seen.run(**arrays)
-    call = registry._DESCRIBE[operation](**arrays, **options)
-    chosen, rejected = registry._select(operation, call, kernel)
-    again = None if kept is None or chosen.prepare is None or rejected else chosen.prepare(call)
-    if kept is None or again is None:
-        return chosen.run(call)
-    kept[:] = *kept[1 - KINDS :], _Seen(kernels, backend(values[0]).alike(values), again)  # type: ignore[misc]  # it is there
-    return again(**arrays)
+    kernels: list[Any]  # the operation's kernels at that time; a new list after each change
+    guard: Callable[..., bool]  # checks whether arrays have the metadata of that call
+    run: Callable[..., Any]  # the prepared kernel
 
 
-def _kept(
+def lookup(
     operation: str,
     arrays: dict[str, Any],
     options: dict[str, Any],
     kernel: str | None,
     values: list[Any],
-) -> list[_Seen] | None:
-    """The calls that are remembered for such options and arrays on such layouts, or None where none can be; fills `values`."""
-    rows: Layout | None = None
-    other: Layout | None = None  # a second one
-    places: list[Any] = []  # of each array: on which layout, and its ragged axis
+) -> list[Entry] | None:
+    """Return the entries for such options and layouts, or None where a call cannot be cached.
+
+    Appends the dense array of every field to `values`, for the guards.
+    """
+    layout: Layout | None = None
+    second: Layout | None = None
+    axes: list[Any] = []  # per array: the layout it is on, and its ragged axis
     for x in arrays.values():
-        kind = type(x)
-        if kind is Array:
-            own = x.layout
-            if rows is None:
-                rows = own
-            if own is rows:
-                places.append(x.ragged_dim)
-            elif other is None or own is other:
-                other = own
-                places.append(~x.ragged_dim)
+        cls = type(x)
+        if cls is Array:
+            if layout is None:
+                layout = x.layout
+            if x.layout is layout:
+                axes.append(x.ragged_dim)
+            elif second is None or x.layout is second:
+                second = x.layout
+                axes.append(~x.ragged_dim)
             else:
                 return None
             values.append(x.values)
         elif x is None:
-            places.append(None)
-        elif rows is not None:
-            places.append("dense")
+            axes.append(None)
+        elif layout is not None:
+            axes.append("dense")
             values.append(x)
-        elif kind is Layout:
-            rows = x
+        elif cls is Layout:
+            layout = x
         else:
             return None
-    if rows is None or rows.backend.alike is None or rows.backend.compiling():
+    if layout is None or layout.backend.make_guard is None or layout.backend.is_compiling():
         return None
-    given = (*options.values(),)
-    types: tuple[Any, ...] = (*map(type, given),)  # 1 == 1.0 == True
+    settings = (*options.values(),)
+    types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
     if tuple in types:
-        types = *types, *((*map(type, x),) for x in given if type(x) is tuple)
-    memo, key = (
-        rows.memo if other is None else rows.beside(other),
-        (operation, kernel, given, types, *places),
-    )
+        types = *types, *((*map(type, x),) for x in settings if type(x) is tuple)
+    cache = layout.cache if second is None else layout.pair_cache(second)
+    key = (operation, kernel, settings, types, *axes)
     try:
-        found: list[_Seen] | None = memo.get(key)
-    except TypeError:  # an option that is no plain value, which the check will name
+        entries: list[Entry] | None = cache.get(key)
+    except TypeError:  # an unhashable option, which the validation will name
         return None
-    if found is None and len(memo) < MOST:
-        found = memo[key] = []
-    return found
+    if entries is None and len(cache) < MAX_KEYS:
+        entries = cache[key] = []
+    return entries
+
+
+def store(
+    entries: list[Entry], kernels: list[Any], values: list[Any], prepared: Callable[..., Any]
+) -> None:
+    """Remember a prepared kernel for arrays with the metadata of `values`."""
+    make_guard = backend(values[0]).make_guard
+    assert make_guard is not None  # `lookup` returned entries
+    entries[:] = *entries[1 - MAX_GUARDS :], Entry(kernels, make_guard(values), prepared)

@@ -1,101 +1,62 @@
-"""Who runs an operation: providers register kernels, the first that does not reject a call runs it.
+"""Registration of kernels, by hand or by installed packages.
 
-A provider is asked with `rejects(call)`, which reads host metadata only and answers None or the reason why not. That one
-sentence is the error message, what `explain` shows, and the documentation. The newest provider is asked first, the standard
-path last.
+A kernel's `rejects` reads host metadata only and returns None, or the reason why the kernel does not take the call. That one
+sentence is the error message, the line in `scree.explain`, and the documentation.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-#: Third-party packages declare their `register` function in this group, under the name of the library that it serves.
+from .operation import OPERATIONS, STANDARD, Kernel, Operation, Prepare, Rejects, rejects_nothing
+
+#: Third-party packages declare their `register` function in this group, under the name of the library it serves.
 ENTRY_POINTS = "scree.kernels"
-STANDARD = "standard"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One provider's way to run one operation."""
-
-    provider: str
-    rejects: Callable[[Any], str | None]
-    run: Callable[[Any], Any]
-    prepare: Callable[[Any], Callable[..., Any] | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Who would run a call, and why the providers asked before would not."""
-
-    operation: str
-    provider: str
-    rejected: dict[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"{self.operation}: runs on {self.provider!r}"]
-        return "\n".join(
-            lines + [f"  {name!r} rejects: {reason}" for name, reason in self.rejected.items()]
-        )
-
-
-_KERNELS: dict[str, list[Kernel]] = {}
-_DESCRIBE: dict[str, Callable[..., Any]] = {}
-_LOADED: set[str] = set()
-
-
-def _accepts(call: Any) -> None:
-    return None
-
-
-def declare(name: str, describe: Callable[..., Any]) -> Callable[[F], F]:
-    """Declare an operation: how its arguments become a validated call, and (decorated) its standard path."""
-    _DESCRIBE[name] = describe
-
-    def register(run: F) -> F:
-        _KERNELS.setdefault(name, []).append(Kernel(STANDARD, _accepts, run))
-        return run
-
-    return register
+_loaded: set[str] = set()  # libraries whose plugins are registered
 
 
 def register_kernel(
     operation: str,
     *,
     provider: str,
-    rejects: Callable[[Any], str | None] = _accepts,
-    prepare: Callable[[Any], Callable[..., Any] | None] | None = None,
+    rejects: Rejects = rejects_nothing,
+    prepare: Prepare | None = None,
 ) -> Callable[[F], F]:
     """Register the decorated function as a kernel for an operation.
+
+    The function takes the operation's call record and returns what the operation returns.
 
     Parameters
     ----------
     operation
         The operation's name, for instance ``"attention"``.
     provider
-        The name that users give to ``kernel=`` to insist on this kernel. Registering it again replaces it.
+        The name that users give to ``kernel=`` to require this kernel. A second registration replaces the first.
     rejects
-        ``rejects(call)`` returns None to take the call, or the reason why not. It may read host metadata only: shapes,
+        ``rejects(call)`` returns None to take the call, or the reason why not. It reads host metadata only: shapes,
         dtypes, devices, flags.
     prepare
-        ``prepare(call)`` gives a function that takes the arrays of a call by their names and runs it as `run` does. It is used
-        for all calls on the same rows that differ from this one in the contents of their arrays alone, and kept as long as the
-        rows are, so it must not hold arrays itself. Whoever gives it promises that `rejects` answers from options and from
-        dtypes, shapes, strides, devices and `requires_grad` of arrays. It gives None where each call is to be checked, as
-        where targets are in host memory and looked at. On PyTorch attention, norms, rope, softmax, the gate, split, gather,
-        scatter, concat of rows, cross-entropy, grouped products, reductions and scans of rows, and `to_padded` ask for it.
+        ``prepare(call)`` returns a function that takes the arrays of a call by their names and returns what the kernel
+        returns. It serves all later calls on the same layout that differ from this call only in the contents of their
+        arrays. It is kept as long as the layout, so it must not hold arrays. A kernel with `prepare` promises that
+        `rejects` depends only on options and on the dtypes, shapes, strides, devices and `requires_grad` of arrays.
+        ``prepare(call)`` returns None where every call must be validated, for instance where the validation reads targets
+        in host memory. Only PyTorch calls are cached.
 
     Returns
     -------
     function
-        The decorator, which gives back what it decorates.
+        The decorator, which returns the function unchanged.
 
     Raises
     ------
     ValueError
-        If there is no such operation, or the provider has the name of the standard path.
+        If there is no such operation, or the provider has the name of the standard implementation.
 
     Examples
     --------
@@ -111,115 +72,90 @@ def register_kernel(
 
     def register(run: F) -> F:
         unregister_kernel(operation, provider)
-        _KERNELS[operation].insert(0, Kernel(provider, rejects, run, prepare))
+        target = OPERATIONS[operation]
+        target.kernels = [Kernel(provider, rejects, run, prepare), *target.kernels]
         return run
 
     return register
 
 
 def unregister_kernel(operation: str, provider: str) -> None:
-    """Forget a provider's kernel for an operation, if there is one.
+    """Remove a provider's kernel for an operation, if there is one.
 
     Parameters
     ----------
     operation, provider
-        As they were registered.
+        The arguments of `register_kernel`.
 
     Raises
     ------
     ValueError
-        If there is no such operation, or the provider is the standard path.
+        If there is no such operation, or the provider is the standard implementation.
 
     Examples
     --------
     >>> import scree
-    >>> scree.unregister_kernel("attention", "of a package that is not installed")
+    >>> scree.unregister_kernel("attention", "a package that is not installed")
     """
-    _declared(operation)
+    target = get_operation(operation)
     if provider == STANDARD:
         raise ValueError(
-            f"provider: {STANDARD!r} names the standard path, which stays; choose another name"
+            f"provider: {STANDARD!r} names the standard implementation, which stays; choose another name"
         )
-    _KERNELS[operation] = [k for k in _KERNELS[operation] if k.provider != provider]
+    target.kernels = [k for k in target.kernels if k.provider != provider]
 
 
-def _declared(operation: str) -> None:
-    if not isinstance(operation, str) or operation not in _DESCRIBE:
-        raise ValueError(
-            f"operation: expected one of {', '.join(sorted(_DESCRIBE))}, got {operation!r}"
-        )
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Restore all registered kernels and loaded plugins on exit; inside, only standard implementations are registered.
 
-
-def _select(name: str, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
-    rejected: dict[str, str] = {}
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel: expected the name of a provider or None, got {kernel!r}")
-    for candidate in _KERNELS[name]:
-        if kernel is not None and candidate.provider != kernel:
-            continue
-        reason = candidate.rejects(call)
-        if reason is None:
-            return candidate, rejected
-        rejected[candidate.provider] = reason
-    if kernel in rejected:
-        raise ValueError(f"{name}: kernel={kernel!r} rejects this call: {rejected[kernel]}")
-    known = ", ".join(repr(k.provider) for k in _KERNELS[name])
-    raise ValueError(f"kernel: expected one of {known} for {name}, got {kernel!r}")
-
-
-def run(name: str, call: Any, kernel: str | None = None) -> Any:
-    """Run a call on the kernel that is named, or on the first that accepts it."""
-    chosen, _ = _select(name, call, kernel)
-    return chosen.run(call)
-
-
-def explain(operation: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Explanation:
-    """Say who would run an operation on these arguments, and why the others would not.
-
-    Parameters
-    ----------
-    operation
-        The operation's name, for instance ``"attention"``.
-    *args, **kwargs
-        The operation's arguments, as one would pass them to ``xp.ragged``.
-    kernel
-        The provider that must run it; by default the first that accepts.
-
-    Returns
-    -------
-    Explanation
-        Prints as one line for the provider that runs and one for each that rejects.
-
-    Raises
-    ------
-    TypeError, ValueError
-        What the operation itself raises for these arguments; if there is no such operation; or if `kernel` rejects them.
+    For tests of kernels and of the registry.
 
     Examples
     --------
-    >>> import numpy as np, scree
-    >>> scree.explain("rms_norm", scree.from_lengths(np.ones((3, 4)), [1, 2])).provider
-    'standard'
+    >>> import scree
+    >>> from scree.dispatch.registry import isolated
+    >>> with isolated():
+    ...     @scree.register_kernel("softmax", provider="mine")
+    ...     def mine(call):
+    ...         return call.x
+    >>> "mine" in [kernel.provider for kernel in scree.dispatch.operation.OPERATIONS["softmax"].kernels]
+    False
     """
-    _declared(operation)
-    chosen, rejected = _select(operation, _DESCRIBE[operation](*args, **kwargs), kernel)
-    return Explanation(operation, chosen.provider, rejected)
+    kernels = {operation: operation.kernels for operation in OPERATIONS.values()}
+    loaded = set(_loaded)
+    for operation in kernels:
+        operation.kernels = operation.kernels[-1:]
+    try:
+        yield
+    finally:
+        for operation, saved in kernels.items():
+            operation.kernels = saved
+        _loaded.clear()
+        _loaded.update(loaded)
+
+
+def get_operation(name: str) -> Operation:
+    """Return an operation by name; raise `ValueError` if there is none."""
+    if not isinstance(name, str) or name not in OPERATIONS:
+        raise ValueError(
+            f"operation: expected one of {', '.join(sorted(OPERATIONS))}, got {name!r}"
+        )
+    return OPERATIONS[name]
 
 
 def load_plugins(library: str) -> None:
-    """Let every installed package that declares kernels for a library register them, once."""
-    from importlib.metadata import (
-        entry_points,
-    )  # here, because `import scree` should not wait for it
+    """Register the kernels of every installed package that declares some for a library, once."""
+    from importlib.metadata import entry_points  # slow to import
 
-    if library in _LOADED:
+    if library in _loaded:
         return
-    _LOADED.add(library)
+    _loaded.add(library)
     for entry in entry_points(group=ENTRY_POINTS, name=library):
         try:
             entry.load()()
         except Exception as error:  # foreign code may raise anything; it is raised again, with the name of the package
-            _LOADED.remove(library)
+            _loaded.remove(library)
             package = entry.dist.name if entry.dist else "an unknown package"
             raise ImportError(
                 f"the entry point {entry.name} = {entry.value} of {package} in the group {ENTRY_POINTS} does not load: "

@@ -1,65 +1,43 @@
-"""Functions of each element, of dtypes alone, and those that ragged arrays do not have."""
+"""Elementwise functions, casts, arrays like another array, and functions of dtypes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..array import Array
-from ..backends import Backend
-from ..broadcasting import Function, against, shared_layout, unless_ragged
+from ..broadcasting import broadcast_operand, check_shared_layout
+from .binding import Standard, implements
 
 
-def elementwise(f: Function, name: str, lib: Backend) -> Function:
-    """Functions of each element: the values by the library's function, dense operands broadcast."""
-    most = (
-        0 if name == "where" else 2
-    )  # operands of a plain call; of one, which is not the standard's, `where` gives a tuple
+@implements("elementwise", ragged="all")
+def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
+    """Apply the library's function to the values; dense operands broadcast."""
+    ragged = [x for x in args if isinstance(x, Array)]
+    if kwargs:
+        ragged += [x for x in kwargs.values() if isinstance(x, Array)]
+    if not ragged:
+        return std.function(*args, **kwargs)
+    first = ragged[0] if len(ragged) == 1 else check_shared_layout(std.name, ragged)
+    is_plain = not kwargs and len(ragged) == len(args) <= 2 and std.name != "where"
+    if is_plain and ragged[-1].layout is first.layout:
+        out = std.function(*[x.values for x in ragged])
+        return Array.from_layout(out, first.layout, first.ragged_dim)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        ragged = [x for x in args if isinstance(x, Array)]
-        if kwargs:
-            ragged += [x for x in kwargs.values() if isinstance(x, Array)]
-        if not ragged:
-            return f(*args, **kwargs)
-        first = ragged[0] if len(ragged) == 1 else shared_layout(name, ragged)
-        if not kwargs and len(ragged) == len(args) <= most and ragged[-1].layout is first.layout:
-            return Array._of(f(*[x.values for x in ragged]), first.layout, first.ragged_dim)
+    def operand(x: Any) -> Any:
+        return x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first)
 
-        def operand(x: Any) -> Any:
-            return x.values if isinstance(x, Array) else against(name, x, first)
-
-        return first.with_values(
-            f(*map(operand, args), **{k: operand(x) for k, x in kwargs.items()})
-        )
-
-    return call
+    named = {name: operand(x) for name, x in kwargs.items()}
+    return first.with_values(std.function(*map(operand, args), **named))
 
 
-def same_rows(f: Function, name: str, lib: Backend) -> Function:
-    """Functions of one array that keep its shape: casts and arrays like another."""
-
-    def ragged(x: Array, /, *args: Any, device: Any = None, **kwargs: Any) -> Array:
-        x = x if device is None or device == x.device else x.to_device(device)
-        return x.with_values(f(x.values, *args, **kwargs))
-
-    return unless_ragged(f, ragged)
+@implements("same_rows")
+def same_rows(x: Array, /, *args: Any, device: Any = None, std: Standard, **kwargs: Any) -> Array:
+    """Apply the library's function to the values; the layout stays."""
+    x = x if device is None or device == x.device else x.to_device(device)
+    return x.with_values(std.function(x.values, *args, **kwargs))
 
 
-def dtypes(f: Function, name: str, lib: Backend) -> Function:
-    """Functions that look at dtypes alone."""
-
-    def call(*args: Any) -> Any:
-        return f(*(x.dtype if isinstance(x, Array) else x for x in args))
-
-    return call
-
-
-def unsupported(f: Function, name: str, why: str) -> Function:
-    """Functions that ragged arrays do not have: a clear refusal, and the library's own for dense arrays."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, Array) for x in (*args, *kwargs.values())):
-            raise TypeError(f"{name} does not take ragged arrays: {why}")
-        return f(*args, **kwargs)
-
-    return call
+@implements("dtypes", ragged="all")
+def dtypes(*args: Any, std: Standard) -> Any:
+    """Call the library's function with the dtypes of ragged arrays."""
+    return std.function(*(x.dtype if isinstance(x, Array) else x for x in args))

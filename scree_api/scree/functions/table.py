@@ -1,8 +1,8 @@
-"""THE table: every function of the Array API standard, and how it acts on ragged arrays.
+"""KINDS, the table of every function of the Array API standard and its action on ragged arrays.
 
-A kind names the lifter (in `lift`) that turns a library's function into one that knows ragged arrays. `plain` names
-take no arrays of rows (dtypes, constants, creation from nothing) and are the library's own. What has no meaning on ragged
-arrays, or none yet, is `unsupported` and says why; on dense arrays it is the library's own too.
+A kind names the implementation (see `binding.implements`) that serves a function. `plain` names take no ragged arrays
+(dtypes, constants, creation from nothing) and are the library's own. Functions without a meaning on ragged arrays, or without
+one yet, are `unsupported` and say why; on dense arrays they are the library's own too.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a function acts on ragged arrays; `why` says why it does not, and what does."""
+    """The action of a function on ragged arrays; `why` is the reason why it has none, and the alternative."""
 
     name: str
     why: str = ""
@@ -21,12 +21,12 @@ def _all(kind: Kind, names: str) -> dict[str, Kind]:
 
 
 def _each(names: str) -> dict[str, Kind]:
-    """Functions that are each a kind of their own."""
+    """Return functions that are each a kind of their own."""
     return {name: Kind(name) for name in names.split()}
 
 
 def unsupported(why: str, names: str) -> dict[str, Kind]:
-    """Functions that ragged arrays do not have."""
+    """Return functions that ragged arrays do not have."""
     return _all(Kind("unsupported", why), names)
 
 
@@ -47,7 +47,7 @@ KINDS: dict[str, Kind] = {
         argsort broadcast_arrays broadcast_to concat diff expand_dims flip isin matmul matrix_transpose moveaxis nonzero
         permute_dims repeat reshape roll searchsorted sort squeeze stack take take_along_axis tensordot tile unique_all
         unique_counts unique_inverse unique_values unstack vecdot"""),
-    **unsupported("rows of different lengths are no dense array; use arr.values, scree.unpack or scree.to_padded",
+    **unsupported("rows of different lengths are not a dense array; use arr.values, scree.unpack or scree.to_padded",
                   "asarray from_dlpack meshgrid"),
     **_all(Kind("plain"), """
         arange bool broadcast_shapes complex128 complex64 e empty eye finfo float32 float64 full iinfo inf int16 int32 int64

@@ -1,4 +1,4 @@
-"""`at(arr)[...]`: arrays with some entries replaced, on every library, those included whose arrays never change."""
+"""`at(arr)[...]`: functional updates, on every library, immutable arrays included."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..broadcasting import accumulator, against, ragged, shared_layout, stretches, values_of
-from ..checks import NUMBERS, dense, scalar
-from ..layout import Layout, counter
-from ..ops.segment import segment_reduce
+from ..broadcasting import (
+    accumulation_dtype,
+    as_values,
+    broadcast_operand,
+    check_ragged,
+    check_shared_layout,
+    is_broadcastable,
+)
+from ..checks import NUMBERS, check_dense, check_scalar
+from ..layout import Layout, index_dtype
+from ..ops.segment import segment_reduce, sort_by_id
 from .getitem import getitem
 
 
 def at(arr: Array) -> At:
-    """Name entries of a ragged array to update: ``scree.at(arr)[key].set(value)``; `arr` itself stays as it is.
+    """Select entries of a ragged array to update: ``scree.at(arr)[key].set(value)``; `arr` itself does not change.
 
-    `key` is any index that `arr` takes. The updates are ``set``, ``add``, ``multiply``, ``min`` and ``max``; entries that are
-    named more than once meet all their values, and `set` keeps the last. Where the offsets are not read for free, nothing happens
-    to a row that is too short for ``[:, i]``.
+    `key` is any index of `arr`. The updates are ``set``, ``add``, ``multiply``, ``min`` and ``max``. An entry that is selected
+    more than once receives all its values; `set` keeps the last. Where the offsets are not read for free, a row that is too
+    short for ``[:, i]`` stays unchanged.
 
     Parameters
     ----------
@@ -28,12 +35,12 @@ def at(arr: Array) -> At:
     Returns
     -------
     At
-        What takes the index; see `Update`.
+        Takes the index; see `Update`.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
 
     Examples
     --------
@@ -44,12 +51,12 @@ def at(arr: Array) -> At:
     >>> scree.at(arr)[:, 0].add(np.asarray([10.0, 20.0])).values
     array([11., 18.,  3.])
     """
-    return At(ragged("arr", arr))
+    return At(check_ragged("arr", arr))
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """A ragged array that waits for the index of what to update."""
+    """A ragged array that takes the index of the entries to update."""
 
     array: Array
 
@@ -59,83 +66,84 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Some entries of a ragged array, and what to do with them; every method returns a new array."""
+    """Selected entries of a ragged array; every method returns a new array."""
 
     array: Array
     key: Any
 
     def set(self, value: Any) -> Array:
-        """The array with `value` there."""
+        """Return the array with the entries set to `value`."""
         return self._apply("set", value)
 
     def add(self, value: Any) -> Array:
-        """The array with `value` added there."""
+        """Return the array with `value` added to the entries."""
         return self._apply("sum", value)
 
     def multiply(self, value: Any) -> Array:
-        """The array multiplied by `value` there."""
+        """Return the array with the entries multiplied by `value`."""
         return self._apply("prod", value)
 
     def min(self, value: Any) -> Array:
-        """The lesser of the array and `value` there."""
+        """Return the array with the minimum of the entries and `value`."""
         return self._apply("min", value)
 
     def max(self, value: Any) -> Array:
-        """The greater of the array and `value` there."""
+        """Return the array with the maximum of the entries and `value`."""
         return self._apply("max", value)
 
     def _apply(self, op: str, value: Any) -> Array:
         arr, layout = self.array, self.array.layout
-        xp, device = layout.xp, layout.device
-        numbers = xp.reshape(
-            xp.arange(arr.size, dtype=counter(xp, arr.size, layout.offsets), device=device),
-            arr.values.shape,
-        )
-        chosen = getitem(
-            arr.with_values(numbers), self.key, missing=arr.size
-        )  # a number beyond all entries
-        places = values_of(chosen)
-        if isinstance(value, Array):
-            if not isinstance(chosen, Array):
-                raise ValueError(
-                    f"value: expected a dense array for entries of shape {places.shape}, got {value.shape}"
-                )
-            shared_layout("value", (chosen, value))
-            value = value.values
-        elif isinstance(chosen, Array):
-            value = against("value", value, chosen)
-        if isinstance(value, NUMBERS):
-            value = xp.full((), scalar("value", value, arr.values), dtype=arr.dtype, device=device)
+        xp, size = layout.xp, arr.size
+        # The index selects from the numbers of all entries; `size` marks a row that is too short.
+        dtype = index_dtype(xp, size, layout.offsets)
+        numbers = xp.reshape(xp.arange(size, dtype=dtype, device=layout.device), arr.values.shape)
+        selected = getitem(arr.with_values(numbers), self.key, fill_value=size)
+        index = as_values(selected)
+        value = self._check_value(value, selected)
+        value = xp.reshape(xp.broadcast_to(value, index.shape), (-1,))
+        if 0 in (size, value.shape[0]):
+            return arr
+        flat = xp.reshape(arr.values, (-1,))
+        order, bounds = sort_by_id(xp, xp.reshape(index, (-1,)), size, layout.device)
+        # Row i holds the values for entry i.
+        updates = Layout(layout.backend, bounds, int(value.shape[0]))
+        value = xp.take(value, order)
+        if op == "set":
+            last = xp.take(value, updates.clip(bounds[1:] - 1))
+            flat = xp.where(updates.nonempty, last, flat)
         else:
-            dense("value", value, arr.values)
+            wide = accumulation_dtype(xp, arr.dtype)
+            combined = segment_reduce(op, value, updates, dtype=wide)
+            combined = COMBINE[op](xp, xp.astype(flat, wide, copy=False), combined)
+            flat = xp.astype(combined, arr.dtype, copy=False)
+        return arr.with_values(xp.reshape(flat, arr.values.shape))
+
+    def _check_value(self, value: Any, selected: Any) -> Any:
+        """Return the value as a dense array that broadcasts to the selected entries."""
+        arr, xp, shape = self.array, self.array.layout.xp, tuple(as_values(selected).shape)
+        if isinstance(value, Array):
+            if not isinstance(selected, Array):
+                raise ValueError(
+                    f"value: expected a dense array for entries of shape {shape}, got {value.shape}"
+                )
+            check_shared_layout("value", (selected, value))
+            value = value.values
+        elif isinstance(selected, Array):
+            value = broadcast_operand("value", value, selected)
+        if isinstance(value, NUMBERS):
+            value = check_scalar("value", value, arr.values)
+            value = xp.full((), value, dtype=arr.dtype, device=arr.layout.device)
+        else:
+            check_dense("value", value, arr.values)
         if value.dtype != arr.dtype:
             raise TypeError(
                 f"value: expected dtype {arr.dtype} as the array, got {value.dtype}; convert it with xp.astype"
             )
-        shape, given = tuple(places.shape), tuple(value.shape)
-        if not stretches(given, shape):
-            raise ValueError(f"value: expected it to fit the entries of shape {shape}, got {given}")
-        size, value = arr.size, xp.reshape(xp.broadcast_to(value, places.shape), (-1,))
-        if 0 in (size, value.shape[0]):
-            return arr
-        places, flat = xp.reshape(places, (-1,)), xp.reshape(arr.values, (-1,))
-        order = xp.argsort(places, stable=True)
-        bounds = xp.searchsorted(
-            xp.take(places, order), xp.arange(size + 1, dtype=places.dtype, device=device)
-        )
-        met = Layout(
-            layout.backend, bounds, int(value.shape[0])
-        )  # entry -> the values that it meets
-        value = xp.take(value, order)
-        if op == "set":
-            flat = xp.where(met.filled, xp.take(value, met.clip(bounds[1:] - 1)), flat)
-        else:
-            wide = accumulator(xp, arr.dtype)
-            found = COMBINE[op](
-                xp, xp.astype(flat, wide, copy=False), segment_reduce(op, value, met, dtype=wide)
+        if not is_broadcastable(tuple(value.shape), shape):
+            raise ValueError(
+                f"value: expected it to fit the entries of shape {shape}, got {tuple(value.shape)}"
             )
-            flat = xp.astype(found, arr.dtype, copy=False)
-        return arr.with_values(xp.reshape(flat, arr.values.shape))
+        return value
 
 
 COMBINE = {

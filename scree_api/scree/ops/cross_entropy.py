@@ -1,4 +1,4 @@
-"""Cross-entropy of each token's logits against its right class, and the same fused with the product that makes the logits."""
+"""Cross-entropy of each token's logits and its target class, alone and fused with the product that makes the logits."""
 
 from __future__ import annotations
 
@@ -10,54 +10,71 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend, is_array
-from ..broadcasting import accumulator, equal_rows, like, ragged, values_of
-from ..checks import dense, floating, integer, integers
-from ..dispatch import call_cache
-from ..dispatch.registry import declare, run
-from .segment import divide, segment_reduce
+from ..broadcasting import (
+    accumulation_dtype,
+    as_values,
+    check_ragged,
+    check_same_rows,
+    with_values_like,
+)
+from ..checks import check_dense, check_floating, check_integer, check_integers
+from ..dispatch.operation import define_operation
+from .segment import safe_divide, segment_reduce
 
-#: What comes of the losses of the tokens: one mean, one sum, a mean of each row, or the losses themselves.
+#: The mean or the sum over all tokens, the mean of each row, or the loss of each token.
 REDUCTIONS = ("mean", "sum", "row_mean", "none")
-LOGITS = 1 << 22  # that the standard path holds at a time, unless the inputs are larger
+#: Logits that the standard implementation holds at a time, unless the inputs are larger.
+MAX_LOGITS = 1 << 22
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
 
 
-class Losses:
-    """What both calls share: tokens `x` and their `targets`, ragged or dense.
+class LossCall:
+    """The part that both call records share.
 
-    A provider gives what `reduction` makes of the losses, in the dtype that it adds up in: of all tokens a number, of each row
-    (n,), of each token (total,). The loss of a token is 0 where `known` is False; NaN, with a gradient of NaN, where a known
-    target is no class.
+    The loss of a token is 0 where `counted` is False. It is NaN, with a gradient of NaN, where a counted target is not a
+    class. `reduce_losses` turns the losses of all tokens into the result.
     """
 
     __slots__ = ()
-    x: Any
     targets: Any
     ignore_index: int
     reduction: str
 
     @property
+    def tokens(self) -> Any:
+        """The logits or hidden states, ragged or dense."""
+        raise NotImplementedError  # both records define it
+
+    @property
     def values(self) -> Any:
-        """(total, size) `x`, dense."""
-        return values_of(self.x)
+        """(total, size) the logits or hidden states, dense."""
+        return as_values(self.tokens)
 
     @property
     def labels(self) -> Any:
         """(total,) the targets, dense, int32 or int64."""
-        return integers("targets", values_of(self.targets), self.values)
+        return check_integers("targets", as_values(self.targets), self.values)
 
     @property
-    def known(self) -> Any:
-        """(total,) which tokens count: those of a row, with a target that is not ignored."""
-        known = self.labels != self.ignore_index
-        real = self.x.layout.real if isinstance(self.x, Array) else None
-        return known if real is None else known & real
+    def counted(self) -> Any:
+        """(total,) whether a token counts: it belongs to a row, and its target is not ignored."""
+        counted = self.labels != self.ignore_index
+        mask = self.tokens.layout.token_mask if isinstance(self.tokens, Array) else None
+        return counted if mask is None else counted & mask
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropyCall(Losses):
-    """The losses of the logits `x`, values (total, classes), against `targets`, values (total,)."""
+class CrossEntropyCall(LossCall):
+    """A validated call of `cross_entropy`.
 
-    x: Any
+    Attributes
+    ----------
+    logits, targets, ignore_index, reduction
+        See `cross_entropy`.
+    """
+
+    logits: Any
     targets: Any
     ignore_index: int = -100
     reduction: str = "mean"
@@ -66,14 +83,25 @@ class CrossEntropyCall(Losses):
         _check_tokens("logits", self)
         if self.values.shape[1] == 0:
             raise ValueError(
-                f"logits: expected at least one class, got shape {tuple(self.x.shape)}"
+                f"logits: expected at least one class, got shape {tuple(self.logits.shape)}"
             )
         _check_targets(self, self.values.shape[1])
 
+    @property
+    def tokens(self) -> Any:
+        """The logits, ragged or dense."""
+        return self.logits
+
 
 @dataclass(frozen=True, slots=True)
-class LinearCrossEntropyCall(Losses):
-    """The losses of the logits ``x @ weight.T + bias``, x with values (total, width), which should never exist all at once."""
+class LinearCrossEntropyCall(LossCall):
+    """A validated call of `linear_cross_entropy`.
+
+    Attributes
+    ----------
+    x, weight, targets, bias, ignore_index, reduction
+        See `linear_cross_entropy`.
+    """
 
     x: Any
     weight: Any
@@ -85,24 +113,29 @@ class LinearCrossEntropyCall(Losses):
     def __post_init__(self) -> None:
         _check_tokens("x", self)
         values, weight = self.values, self.weight
-        dense("weight", weight, values)
+        check_dense("weight", weight, values)
         if weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
             raise ValueError(
                 f"weight: expected shape (classes, width), at least one class and the last axis of x, {tuple(self.x.shape)}, "
                 f"got {tuple(weight.shape)}"
             )
         if self.bias is not None:
-            dense("bias", self.bias, values)
+            check_dense("bias", self.bias, values)
             if tuple(self.bias.shape) != (weight.shape[0],):
                 raise ValueError(
-                    f"bias: expected shape ({weight.shape[0]},), a number a class, got {tuple(self.bias.shape)}"
+                    f"bias: expected shape ({weight.shape[0]},), one number per class, got {tuple(self.bias.shape)}"
                 )
-        for name, found in (("weight", weight), ("bias", self.bias)):
-            if found is not None and found.dtype != values.dtype:
+        for name, parameter in (("weight", weight), ("bias", self.bias)):
+            if parameter is not None and parameter.dtype != values.dtype:
                 raise TypeError(
-                    f"{name}: expected the dtype of x, {values.dtype}, got {found.dtype}; convert it with xp.astype"
+                    f"{name}: expected the dtype of x, {values.dtype}, got {parameter.dtype}; convert it with xp.astype"
                 )
         _check_targets(self, weight.shape[0])
+
+    @property
+    def tokens(self) -> Any:
+        """The hidden states, ragged or dense."""
+        return self.x
 
     @property
     def parameters(self) -> tuple[Any, ...]:
@@ -110,35 +143,35 @@ class LinearCrossEntropyCall(Losses):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def _check_tokens(name: str, call: Losses) -> None:
+def _check_tokens(name: str, call: LossCall) -> None:
     """Raise unless the tokens are floating point, (n, None, size) or (total, size)."""
-    x, values = call.x, call.values
+    x, values = call.tokens, call.values
     backend(values, name)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
         raise ValueError(
             f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"
         )
-    floating(name, values)
+    check_floating(name, values)
 
 
-def _check_targets(call: Losses, classes: int) -> None:
-    """Raise unless each token has a target that is a class, and the way to reduce the losses is known."""
-    x, targets, values = call.x, call.targets, call.values
+def _check_targets(call: LossCall, classes: int) -> None:
+    """Raise unless each token has a target that is a class, and the reduction is known."""
+    x, targets, values = call.tokens, call.targets, call.values
     lib = backend(values)
     if isinstance(x, Array):
-        if ragged("targets", targets).ndim != 2:
+        if check_ragged("targets", targets).ndim != 2:
             raise ValueError(
-                f"targets: expected shape (n, None), a class a token, got {targets.shape}"
+                f"targets: expected shape (n, None), one class per token, got {targets.shape}"
             )
-        equal_rows("targets", x, targets)
+        check_same_rows("targets", x, targets)
     elif not is_array(targets) or tuple(targets.shape) != tuple(values.shape[:1]):
-        came = (
+        actual = (
             f"shape {tuple(targets.shape)}" if hasattr(targets, "shape") else type(targets).__name__
         )
         raise ValueError(
-            f"targets: expected a dense array of shape {tuple(values.shape[:1])}, a class a token, got {came}"
+            f"targets: expected a dense array of shape {tuple(values.shape[:1])}, one class per token, got {actual}"
         )
-    integer("ignore_index", call.ignore_index)
+    check_integer("ignore_index", call.ignore_index)
     if call.reduction not in REDUCTIONS:
         raise ValueError(
             f"reduction: expected one of {', '.join(map(repr, REDUCTIONS))}, got {call.reduction!r}"
@@ -147,11 +180,11 @@ def _check_targets(call: Losses, classes: int) -> None:
         raise ValueError(
             f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"
         )
-    rows = x.layout.host if isinstance(x, Array) else None
-    seen = rows is not None or (not isinstance(x, Array) and not lib.compiling())
-    host = lib.peek(call.labels) if seen else None
+    offsets = x.layout.host if isinstance(x, Array) else None
+    is_readable = not lib.is_compiling() if not isinstance(x, Array) else offsets is not None
+    host = lib.peek(call.labels) if is_readable else None
     if host is not None:
-        host = host[: None if rows is None else rows[-1]]
+        host = host[: None if offsets is None else offsets[-1]]
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
         if wrong.size:
             raise ValueError(
@@ -168,28 +201,28 @@ def cross_entropy(
     reduction: str = "mean",
     kernel: str | None = None,
 ) -> Any:
-    """How badly the logits of each token predict its class: ``log(sum(exp(logits))) - logits[target]``, in nats.
+    """Compute the cross-entropy ``log(sum(exp(logits))) - logits[target]`` of each token, in nats.
 
     Parameters
     ----------
     logits
         (n, None, classes) ragged or (total, classes) dense floating-point array.
     targets
-        (n, None) or (total,) integers, the class of each token, on the layout of the logits. A class that does not exist is an
-        error where reading it is free; elsewhere the loss of the token and its gradient are NaN.
+        (n, None) or (total,) integers, the class of each token, on the layout of the logits. A class that does not exist is
+        an error where reading it is free; elsewhere the loss of the token and its gradient are NaN.
     ignore_index
         Tokens with this target do not count: their loss and their gradient are 0.
     reduction
-        ``"mean"`` over all tokens that count, their ``"sum"``, ``"row_mean"``, the mean of each row, or ``"none"``, the loss of
+        ``"mean"`` or ``"sum"`` over all tokens that count, ``"row_mean"``, the mean of each row, or ``"none"``, the loss of
         each token. A mean over no token is NaN, its gradient 0.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
     dense array or Array
-        A number; (n,) for ``"row_mean"``; like the targets for ``"none"``. float32, or float64 for float64: the loss of a batch
-        in half precision would have three digits.
+        0-d; (n,) for ``"row_mean"``; like the targets for ``"none"``. The dtype is float32, or float64 for float64: in half
+        precision the loss of a batch would have three digits.
 
     Raises
     ------
@@ -205,11 +238,7 @@ def cross_entropy(
     array([0.6931, 1.6094])
     """
     options = {"ignore_index": ignore_index, "reduction": reduction}
-    return _shaped(
-        logits,
-        reduction,
-        call_cache.run("cross_entropy", {"x": logits, "targets": targets}, options, kernel),
-    )
+    return _cross_entropy.run({"logits": logits, "targets": targets}, options, kernel)
 
 
 def linear_cross_entropy(
@@ -222,11 +251,11 @@ def linear_cross_entropy(
     reduction: str = "mean",
     kernel: str | None = None,
 ) -> Any:
-    """`cross_entropy` of the logits ``x @ weight.T + bias``, a part of the tokens at a time: all logits never exist at once.
+    """Compute `cross_entropy` of the logits ``x @ weight.T + bias``, for a part of the tokens at a time.
 
-    With a vocabulary of 128,000 the logits take more memory than the model that makes them. Here they take no more than the
-    inputs or 2**22 numbers, whichever is more, in the backward pass too, which computes them again. (A kernel may do that together
-    with the forward pass, and hold some more.)
+    With a vocabulary of 128,000 all logits take more memory than the model that makes them. Here they take no more than the
+    inputs or 2**22 numbers, whichever is larger. The backward pass computes them again. A kernel may do so in the forward
+    pass, and hold more.
 
     Parameters
     ----------
@@ -258,80 +287,68 @@ def linear_cross_entropy(
     np.float64(1.3863)
     """
     call = LinearCrossEntropyCall(x, weight, targets, bias, ignore_index, reduction)
-    return _shaped(x, reduction, run("linear_cross_entropy", call, kernel))
+    return _linear_cross_entropy.run_call(call, kernel)
 
 
-def _shaped(x: Any, reduction: str, found: Any) -> Any:
-    """What a provider gave, as rows where it is a loss of each token."""
-    return like(x, found) if reduction == "none" else found
-
-
-def given(call: Losses, losses: Any) -> Any:
-    """What a provider gives, of the losses of the tokens."""
+def reduce_losses(call: LossCall, losses: Any) -> Any:
+    """Return the result of a call from the (total,) losses of its tokens."""
     if call.reduction == "none":
-        return losses
-    xp, known = backend(call.values).xp, call.known
+        return with_values_like(call.tokens, losses)
+    xp, counted = backend(call.values).xp, call.counted
     if call.reduction == "row_mean":
-        rows = call.x.layout
-        return divide(
-            xp,
-            segment_reduce("sum", losses, rows),
-            segment_reduce("sum", xp.astype(known, losses.dtype), rows),
-        )
+        layout = call.tokens.layout
+        count = segment_reduce("sum", xp.astype(counted, losses.dtype), layout)
+        return safe_divide(xp, segment_reduce("sum", losses, layout), count)
     total = xp.sum(losses)
     if call.reduction == "sum":
         return total
-    return divide(xp, total, xp.astype(xp.sum(xp.astype(known, xp.int32)), total.dtype))
+    return safe_divide(xp, total, xp.astype(xp.sum(xp.astype(counted, xp.int32)), total.dtype))
 
 
-@declare("cross_entropy", CrossEntropyCall)
+@define_operation("cross_entropy", CrossEntropyCall)
 def _cross_entropy(call: CrossEntropyCall) -> Any:
-    lib, known, classes = backend(call.values), call.known, call.values.shape[1]
+    lib, counted, classes = backend(call.values), call.counted, call.values.shape[1]
     xp = lib.xp
-    logits = xp.astype(call.values, accumulator(xp, call.values.dtype), copy=False)
-    logits = xp.where(known[:, None], logits, xp.zeros_like(logits))
-    labels = xp.where(known, call.labels, 0)
-    target = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
-    right = xp.sum(
-        xp.where(target, logits, xp.zeros_like(logits)), axis=1
-    )  # a gather compiles for one size only
-    top = xp.ceil(
-        xp.max(logits, axis=1)
-    )  # rounded, and so a constant to every library that differentiates
-    loss = xp.log(xp.sum(xp.exp(logits - top[:, None]), axis=1)) + (top - right)
-    one, exists = xp.ones_like(loss), (labels >= 0) & (labels < classes)
-    return given(call, xp.where(known, loss * xp.where(exists, one, one * float("nan")), one * 0))
+    logits = xp.astype(call.values, accumulation_dtype(xp, call.values.dtype), copy=False)
+    logits = xp.where(counted[:, None], logits, xp.zeros_like(logits))
+    labels = xp.where(counted, call.labels, 0)
+    # One-hot, as a gather compiles for one size only.
+    one_hot = xp.arange(classes, dtype=labels.dtype, device=lib.device(logits)) == labels[:, None]
+    target = xp.sum(xp.where(one_hot, logits, xp.zeros_like(logits)), axis=1)
+    # Rounded, and so a constant to every library that differentiates.
+    shift = xp.ceil(xp.max(logits, axis=1))
+    loss = xp.log(xp.sum(xp.exp(logits - shift[:, None]), axis=1)) + (shift - target)
+    one, is_class = xp.ones_like(loss), (labels >= 0) & (labels < classes)
+    loss = xp.where(counted, loss * xp.where(is_class, one, one * float("nan")), one * 0)
+    return reduce_losses(call, loss)
 
 
-@declare("linear_cross_entropy", LinearCrossEntropyCall)
+@define_operation("linear_cross_entropy", LinearCrossEntropyCall)
 def _linear_cross_entropy(call: LinearCrossEntropyCall) -> Any:
-    lib, (total, _), size = backend(call.values), call.values.shape, part_size(call)
-    labels, known, losses = call.labels, call.known, []
+    lib, (total, _), size = backend(call.values), call.values.shape, tokens_per_part(call)
+    labels, counted, parameters, parts = call.labels, call.counted, call.parameters, []
     if total <= size:
-        found = losses_of_part(call.ignore_index, labels, known, call.values, *call.parameters)
-    else:
-        for at in range(0, total, size):
-            some = slice(at, min(at + size, total))
-            part = lib.checkpoint(
-                partial(losses_of_part, call.ignore_index, labels[some], known[some])
-            )
-            losses.append(part(call.values[some, :], *call.parameters))
-        found = lib.xp.concat(losses, axis=0)
-    return given(call, found)
+        losses = losses_of_part(call.ignore_index, labels, counted, call.values, *parameters)
+        return reduce_losses(call, losses)
+    for start in range(0, total, size):
+        part = slice(start, min(start + size, total))
+        f = lib.checkpoint(partial(losses_of_part, call.ignore_index, labels[part], counted[part]))
+        parts.append(f(call.values[part, :], *parameters))
+    return reduce_losses(call, lib.xp.concat(parts, axis=0))
 
 
-def part_size(call: LinearCrossEntropyCall) -> int:
-    """How many tokens' logits exist at a time."""
+def tokens_per_part(call: LinearCrossEntropyCall) -> int:
+    """Return the number of tokens whose logits exist at a time."""
     (total, width), classes = call.values.shape, call.weight.shape[0]
-    return max(1, max(LOGITS, total * width, classes * width) // classes)  # type: ignore[no-any-return]
+    return max(1, max(MAX_LOGITS, total * width, classes * width) // classes)  # type: ignore[no-any-return]
 
 
-def losses_of_part(ignored: int, labels: Any, known: Any, x: Any, weight: Any, *bias: Any) -> Any:
-    """(tokens,) of hidden states x (tokens, width); those that are not known come out as 0, whatever they hold."""
+def losses_of_part(
+    ignore_index: int, labels: Any, counted: Any, x: Any, weight: Any, *bias: Any
+) -> Any:
+    """Return (tokens,) the losses of hidden states x (tokens, width); 0 for tokens that do not count, whatever they hold."""
     xp = backend(x).xp
-    logits = xp.where(known[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
-    targets = xp.where(known, labels, ignored)
-    return run(
-        "cross_entropy",
-        CrossEntropyCall(logits + bias[0] if bias else logits, targets, ignored, "none"),
-    )
+    logits = xp.where(counted[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
+    logits = logits + bias[0] if bias else logits
+    targets = xp.where(counted, labels, ignore_index)
+    return _cross_entropy.run_call(CrossEntropyCall(logits, targets, ignore_index, "none"))

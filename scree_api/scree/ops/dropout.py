@@ -1,12 +1,14 @@
-"""Dropout with an explicit source of randomness."""
+"""Dropout with an explicit source of random numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..backends import backend
-from ..broadcasting import like, values_of
-from ..checks import floating, number
+from ..broadcasting import as_values, with_values_like
+from ..checks import check_floating, check_number
+
+__all__ = ["dropout"]
 
 
 def dropout(x: Any, rate: float, key: Any) -> Any:
@@ -19,7 +21,7 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     rate
         Probability in [0, 1).
     key
-        What the library draws from: ``numpy.random.Generator``, ``torch.Generator``, a key of ``jax.random`` or
+        The source of random numbers: ``numpy.random.Generator``, ``torch.Generator``, a key of ``jax.random`` or
         ``mlx.core.random``. No global state is used.
 
     Returns
@@ -30,7 +32,7 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     Raises
     ------
     TypeError
-        If `x` holds no floating-point numbers, the key is another library's, or the library has no random numbers.
+        If `x` is not floating-point, the key belongs to another library, or the library has no random numbers.
     ValueError
         If `rate` is not in [0, 1).
 
@@ -41,15 +43,15 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     >>> scree.dropout(arr, 0.5, np.random.default_rng(0)).values
     array([2., 2., 2., 0., 0., 0.])
     """
-    values = values_of(x)
+    values = as_values(x)
     lib = backend(values, "x")
-    if not 0 <= number("rate", rate) < 1:
+    if not 0 <= check_number("rate", rate) < 1:
         raise ValueError(f"rate: expected a probability in [0, 1), got {rate}")
-    floating("x", values)
+    check_floating("x", values)
     if lib.uniform is None:
         raise TypeError(
             f"x: expected an array of a library with random numbers, got one of {lib.name}"
         )
     kept = lib.uniform(key, tuple(values.shape), values) >= rate
     zero = lib.xp.zeros((), dtype=values.dtype, device=lib.device(values))
-    return like(x, lib.xp.where(kept, values * (1 / (1 - rate)), zero))
+    return with_values_like(x, lib.xp.where(kept, values * (1 / (1 - rate)), zero))

@@ -1,4 +1,4 @@
-"""Moving tokens and rows: gather, scatter, and the grouping of tokens that mixture-of-experts layers route by."""
+"""Gather and scatter of tokens and rows, and the grouping of tokens for mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,68 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulator, difference, ragged, values_of
-from ..checks import integer, integers
-from ..dispatch import call_cache
-from ..dispatch.registry import declare, run
-from ..indexing.getitem import row_numbers, take_rows
-from ..layout import Layout, counter, same
-from .segment import segment_reduce, spread
+from ..broadcasting import accumulation_dtype, as_values, check_ragged, describe_difference
+from ..checks import check_flag, check_index_bounds, check_integer, check_integers
+from ..dispatch.operation import define_operation
+from ..indexing.getitem import read_row_index, take_rows
+from ..layout import Layout, has_same_rows, index_dtype
+from .segment import append_axes, segment_reduce, sort_by_id
+
+__all__ = ["gather", "group", "scatter", "scatter_add"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCall:
+    """A validated call of `gather` for tokens (``axis=1``).
+
+    Attributes
+    ----------
+    x
+        Ragged array, or a dense array (tokens, ...).
+    index
+        (n, None) ragged integers in [0, tokens).
+    distinct
+        Whether the caller knows that no index occurs twice.
+    """
+
+    x: Any
+    index: Array
+    distinct: bool = False
+
+    def __post_init__(self) -> None:
+        values, index = _check_tokens(self.x), check_ragged("index", self.index)
+        if index.ndim != 2:
+            raise ValueError(
+                f"index: expected a ragged array of one number per token, (n, None), got {index.shape}"
+            )
+        known = index.layout.backend.peek(check_integers("index", index.values, values))
+        check_index_bounds("index", known, values.shape[0])
+
+    @property
+    def values(self) -> Any:
+        """(tokens, ...) the dense array of `x`."""
+        return as_values(self.x)
+
+    @property
+    def indices(self) -> Any:
+        """(count,) the indices, dense, int32 or int64."""
+        return check_integers("index", self.index.values, self.values)
 
 
 def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> Array:
-    """Tokens or rows by their numbers.
+    """Gather tokens or rows by index.
 
     Parameters
     ----------
     x
         Ragged array, or a dense one (tokens, ...).
     index
-        For tokens (axis 1) a ragged integer array (n, None): numbers in [0, total), counted through all rows of `x`. For
-        rows (axis 0) a dense integer array of row numbers, which is read.
+        For tokens (axis 1) a ragged integer array (n, None) of indices in [0, total) into the values of `x`. For rows
+        (axis 0) a dense integer array of row indices, which is read.
     axis
         1 for tokens, 0 for rows.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
@@ -41,11 +80,11 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     Raises
     ------
     TypeError
-        If the index holds no integers.
+        If the index does not hold integers.
     ValueError
-        If a number is out of bounds, where that is seen for free.
+        If an index is out of bounds, where reading it is free.
     IndexError
-        If there is no such row.
+        If a row does not exist.
 
     Examples
     --------
@@ -54,82 +93,71 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     >>> scree.gather(arr, scree.from_lengths(np.asarray([2, 0, 2, 1]), [3, 1])).values
     array([12, 10, 12, 11])
     """
-    if _axis(axis) == 0:
-        integers("index", index, ragged("x", x).values)
-        return take_rows(x, row_numbers(index, x.batch_size), kernel)
-    found = call_cache.run("gather", {"index": index, "x": x}, {}, kernel)
-    return Array._of(found, index.layout)
+    if _check_axis(axis) == 0:
+        check_integers("index", index, check_ragged("x", x).values)
+        return take_rows(x, read_row_index(index, x.batch_size), kernel)
+    return _gather.run({"index": index, "x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class GatherCall:
-    """The tokens of `x`, (tokens, ...), whose numbers, in [0, tokens), `index` holds, (count,); they come out, (count, ...).
-
-    `distinct` says that no number comes twice.
-    """
-
-    x: Any
-    index: Any
-    distinct: bool = False
-
-    @classmethod
-    def make(cls, x: Any, index: Any) -> GatherCall:
-        """Check the arguments of `gather` and bring them into one form."""
-        values, places = _tokens(x), ragged("index", index)
-        if places.ndim != 2:
-            raise ValueError(
-                f"index: expected a ragged array of one number a token, (n, None), got {places.shape}"
-            )
-        numbers = integers("index", places.values, values)
-        _in_bounds(places.layout.backend.peek(numbers), "index", values.shape[0])
-        return cls(values, numbers)
-
-
-@declare("gather", GatherCall.make)
-def _take(call: GatherCall) -> Any:
-    return backend(call.x).xp.take(call.x, call.index, axis=0)
+@define_operation("gather", GatherCall)
+def _gather(call: GatherCall) -> Array:
+    taken = backend(call.values).xp.take(call.values, call.indices, axis=0)
+    return Array.from_layout(taken, call.index.layout)
 
 
 @dataclass(frozen=True, slots=True)
 class ScatterCall:
-    """Put the tokens of `x`, (tokens, ...), at `index`, (tokens,), of `size` places; add those that meet, or keep the last.
+    """A validated call of `scatter` for tokens (``axis=1``), or of `scatter_add`.
 
-    An index of `size` is no place: that of a token behind the last row.
+    Attributes
+    ----------
+    x
+        Ragged array, or a dense array (tokens, ...).
+    index
+        Ragged like `x`, or dense (tokens,) integers in [0, size).
+    size
+        Size of the result.
+    add
+        Whether tokens with equal indices are added; otherwise the last token wins.
     """
 
     x: Any
     index: Any
     size: int
-    add: bool
+    add: bool = False
 
-    @classmethod
-    def make(cls, x: Any, index: Any, size: int, *, add: bool = False) -> ScatterCall:
-        """Check the arguments of `scatter` and bring them into one form."""
-        values, size = _tokens(x), integer("size", size, 0)
-        if (
-            isinstance(x, Array)
-            and isinstance(index, Array)
-            and same(x.layout, index.layout) is False
-        ):
-            raise ValueError(f"index: expected the rows of x, got {difference(x, index)}")
-        return cls(values, _numbers("index", x, index, size), size, add)
+    def __post_init__(self) -> None:
+        _check_tokens(self.x)
+        object.__setattr__(self, "size", check_integer("size", self.size, 0))
+        check_flag("add", self.add)
+        check_token_indices("index", self.x, self.index, self.size)
+
+    @property
+    def values(self) -> Any:
+        """(tokens, ...) the dense array of `x`."""
+        return as_values(self.x)
+
+    @property
+    def indices(self) -> Any:
+        """(tokens,) the indices, dense, int32 or int64; `size` for tokens of the tail."""
+        return token_indices("index", self.x, self.index, self.size)
 
 
 def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None = None) -> Any:
-    """Put tokens or rows at numbered places; the inverse of `gather`. Of tokens that meet, the last one stays.
+    """Scatter tokens or rows to indices; the inverse of `gather`. The last of tokens with equal indices wins.
 
     Parameters
     ----------
     x
         Ragged array, or a dense one (tokens, ...).
     index
-        The place of each token (ragged like `x`, or dense (tokens,)), or of each row (axis 0), in [0, size).
+        The index of each token in the result (ragged like `x`, or dense (tokens,)), or of each row (axis 0), in [0, size).
     size
-        Number of places; those that nothing comes to are 0, or empty rows.
+        Size of the result; entries that no token or row is scattered to are 0, or empty rows.
     axis
         1 for tokens, 0 for rows.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
@@ -139,10 +167,10 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
     Raises
     ------
     TypeError
-        If the index holds no integers.
+        If the index does not hold integers.
     ValueError
-        If there is not one place for each token or row, if a place is out of bounds (where that is seen for free), or if two rows
-        meet.
+        If there is not one index per token or row, an index is out of bounds (where reading it is free), or two rows have the
+        same index.
 
     Examples
     --------
@@ -150,17 +178,17 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
     >>> scree.scatter(np.asarray([5, 6]), np.asarray([3, 0]), 4)
     array([6, 0, 0, 5])
     """
-    if _axis(axis) == 0:
+    if _check_axis(axis) == 0:
         if kernel is not None:
             raise ValueError(
-                f"kernel: expected None for rows (axis=0), which no kernel moves, got {kernel!r}"
+                f"kernel: expected None for rows (axis=0), which no kernel scatters, got {kernel!r}"
             )
-        return _scatter_rows(ragged("x", x), index, integer("size", size, 0))
-    return call_cache.run("scatter", {"x": x, "index": index}, {"size": size}, kernel)
+        return _scatter_rows(check_ragged("x", x), index, check_integer("size", size, 0))
+    return _scatter.run({"x": x, "index": index}, {"size": size}, kernel)
 
 
 def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> Any:
-    """Add tokens up at numbered places; half precision adds in float32.
+    """Add tokens into a dense array by index; half precision accumulates in float32.
 
     Parameters
     ----------
@@ -170,7 +198,7 @@ def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> 
     Returns
     -------
     dense array
-        (size, ...), 0 where nothing came to.
+        (size, ...), 0 where no token is added.
 
     Raises
     ------
@@ -183,18 +211,36 @@ def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> 
     >>> scree.scatter_add(np.asarray([5, 6, 7]), np.asarray([3, 0, 3]), 4)
     array([ 6,  0,  0, 12])
     """
-    return call_cache.run("scatter", {"x": x, "index": index}, {"size": size, "add": True}, kernel)
+    return _scatter.run({"x": x, "index": index}, {"size": size, "add": True}, kernel)
+
+
+@define_operation("scatter", ScatterCall)
+def _scatter(call: ScatterCall) -> Any:
+    """Sort by index; then the tokens of an index are a row, of which the sum or the last token is taken."""
+    lib, values, indices = backend(call.values), call.values, call.indices
+    xp, device = lib.xp, lib.device(values)
+    if values.shape[0] == 0 or call.size == 0:
+        return xp.zeros((call.size, *values.shape[1:]), dtype=values.dtype, device=device)
+    order, offsets = sort_by_id(xp, indices, call.size, device)
+    layout = Layout(lib, offsets, values.shape[0])
+    if call.add:
+        wide = accumulation_dtype(xp, values.dtype)
+        ordered = xp.astype(xp.take(values, order, axis=0), wide, copy=False)
+        return xp.astype(segment_reduce("sum", ordered, layout), values.dtype, copy=False)
+    last = xp.take(values, xp.take(order, layout.clip(offsets[1:] - 1), axis=0), axis=0)
+    zero = xp.zeros((), dtype=values.dtype, device=device)
+    return xp.where(append_axes(xp, layout.nonempty, last.ndim), last, zero)
 
 
 def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
-    """Sort tokens into groups, for instance by the expert that each is routed to.
+    """Sort tokens into groups, for instance by the expert that each token is routed to.
 
     Parameters
     ----------
     x
         Ragged array, or a dense one (tokens, ...).
     ids
-        (tokens,) group of each token, in [0, num_groups). Where a token goes to k groups, repeat it:
+        (tokens,) group of each token, in [0, num_groups). To put a token into k groups, repeat it:
         ``group(xp.repeat(tokens, k, axis=0), xp.reshape(ids, (-1,)), num_groups)``.
     num_groups
         Number of groups.
@@ -202,15 +248,15 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     Returns
     -------
     grouped, index
-        The tokens as a ragged array (num_groups, None, ...), in their order within each group; and, on the same layout, the
-        number that each had in `x`, which `scatter` and `scatter_add` put them back with.
+        The tokens as a ragged array (num_groups, None, ...), in their order within each group; and, on the same layout,
+        the index of each token in `x`, for `scatter` and `scatter_add`.
 
     Raises
     ------
     TypeError
-        If the ids are no integers.
+        If the ids are not integers.
     ValueError
-        If there is not one id for each token, or one is out of bounds, where that is seen for free.
+        If there is not one id per token, or an id is out of bounds, where reading it is free.
 
     Examples
     --------
@@ -222,111 +268,87 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     >>> scree.scatter(grouped, index, 4)
     array([10, 11, 12, 13])
     """
-    values, num_groups = _tokens(x), integer("num_groups", num_groups, 0)
+    values, num_groups = _check_tokens(x), check_integer("num_groups", num_groups, 0)
     lib, total = backend(values), int(values.shape[0])
-    order, offsets = _sorted(
-        lib.xp, _numbers("ids", x, ids, num_groups), num_groups, lib.device(values)
-    )
-    full = all(one.layout.full for one in (x, ids) if isinstance(one, Array))
-    groups = Layout(lib, lib.xp.astype(offsets, counter(lib.xp, total)), total, full=full)
-    grouped = Array._of(run("gather", GatherCall(values, order, distinct=True)), groups)
-    return grouped, grouped.with_values(order)
+    check_token_indices("ids", x, ids, num_groups)
+    indices = token_indices("ids", x, ids, num_groups)
+    order, offsets = sort_by_id(lib.xp, indices, num_groups, lib.device(values))
+    has_no_tail = all(one.layout.has_no_tail for one in (x, ids) if isinstance(one, Array))
+    offsets = lib.xp.astype(offsets, index_dtype(lib.xp, total))
+    index = Array.from_layout(order, Layout(lib, offsets, total, has_no_tail=has_no_tail))
+    grouped = _gather.run_call(GatherCall(values, index, distinct=True))
+    return grouped, index
 
 
-def _sorted(xp: Any, ids: Any, size: int, device: Any) -> tuple[Any, Any]:
-    """The stable order of the ids, and where each id begins in it, (size + 1,)."""
-    order = xp.argsort(ids, stable=True)
-    bounds = xp.arange(size + 1, dtype=ids.dtype, device=device)
-    return order, xp.searchsorted(xp.take(ids, order, axis=0), bounds)
-
-
-def _axis(axis: int) -> int:
+def _check_axis(axis: int) -> int:
     if axis not in (0, 1):
         raise ValueError(f"axis: expected 1 for tokens or 0 for rows, got {axis!r}")
     return axis
 
 
-def _tokens(x: Any) -> Any:
+def _check_tokens(x: Any) -> Any:
+    """Return the values of `x`; raise unless tokens are its first axis."""
     if isinstance(x, Array) and x.ragged_dim:
         raise ValueError(
             f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}; use xp.moveaxis"
         )
-    values = values_of(x)
+    values = as_values(x)
     backend(values, "x")
     if values.ndim == 0:
         raise ValueError("x: expected an axis of tokens, got a 0-d array")
     return values
 
 
-def _numbers(name: str, x: Any, numbers: Any, size: int) -> Any:
-    """The number in [0, size) of each token of `x`; `size` for tokens behind the last row of `x` or of the numbers."""
-    values = values_of(x)
-    rows = next((one.layout for one in (x, numbers) if isinstance(one, Array)), None)
+def _layout_of(*arrays: Any) -> Layout | None:
+    """Return the layout of the first ragged array."""
+    return next((x.layout for x in arrays if isinstance(x, Array)), None)
+
+
+def check_token_indices(name: str, x: Any, index: Any, size: int) -> None:
+    """Raise unless there is one index in [0, size) for each token of `x`; the tail is not checked."""
+    values = as_values(x)
     if (
         isinstance(x, Array)
-        and isinstance(numbers, Array)
-        and same(x.layout, numbers.layout) is False
+        and isinstance(index, Array)
+        and has_same_rows(x.layout, index.layout) is False
     ):
-        raise ValueError(f"{name}: expected the rows of x, got {difference(x, numbers)}")
-    numbers = integers(name, values_of(numbers), values)
-    if tuple(numbers.shape) != (values.shape[0],):
+        raise ValueError(f"{name}: expected the rows of x, got {describe_difference(x, index)}")
+    indices = check_integers(name, as_values(index), values)
+    if tuple(indices.shape) != (values.shape[0],):
         raise ValueError(
-            f"{name}: expected a number for each of {values.shape[0]} tokens, got shape {tuple(numbers.shape)}"
+            f"{name}: expected a number for each of {values.shape[0]} tokens, got shape {tuple(indices.shape)}"
         )
-    lib, real = backend(values), None if rows is None else rows.real
-    seen = lib.peek(numbers)
-    if rows is not None and real is not None:
-        seen = None if seen is None or rows.host is None else seen[: rows.host[-1]]
-        numbers = lib.xp.where(
-            real, lib.xp.astype(numbers, counter(lib.xp, size, numbers), copy=False), size
-        )
-    _in_bounds(seen, name, size)
-    return numbers
+    known, layout = backend(values).peek(indices), _layout_of(x, index)
+    if known is not None and layout is not None and not layout.has_no_tail:
+        known = None if layout.host is None else known[: layout.host[-1]]
+    check_index_bounds(name, known, size)
 
 
-def _in_bounds(host: np.ndarray | None, name: str, size: int) -> None:
-    if host is not None and host.size and (host.min() < 0 or host.max() >= size):
-        raise ValueError(
-            f"{name}: expected numbers in [0, {size}), got {host.min()} to {host.max()}"
-        )
-
-
-@declare("scatter", ScatterCall.make)
-def _standard(call: ScatterCall) -> Any:
-    """Sort by place; then a place is a row of tokens, of which the sum or the last one is taken."""
-    lib = backend(call.x)
-    xp, values, device = lib.xp, call.x, lib.device(call.x)
-    if values.shape[0] == 0 or call.size == 0:
-        return xp.zeros((call.size, *values.shape[1:]), dtype=values.dtype, device=device)
-    order, offsets = _sorted(xp, call.index, call.size, device)
-    places = Layout(lib, offsets, values.shape[0])
-    if call.add:
-        wide = xp.astype(xp.take(values, order, axis=0), accumulator(xp, values.dtype), copy=False)
-        return xp.astype(segment_reduce("sum", wide, places), values.dtype, copy=False)
-    last = xp.take(order, places.clip(offsets[1:] - 1), axis=0)
-    found = xp.take(values, last, axis=0)
-    return xp.where(
-        spread(xp, places.filled, found.ndim),
-        found,
-        xp.zeros((), dtype=values.dtype, device=device),
-    )
+def token_indices(name: str, x: Any, index: Any, size: int) -> Any:
+    """Return (tokens,) the index of each token; `size` for tokens of the tail."""
+    indices, layout = check_integers(name, as_values(index), as_values(x)), _layout_of(x, index)
+    mask = None if layout is None else layout.token_mask
+    if mask is None:
+        return indices
+    xp = backend(indices).xp
+    indices = xp.astype(indices, index_dtype(xp, size, indices), copy=False)
+    return xp.where(mask, indices, size)
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:
-    integers("index", index, x.values)
-    places = backend(index).read(index)
-    if places.shape != (x.batch_size,):
+    check_integers("index", index, x.values)
+    indices = backend(index).read(index)
+    if indices.shape != (x.batch_size,):
         raise ValueError(
-            f"index: expected one place for each of {x.batch_size} rows, got shape {places.shape}"
+            f"index: expected one index for each of {x.batch_size} rows, got shape {indices.shape}"
         )
-    _in_bounds(places, "index", size)
-    if np.unique(places).size < places.size:
-        raise ValueError("index: expected every row at a place of its own")
+    check_index_bounds("index", indices, size)
+    if np.unique(indices).size < indices.size:
+        raise ValueError("index: expected a different index for every row")
     source = np.full(size, -1)
-    source[places] = np.arange(places.size)
+    source[indices] = np.arange(indices.size)
     filled = take_rows(x, source[source >= 0])
     lengths = np.zeros(size, np.int64)
     lengths[source >= 0] = np.diff(filled.layout.read())
-    return Array._of(
-        filled.values, Layout.from_host(x.layout.backend, lengths, like=x.offsets), x.ragged_dim
-    )
+    layout = Layout.from_host(x.layout.backend, lengths, like=x.offsets)
+    return Array.from_layout(filled.values, layout, x.ragged_dim)

@@ -1,16 +1,18 @@
-"""The row and the position of each token, and the question whether two arrays have the same rows."""
+"""Queries about layouts: the row and the position of each token, and whether two arrays have the same rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .. import layout
 from ..array import Array
-from ..broadcasting import difference, ragged
+from ..broadcasting import check_ragged, describe_difference
+from ..layout import has_same_rows
+
+__all__ = ["align", "positions", "same_layout", "segment_ids"]
 
 
 def segment_ids(arr: Array) -> Any:
-    """(total,) the row that each token belongs to.
+    """Return the row of each token.
 
     Parameters
     ----------
@@ -20,12 +22,12 @@ def segment_ids(arr: Array) -> Any:
     Returns
     -------
     dense array
-        (total,) numbers of rows; n for tokens behind the last row.
+        (total,) integers; n for tokens of the tail.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
 
     Examples
     --------
@@ -33,11 +35,11 @@ def segment_ids(arr: Array) -> Any:
     >>> scree.segment_ids(scree.from_lengths(np.zeros(4), [1, 0, 3]))
     array([0, 2, 2, 2])
     """
-    return ragged("arr", arr).layout.segment_ids
+    return check_ragged("arr", arr).layout.segment_ids
 
 
 def positions(arr: Array) -> Any:
-    """(total,) the position of each token in its row.
+    """Return the position of each token in its row.
 
     Parameters
     ----------
@@ -47,12 +49,12 @@ def positions(arr: Array) -> Any:
     Returns
     -------
     dense array
-        (total,) positions, of the dtype of the offsets.
+        (total,) integers with the dtype of the offsets.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
 
     Examples
     --------
@@ -60,11 +62,11 @@ def positions(arr: Array) -> Any:
     >>> scree.positions(scree.from_lengths(np.zeros(4), [1, 0, 3]))
     array([0, 0, 1, 2], dtype=int32)
     """
-    return ragged("arr", arr).layout.positions
+    return check_ragged("arr", arr).layout.positions
 
 
 def same_layout(a: Array, b: Array) -> bool | None:
-    """Whether two arrays have rows of the same lengths; None where only waiting for a device could tell.
+    """Return whether two arrays have rows of the same lengths.
 
     Parameters
     ----------
@@ -74,12 +76,12 @@ def same_layout(a: Array, b: Array) -> bool | None:
     Returns
     -------
     bool or None
-        Nothing is read from a device.
+        None where only waiting for a device could tell.
 
     Raises
     ------
     TypeError
-        If one of them is no ragged array.
+        If an argument is not a ragged array.
 
     Examples
     --------
@@ -87,13 +89,13 @@ def same_layout(a: Array, b: Array) -> bool | None:
     >>> scree.same_layout(scree.from_lengths(np.zeros(4), [1, 3]), scree.from_lengths(np.ones(4), [1, 3]))
     True
     """
-    return layout.same(ragged("a", a).layout, ragged("b", b).layout)
+    return has_same_rows(check_ragged("a", a).layout, check_ragged("b", b).layout)
 
 
 def align(arr: Array, like: Array) -> Array:
-    """`arr` on the layout of `like`: a promise of the caller that both have the same rows.
+    """Return `arr` on the layout of `like`; the caller promises that both have the same rows.
 
-    It is checked where reading the offsets is free, and believed elsewhere.
+    The promise is checked where reading the offsets is free.
 
     Parameters
     ----------
@@ -110,7 +112,7 @@ def align(arr: Array, like: Array) -> Array:
     Raises
     ------
     TypeError
-        If one of them is no ragged array, or they are of two libraries.
+        If an argument is not a ragged array, or they are of two libraries.
     ValueError
         If it is known that their rows differ.
 
@@ -121,6 +123,6 @@ def align(arr: Array, like: Array) -> Array:
     >>> scree.align(a, like=b).offsets is b.offsets
     True
     """
-    if layout.same(ragged("arr", arr).layout, ragged("like", like).layout) is False:
-        raise ValueError(f"arr: expected the rows of like, got {difference(arr, like)}")
+    if has_same_rows(check_ragged("arr", arr).layout, check_ragged("like", like).layout) is False:
+        raise ValueError(f"arr: expected the rows of like, got {describe_difference(arr, like)}")
     return like.with_values(arr.values, ragged_dim=arr.ragged_dim)

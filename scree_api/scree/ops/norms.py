@@ -7,17 +7,33 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulator, like, ragged, shared_layout, values_of
-from ..checks import dense, floating, number
-from ..dispatch import call_cache
-from ..dispatch.registry import declare
+from ..broadcasting import (
+    accumulation_dtype,
+    as_values,
+    check_ragged,
+    check_shared_layout,
+    with_values_like,
+)
+from ..checks import check_dense, check_floating, check_number
+from ..dispatch.operation import define_operation
+
+__all__ = ["layer_norm", "rms_norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class NormCall:
-    """Normalize `x` over its last axis; `weight` and `bias` have one entry for each of its elements, or are None.
+    """A validated call of `layer_norm` or `rms_norm`.
 
-    With a `residual` like `x` the sum of both is normalized, and given beside the result.
+    Attributes
+    ----------
+    x
+        (n, None, ..., D) ragged or (..., D) dense array.
+    weight, bias
+        (D,) or None.
+    eps
+        Added to the variance.
+    residual
+        None, or an array like `x`: the sum of both is normalized and returned too.
     """
 
     x: Any
@@ -33,45 +49,45 @@ class NormCall:
             raise ValueError("x: expected at least one axis, got a 0-d array")
         if isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1:
             raise ValueError(
-                f"x: expected element axes behind the ragged one, got {x.shape}; a norm runs over the last axis"
+                f"x: expected element axes after the ragged axis, got {x.shape}; a norm runs over the last axis"
             )
-        floating("x", values)
+        check_floating("x", values)
         width = (int(values.shape[-1]),)
-        for name, found in (("weight", self.weight), ("bias", self.bias)):
-            if found is None:
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is None:
                 continue
-            dense(name, found, values)
-            if tuple(found.shape) != width:
+            check_dense(name, parameter, values)
+            if tuple(parameter.shape) != width:
                 raise ValueError(
-                    f"{name}: expected shape {width}, the last axis of x, got {tuple(found.shape)}"
+                    f"{name}: expected shape {width}, the last axis of x, got {tuple(parameter.shape)}"
                 )
-        number("eps", self.eps, low=0)
+        check_number("eps", self.eps, low=0)
         if self.residual is None:
             return
         if isinstance(x, Array):
-            shared_layout("residual", (x, ragged("residual", self.residual)))
+            check_shared_layout("residual", (x, check_ragged("residual", self.residual)))
         else:
-            dense("residual", self.residual, x)
+            check_dense("residual", self.residual, x)
         if self.residual.shape != x.shape or self.residual.dtype != x.dtype:
             raise ValueError(
-                f"residual: expected shape {tuple(x.shape)} and dtype {x.dtype}, those of x, got {tuple(self.residual.shape)} "
+                f"residual: expected shape {tuple(x.shape)} and dtype {x.dtype}, as x, got {tuple(self.residual.shape)} "
                 f"and {self.residual.dtype}"
             )
 
     @property
     def values(self) -> Any:
-        """The dense array under `x`."""
-        return values_of(self.x)
+        """The dense array of `x`."""
+        return as_values(self.x)
 
     @property
-    def added(self) -> Any:
-        """The dense array under `residual`, or None."""
-        return values_of(self.residual)
+    def residual_values(self) -> Any:
+        """The dense array of `residual`, or None."""
+        return as_values(self.residual)
 
     def result(self, y: Any, total: Any) -> Any:
-        """`y` like `x`, and with a residual also `total`, the sum that was normalized."""
-        normed = like(self.x, y)
-        return normed if self.residual is None else (normed, like(self.x, total))
+        """Return the norm `y` like `x`, and with a residual also `total`, the normalized sum."""
+        normed = with_values_like(self.x, y)
+        return normed if self.residual is None else (normed, with_values_like(self.x, total))
 
 
 def layer_norm(
@@ -83,7 +99,9 @@ def layer_norm(
     eps: float = 1e-5,
     kernel: str | None = None,
 ) -> Any:
-    """Layer normalization over the last axis (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    """Compute the layer norm over the last axis (Ba, Kiros and Hinton, 2016).
+
+    The result is ``(x - mean) / sqrt(var + eps) * weight + bias``.
 
     Parameters
     ----------
@@ -92,21 +110,21 @@ def layer_norm(
     weight, bias
         (D,) scale and shift, or None.
     residual
-        Like `x`, and added to it before; their sum, which the next block adds to, is given too.
+        Like `x`, or None. It is added to `x` first, and the sum, to which the next block adds, is returned too.
     eps
         Added to the variance.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
-    Array or dense array, or a pair of them
-        Like `x`, its dtype kept. With a residual a pair: the norm of the sum ``x + residual``, and the sum.
+    Array or dense array, or a pair
+        Like `x`, with its dtype. With a residual a pair: the norm of ``x + residual``, and ``x + residual``.
 
     Raises
     ------
     TypeError
-        If `x` holds no floating-point numbers, or an argument is no array of its library.
+        If `x` is not floating-point, or an argument is not an array of its library.
     ValueError
         If a shape does not fit, or the last axis is the ragged one.
 
@@ -116,11 +134,8 @@ def layer_norm(
     >>> scree.layer_norm(scree.from_lengths(np.asarray([[1.0, 3.0]]), [1]), eps=0).values
     array([[-1.,  1.]])
     """
-    return call_cache.run(
-        "layer_norm",
-        {"x": x, "weight": weight, "bias": bias, "residual": residual},
-        {"eps": eps},
-        kernel,
+    return _layer_norm.run(
+        {"x": x, "weight": weight, "bias": bias, "residual": residual}, {"eps": eps}, kernel
     )
 
 
@@ -132,7 +147,9 @@ def rms_norm(
     eps: float = 1e-6,
     kernel: str | None = None,
 ) -> Any:
-    """Root mean square normalization over the last axis (Zhang and Sennrich, 2019): ``x / sqrt(mean(x**2) + eps) * weight``.
+    """Compute the root mean square norm over the last axis (Zhang and Sennrich, 2019).
+
+    The result is ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Parameters
     ----------
@@ -141,8 +158,8 @@ def rms_norm(
 
     Returns
     -------
-    Array or dense array, or a pair of them
-        As `layer_norm`.
+    Array or dense array, or a pair
+        See `layer_norm`.
 
     Raises
     ------
@@ -159,16 +176,14 @@ def rms_norm(
     >>> normed.values, total.values
     (array([[1., 1.]]), array([[6., 6.]]))
     """
-    return call_cache.run(
-        "rms_norm", {"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel
-    )
+    return _rms_norm.run({"x": x, "weight": weight, "residual": residual}, {"eps": eps}, kernel)
 
 
 def _normalize(call: NormCall, center: bool) -> Any:
     values, xp = call.values, backend(call.values).xp
     if call.residual is not None:
-        values = values + call.added
-    wide = accumulator(xp, values.dtype)
+        values = values + call.residual_values
+    wide = accumulation_dtype(xp, values.dtype)
     y = xp.astype(values, wide, copy=False)
     if center:
         y = y - xp.mean(y, axis=-1, keepdims=True)
@@ -180,11 +195,11 @@ def _normalize(call: NormCall, center: bool) -> Any:
     return call.result(xp.astype(y, values.dtype, copy=False), values)
 
 
-@declare("layer_norm", NormCall)
+@define_operation("layer_norm", NormCall)
 def _layer_norm(call: NormCall) -> Any:
     return _normalize(call, center=True)
 
 
-@declare("rms_norm", NormCall)
+@define_operation("rms_norm", NormCall)
 def _rms_norm(call: NormCall) -> Any:
     return _normalize(call, center=False)

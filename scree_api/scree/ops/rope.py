@@ -7,17 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..broadcasting import accumulator, ragged, shared_layout
-from ..checks import flag, floating, integers, number
-from ..dispatch import call_cache
-from ..dispatch.registry import declare
+from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
+from ..checks import check_flag, check_floating, check_integers, check_number
+from ..dispatch.operation import define_operation
+
+__all__ = ["rope"]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeCall:
-    """Rotate the pairs of the last axis of `x`, values (total, ..., head_dim), by angles that grow with the position.
+    """A validated call of `rope`.
 
-    `k` is None, or another array of the same rows, dtype and head_dim that is rotated too.
+    Attributes
+    ----------
+    x
+        (n, None, ..., head_dim) ragged array.
+    k
+        None, or an array with the rows, dtype and head_dim of `x` that is rotated too.
+    theta, interleaved
+        See `rope`.
+    start
+        (n,) position of each row's first token, or None.
     """
 
     x: Array
@@ -27,28 +37,28 @@ class RopeCall:
     start: Any = None
 
     def __post_init__(self) -> None:
-        x = ragged("x", self.x)
+        x = check_ragged("x", self.x)
         if x.ragged_dim != 0 or x.ndim < 3:
             raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
-        floating("x", x.values)
+        check_floating("x", x.values)
         if x.values.shape[-1] % 2 or x.values.shape[-1] == 0:
             raise ValueError(
                 f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}"
             )
         if self.k is not None:
-            shared_layout("k", (x, ragged("k", self.k)))
+            check_shared_layout("k", (x, check_ragged("k", self.k)))
             if self.k.values.shape[-1] != x.values.shape[-1] or self.k.dtype != x.dtype:
                 raise ValueError(
                     f"k: expected head_dim {x.values.shape[-1]} and dtype {x.dtype} as x, got {self.k.values.shape[-1]} and "
                     f"{self.k.dtype}"
                 )
-        number("theta", self.theta, above=0)
-        flag("interleaved", self.interleaved)
+        check_number("theta", self.theta, above=0)
+        check_flag("interleaved", self.interleaved)
         if self.start is not None:
-            integers("start", self.start, x.values)
+            check_integers("start", self.start, x.values)
             if tuple(self.start.shape) != (x.batch_size,):
                 raise ValueError(
-                    f"start: expected shape ({x.batch_size},), a position a row, got {tuple(self.start.shape)}"
+                    f"start: expected shape ({x.batch_size},), one position per row, got {tuple(self.start.shape)}"
                 )
 
 
@@ -62,33 +72,33 @@ def rope(
     start: Any = None,
     kernel: str | None = None,
 ) -> Any:
-    """Rotary position embedding (Su et al., 2021) of queries or keys, or of both at once.
+    """Apply the rotary position embedding (Su et al., 2021) to queries or keys, or to both at once.
 
     Parameters
     ----------
     x
         (n, None, ..., head_dim) floating-point ragged array, head_dim even.
     k
-        Another one with the same rows, dtype and head_dim, or None; its heads may be fewer. A kernel computes the angles once
-        for both.
+        An array with the same rows, dtype and head_dim, or None; it may have fewer heads. A kernel computes the angles
+        once for both.
     theta
         Base of the wavelengths: pair i turns by ``position * theta ** (-2 i / head_dim)``.
     interleaved
-        Pair neighbors (2i, 2i + 1), as in the paper, instead of (i, i + head_dim / 2).
+        Pair elements (2i, 2i + 1), as in the paper, instead of (i, i + head_dim / 2).
     start
-        (n,) position of each row's first token, for rows that continue; 0 by default.
+        (n,) integers, position of each row's first token, for rows that continue; 0 by default.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
-    Array, or a pair of them
-        Like `x`, and with `k` like both; angles and products in at least float32.
+    Array, or a pair
+        Like `x`; with `k` a pair, like `x` and like `k`. Angles and products are computed in at least float32.
 
     Raises
     ------
     TypeError
-        If `x` or `k` is no ragged array of floating-point numbers, or `start` holds no integers.
+        If `x` or `k` is not a ragged array of floating-point numbers, or `start` does not hold integers.
     ValueError
         If head_dim is odd, or rows or shapes do not fit.
 
@@ -105,23 +115,23 @@ def rope(
            [2., 0.]])
     """
     options = {"theta": theta, "interleaved": interleaved}
-    return call_cache.run("rope", {"x": x, "k": k, "start": start}, options, kernel)
+    return _rope.run({"x": x, "k": k, "start": start}, options, kernel)
 
 
-@declare("rope", RopeCall)
+@define_operation("rope", RopeCall)
 def _rope(call: RopeCall) -> Any:
     x, layout, xp = call.x, call.x.layout, call.x.layout.xp
-    half, wide = x.values.shape[-1] // 2, accumulator(xp, x.dtype)
+    half, wide = x.values.shape[-1] // 2, accumulation_dtype(xp, x.dtype)
     positions = layout.positions
     if call.start is not None:
-        positions = positions + xp.take(call.start, layout.rows, axis=0)
+        positions = positions + layout.per_token(call.start)
     pair = xp.arange(half, dtype=wide, device=layout.device)
     angle = (
         xp.astype(positions, wide)[:, None] * xp.exp(pair * (-math.log(call.theta) / half))[None, :]
     )
     cos, sin = xp.cos(angle), xp.sin(angle)
 
-    def turned(x: Array) -> Array:
+    def rotate(x: Array) -> Array:
         values = xp.astype(x.values, wide, copy=False)
         c, s = (xp.reshape(t, (t.shape[0], *(1,) * (values.ndim - 2), half)) for t in (cos, sin))
         a, b = (
@@ -137,4 +147,4 @@ def _rope(call: RopeCall) -> Any:
         )
         return x.with_values(xp.astype(out, x.dtype, copy=False))
 
-    return turned(x) if call.k is None else (turned(x), turned(call.k))
+    return rotate(x) if call.k is None else (rotate(x), rotate(call.k))

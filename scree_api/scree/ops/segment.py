@@ -1,20 +1,22 @@
-"""Reductions and scans within each row, by tiles: no padding, no Python loop over rows, no differences of running totals.
+"""Reductions, scans and argmax within each row, by tiles.
 
-Cut every row into tiles of 32 tokens, reduce inside the tiles, and repeat on the tiles until a row is one tile. The
-summation is a tree, so the error grows with the logarithm of the length; the number of steps has a static bound.
+Every row is cut into tiles of 32 tokens, tiles are reduced, and the tiles of a row form a row again until one tile is left.
+There is no padding, no Python loop over rows, and no difference of running totals. The summation is a tree, so the error grows
+with the logarithm of the length. The number of steps has a static bound.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
 from ..backends import backend
-from ..broadcasting import accumulator, real_of, truth
-from ..dispatch import call_cache
-from ..dispatch.registry import declare
+from ..broadcasting import accumulation_dtype, is_nonzero, real_dtype
+from ..dispatch.operation import define_operation
 from ..layout import Layout, Tiles
 
 TILE = 32
-LONGEST = 4096  # tokens of the longest row whose sum may be left to a kernel that adds one number after the other
+MAX_SEQUENTIAL = 4096  # longest row whose sum may be computed one number after the other
 
 #: Reduction -> its value over no elements, where that does not depend on the dtype.
 IDENTITIES = {"sum": 0, "mean": float("nan"), "prod": 1, "any": False, "all": True}
@@ -23,11 +25,18 @@ SCANS = {"sum": "cumulative_sum", "prod": "cumulative_prod"}
 
 @dataclass(frozen=True, slots=True)
 class SegmentCall:
-    """What `segment_reduce`, `segment_mean`, `segment_arg` or `segment_scan` shall do with the rows of `values`, (total, ...).
+    """A reduction, a scan, or the position of an extremum, within the rows of dense values.
 
-    A reduction by `op` (sum, prod, max, min, any, all, mean) or a scan (sum, prod) gives `dtype`, and is done in `wide`, which is
-    float32 where that is half precision; who runs a reduction may give that, too. For the place of an extremum (max, min) it is
-    the dtype of the values. Of any and all it is that of booleans, and the values may be numbers.
+    Attributes
+    ----------
+    op
+        Reduction: sum, prod, max, min, any, all, mean. Scan: sum, prod. Position: max, min.
+    values
+        (total, ...) dense array.
+    layout
+        The rows.
+    dtype
+        The dtype of the result; for positions the dtype of the values. A reduction may also return `accumulation_dtype`.
     """
 
     op: str
@@ -36,18 +45,20 @@ class SegmentCall:
     dtype: Any
 
     @property
-    def wide(self) -> Any:
-        """The dtype to add up in."""
-        return accumulator(self.layout.xp, self.dtype)
+    def accumulation_dtype(self) -> Any:
+        """The dtype to accumulate in: float32 for half precision."""
+        return accumulation_dtype(self.layout.xp, self.dtype)
 
     @property
     def converted(self) -> Any:
-        """The values in `wide`."""
-        return self.layout.xp.astype(self.values, self.wide, copy=False)
+        """The values in the dtype to accumulate in."""
+        xp = self.layout.xp
+        dtype = accumulation_dtype(xp, self.dtype)
+        return self.values if self.values.dtype == dtype else xp.astype(self.values, dtype)
 
 
 def identity(xp: Any, op: str, dtype: Any) -> Any:
-    """What the reduction of an empty row gives, a Python scalar: -inf for max, or the least integer of the dtype."""
+    """Return the reduction of no elements as a Python scalar, for instance -inf for max."""
     if op in IDENTITIES:
         return IDENTITIES[op]
     lowest = op == "max"
@@ -62,131 +73,130 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
 def segment_reduce(
     op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None
 ) -> Any:
-    """Reduce each row of `values` (total, ...), in their own dtype unless one is given, to one entry: (n, ...)."""
+    """Reduce each row of `values` (total, ...) to one entry: (n, ...), in their dtype unless one is given."""
     dtype = values.dtype if dtype is None else dtype
-    operation = (
-        "segment_mean" if op == "mean" else "segment_reduce"
-    )  # who adds up needs no kernel of its own for means
-    out = call_cache.run(
-        operation, {"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel
-    )
+    # A kernel for sums serves means too.
+    operation = _segment_mean if op == "mean" else _segment_reduce
+    out = operation.run({"layout": layout, "values": values}, {"op": op, "dtype": dtype}, kernel)
     return out if out.dtype == dtype else layout.xp.astype(out, dtype)
 
 
-@declare("segment_reduce", SegmentCall)
-def _reduce_tiles(call: SegmentCall) -> Any:
+@define_operation("segment_reduce", SegmentCall)
+def _segment_reduce(call: SegmentCall) -> Any:
     layout, xp = call.layout, call.layout.xp
-    known = truth(xp, call.values) if call.op in ("any", "all") else call.values
-    if known is not call.values:
-        return segment_reduce(
-            call.op, known, layout, dtype=call.dtype
-        )  # who takes no such numbers may take booleans
+    if call.op in ("any", "all") and not xp.isdtype(call.values.dtype, "bool"):
+        # A kernel that rejects numbers may take booleans.
+        return segment_reduce(call.op, is_nonzero(xp, call.values), layout, dtype=call.dtype)
     values = call.converted
-    empty = xp.full(
-        (), identity(xp, call.op, values.dtype), dtype=values.dtype, device=layout.device
-    )
+    empty = identity(xp, call.op, values.dtype)
+    empty = xp.full((), empty, dtype=values.dtype, device=layout.device)
     if layout.num_rows == 0 or layout.total == 0:
         return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
-    filled = layout.filled
-    keep = {"dtype": values.dtype} if call.op in SCANS else {}
-    while layout.bound > 1:
-        tiles = layout.tiles(min(TILE, layout.bound))
-        values, layout = (
-            getattr(xp, call.op)(tiled(xp, values, tiles, empty), axis=1, **keep),
-            tiles.layout,
-        )
+    nonempty, reduce = layout.nonempty, getattr(xp, call.op)
+    options = {"dtype": values.dtype} if call.op in SCANS else {}
+    while layout.max_length_bound > 1:
+        tiles = layout.tiles(min(TILE, layout.max_length_bound))
+        values = reduce(gather_tiles(xp, values, tiles, empty), axis=1, **options)
+        layout = tiles.layout
     firsts = xp.take(values, layout.clip(layout.offsets[:-1]), axis=0)
-    return xp.where(spread(xp, filled, firsts.ndim), firsts, empty)
+    return xp.where(append_axes(xp, nonempty, firsts.ndim), firsts, empty)
 
 
-@declare("segment_mean", SegmentCall)
-def _mean(call: SegmentCall) -> Any:
-    rows, xp = call.layout, call.layout.xp
-    total = segment_reduce("sum", call.values, rows, dtype=call.wide)
-    real, ndim = real_of(xp, total.dtype), total.ndim
+@define_operation("segment_mean", SegmentCall)
+def _segment_mean(call: SegmentCall) -> Any:
+    layout, xp = call.layout, call.layout.xp
+    total = segment_reduce("sum", call.values, layout, dtype=call.accumulation_dtype)
+    dtype, ndim = real_dtype(xp, total.dtype), total.ndim
 
-    def tokens() -> tuple[Any, Any]:  # 1 for an empty row, whose gradient would else be NaN
-        count = xp.astype(xp.where(rows.filled, rows.lengths, 1), real)
-        return spread(xp, rows.filled, ndim), spread(xp, count, ndim)
+    def divisors() -> tuple[Any, Any]:
+        # 1 for an empty row, whose gradient would otherwise be NaN.
+        count = xp.astype(xp.where(layout.nonempty, layout.lengths, 1), dtype)
+        return append_axes(xp, layout.nonempty, ndim), append_axes(xp, count, ndim)
 
-    filled, count = rows.once(("tokens", real, ndim), tokens)
-    return xp.where(filled, total / count, float("nan"))
+    nonempty, count = layout.cached(("divisors", dtype, ndim), divisors)
+    return xp.where(nonempty, total / count, float("nan"))
 
 
 def segment_arg(op: str, values: Any, layout: Layout) -> Any:
-    """Where in each row of `values` (total, ...) its first maximum or minimum ("max", "min") stands: (n, ...), -1 in an empty row.
+    """Return (n, ...) the position of the first "max" or "min" of each row of `values`; -1 in an empty row.
 
     NaN counts as the extremum.
     """
-    return call_cache.run(
-        "segment_arg", {"layout": layout, "values": values}, {"op": op, "dtype": values.dtype}
-    )
+    options = {"op": op, "dtype": values.dtype}
+    return _segment_arg.run({"layout": layout, "values": values}, options)
 
 
-@declare("segment_arg", SegmentCall)
-def _first_of_the_best(call: SegmentCall) -> Any:
+@define_operation("segment_arg", SegmentCall)
+def _segment_arg(call: SegmentCall) -> Any:
     values, layout, xp = call.values, call.layout, call.layout.xp
-    best = values == values
+    is_best = values == values
     if layout.num_rows:
-        best = values == xp.take(segment_reduce(call.op, values, layout), layout.rows, axis=0)
+        is_best = values == layout.per_token(segment_reduce(call.op, values, layout))
     if xp.isdtype(values.dtype, ("real floating", "complex floating")):
-        best = best | xp.isnan(values)
-    position = xp.where(best, spread(xp, layout.positions, values.ndim), layout.total)
-    first = segment_reduce("min", xp.astype(position, layout.offsets.dtype, copy=False), layout)
-    return xp.where(spread(xp, layout.filled, first.ndim), first, -1)
+        is_best = is_best | xp.isnan(values)
+    position = xp.where(is_best, append_axes(xp, layout.positions, values.ndim), layout.total)
+    position = xp.astype(position, layout.offsets.dtype, copy=False)
+    first = segment_reduce("min", position, layout)
+    return xp.where(append_axes(xp, layout.nonempty, first.ndim), first, -1)
 
 
 def segment_scan(op: str, values: Any, layout: Layout, dtype: Any = None) -> Any:
-    """The running sum or product ("sum", "prod") within each row of `values` (total, ...), in their dtype unless one is given."""
+    """Return the running "sum" or "prod" within each row of `values` (total, ...), in their dtype unless one is given."""
     options = {"op": op, "dtype": values.dtype if dtype is None else dtype}
-    return call_cache.run("segment_scan", {"layout": layout, "values": values}, options)
+    return _segment_scan.run({"layout": layout, "values": values}, options)
 
 
-@declare("segment_scan", SegmentCall)
-def _scan(call: SegmentCall) -> Any:
-    xp = call.layout.xp
-    return xp.astype(_scan_tiles(call.op, call.converted, call.layout), call.dtype, copy=False)
+@define_operation("segment_scan", SegmentCall)
+def _segment_scan(call: SegmentCall) -> Any:
+    scanned = _scan_tiles(call.op, call.converted, call.layout)
+    return call.layout.xp.astype(scanned, call.dtype, copy=False)
 
 
 def _scan_tiles(op: str, values: Any, layout: Layout) -> Any:
-    if layout.bound <= 1 or layout.num_rows == 0 or layout.total == 0:
+    if layout.max_length_bound <= 1 or layout.num_rows == 0 or layout.total == 0:
         return values
-    xp, size = layout.xp, min(TILE, layout.bound)
+    xp, size = layout.xp, min(TILE, layout.max_length_bound)
     tiles = layout.tiles(size)
     neutral = xp.full((), IDENTITIES[op], dtype=values.dtype, device=layout.device)
-    inside = getattr(xp, SCANS[op])(tiled(xp, values, tiles, neutral), axis=1, dtype=values.dtype)
-    through = _scan_tiles(op, inside[:, -1, ...], tiles.layout)
-    before = xp.concat(
-        [xp.broadcast_to(neutral, (1, *through.shape[1:])), through[:-1, ...]], axis=0
-    )
-    before = xp.where(spread(xp, tiles.starts > 0, before.ndim), before, neutral)[:, None, ...]
-    inside = inside + before if op == "sum" else inside * before
-    return xp.take(
-        xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:])),
-        layout.tile_slots(size),
-        axis=0,
-    )
+    blocks = gather_tiles(xp, values, tiles, neutral)
+    inside = getattr(xp, SCANS[op])(blocks, axis=1, dtype=values.dtype)
+    inclusive = _scan_tiles(op, inside[:, -1, ...], tiles.layout)
+    start = xp.broadcast_to(neutral, (1, *inclusive.shape[1:]))
+    exclusive = xp.concat([start, inclusive[:-1, ...]], axis=0)
+    is_later = append_axes(xp, tiles.starts > 0, exclusive.ndim)
+    carry = xp.where(is_later, exclusive, neutral)[:, None, ...]
+    inside = inside + carry if op == "sum" else inside * carry
+    flat = xp.reshape(inside, (inside.shape[0] * size, *values.shape[1:]))
+    return xp.take(flat, layout.tile_slots(size), axis=0)
 
 
-def divide(xp: Any, total: Any, count: Any) -> Any:
-    """The quotient, NaN where there is nothing to divide by, with a gradient of 0 there."""
+def sort_by_id(xp: Any, ids: Any, size: int, device: Any) -> tuple[Any, Any]:
+    """Return the stable order of the ids, and (size + 1,) where each id begins in it."""
+    order = xp.argsort(ids, stable=True)
+    bounds = xp.arange(size + 1, dtype=ids.dtype, device=device)
+    return order, xp.searchsorted(xp.take(ids, order, axis=0), bounds)
+
+
+def safe_divide(xp: Any, total: Any, count: Any) -> Any:
+    """Return the quotient; NaN where the count is 0, with a gradient of 0 there."""
     nan = xp.full((), float("nan"), dtype=total.dtype, device=backend(total).device(total))
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), nan)
 
 
-def root(xp: Any, x: Any, degree: float = 2) -> Any:
-    """The root of sums of powers, whose gradient is finite at 0, so that what adds up to 0 (a constant row) has one of 0."""
-    known = xp.where(x > 0, x, xp.ones_like(x))
-    return xp.where(x > 0, xp.sqrt(known) if degree == 2 else known ** (1 / degree), x)
+def safe_root(xp: Any, x: Any, degree: float = 2) -> Any:
+    """Return the root of a sum of powers; its gradient at 0 is 0, so a constant row has a finite gradient."""
+    positive = xp.where(x > 0, x, xp.ones_like(x))
+    root = xp.sqrt(positive) if degree == 2 else positive ** (1 / degree)
+    return xp.where(x > 0, root, x)
 
 
-def spread(xp: Any, x: Any, ndim: int) -> Any:
-    """`x` with axes of size 1 behind it, so that it has `ndim` axes."""
+def append_axes(xp: Any, x: Any, ndim: int) -> Any:
+    """Return `x` with axes of size 1 appended until it has `ndim` axes."""
     return xp.reshape(x, (*x.shape, *(1,) * (ndim - x.ndim)))
 
 
-def tiled(xp: Any, values: Any, tiles: Tiles, missing: Any) -> Any:
-    """The values by tiles, (tiles, size, ...), `missing` where a tile is longer than its row."""
+def gather_tiles(xp: Any, values: Any, tiles: Tiles, fill_value: Any) -> Any:
+    """Return the values by tile, (tiles, size, ...), with `fill_value` after the end of a row."""
     blocks = xp.take(values, xp.reshape(tiles.tokens, (-1,)), axis=0)
     blocks = xp.reshape(blocks, (*tiles.tokens.shape, *values.shape[1:]))
-    return xp.where(spread(xp, tiles.valid, blocks.ndim), blocks, missing)
+    return xp.where(append_axes(xp, tiles.valid, blocks.ndim), blocks, fill_value)

@@ -1,4 +1,4 @@
-"""Softmax, its logarithm and log-sum-exp within each row, along the ragged axis."""
+"""Softmax, log-softmax and log-sum-exp within each row, along the ragged axis."""
 
 from __future__ import annotations
 
@@ -6,32 +6,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..array import Array
-from ..broadcasting import accumulator, against, in_rows, moved, ragged
-from ..checks import floating
-from ..dispatch import call_cache
-from ..dispatch.registry import declare
+from ..broadcasting import accumulation_dtype, check_ragged, mask_tail, moveaxis
+from ..checks import check_floating
+from ..dispatch.operation import define_operation
 from .segment import segment_reduce
+
+__all__ = ["log_softmax", "logsumexp", "softmax"]
 
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxCall:
-    """Softmax of `x`, floating-point (n, None, ...), along its ragged axis."""
+    """A validated call of `softmax`, `log_softmax` or `logsumexp`.
+
+    Attributes
+    ----------
+    x
+        (n, None, ...) floating-point ragged array.
+    """
 
     x: Array
 
     def __post_init__(self) -> None:
-        floating("x", ragged("x", self.x).values)
+        check_floating("x", check_ragged("x", self.x).values)
 
 
 def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
-    """Softmax along the ragged axis: the tokens of each row add up to 1.
+    """Compute the softmax along the ragged axis: the tokens of each row sum to 1.
 
     Parameters
     ----------
     x
         (n, None, ...) floating-point ragged array. Half precision is computed in float32.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
@@ -41,9 +48,9 @@ def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     Raises
     ------
     TypeError
-        If `x` is no ragged array, or holds no floating-point numbers.
+        If `x` is not a ragged array of floating-point numbers.
     ValueError
-        If the kernel that is asked for does not take the call.
+        If the required kernel does not take the call.
 
     Examples
     --------
@@ -51,11 +58,11 @@ def softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     >>> scree.softmax(scree.from_lengths(np.zeros(5), [4, 1])).values
     array([0.25, 0.25, 0.25, 0.25, 1.  ])
     """
-    return call_cache.run("softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
+    return _softmax.run({"x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
 def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
-    """The logarithm of `softmax`, computed without taking it of small numbers.
+    """Compute the logarithm of `softmax` without taking the logarithm of small numbers.
 
     Parameters
     ----------
@@ -78,11 +85,11 @@ def log_softmax(x: Array, /, *, kernel: str | None = None) -> Array:
     >>> scree.log_softmax(scree.from_lengths(np.asarray([0.0, 1000.0]), [2])).values
     array([-1000.,     0.])
     """
-    return call_cache.run("log_softmax", {"x": x}, {}, kernel)  # type: ignore[no-any-return]
+    return _log_softmax.run({"x": x}, {}, kernel)  # type: ignore[no-any-return]
 
 
 def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
-    """(n, ...) the logarithm of the sum of exponentials of each row; -inf for an empty row.
+    """Compute the logarithm of the sum of exponentials of each row; -inf for an empty row.
 
     Parameters
     ----------
@@ -92,7 +99,7 @@ def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
     Returns
     -------
     dense array
-        (n, ...), of the dtype of `x`.
+        (n, ...), with the dtype of `x`.
 
     Raises
     ------
@@ -105,52 +112,51 @@ def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
     >>> scree.logsumexp(scree.from_lengths(np.full(2, 1000.0), [2, 0]))
     array([1000.69314718,          -inf])
     """
-    return call_cache.run("logsumexp", {"x": x}, {}, kernel)
+    return _logsumexp.run({"x": x}, {}, kernel)
 
 
-def _parts(x: Array) -> tuple[Any, Array, Any, Any, Any]:
-    """In the accumulating dtype: xp, the shifted rows, their exponentials, the row maxima and the sums, (n, ...)."""
+def _exponentials(x: Array) -> tuple[Any, Any, Any, Any]:
+    """Return the shifted values, their exponentials, and per row the maximum and the sum of exponentials.
+
+    All are in the accumulation dtype, with the ragged axis first. The tail is 0.
+    """
+    xp, layout = x.layout.xp, x.layout
+    values = xp.astype(x.values, accumulation_dtype(xp, x.dtype), copy=False)
+    values = moveaxis(xp, values, x.ragged_dim, 0)
+    maximum = segment_reduce("max", values, layout)
+    # Rows that are empty or contain an infinity are not shifted.
+    maximum = xp.where(xp.isfinite(maximum), maximum, xp.zeros_like(maximum))
+    shifted = values - layout.per_token(maximum) if layout.num_rows else values
+    shifted = mask_tail(Array.from_layout(shifted, layout), shifted)
+    weights = xp.exp(shifted)
+    return shifted, weights, maximum, segment_reduce("sum", weights, layout)
+
+
+def _like(x: Array, values: Any) -> Array:
     xp = x.layout.xp
-    values = xp.astype(x.values, accumulator(xp, x.dtype), copy=False)
-    values = moved(xp, values, x.ragged_dim, 0)
-    top = segment_reduce("max", values, x.layout)
-    top = xp.where(
-        xp.isfinite(top), top, xp.zeros_like(top)
-    )  # rows that are empty or hold an infinity
-    shifted = x.with_values(values, ragged_dim=0)
-    shifted = shifted.with_values(in_rows(shifted, values - _per_token(xp, top, shifted)))
-    weights = xp.exp(shifted.values)
-    return xp, shifted, weights, top, segment_reduce("sum", weights, x.layout)
-
-
-def _per_token(xp: Any, per_row: Any, x: Array) -> Any:
-    return against("softmax", xp.expand_dims(per_row, axis=1), x)
-
-
-def _finish(xp: Any, values: Any, x: Array) -> Array:
     values = xp.astype(values, x.dtype, copy=False)
-    return x.with_values(moved(xp, values, 0, x.ragged_dim))
+    return x.with_values(moveaxis(xp, values, 0, x.ragged_dim))
 
 
-@declare("softmax", SoftmaxCall)
+@define_operation("softmax", SoftmaxCall)
 def _softmax(call: SoftmaxCall) -> Array:
-    xp, shifted, weights, _, total = _parts(call.x)
-    return _finish(xp, weights / _per_token(xp, total, shifted), call.x)
+    _, weights, _, total = _exponentials(call.x)
+    layout = call.x.layout
+    return _like(call.x, weights / layout.per_token(total) if layout.num_rows else weights)
 
 
-@declare("log_softmax", SoftmaxCall)
+@define_operation("log_softmax", SoftmaxCall)
 def _log_softmax(call: SoftmaxCall) -> Array:
-    xp, shifted, _, _, total = _parts(call.x)
-    return _finish(
-        xp,
-        shifted.values - _per_token(xp, xp.log(xp.where(total != 0, total, 1.0)), shifted),
-        call.x,
-    )
+    shifted, _, _, total = _exponentials(call.x)
+    xp, layout = call.x.layout.xp, call.x.layout
+    log_total = xp.log(xp.where(total != 0, total, 1.0))
+    return _like(call.x, shifted - layout.per_token(log_total) if layout.num_rows else shifted)
 
 
-@declare("logsumexp", SoftmaxCall)
+@define_operation("logsumexp", SoftmaxCall)
 def _logsumexp(call: SoftmaxCall) -> Any:
-    xp, _, _, top, total = _parts(call.x)
-    some = total != 0  # a sum that is NaN must be seen
-    found = xp.where(some, top + xp.log(xp.where(some, total, 1.0)), -float("inf"))
-    return xp.astype(found, call.x.dtype, copy=False)
+    _, _, maximum, total = _exponentials(call.x)
+    xp = call.x.layout.xp
+    nonzero = total != 0  # True for NaN, which must reach the result
+    out = xp.where(nonzero, maximum + xp.log(xp.where(nonzero, total, 1.0)), -float("inf"))
+    return xp.astype(out, call.x.dtype, copy=False)

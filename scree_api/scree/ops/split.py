@@ -1,4 +1,4 @@
-"""Parts of the elements of each token."""
+"""Split of the elements of each token into parts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import values_of
-from ..checks import integer
-from ..dispatch import call_cache
-from ..dispatch.registry import declare
+from ..broadcasting import as_values, with_values_like
+from ..checks import check_integer
+from ..dispatch.operation import define_operation
+
+__all__ = ["split"]
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCall:
-    """`x` in parts of `sizes` along an axis of its elements."""
+    """A validated call of `split`.
+
+    Attributes
+    ----------
+    x
+        Ragged or dense array.
+    sizes
+        The size of each part.
+    axis
+        An axis of the elements.
+    """
 
     x: Any
     sizes: Sequence[int]
@@ -25,27 +36,28 @@ class SplitCall:
     def __post_init__(self) -> None:
         x, values = self.x, self.values
         backend(values, "x")
-        integer("axis", self.axis, -len(x.shape), len(x.shape))
-        if isinstance(x, Array) and self.place in (-1, x.ragged_dim):
+        check_integer("axis", self.axis, -len(x.shape), len(x.shape))
+        if isinstance(x, Array) and self.values_axis in (-1, x.ragged_dim):
             raise ValueError(
                 f"axis: expected an axis of the elements, got {self.axis} for shape {tuple(x.shape)}"
             )
         if not isinstance(self.sizes, Sequence):
             raise TypeError(f"sizes: expected the size of each part, got {self.sizes!r}")
         for size in self.sizes:
-            integer("sizes", size, 0)
-        if sum(self.sizes) != values.shape[self.place]:
+            check_integer("sizes", size, 0)
+        if sum(self.sizes) != values.shape[self.values_axis]:
             raise ValueError(
-                f"sizes: expected a sum of {values.shape[self.place]}, axis {self.axis} of x, got {tuple(self.sizes)}"
+                f"sizes: expected a sum of {values.shape[self.values_axis]}, axis {self.axis} of x, got "
+                f"{tuple(self.sizes)}"
             )
 
     @property
     def values(self) -> Any:
-        """The dense array under `x`."""
-        return values_of(self.x)
+        """The dense array of `x`."""
+        return as_values(self.x)
 
     @property
-    def place(self) -> int:
+    def values_axis(self) -> int:
         """The axis of the values."""
         return self.axis % len(self.x.shape) - isinstance(self.x, Array)
 
@@ -53,21 +65,21 @@ class SplitCall:
 def split(
     x: Any, sizes: Sequence[int], *, axis: int = -1, kernel: str | None = None
 ) -> tuple[Any, ...]:
-    """Parts of `x` along one axis of its elements, for instance queries, keys and values that came out of one product.
+    """Split `x` along one axis of its elements, for instance into queries, keys and values.
 
-    It is what slices give, but all parts together: their gradients come back in one copy, where those of slices are each
-    filled up with zeros and added.
+    Slices give the same parts. Here the gradients of all parts are concatenated in one copy, where the gradients of slices
+    are each padded with zeros and added.
 
     Parameters
     ----------
     x
         (n, None, ...) ragged or dense array.
     sizes
-        The size of each part; they add up to the axis.
+        The size of each part; their sum is the size of the axis.
     axis
-        Which one: of a ragged array neither the batch nor the ragged axis.
+        The axis to split; of a ragged array neither the batch nor the ragged axis.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
@@ -77,7 +89,7 @@ def split(
     Raises
     ------
     ValueError
-        If the sizes do not add up, or the axis is none of the elements.
+        If the sizes do not add up, or the axis is not an axis of the elements.
 
     Examples
     --------
@@ -90,18 +102,13 @@ def split(
            [5, 6, 7]]))
     """
     sizes = tuple(sizes) if isinstance(sizes, list) else sizes
-    parts = call_cache.run("split", {"x": x}, {"sizes": sizes, "axis": axis}, kernel)
-    return tuple(
-        [Array._of(part, x.layout, x.ragged_dim) for part in parts]
-        if isinstance(x, Array)
-        else parts
-    )
+    return _split.run({"x": x}, {"sizes": sizes, "axis": axis}, kernel)  # type: ignore[no-any-return]
 
 
-@declare("split", SplitCall)
-def _split(call: SplitCall) -> list[Any]:
-    parts, end = [], 0
+@define_operation("split", SplitCall)
+def _split(call: SplitCall) -> tuple[Any, ...]:
+    parts, end, before = [], 0, (slice(None),) * call.values_axis
     for size in call.sizes:
         start, end = end, end + size
-        parts.append(call.values[(slice(None),) * call.place + (slice(start, end), ...)])
-    return parts
+        parts.append(with_values_like(call.x, call.values[(*before, slice(start, end), ...)]))
+    return tuple(parts)

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward network, for ragged and dense arrays."""
+"""SwiGLU, the gated linear unit of feed-forward networks, for ragged and dense arrays."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from typing import Any
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulator, like, values_of
-from ..checks import floating
-from ..dispatch import call_cache
-from ..dispatch.registry import declare
+from ..broadcasting import accumulation_dtype, as_values, with_values_like
+from ..checks import check_floating
+from ..dispatch.operation import define_operation
+
+__all__ = ["swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
 class SwigluCall:
-    """The first half of the last axis of `x`, gates, times the sigmoid of itself and times the second half."""
+    """A validated call of `swiglu`.
+
+    Attributes
+    ----------
+    x
+        (n, None, ..., 2 * D) ragged or (..., 2 * D) dense floating-point array.
+    """
 
     x: Any
 
@@ -28,42 +35,39 @@ class SwigluCall:
             )
         if values.shape[-1] % 2:
             raise ValueError(
-                f"x: expected a last axis of an even size, as many gates as values, got shape {tuple(x.shape)}"
+                "x: expected a last axis of an even size, as many gates as values, got shape "
+                f"{tuple(x.shape)}"
             )
-        floating("x", values)
+        check_floating("x", values)
 
     @property
     def values(self) -> Any:
-        """The dense array under `x`."""
-        return values_of(self.x)
-
-    def result(self, y: Any) -> Any:
-        """`y` like `x`."""
-        return like(self.x, y)
+        """The dense array of `x`."""
+        return as_values(self.x)
 
 
 def swiglu(x: Any, *, kernel: str | None = None) -> Any:
-    """A gated linear unit (Shazeer, 2020): ``gate * sigmoid(gate) * value``, where `x` holds the gates and the values.
+    """Compute the gated linear unit ``gate * sigmoid(gate) * value`` (Shazeer, 2020).
 
-    One product makes both: ``swiglu(x @ w_gate_and_value) @ w_down``.
+    One product makes both halves of `x`: ``swiglu(x @ w_gate_and_value) @ w_down``.
 
     Parameters
     ----------
     x
-        (n, None, ..., 2 * D) ragged or (..., 2 * D) dense floating-point array: D gates, then D values. Half precision is computed
-        in float32.
+        (n, None, ..., 2 * D) ragged or (..., 2 * D) dense floating-point array: D gates, then D values. Half precision
+        is computed in float32.
     kernel
-        The provider that must run it; by default the first that accepts.
+        The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
     Array or dense array
-        (n, None, ..., D) or (..., D), the dtype kept.
+        (n, None, ..., D) or (..., D), with the dtype of `x`.
 
     Raises
     ------
     ValueError
-        If the last axis has no two halves.
+        If the last axis does not have two halves.
 
     Examples
     --------
@@ -73,15 +77,16 @@ def swiglu(x: Any, *, kernel: str | None = None) -> Any:
     array([[  0.   ,   1.462],
            [300.   ,  -0.   ]])
     """
-    return call_cache.run("swiglu", {"x": x}, {}, kernel)
+    return _swiglu.run({"x": x}, {}, kernel)
 
 
-@declare("swiglu", SwigluCall)
+@define_operation("swiglu", SwigluCall)
 def _swiglu(call: SwigluCall) -> Any:
     values, xp = call.values, backend(call.values).xp
     half = values.shape[-1] // 2
-    wide = xp.astype(values, accumulator(xp, values.dtype), copy=False)
+    wide = xp.astype(values, accumulation_dtype(xp, values.dtype), copy=False)
     gate, value = wide[..., :half], wide[..., half:]
-    power = xp.exp(-xp.abs(gate))  # never beyond 1
+    power = xp.exp(-xp.abs(gate))  # at most 1, so it cannot overflow
     sigmoid = xp.where(gate < 0, power, xp.ones_like(power)) / (1 + power)
-    return call.result(xp.astype(gate * sigmoid * value, values.dtype, copy=False))
+    out = xp.astype(gate * sigmoid * value, values.dtype, copy=False)
+    return with_values_like(call.x, out)

@@ -1,1 +1,27 @@
-"""Kernels made of a library's own primitives, registered like any other kernel."""
+"""Kernels made of a library's own primitives, registered like any other kernel.
+
+When a library is loaded, its modules here are imported and the kernels of installed packages are registered.
+"""
+
+from importlib import import_module
+
+from ..backends import Backend, add_load_hook
+from ..dispatch.registry import load_plugins
+
+#: Library -> its modules.
+MODULES = {
+    "jax": ("jax", "jax_attention", "jax_cross_entropy"),
+    "mlx": ("mlx",),
+    "numpy": ("numpy",),
+    "torch": ("torch", "torch_attention", "torch_cross_entropy"),
+}
+
+
+def register_providers(backend: Backend) -> None:
+    """Register the kernels of a library."""
+    for module in MODULES.get(backend.name, ()):
+        import_module(f"{__name__}.{module}")
+    load_plugins(backend.name)
+
+
+add_load_hook(register_providers)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..backends.jax import BACKEND
-from ..broadcasting import accumulator
+from ..broadcasting import accumulation_dtype
 from ..dispatch.registry import register_kernel
 from ..layout import Layout
 from ..ops.attention import AttentionCall
@@ -233,7 +233,7 @@ def _attend(
 
 
 def _attend_and_keep(rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
-    kv, wide = k.shape[1], accumulator(jnp, q.dtype)
+    kv, wide = k.shape[1], accumulation_dtype(jnp, q.dtype)
     parts = (_by_head(q, kv, wide) * rules.scale, _by_head(k, kv, wide), _by_head(v, kv, wide))
     out, lse = _forward(rules, *parts, _rows(q_offsets, q), _rows(k_offsets, k))
     out, lse = _by_token(out, q.dtype), _by_token(lse, wide)
@@ -242,7 +242,7 @@ def _attend_and_keep(rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_off
 
 def _gradients(rules: Rules, kept: Any, grads: Any) -> Any:
     q, k, v, q_offsets, k_offsets, out, lse = kept
-    kv, wide = k.shape[1], accumulator(jnp, q.dtype)
+    kv, wide = k.shape[1], accumulation_dtype(jnp, q.dtype)
     grad, of_lse = (x.astype(wide) for x in grads)
     delta = jnp.sum(grad * out.astype(wide), axis=-1, keepdims=True) - of_lse[..., None]
     parts = (_by_head(q, kv, wide) * rules.scale, _by_head(k, kv, wide), _by_head(v, kv, wide))
@@ -280,7 +280,7 @@ def rejects(call: AttentionCall) -> str | None:
 def loops(call: AttentionCall) -> Any:
     """Tiles of queries against tiles of keys, as many rounds as the rows need."""
     q, k = call.q, call.k
-    bound = max(x.layout.bound for x in (q, k))
+    bound = max(x.layout.max_length_bound for x in (q, k))
     size = min(TILE, 1 << max(bound - 1, 0).bit_length())
     rules = Rules(call.window, call.scale, call.softcap, size)
     out, lse = _attend(rules, q.values, k.values, call.v.values, q.offsets, k.offsets)

@@ -1,4 +1,4 @@
-"""Cross-entropy by parts of the tokens in a loop that XLA keeps a loop: it is compiled once, and one part exists at a time."""
+"""Cross-entropy by parts of the tokens in an XLA loop: one part is compiled once and exists at a time."""
 
 from typing import Any
 
@@ -6,23 +6,28 @@ import jax
 import jax.numpy as jnp
 
 from ..dispatch.registry import register_kernel
-from ..ops.cross_entropy import LinearCrossEntropyCall, given, losses_of_part, part_size
+from ..ops.cross_entropy import (
+    LinearCrossEntropyCall,
+    losses_of_part,
+    reduce_losses,
+    tokens_per_part,
+)
 
 
 def rejects(call: LinearCrossEntropyCall) -> str | None:
-    """Why a loop does not run the call."""
+    """Return why the loop does not take the call."""
     if not isinstance(call.values, jax.Array):
         return "only JAX arrays run in a loop of XLA"
-    if call.values.shape[0] <= part_size(call):
+    if call.values.shape[0] <= tokens_per_part(call):
         return "the logits are few enough to exist at once"
     return None
 
 
 @register_kernel("linear_cross_entropy", provider="scan", rejects=rejects)
 def scan(call: LinearCrossEntropyCall) -> Any:
-    """The standard path of each part, the last one filled up with tokens that do not count."""
+    """Run the standard implementation per part; the last part is padded with tokens that do not count."""
     total = call.values.shape[0]
-    parts = -(-total // part_size(call))
+    parts = -(-total // tokens_per_part(call))
     size = -(-total // parts)
 
     def cut(x: Any) -> Any:
@@ -31,8 +36,8 @@ def scan(call: LinearCrossEntropyCall) -> Any:
 
     @jax.checkpoint
     def one(part: Any) -> Any:
-        x, labels, known = part
-        return losses_of_part(call.ignore_index, labels, known, x, *call.parameters)
+        x, labels, counted = part
+        return losses_of_part(call.ignore_index, labels, counted, x, *call.parameters)
 
-    losses = jax.lax.map(one, tuple(map(cut, (call.values, call.labels, call.known))))
-    return given(call, jnp.reshape(losses, (parts * size,))[:total])
+    losses = jax.lax.map(one, tuple(map(cut, (call.values, call.labels, call.counted))))
+    return reduce_losses(call, jnp.reshape(losses, (parts * size,))[:total])

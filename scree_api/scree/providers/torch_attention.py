@@ -11,7 +11,7 @@ import torch
 from ..array import Array
 from ..backends.torch import BACKEND
 from ..dispatch.registry import register_kernel
-from ..layout import Layout, same
+from ..layout import Layout, has_same_rows
 from ..ops.attention import AttentionCall
 
 
@@ -23,7 +23,7 @@ def rejects(call: AttentionCall) -> str | None:
         return (
             "rows of equal length are found on the CPU alone, where the lengths are read for free"
         )
-    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not same(
+    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not has_same_rows(
         call.q.layout, call.k.layout
     ):
         return "the fused kernel needs q and k with the same rows, known on the host"

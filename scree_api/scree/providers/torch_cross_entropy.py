@@ -1,4 +1,4 @@
-"""Cross-entropy on the CPU by PyTorch's own, where the targets have been looked at: it does not survive wrong ones elsewhere."""
+"""PyTorch's own cross-entropy on the CPU, where the targets were validated: elsewhere a wrong target crashes it."""
 
 from functools import partial
 
@@ -7,17 +7,17 @@ import torch
 from ..array import Array
 from ..backends.torch import BACKEND
 from ..dispatch.registry import register_kernel
-from ..ops.cross_entropy import CrossEntropyCall, given
+from ..ops.cross_entropy import CrossEntropyCall, reduce_losses
 
 
 def rejects(call: CrossEntropyCall) -> str | None:
-    """Why PyTorch's own cannot take the call."""
+    """Return why PyTorch's own function does not take the call."""
     if not isinstance(call.values, torch.Tensor):
         return "PyTorch's cross-entropy takes torch tensors only"
     if (
-        BACKEND.compiling()
+        BACKEND.is_compiling()
         or BACKEND.peek(call.labels) is None
-        or (isinstance(call.x, Array) and call.x.layout.host is None)
+        or (isinstance(call.logits, Array) and call.logits.layout.host is None)
     ):
         return "PyTorch's cross-entropy needs targets that are known to be classes, on the CPU"
     return None
@@ -26,12 +26,15 @@ def rejects(call: CrossEntropyCall) -> str | None:
 @register_kernel("cross_entropy", provider="torch", rejects=rejects)
 def cross_entropy(call: CrossEntropyCall) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy`, in float32 at least."""
-    known, x = call.known, call.values
+    counted, x = call.counted, call.values
     labels = call.labels.to(torch.int64)
-    if not known.all():
-        x, labels = torch.where(known[:, None], x, 0), torch.where(known, labels, call.ignore_index)
+    if not counted.all():
+        x, labels = (
+            torch.where(counted[:, None], x, 0),
+            torch.where(counted, labels, call.ignore_index),
+        )
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     losses = partial(torch.nn.functional.cross_entropy, x, labels, ignore_index=call.ignore_index)
-    if call.reduction == "row_mean":
-        return given(call, losses(reduction="none"))
+    if call.reduction in ("row_mean", "none"):
+        return reduce_losses(call, losses(reduction="none"))
     return losses(reduction=call.reduction)

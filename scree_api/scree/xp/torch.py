@@ -2,6 +2,6 @@
 
 import sys
 
-from ..namespace import by_name
+from ..namespace import namespace_by_name
 
-sys.modules[__name__] = by_name("torch")
+sys.modules[__name__] = namespace_by_name("torch")

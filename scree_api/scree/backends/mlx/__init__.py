@@ -1,20 +1,16 @@
-"""MLX: the standard namespace over `mlx.core` that array-api-compat does not have yet."""
+"""MLX, with the namespace of the standard over `mlx.core` that array-api-compat does not have yet."""
 
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ...dispatch.registry import register_kernel
-from ...ops.segment import SegmentCall
 from .. import UNREADABLE, Backend
 from . import namespace as xp
 
-SHORT = 4  # tokens of the longest row up to which a scatter is as fast as tiles
-
 
 def _peek(x: Any) -> None:
-    return None  # nothing tells whether a lazy array is computed, and looking would compute it
+    return None  # reading a lazy array would compute it, and nothing tells whether it is computed
 
 
 def _read(x: Any) -> np.ndarray:
@@ -40,21 +36,3 @@ BACKEND = Backend(
     uniform=_uniform,
     checkpoint=mx.checkpoint,
 )
-
-
-def _rejects(call: SegmentCall) -> str | None:
-    if call.layout.backend is not BACKEND:
-        return "only MLX arrays are scattered into rows"
-    if call.op != "sum":
-        return f"MLX has no gradient of a scatter by {call.op}"
-    if call.layout.bound > SHORT:
-        return f"tiles are faster in rows beyond {SHORT} tokens"
-    return None
-
-
-@register_kernel("segment_reduce", provider="scatter", rejects=_rejects)
-def scatter(call: SegmentCall) -> Any:
-    """Add every token to its row; tokens behind the last row have a row of their own."""
-    n, values = call.layout.num_rows, call.converted
-    out = mx.zeros((n + 1, *values.shape[1:]), dtype=values.dtype)
-    return out.at[call.layout.segment_ids].add(values)[:n]

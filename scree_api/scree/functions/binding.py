@@ -1,0 +1,145 @@
+"""Binding of the standard's functions: the library's own on dense arrays, an implementation of ours on ragged arrays.
+
+`implements` registers an implementation for a kind of function (see `table`), and `bind` makes the function of a namespace.
+Axis 0 of a ragged array is the batch; axis k >= 1 is axis k - 1 of its values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeVar
+
+from ..array import Array
+from ..backends import Backend, constant
+from .table import Kind
+
+Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Standard:
+    """The library's own function, which an implementation calls on values.
+
+    Attributes
+    ----------
+    function, name
+        The function and its name in the standard.
+    backend, xp
+        The library and its namespace.
+    """
+
+    function: Function
+    name: str
+    backend: Backend
+    xp: Any
+
+
+#: Kind -> implementation, and the operands that decide whether a call is ragged.
+IMPLEMENTATIONS: dict[str, tuple[FunctionType, str]] = {}
+
+
+def implements(*kinds: str, ragged: str = "first") -> Callable[[F], F]:
+    """Register the decorated function as the implementation for kinds of functions of the standard.
+
+    It has the signature of the standard's function and a keyword-only parameter `std`, which `bind` fills.
+
+    Parameters
+    ----------
+    *kinds
+        Names of `Kind`.
+    ragged
+        The operand that must be ragged: "first", "either" of the first two, "list" for an entry of the list that is the first
+        operand, or "all" to call the implementation for dense arrays too.
+    """
+
+    def register(implementation: F) -> F:
+        for kind in kinds:
+            IMPLEMENTATIONS[kind] = implementation, ragged  # type: ignore[assignment]
+        return implementation
+
+    return register
+
+
+def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Function:
+    """Return the function of a namespace for the library's own function."""
+    if kind.name == "unsupported":
+        return functools.wraps(function)(_refuse(function, name, kind.why))
+    implementation, operands = IMPLEMENTATIONS[kind.name]
+    ragged = FunctionType(
+        implementation.__code__,
+        implementation.__globals__,
+        implementation.__name__,
+        implementation.__defaults__,
+        implementation.__closure__,
+    )
+    # Python names a function by its qualified name where arguments do not fit.
+    ragged.__qualname__ = getattr(function, "__name__", name)
+    std = Standard(function, name, backend, backend.xp)
+    ragged.__kwdefaults__ = {**(implementation.__kwdefaults__ or {}), "std": std}
+    return functools.wraps(function)(SELECTORS[operands](function, ragged))
+
+
+def _refuse(function: Function, name: str, why: str) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Array) for x in (*args, *kwargs.values())):
+            raise TypeError(f"{name} does not take ragged arrays: {why}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _if_first_is_ragged(function: Function, ragged: Function) -> Function:
+    def call(x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Array):
+            return ragged(x, *args, **kwargs)
+        return function(x, *args, **kwargs)
+
+    return call
+
+
+def _if_either_is_ragged(function: Function, ragged: Function) -> Function:
+    def call(x1: Any, x2: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x1, Array) or isinstance(x2, Array):
+            return ragged(x1, x2, *args, **kwargs)
+        return function(x1, x2, *args, **kwargs)
+
+    return call
+
+
+def _if_list_has_ragged(function: Function, ragged: Function) -> Function:
+    def call(arrays: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(arrays, list | tuple) and any(isinstance(x, Array) for x in arrays):
+            return ragged(arrays, *args, **kwargs)
+        return function(arrays, *args, **kwargs)
+
+    return call
+
+
+def _always(function: Function, ragged: Function) -> Function:
+    return ragged
+
+
+SELECTORS = {
+    "first": _if_first_is_ragged,
+    "either": _if_either_is_ragged,
+    "list": _if_list_has_ragged,
+    "all": _always,
+}
+
+
+def cached_dtype(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache ``make(std, dtype, *options)``, which computes the dtype of a result."""
+    cache: dict[Any, Any] = {}
+
+    @constant
+    def cached(std: Standard, dtype: Any, *options: Any) -> Any:
+        key = (std, dtype, *options)
+        if key not in cache:
+            cache[key] = make(std, dtype, *options)
+        return cache[key]
+
+    return cached

@@ -1,0 +1,124 @@
+"""NumPy: row reductions, softmax and argmax by `ufunc.reduceat`."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from ..array import Array
+from ..backends.numpy import BACKEND
+from ..dispatch.registry import register_kernel
+from ..layout import Layout
+from ..ops.segment import SegmentCall, identity
+from ..ops.softmax import SoftmaxCall
+
+CHUNK = 1 << 18  # tokens that fit into the cache together
+UFUNCS = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+
+
+def rejects(call: SegmentCall) -> str | None:
+    """Return why `reduceat` does not take a reduction."""
+    return None if call.layout.backend is BACKEND else "reduceat takes NumPy arrays only"
+
+
+@register_kernel("segment_reduce", provider="reduceat", rejects=rejects)
+def segment_reduce(call: SegmentCall) -> np.ndarray:
+    """Reduce rows by `ufunc.reduceat`."""
+    return reduce_rows(call.op, call.converted, call.layout)
+
+
+def reduce_rows(op: str, values: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return (n, ...) the reduction of each row; `reduceat` has no empty rows, so they are left out and filled in."""
+    offsets, ufunc = layout.offsets, UFUNCS[op]
+    nonempty, rows = offsets[1:] > offsets[:-1], values[: offsets[-1]]
+    if nonempty.size and nonempty.all():
+        return ufunc.reduceat(rows, offsets[:-1], axis=0, dtype=values.dtype)
+    empty = identity(BACKEND.xp, op, values.dtype)
+    out = np.full((nonempty.shape[0], *values.shape[1:]), empty, dtype=values.dtype)
+    if nonempty.any():
+        starts = offsets[:-1][nonempty]
+        out[nonempty] = ufunc.reduceat(rows, starts, axis=0, dtype=values.dtype)
+    return out
+
+
+def rejects_softmax(call: SoftmaxCall) -> str | None:
+    """Return why `reduceat` does not take a softmax."""
+    return None if call.x.layout.backend is BACKEND else "reduceat takes NumPy arrays only"
+
+
+def _exponentials(x: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the shifted values without the tail, their exponentials, and per row the maximum and the sum."""
+    values, layout = x.values, x.layout
+    values = values.astype(np.promote_types(values.dtype, np.float32), copy=False)
+    values = np.moveaxis(values, x.ragged_dim, 0)[: layout.offsets[-1]]
+    maximum = reduce_rows("max", values, layout)
+    # Rows that are empty or contain an infinity are not shifted.
+    maximum = np.where(np.isfinite(maximum), maximum, 0).astype(values.dtype, copy=False)
+    shifted = values - np.repeat(maximum, layout.lengths, axis=0)
+    weights = np.exp(shifted)
+    return shifted, weights, maximum, reduce_rows("sum", weights, layout)
+
+
+def _like(x: Array, values: np.ndarray) -> Array:
+    tail = x.values.shape[x.ragged_dim] - values.shape[0]
+    if tail:
+        values = np.concatenate([values, np.zeros((tail, *values.shape[1:]), values.dtype)])
+    values = np.moveaxis(values.astype(x.values.dtype, copy=False), 0, x.ragged_dim)
+    return Array.from_layout(values, x.layout, x.ragged_dim)
+
+
+@register_kernel("softmax", provider="reduceat", rejects=rejects_softmax)
+def softmax(call: SoftmaxCall) -> Array:
+    """Compute the softmax of rows by `reduceat`."""
+    _, weights, _, total = _exponentials(call.x)
+    return _like(call.x, weights / np.repeat(total, call.x.layout.lengths, axis=0))
+
+
+@register_kernel("log_softmax", provider="reduceat", rejects=rejects_softmax)
+def log_softmax(call: SoftmaxCall) -> Array:
+    """Compute the log-softmax of rows by `reduceat`."""
+    shifted, _, _, total = _exponentials(call.x)
+    log_total = np.log(np.where(total != 0, total, 1)).astype(shifted.dtype, copy=False)
+    return _like(call.x, shifted - np.repeat(log_total, call.x.layout.lengths, axis=0))
+
+
+@register_kernel("logsumexp", provider="reduceat", rejects=rejects_softmax)
+def logsumexp(call: SoftmaxCall) -> np.ndarray:
+    """Compute the log-sum-exp of rows by `reduceat`."""
+    _, _, maximum, total = _exponentials(call.x)
+    with np.errstate(divide="ignore"):
+        return (maximum + np.log(total)).astype(call.x.values.dtype, copy=False)
+
+
+def rejects_arg(call: SegmentCall) -> str | None:
+    """Return why `reduceat` does not take an argmax."""
+    if call.values.ndim != 1:
+        return "reduceat finds positions of single numbers only, not of elements with axes"
+    return rejects(call)
+
+
+@register_kernel("segment_arg", provider="reduceat", rejects=rejects_arg)
+def segment_arg(call: SegmentCall) -> np.ndarray:
+    """Return the first token of each row that equals the row's extremum, for as many rows at a time as the cache holds."""
+    values, offsets, lengths = call.values, call.layout.offsets, call.layout.lengths
+    out, nonempty = np.full(lengths.shape[0], -1), np.flatnonzero(lengths)
+    starts = offsets[nonempty]
+    bounds = np.searchsorted(starts, np.arange(0, values.shape[0], CHUNK))
+    for low, high in pairwise(np.unique([*bounds, nonempty.size])):
+        rows, begin = nonempty[low:high], starts[low]
+        part, first = values[begin : offsets[rows[-1] + 1]], starts[low:high] - begin
+        extremum = UFUNCS[call.op].reduceat(part, first)
+        is_best = part == np.repeat(extremum, lengths[rows])
+        if part.dtype.kind == "f" and np.isnan(extremum).any():
+            is_best |= np.isnan(part)
+        best = np.flatnonzero(is_best)
+        if best.size > rows.size:  # some rows have several
+            best = best[np.searchsorted(best, first)]
+        out[rows] = best - first
+    return out

@@ -1,0 +1,137 @@
+"""PyTorch: pytree registration, operators with tensors, `segment_reduce` and `split`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..array import Array
+from ..backends.torch import BACKEND
+from ..dispatch.registry import register_kernel
+from ..layout import Layout
+from ..ops.segment import MAX_SEQUENTIAL, SegmentCall, identity
+from ..ops.split import SplitCall
+
+xp = BACKEND.xp
+
+pytree.register_pytree_node(
+    Array,
+    lambda x: ((x.values, x.offsets), (x.ragged_dim, x.max_length)),
+    lambda children, static: Array.unchecked(*children, *static),
+    serialized_type_name="scree.Array",
+)
+
+
+#: Method of a tensor -> function of the standard, and whether its arguments are swapped.
+TENSOR_METHODS = {
+    "add": ("add", False), "mul": ("multiply", False), "sub": ("subtract", False), "__rsub__": ("subtract", True),
+    "div": ("divide", False), "__rdiv__": ("divide", True), "__floordiv__": ("floor_divide", False),
+    "__rfloordiv__": ("floor_divide", True), "remainder": ("remainder", False), "__rmod__": ("remainder", True),
+    "pow": ("pow", False), "__rpow__": ("pow", True), "__eq__": ("equal", False), "eq": ("equal", False),
+    "ne": ("not_equal", False), "lt": ("less", False), "le": ("less_equal", False), "gt": ("greater", False),
+    "ge": ("greater_equal", False), "__and__": ("bitwise_and", False), "bitwise_and": ("bitwise_and", False),
+    "__or__": ("bitwise_or", False), "bitwise_or": ("bitwise_or", False), "__xor__": ("bitwise_xor", False),
+    "bitwise_xor": ("bitwise_xor", False), "__lshift__": ("bitwise_left_shift", False),
+    "__rlshift__": ("bitwise_left_shift", True), "__rshift__": ("bitwise_right_shift", False),
+    "__rrshift__": ("bitwise_right_shift", True), "matmul": ("matmul", True),
+}  # fmt: skip
+
+
+def _operator(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """An operator between a tensor and a ragged array, the tensor first. Python finds ours by itself; Dynamo asks here.
+
+    Dynamo changes the places of both arguments where the tensor stands second, and does not say so for ``matmul``; a tensor
+    times a ragged array is no product, so that it can only be that.
+    """
+    known = TENSOR_METHODS.get(func.__name__)
+    if known is None:
+        raise TypeError(
+            f"{func.__name__} of torch takes no ragged arrays: use a function of scree.namespace(arr), or give the tokens to it, "
+            "arr.with_values(f(arr.values))"
+        )
+    if not torch.compiler.is_compiling():
+        return NotImplemented
+    name, swapped = known
+    function = getattr(args[1].__array_namespace__(), name)
+    return function(args[1], args[0]) if swapped else function(args[0], args[1])
+
+
+Array.__torch_function__ = classmethod(_operator)  # type: ignore[attr-defined]
+
+
+def _rejects(call: SegmentCall) -> str | None:
+    if call.layout.backend is not BACKEND:
+        return "segment_reduce takes torch tensors only"
+    if call.values.device.type != "cpu":
+        return "segment_reduce checks its offsets on the host, which would stop the device"
+    if call.op not in ("sum", "max", "min") or call.accumulation_dtype not in (
+        torch.float32,
+        torch.float64,
+    ):
+        return f"segment_reduce has no {call.op} of {call.dtype}"
+    if call.op == "sum" and call.layout.max_length_bound > MAX_SEQUENTIAL:
+        return f"segment_reduce adds one number after the other, which is less exact than a tree in rows beyond {MAX_SEQUENTIAL}"
+    return None
+
+
+@register_kernel("segment_reduce", provider="torch", rejects=_rejects)
+def segment_reduce(call: SegmentCall) -> torch.Tensor:
+    """Row reductions by `torch.segment_reduce`."""
+    return _Reduce.apply(
+        call.converted.contiguous(),
+        call.layout.offsets.to(torch.int64),
+        call.op,
+        identity(xp, call.op, call.accumulation_dtype),
+    )
+
+
+def _not_torch(call: SplitCall) -> str | None:
+    return None if isinstance(call.values, torch.Tensor) else "split takes torch tensors only"
+
+
+def _prepare_split(call: SplitCall) -> Callable[..., tuple[torch.Tensor, ...]]:
+    sizes, place = list(call.sizes), call.place
+    return lambda x: torch.split_with_sizes(x.values, sizes, place)
+
+
+@register_kernel("split", provider="torch", rejects=_not_torch, prepare=_prepare_split)
+def split(call: SplitCall) -> tuple[torch.Tensor, ...]:
+    """`torch.split`, whose backward pass is one copy."""
+    return torch.split(call.values, list(call.sizes), call.place)
+
+
+class _Reduce(torch.autograd.Function):
+    """`torch.segment_reduce` with a backward pass that can be differentiated in its turn."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: torch.Tensor, offsets: torch.Tensor, op: str, empty: float) -> torch.Tensor:
+        return torch.segment_reduce(values, op, offsets=offsets, axis=0, unsafe=True, initial=empty)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        values, offsets, ctx.op, _ = inputs
+        ctx.total = values.shape[0]
+        ctx.save_for_backward(offsets, *((values, output) if ctx.op != "sum" else ()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        offsets, *kept = ctx.saved_tensors
+        rows = Layout(BACKEND, offsets, ctx.total).segment_ids
+
+        def per_token(x: torch.Tensor) -> torch.Tensor:
+            """What belongs to the row of each token; 0 behind the last row."""
+            return torch.index_select(torch.cat([x, x.new_zeros((1, *x.shape[1:]))]), 0, rows)
+
+        if ctx.op == "sum":
+            return per_token(grad), None, None, None
+        values, best = kept  # those that share the maximum share its gradient
+        chosen = values == per_token(best)
+        shares = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:])).index_add(
+            0, rows, chosen.to(grad.dtype)
+        )[:-1]
+        return torch.where(chosen, per_token(grad / shares.clamp(min=1)), 0.0), None, None, None
