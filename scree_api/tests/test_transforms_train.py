@@ -57,7 +57,7 @@ def plain_loss(w: dict[str, np.ndarray], rows: list[np.ndarray]) -> float:
 )
 def test_the_model_is_the_plain_one(loss: object, batches: object) -> None:
     w = lm.weights(seed=3)
-    rows = next(train._chosen(TEXTS, 1, 0, BATCH))
+    rows = next(train.sample_rows(TEXTS, 1, 0, BATCH))
     found = loss(w, *next(batches(TEXTS, 1, 0, BATCH)))
     np.testing.assert_allclose(found, plain_loss(w, rows), rtol=1e-5)
 
@@ -98,7 +98,7 @@ def test_a_library_that_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr(train, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match=r"optax is not installed|jax is not installed"):
-        train.installed("jax")
+        train.check_installed("jax")
     assert command.main(["train-demo", "--backend", "mlx"]) == 1
     assert "mlx is not installed" in capsys.readouterr().err
 

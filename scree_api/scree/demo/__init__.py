@@ -1,9 +1,12 @@
-"""The demo: real paragraphs of very different lengths through a real sentence encoder, on every backend.
+"""The demo: real paragraphs of very different lengths through a pretrained sentence encoder.
 
-`model` is the encoder, `padded` its rival, `weights` and `text` what goes in, `run` the measurement and `report` what
-is printed. It runs as ``python -m scree demo``. `lm` is a language model and `train` its training, ``python -m scree train-demo``.
+``python -m scree demo`` runs it on every backend. `model` is the encoder on ragged arrays, `padded`
+the same encoder on padded batches. `weights` and `text` provide the inputs, `run` measures, and
+`report` prints.
+
+``python -m scree train-demo`` trains a language model: `lm` is the model, `train` the training.
 """
 
 
 class DemoError(Exception):
-    """What the user can mend; the message says how."""
+    """An error that the user can fix; the message says how."""

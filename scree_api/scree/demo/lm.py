@@ -1,13 +1,16 @@
-"""A decoder-only language model of bytes, written once for every array library: no padding, no mask, no loop over rows.
+"""A decoder-only language model of bytes, written once for every array library.
 
-Rotary positions (Su et al., 2021), grouped-query attention (Ainslie et al., 2023), RMS norm (Zhang and Sennrich, 2019), a gated
-feed-forward network (Shazeer, 2020) and one matrix for embedding and output (Press and Wolf, 2017). The weights are a flat dict,
-and the sizes of the model are those of its weights.
+There is no padding, no mask, and no loop over rows. The model has rotary positions (Su et al.,
+2021), grouped-query attention (Ainslie et al., 2023), RMS norm (Zhang and Sennrich, 2019), a gated
+feed-forward network (Shazeer, 2020), and one matrix for embedding and output (Press and Wolf,
+2017). The weights are a flat dict. The shapes of the weights determine the sizes of the model.
 
 >>> import numpy as np, scree
 >>> from scree.demo import lm
->>> tokens = scree.pack([np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"ragged", b"arrays!")])
->>> round(float(lm.loss(lm.weights(), tokens, np.asarray([True, True]))), 1)  # nothing is learned yet
+>>> texts = (b"ragged", b"arrays!")
+>>> tokens = scree.pack([np.frombuffer(text, np.uint8).astype(np.int32) for text in texts])
+>>> row_mask = np.asarray([True, True])
+>>> round(float(lm.loss(lm.weights(), tokens, row_mask)), 1)  # untrained
 5.8
 """
 
@@ -23,32 +26,52 @@ Weights = Mapping[str, Any]
 Attention = Callable[[Any, Any, Any, Any], Any]  # xp, queries, keys, values -> context
 
 VOCABULARY = 256  # bytes
-IGNORED = -100  # no byte follows; what cross-entropy passes over
+IGNORED = -100  # target of a token without a next byte; cross-entropy skips it
 HEAD_DIM = 16
 
 
 def weights(
     *, layers: int = 2, width: int = 64, heads: int = 4, kv_heads: int = 2, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Random weights, float32."""
+    """Return random float32 weights.
+
+    Parameters
+    ----------
+    layers, width, heads, kv_heads
+        Sizes of the model. `heads` is a multiple of `kv_heads`.
+    seed
+        Seed of the random generator.
+
+    Returns
+    -------
+    dict
+        NumPy arrays by name. Weights of norms are ones.
+    """
     rng = np.random.default_rng(seed)
     shapes = {"embedding": (VOCABULARY, width), "norm": (width,)}
     for i in range(layers):
         shapes |= {
-            f"{i}.attention.norm": (width,), f"{i}.attention.query": (width, heads * HEAD_DIM),
-            f"{i}.attention.key": (width, kv_heads * HEAD_DIM), f"{i}.attention.value": (width, kv_heads * HEAD_DIM),
-            f"{i}.attention.output": (heads * HEAD_DIM, width), f"{i}.mlp.norm": (width,), f"{i}.mlp.gate": (width, 2 * width),
-            f"{i}.mlp.up": (width, 2 * width), f"{i}.mlp.down": (2 * width, width),
-        }  # fmt: skip
-    found = {
+            f"{i}.attention.norm": (width,),
+            f"{i}.attention.query": (width, heads * HEAD_DIM),
+            f"{i}.attention.key": (width, kv_heads * HEAD_DIM),
+            f"{i}.attention.value": (width, kv_heads * HEAD_DIM),
+            f"{i}.attention.output": (heads * HEAD_DIM, width),
+            f"{i}.mlp.norm": (width,),
+            f"{i}.mlp.gate": (width, 2 * width),
+            f"{i}.mlp.up": (width, 2 * width),
+            f"{i}.mlp.down": (2 * width, width),
+        }
+    random = {
         name: rng.standard_normal(shape, dtype=np.float32) * shape[0] ** -0.5
         for name, shape in shapes.items()
     }
-    return {name: np.ones_like(x) if name.endswith("norm") else x for name, x in found.items()}
+    return {name: np.ones_like(x) if name.endswith("norm") else x for name, x in random.items()}
 
 
-def loss(w: Weights, tokens: scree.Array, real: Any) -> Any:
-    """Mean over all bytes but the first of each row: how badly it was predicted, in nats.
+def loss(w: Weights, tokens: scree.Array, row_mask: Any) -> Any:
+    """Return the mean cross-entropy of next-byte prediction, in nats per byte.
+
+    The first byte of each row has no prediction and does not count.
 
     Parameters
     ----------
@@ -56,22 +79,26 @@ def loss(w: Weights, tokens: scree.Array, real: Any) -> Any:
         The weights, arrays of the same library as the tokens.
     tokens
         (n, None) integers, see `scree.bucket`.
-    real
-        (n,) booleans: rows that count.
+    row_mask
+        (n,) booleans, True for rows that count.
+
+    Returns
+    -------
+    array
+        The loss, of shape ().
     """
     xp = scree.namespace(tokens)
-    rows, place = scree.segment_ids(tokens), scree.positions(tokens)
-    known = xp.take(real, rows, axis=0) & (
-        place < xp.take(tokens.lengths, rows, axis=0) - 1
-    )  # a next byte
-    follows = xp.concat([tokens.values[1:], tokens.values[:1]], axis=0)
-    targets = tokens.with_values(xp.where(known, follows, IGNORED))
+    row_ids, positions = scree.segment_ids(tokens), scree.positions(tokens)
+    has_next = positions < xp.take(tokens.lengths, row_ids, axis=0) - 1
+    has_target = xp.take(row_mask, row_ids, axis=0) & has_next
+    next_bytes = xp.concat([tokens.values[1:], tokens.values[:1]], axis=0)
+    targets = tokens.with_values(xp.where(has_target, next_bytes, IGNORED))
     x = layers(xp, w, xp.take(w["embedding"], tokens, axis=0), attention)
     return xp.ragged.linear_cross_entropy(x, w["embedding"], targets)
 
 
 def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
-    """All the layers and the last norm; `attend` is the only part in which tokens see one another."""
+    """Apply all layers and the last norm; only `attend` mixes tokens."""
     norm, i = xp.ragged.rms_norm, 0
     while f"{i}.mlp.up" in w:
         y = norm(x, w[f"{i}.attention.norm"])
@@ -84,7 +111,7 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
 
 
 def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.Array:
-    """Every token sees those before it in its own row."""
+    """Apply causal self-attention within each row."""
     q, k, v = (
         x.with_values(xp.reshape(x.values, (x.total_length, -1, HEAD_DIM))) for x in (q, k, v)
     )
@@ -94,39 +121,47 @@ def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.
 
 
 def padded_loss(w: Weights, tokens: Any, mask: Any) -> Any:
-    """The same loss of a padded batch, with plain functions of the standard: the rival.
+    """Return the loss of a padded batch, computed with standard functions only.
+
+    It is the baseline for `loss`.
 
     Parameters
     ----------
     w
         The weights.
     tokens, mask
-        (n, length) integers, any in the padding, and booleans, False in the padding.
+        (n, length) integers, arbitrary in the padding, and booleans, False in the padding.
+
+    Returns
+    -------
+    array
+        The loss, of shape ().
     """
     xp = scree.namespace(tokens)
     n, length = tokens.shape
 
-    def turn(x: Any) -> Any:
-        """Rotary positions of (n, length, heads, HEAD_DIM)."""
+    def rotate(x: Any) -> Any:
+        """Apply rotary positions to (n, length, heads, HEAD_DIM)."""
         half = HEAD_DIM // 2
-        wave = xp.exp(xp.arange(half, dtype=x.dtype) * (-math.log(10000.0) / half))
-        angle = xp.arange(length, dtype=x.dtype)[:, None, None] * wave
+        frequencies = xp.exp(xp.arange(half, dtype=x.dtype) * (-math.log(10000.0) / half))
+        angle = xp.arange(length, dtype=x.dtype)[:, None, None] * frequencies
         a, b, cos, sin = x[..., :half], x[..., half:], xp.cos(angle), xp.sin(angle)
         return xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def attend(xp: Any, q: Any, k: Any, v: Any) -> Any:
         q, k, v = (xp.reshape(x, (n, length, -1, HEAD_DIM)) for x in (q, k, v))
-        k, v = (xp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (turn(k), v))
-        q, k, v = (xp.permute_dims(x, (0, 2, 1, 3)) for x in (turn(q), k, v))
-        place = xp.arange(length)
-        seen = (place[None, :] <= place[:, None])[None, None, :, :] & mask[:, None, None, :]
-        scores = xp.where(seen, q @ xp.matrix_transpose(k) / math.sqrt(HEAD_DIM), -1e30)
+        k, v = (xp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (rotate(k), v))
+        q, k, v = (xp.permute_dims(x, (0, 2, 1, 3)) for x in (rotate(q), k, v))
+        positions = xp.arange(length)
+        causal = positions[None, :] <= positions[:, None]
+        visible = causal[None, None, :, :] & mask[:, None, None, :]
+        scores = xp.where(visible, q @ xp.matrix_transpose(k) / math.sqrt(HEAD_DIM), -1e30)
         weight = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
         context = weight @ v / xp.sum(weight, axis=-1, keepdims=True)
         return xp.reshape(xp.permute_dims(context, (0, 2, 1, 3)), (n * length, -1))
 
     x = layers(xp, w, xp.take(w["embedding"], xp.reshape(tokens, (-1,)), axis=0), attend)
-    follows = xp.concat([tokens[:, 1:], tokens[:, :1]], axis=1)
-    known = xp.concat([mask[:, 1:], xp.zeros_like(mask[:, :1])], axis=1)
-    targets = xp.reshape(xp.where(known, follows, IGNORED), (-1,))
+    next_bytes = xp.concat([tokens[:, 1:], tokens[:, :1]], axis=1)
+    has_target = xp.concat([mask[:, 1:], xp.zeros_like(mask[:, :1])], axis=1)
+    targets = xp.reshape(xp.where(has_target, next_bytes, IGNORED), (-1,))
     return xp.ragged.linear_cross_entropy(x, w["embedding"], targets)

@@ -1,8 +1,9 @@
-"""A sentence encoder, written once for every array library: BERT (Devlin et al., 2018) on ragged arrays, mean-pooled.
+"""A sentence encoder, written once for every array library: BERT on ragged arrays, mean-pooled.
 
-No padding, no mask, no loop over sentences, and not a word about the library underneath: `xp` is whatever the tokens are made
-of. The weights are a flat dict under the names of BERT's checkpoints, matrices stored (in, out), so that the sizes of the
-model are those of its weights.
+BERT is by Devlin et al., 2018. There is no padding, no mask, no loop over sentences, and no name of
+an array library: `xp` is the namespace of the tokens. The weights are a flat dict with the names of
+BERT's checkpoints, and matrices are stored as (in, out). The shapes of the weights determine the
+sizes of the model.
 
 >>> import numpy as np, scree
 >>> from scree.demo import model, weights
@@ -21,7 +22,7 @@ Weights = Mapping[str, Any]
 Attention = Callable[[Any, Any, Any, Any], Any]  # xp, queries, keys, values -> context
 
 HEAD_DIM = 32
-MAX_TOKENS = 512  # positions that BERT knows
+MAX_TOKENS = 512  # rows of BERT's position embedding
 EPS = 1e-12
 
 
@@ -33,12 +34,12 @@ def encode(w: Weights, tokens: scree.Array) -> Any:
     w
         The weights, arrays of the same library as the tokens.
     tokens
-        (n, None) integers, of which a row has at most 512.
+        (n, None) integers, at most 512 per row.
 
     Returns
     -------
     array
-        (n, width), dense. The dot product of two of its rows says how alike two sentences are.
+        (n, width), dense. The dot product of two of its rows is the similarity of two sentences.
     """
     xp = scree.namespace(tokens)
     x = layers(xp, w, embed(xp, w, tokens), attention)
@@ -46,7 +47,7 @@ def encode(w: Weights, tokens: scree.Array) -> Any:
 
 
 def embed(xp: Any, w: Weights, tokens: scree.Array) -> scree.Array:
-    """What a token is, and where it stands in its row."""
+    """Return the sum of word, position and token-type embeddings, normalized."""
     positions = tokens.with_values(scree.positions(tokens))
     x = xp.take(w["embeddings.word_embeddings.weight"], tokens, axis=0)
     x = x + xp.take(w["embeddings.position_embeddings.weight"], positions, axis=0)
@@ -56,7 +57,7 @@ def embed(xp: Any, w: Weights, tokens: scree.Array) -> scree.Array:
 
 
 def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
-    """All the layers; `attend` is the only part in which tokens see one another."""
+    """Apply all layers; only `attend` mixes tokens."""
     i = 0
     while f"encoder.layer.{i}.output.dense.weight" in w:
         x = layer(xp, w, f"encoder.layer.{i}", x, attend)
@@ -65,7 +66,7 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
 
 
 def layer(xp: Any, w: Weights, name: str, x: Any, attend: Attention) -> Any:
-    """Attention, then a feed-forward network on each token; each is added to its input, and the sum normalized."""
+    """Apply attention and a feed-forward network, each with a residual sum and a layer norm."""
     q, k, v = (linear(w, f"{name}.attention.self.{part}", x) for part in ("query", "key", "value"))
     context = linear(w, f"{name}.attention.output.dense", attend(xp, q, k, v))
     x = norm(xp, w, f"{name}.attention.output.LayerNorm", x + context)
@@ -74,7 +75,7 @@ def layer(xp: Any, w: Weights, name: str, x: Any, attend: Attention) -> Any:
 
 
 def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.Array:
-    """Every token sees the tokens of its own row, in heads of 32."""
+    """Apply self-attention within each row, with heads of 32."""
     shape = (q.total_length, q.values.shape[1] // HEAD_DIM, HEAD_DIM)
     q, k, v = (x.with_values(xp.reshape(x.values, shape)) for x in (q, k, v))
     context = xp.ragged.attention(q, k, v)
@@ -82,29 +83,30 @@ def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.
 
 
 def linear(w: Weights, name: str, x: Any) -> Any:
-    """An affine map of each token."""
+    """Apply an affine map to each token."""
     return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
 def norm(xp: Any, w: Weights, name: str, x: Any) -> Any:
-    """Layer normalization of each token."""
+    """Apply layer normalization to each token."""
     return xp.ragged.layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], eps=EPS)
 
 
 def gelu(xp: Any, x: Any) -> Any:
-    """``x * Phi(x)``, Phi being the normal distribution function, to 4e-7 in float32.
+    """Return ``x * Phi(x)``, Phi being the normal distribution function, to 4e-7 in float32.
 
-    The standard has no erf: 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions (1964), gives the tail
-    ``1 - Phi(|x|)`` to 7.5e-8. As ``max(x, 0) - |x| * tail`` nothing cancels where x is far below 0.
+    The standard has no erf. Formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical
+    Functions (1964), gives the tail ``1 - Phi(|x|)`` to 7.5e-8. The form ``max(x, 0) - |x| * tail``
+    avoids cancellation where x is far below 0.
     """
-    size = xp.abs(x)
-    t = 1 / (1 + 0.3275911 / math.sqrt(2) * size)
+    magnitude = xp.abs(x)
+    t = 1 / (1 + 0.3275911 / math.sqrt(2) * magnitude)
     series = 0.254829592 + t * (
         -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
     )
-    return xp.maximum(x, 0) - size * t * series * xp.exp(x * x * -0.5) / 2
+    return xp.maximum(x, 0) - magnitude * t * series * xp.exp(x * x * -0.5) / 2
 
 
 def normalize(xp: Any, x: Any) -> Any:
-    """Each row, divided by its length."""
+    """Divide each row by its Euclidean norm."""
     return x / xp.sqrt(xp.sum(x * x, axis=-1, keepdims=True))

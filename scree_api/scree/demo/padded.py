@@ -1,7 +1,8 @@
-"""The same encoder on a padded batch, with plain functions of the standard and a mask: the rival.
+"""The encoder of `model` on a padded batch, with a mask and standard functions only: the baseline.
 
-Weights and layers are those of `model`, and as there tokens lie end to end, (n * length, width), so that each linear map is
-one product of two matrices. What differs is what looks at other tokens: positions, attention, the mean.
+Weights and layers are shared with `model`. Tokens are stored end to end, (n * length, width), as in
+`model`, so that each linear map is one product of two matrices. The parts that involve other tokens
+differ: positions, attention, and the mean.
 """
 
 import math
@@ -20,7 +21,7 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
     w
         The weights, see `scree.demo.weights`.
     tokens
-        (n, length) integers; any token of the vocabulary may stand in the padding.
+        (n, length) integers; the padding may contain any token of the vocabulary.
     mask
         (n, length) booleans, False in the padding.
 
@@ -43,12 +44,15 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
         )
 
     x = layers(xp, w, embed(xp, w, tokens), attention)
-    x, real = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
-    return normalize(xp, xp.sum(x * real, axis=1) / xp.sum(real, axis=1))
+    x, weight = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
+    return normalize(xp, xp.sum(x * weight, axis=1) / xp.sum(weight, axis=1))
 
 
 def embed(xp: Any, w: Weights, tokens: Any) -> Any:
-    """What a token is, and where it stands in its row: (n * length, width)."""
+    """Return the normalized sum of word, position and token-type embeddings.
+
+    The shape is (n * length, width).
+    """
     x = xp.take(w["embeddings.word_embeddings.weight"], xp.reshape(tokens, (-1,)), axis=0)
     x = (
         xp.reshape(x, (*tokens.shape, -1))

@@ -1,4 +1,4 @@
-"""The measurement: the same paragraphs as ragged and as padded batches, on one backend after another."""
+"""The measurement: the same paragraphs as ragged and as padded batches, on each backend."""
 
 import itertools
 import re
@@ -17,34 +17,36 @@ from ..backends import backend
 from . import DemoError, model, padded
 from .text import Tokenizer
 
-#: The backends, and where each has an `asarray` that takes NumPy arrays.
+#: The backends, and the module of each whose `asarray` takes NumPy arrays.
 BACKENDS = {
     "numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "mlx": "scree.backends.mlx.namespace",
     "array_api_strict": "array_api_strict",
 }  # fmt: skip
-BATCH = 32  # paragraphs a batch, as sentence-transformers has it
-PASSES = 2  # over all batches; the first one warms up, the faster one counts
-TOLERANCE = 1e-5  # between any two embeddings of one paragraph
-PAIRS = 3  # of paragraphs that are shown, of so many different words, of which at most so large a part is in both
-PAIR_WORDS, PAIR_SHARED = 8, 1 / 3
+BATCH = 32  # paragraphs per batch, the default of sentence-transformers
+PASSES = 2  # over all batches; the first pass warms up, and the faster time of each batch counts
+TOLERANCE = 1e-5  # largest difference between any two embeddings of one paragraph
+MAX_PAIRS = 3  # nearest paragraphs in the result
+MIN_PAIR_WORDS = 8  # distinct words of each paragraph of a pair
+MAX_SHARED_WORDS = 1 / 3  # words of both paragraphs, as a fraction of the words of either
 
-#: The three ways to run a batch: as ragged rows, padded in the order given, padded after sorting all paragraphs by length.
-WAYS = ("ragged", "padded", "sorted")
+#: Batch layouts: ragged, padded in input order, and padded after sorting all paragraphs by length.
+LAYOUTS = ("ragged", "padded", "sorted")
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What one way computes on, whatever the backend.
+    """Sizes of the data of one batch layout, the same on every backend.
 
     Attributes
     ----------
     tokens
         Tokens of all batches, padding included.
     activations
-        Bytes that one layer reads and writes in the largest batch: its input, queries, keys, values, context, the wide
-        hidden state of the feed-forward network, each once.
+        Bytes that one layer reads and writes in the largest batch. Input, queries, keys, values,
+        context, and the wide hidden state of the feed-forward network count once each.
     scores
-        Bytes of that layer's attention scores, where they stand in memory all at once; the ragged path holds one tile.
+        Bytes of that layer's attention scores if they are in memory all at once. 0 for the ragged
+        layout, which holds one tile.
     """
 
     tokens: int
@@ -53,8 +55,22 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """One backend: seconds and real tokens per second of each way, and the largest differences between embeddings."""
+class Measurement:
+    """Times and differences of one backend.
+
+    Attributes
+    ----------
+    version
+        Version of the library.
+    seconds
+        Time of all batches, by batch layout.
+    tokens_per_second
+        Tokens without padding per second, by batch layout.
+    from_padded
+        Largest difference between the embeddings of the three batch layouts.
+    from_first_backend
+        Largest difference between the ragged embeddings and those of the first backend.
+    """
 
     version: str
     seconds: dict[str, float]
@@ -65,7 +81,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two paragraphs that are alike, and the cosine between their embeddings."""
+    """Two similar paragraphs, and the cosine of their embeddings."""
 
     similarity: float
     a: str
@@ -74,7 +90,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Everything that the demo says; ``--json`` prints it as it is."""
+    """The result of the demo; ``--json`` prints all fields."""
 
     scree: str
     weights: str
@@ -86,25 +102,40 @@ class Result:
     longest: int
     batch: int
     sizes: dict[str, Size]
-    backends: dict[str, Measured]
+    backends: dict[str, Measurement]
     not_installed: list[str]
     largest_difference: float
     tolerance: float
     nearest: list[Pair]
 
 
-def installed(wanted: str) -> tuple[list[str], list[str]]:
-    """The backends to run for ``--backend``, and those that "all" leaves out because they are not there."""
-    there = {name: find_spec(name) is not None for name in BACKENDS}
-    if wanted == "all":
-        return [name for name in BACKENDS if there[name]], [
-            name for name in BACKENDS if not there[name]
-        ]
-    if not there[wanted]:
+def select_backends(choice: str) -> tuple[list[str], list[str]]:
+    """Return the backends to run for the option ``--backend``.
+
+    Parameters
+    ----------
+    choice
+        A name in `BACKENDS`, or "all" for every installed backend.
+
+    Returns
+    -------
+    selected, missing
+        Names of the backends to run, and of those that "all" omits because they are not installed.
+
+    Raises
+    ------
+    DemoError
+        If the chosen backend is not installed.
+    """
+    is_installed = {name: find_spec(name) is not None for name in BACKENDS}
+    if choice == "all":
+        selected = [name for name in BACKENDS if is_installed[name]]
+        return selected, [name for name in BACKENDS if not is_installed[name]]
+    if not is_installed[choice]:
         raise DemoError(
-            f"--backend: {wanted} is not installed; install it, or leave the option out to run on NumPy"
+            f"--backend: {choice} is not installed; install it, or omit the option to run on NumPy"
         )
-    return [wanted], []
+    return [choice], []
 
 
 def measure(
@@ -112,44 +143,53 @@ def measure(
     origin: str,
     texts: Sequence[str],
     tokenize: Tokenizer,
-    wanted: str,
+    choice: str,
     seed: int,
     track: Callable[[str, int], Callable[[], None]] = lambda name, steps: lambda: None,
 ) -> Result:
-    """Embed the texts in every way on every backend that is wanted.
+    """Embed the texts in every batch layout on every chosen backend.
 
     Parameters
     ----------
     weights, origin
-        The encoder's weights and what they are called in the result.
+        The encoder's weights, and their name in the result.
     texts, tokenize
-        The paragraphs in the order in which batches take them, and what makes tokens of them.
-    wanted
+        The paragraphs in batch order, and the tokenizer.
+    choice
         A name in `BACKENDS`, or "all".
     seed
-        Only noted in the result.
+        Seed of the sample, for the result only.
     track
-        ``track(backend, steps)`` gives the function that is called after each of so many steps.
+        ``track(backend, steps)`` returns a function; `measure` calls it after each of the steps.
+
+    Returns
+    -------
+    Result
+        Sizes, times, differences and nearest paragraphs.
     """
-    names, missing = installed(wanted)
+    names, missing = select_backends(choice)
     rows = [np.asarray(ids, dtype=np.int32) for ids in tokenize(texts)]
     lengths = np.asarray([row.size for row in rows])
-    given = np.arange(len(rows))
-    orders = {"ragged": given, "padded": given, "sorted": np.argsort(lengths, kind="stable")}
+    input_order = np.arange(len(rows))
+    orders = {
+        "ragged": input_order,
+        "padded": input_order,
+        "sorted": np.argsort(lengths, kind="stable"),
+    }
     batches = {
-        way: [order[i : i + BATCH] for i in range(0, len(rows), BATCH)]
-        for way, order in orders.items()
+        layout: [order[i : i + BATCH] for i in range(0, len(rows), BATCH)]
+        for layout, order in orders.items()
     }
     embeddings: dict[str, dict[str, np.ndarray]] = {}
-    measured: dict[str, Measured] = {}
+    measurements: dict[str, Measurement] = {}
     for name in names:
         steps = PASSES * sum(map(len, batches.values()))
-        out, seconds = _on_backend(name, weights, rows, batches, track(name, steps))
+        out, seconds = _embed_all(name, weights, rows, batches, track(name, steps))
         embeddings[name] = out
-        measured[name] = Measured(
+        measurements[name] = Measurement(
             version=metadata.version(name),
             seconds=seconds,
-            tokens_per_second={way: int(lengths.sum()) / seconds[way] for way in WAYS},
+            tokens_per_second={layout: int(lengths.sum()) / seconds[layout] for layout in LAYOUTS},
             from_padded=_difference(out.values()),
             from_first_backend=_difference([out["ragged"], embeddings[names[0]]["ragged"]]),
         )
@@ -163,8 +203,11 @@ def measure(
         median=float(np.median(lengths)),
         longest=int(lengths.max()),
         batch=BATCH,
-        sizes={way: _size(way, [lengths[b] for b in batches[way]], weights) for way in WAYS},
-        backends=measured,
+        sizes={
+            layout: _size(layout, [lengths[batch] for batch in batches[layout]], weights)
+            for layout in LAYOUTS
+        },
+        backends=measurements,
         not_installed=missing,
         largest_difference=_difference([e for out in embeddings.values() for e in out.values()]),
         tolerance=TOLERANCE,
@@ -172,74 +215,85 @@ def measure(
     )
 
 
-def _on_backend(
+def _embed_all(
     name: str,
     weights: dict[str, np.ndarray],
     rows: list[np.ndarray],
     batches: dict[str, list[np.ndarray]],
     step: Callable[[], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Embeddings (paragraphs, width) of each way, and its seconds."""
+    """Return the embeddings (paragraphs, width) and the seconds of each batch layout."""
     asarray = import_module(BACKENDS[name]).asarray
     w = {key: asarray(x) for key, x in weights.items()}
     width = weights["embeddings.LayerNorm.weight"].shape[0]
-    out = {way: np.zeros((len(rows), width), np.float32) for way in WAYS}
-    seconds = {way: np.full(len(batches[way]), np.inf) for way in WAYS}
-    for _, i, way in itertools.product(
-        range(PASSES), range(len(batches["ragged"])), WAYS
-    ):  # interleaved
-        members = batches[way][i]
+    out = {layout: np.zeros((len(rows), width), np.float32) for layout in LAYOUTS}
+    seconds = {layout: np.full(len(batches[layout]), np.inf) for layout in LAYOUTS}
+    # The layouts alternate, so that a change of the clock affects all of them.
+    for _, i, layout in itertools.product(range(PASSES), range(len(batches["ragged"])), LAYOUTS):
+        members = batches[layout][i]
         tokens = scree.pack([asarray(rows[j]) for j in members])
-        encode = _encoder(w, tokens, way)
+        encode = _encoder(w, tokens, layout)
         start = time.perf_counter()
-        found = encode()
-        found = backend(found).read(found)  # waits for libraries that run behind
-        seconds[way][i] = min(seconds[way][i], time.perf_counter() - start)
-        out[way][members] = found
+        embeddings = encode()
+        embeddings = backend(embeddings).read(embeddings)  # waits for asynchronous libraries
+        seconds[layout][i] = min(seconds[layout][i], time.perf_counter() - start)
+        out[layout][members] = embeddings
         step()
-    return out, {way: float(seconds[way].sum()) for way in WAYS}
+    return out, {layout: float(seconds[layout].sum()) for layout in LAYOUTS}
 
 
-def _encoder(w: model.Weights, tokens: scree.Array, way: str) -> Callable[[], Any]:
-    """The run of one batch, everything about its shape being ready."""
-    if way == "ragged":
+def _encoder(w: model.Weights, tokens: scree.Array, layout: str) -> Callable[[], Any]:
+    """Return a function that encodes the batch; padding happens before, outside the timing."""
+    if layout == "ragged":
         return lambda: model.encode(w, tokens)
     ids, mask = scree.to_padded(tokens)
     return lambda: padded.encode(w, ids, mask)
 
 
-def _size(way: str, lengths: list[np.ndarray], weights: dict[str, np.ndarray]) -> Size:
+def _size(layout: str, lengths: list[np.ndarray], weights: dict[str, np.ndarray]) -> Size:
+    """Return the sizes of batches with these row lengths."""
     width, wide = weights["encoder.layer.0.intermediate.dense.weight"].shape
-    heads, item = width // model.HEAD_DIM, 4
-    if way == "ragged":
+    heads, itemsize = width // model.HEAD_DIM, 4
+    if layout == "ragged":
         tokens, scores = [int(x.sum()) for x in lengths], 0
     else:
         tokens = [x.size * int(x.max()) for x in lengths]
-        scores = max(x.size * heads * int(x.max()) ** 2 * item for x in lengths)
-    return Size(sum(tokens), max(tokens) * (5 * width + wide) * item, scores)
+        scores = max(x.size * heads * int(x.max()) ** 2 * itemsize for x in lengths)
+    return Size(sum(tokens), max(tokens) * (5 * width + wide) * itemsize, scores)
 
 
 def _difference(arrays: Any) -> float:
-    """The largest difference between any two of the arrays."""
+    """Return the largest elementwise difference between any two of the arrays."""
     stacked = np.stack(list(arrays))
     return float(np.max(stacked.max(axis=0) - stacked.min(axis=0)))
 
 
 def nearest(texts: Sequence[str], embeddings: np.ndarray) -> list[Pair]:
-    """The paragraphs most alike in meaning though not in words, each at most once."""
+    """Return the pairs of paragraphs that are most similar in meaning but share few words.
+
+    Parameters
+    ----------
+    texts
+        The paragraphs.
+    embeddings
+        (n, width) array with rows of length 1.
+
+    Returns
+    -------
+    list of Pair
+        At most `MAX_PAIRS` pairs, most similar first. A paragraph occurs in at most one pair.
+    """
     words = [frozenset(re.findall(r"\w+", text.lower())) for text in texts]
-    alike = np.triu(embeddings @ embeddings.T, k=1)
+    similarity = np.triu(embeddings @ embeddings.T, k=1)
     pairs: list[Pair] = []
     used: set[int] = set()
-    for place in np.argsort(-alike, axis=None).tolist():
-        i, j = divmod(place, len(texts))
-        if len(pairs) == PAIRS or alike[i, j] <= 0:
+    for index in np.argsort(-similarity, axis=None).tolist():
+        i, j = divmod(index, len(texts))
+        if len(pairs) == MAX_PAIRS or similarity[i, j] <= 0:
             break
-        fewest, shared = (
-            min(len(words[i]), len(words[j])),
-            len(words[i] & words[j]) / len(words[i] | words[j]),
-        )
-        if fewest >= PAIR_WORDS and shared <= PAIR_SHARED and not used & {i, j}:
-            pairs.append(Pair(float(alike[i, j]), texts[i], texts[j]))
+        fewest = min(len(words[i]), len(words[j]))
+        shared = len(words[i] & words[j]) / len(words[i] | words[j])
+        if fewest >= MIN_PAIR_WORDS and shared <= MAX_SHARED_WORDS and not used & {i, j}:
+            pairs.append(Pair(float(similarity[i, j]), texts[i], texts[j]))
             used |= {i, j}
     return pairs

@@ -1,4 +1,4 @@
-"""Paragraphs, conversations, and their tokens."""
+"""Paragraphs, conversations, and tokenizers."""
 
 import random
 import re
@@ -12,12 +12,22 @@ from .model import MAX_TOKENS
 
 Tokenizer = Callable[[Sequence[str]], list[list[int]]]
 
-FEWEST_WORDS = 4  # what is shorter, in Python's documentation, is a heading or a line of code
-CLS, SEP, FIRST_WORD = 101, 102, 1000  # in BERT's vocabulary
+MIN_WORDS = 4  # shorter paragraphs of Python's documentation are headings or lines of code
+CLS, SEP, FIRST_WORD = 101, 102, 1000  # ids in BERT's vocabulary
 
 
 def paragraphs(path: str | None = None) -> list[str]:
-    """The paragraphs of a file, one a line, or else those of Python's own documentation of itself.
+    """Return the paragraphs of a file, or of Python's own documentation.
+
+    Parameters
+    ----------
+    path
+        UTF-8 text file with one paragraph per line; None for Python's documentation.
+
+    Returns
+    -------
+    list of str
+        The paragraphs, with whitespace collapsed.
 
     Raises
     ------
@@ -27,23 +37,28 @@ def paragraphs(path: str | None = None) -> list[str]:
     if path is None:
         from pydoc_data.topics import topics
 
-        found = (
+        candidates = (
             " ".join(p.split()) for text in topics.values() for p in re.split(r"\n\s*\n", text)
         )
-        return [p for p in found if len(p.split()) >= FEWEST_WORDS]
+        return [p for p in candidates if len(p.split()) >= MIN_WORDS]
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DemoError(
-            f"--text: expected a UTF-8 text file with a paragraph a line: {error}"
+            f"--text: expected a UTF-8 text file with one paragraph per line: {error}"
         ) from error
     if not any(line.strip() for line in lines):
-        raise DemoError(f"--text: expected a paragraph a line, got no text in {path}")
+        raise DemoError(f"--text: expected one paragraph per line, got no text in {path}")
     return [" ".join(line.split()) for line in lines if line.strip()]
 
 
 def conversations() -> list[str]:
-    """The English conversations of the package chatterbot-corpus, each of them once; a line a remark.
+    """Return the English conversations of the package chatterbot-corpus, without duplicates.
+
+    Returns
+    -------
+    list of str
+        The conversations, one remark per line.
 
     Raises
     ------
@@ -55,13 +70,16 @@ def conversations() -> list[str]:
 
         corpus = files("chatterbot_corpus")
     except ModuleNotFoundError as error:
-        message = f"--text: {error.name} is not installed; pip install 'scree[train]', or give a text of your own"
+        message = (
+            f"--text: {error.name} is not installed; pip install 'scree[train]', "
+            "or pass a text of your own"
+        )
         raise DemoError(message) from error
-    parts = sorted((corpus / "data" / "english").iterdir(), key=lambda part: part.name)
+    files_by_topic = sorted((corpus / "data" / "english").iterdir(), key=lambda file: file.name)
     talks = [
         talk
-        for part in parts
-        for talk in yaml.safe_load(part.read_text(encoding="utf-8"))["conversations"]
+        for file in files_by_topic
+        for talk in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]
     ]
     return list(
         dict.fromkeys("\n".join(" ".join(str(remark).split()) for remark in talk) for talk in talks)
@@ -69,12 +87,38 @@ def conversations() -> list[str]:
 
 
 def sample(texts: list[str], limit: int, seed: int) -> list[str]:
-    """`limit` of the texts in random order, or all of them if there are fewer or the limit is 0."""
+    """Return `limit` random texts, or all texts in random order.
+
+    Parameters
+    ----------
+    texts
+        Texts to sample from, without replacement.
+    limit
+        Number of texts; 0, or more than there are, returns all.
+    seed
+        Seed of the random generator.
+
+    Returns
+    -------
+    list of str
+        The sample.
+    """
     return random.Random(seed).sample(texts, min(limit or len(texts), len(texts)))
 
 
 def word_pieces(tokenizer_json: Path) -> Tokenizer:
-    """BERT's own tokenizer; longer texts are cut to the 512 tokens that it can place."""
+    """Return BERT's tokenizer, which cuts texts to BERT's limit of 512 tokens.
+
+    Parameters
+    ----------
+    tokenizer_json
+        The file `tokenizer.json` of a checkpoint.
+
+    Returns
+    -------
+    callable
+        Function from texts to lists of token ids.
+    """
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_json))
@@ -84,7 +128,19 @@ def word_pieces(tokenizer_json: Path) -> Tokenizer:
 
 
 def hashed_words(vocabulary: int) -> Tokenizer:
-    """A token a word or sign, numbered by its checksum: for weights that mean nothing, it needs no download."""
+    """Return a tokenizer for random weights, which needs no download.
+
+    Parameters
+    ----------
+    vocabulary
+        Number of token ids.
+
+    Returns
+    -------
+    callable
+        Function from texts to lists of token ids. Each word or punctuation mark is one token, whose
+        id is its checksum.
+    """
 
     def tokens(text: str) -> list[int]:
         words = re.findall(r"\w+|[^\w\s]", text.lower())[: MAX_TOKENS - 2]

@@ -1,29 +1,52 @@
-"""The training loop of the language model on JAX, with optax; one compilation for each shape of batches."""
+"""The training loop of the language model on JAX, with optax.
+
+The step compiles once per shape of the batches.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from .train import moved
+from .train import to_library
 
 
 def losses(
-    loss: Callable[..., Any], weights: dict[str, np.ndarray], batches: Iterable[Any], rate: float
+    loss: Callable[..., Any],
+    weights: dict[str, np.ndarray],
+    batches: Iterable[Any],
+    learning_rate: float,
 ) -> Iterator[float]:
-    """The loss of each batch, before the step that it leads to."""
+    """Train on the batches, and yield the loss of each before its update.
+
+    Parameters
+    ----------
+    loss
+        ``loss(weights, *batch)``.
+    weights
+        The initial weights.
+    batches
+        Tuples of ragged or dense NumPy arrays.
+    learning_rate
+        Learning rate of Adam.
+
+    Yields
+    ------
+    float
+        The loss.
+    """
     import jax
     import optax
 
-    w, adam = jax.device_put(weights), optax.adam(rate)
+    w, adam = jax.device_put(weights), optax.adam(learning_rate)
     state = adam.init(w)
 
     @jax.jit
     def step(w: Any, state: Any, batch: Any) -> Any:
-        found, gradients = jax.value_and_grad(loss)(w, *batch)
+        value, gradients = jax.value_and_grad(loss)(w, *batch)
         updates, state = adam.update(gradients, state)
-        return optax.apply_updates(w, updates), state, found
+        return optax.apply_updates(w, updates), state, value
 
     for batch in batches:
-        w, state, found = step(w, state, [moved(x, jax.device_put) for x in batch])
-        yield float(found)
+        w, state, value = step(w, state, [to_library(x, jax.device_put) for x in batch])
+        yield float(value)

@@ -1,23 +1,49 @@
-"""The training loop of the language model on MLX, with its own optimizer; lazy until the loss is asked for."""
+"""The training loop of the language model on MLX, with MLX's Adam.
+
+MLX is lazy: each step is evaluated when its loss is requested.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from .train import moved
+from .train import to_library
 
 
 def losses(
-    loss: Callable[..., Any], weights: dict[str, np.ndarray], batches: Iterable[Any], rate: float
+    loss: Callable[..., Any],
+    weights: dict[str, np.ndarray],
+    batches: Iterable[Any],
+    learning_rate: float,
 ) -> Iterator[float]:
-    """The loss of each batch, before the step that it leads to."""
+    """Train on the batches, and yield the loss of each before its update.
+
+    Parameters
+    ----------
+    loss
+        ``loss(weights, *batch)``.
+    weights
+        The initial weights.
+    batches
+        Tuples of ragged or dense NumPy arrays.
+    learning_rate
+        Learning rate of Adam.
+
+    Yields
+    ------
+    float
+        The loss.
+    """
     import mlx.core as mx
     from mlx.optimizers import Adam
 
-    w, adam = {name: mx.array(x) for name, x in weights.items()}, Adam(rate, bias_correction=True)
+    w, adam = (
+        {name: mx.array(x) for name, x in weights.items()},
+        Adam(learning_rate, bias_correction=True),
+    )
     for batch in batches:
-        found, gradients = mx.value_and_grad(loss)(w, *(moved(x, mx.array) for x in batch))
+        value, gradients = mx.value_and_grad(loss)(w, *(to_library(x, mx.array) for x in batch))
         w = adam.apply_gradients(gradients, w)
-        mx.eval(found, w, adam.state)
-        yield float(found)
+        mx.eval(value, w, adam.state)
+        yield float(value)

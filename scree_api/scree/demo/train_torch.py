@@ -1,24 +1,44 @@
-"""The training loop of the language model on PyTorch, with its own optimizer."""
+"""The training loop of the language model on PyTorch, with PyTorch's Adam."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from .train import moved
+from .train import to_library
 
 
 def losses(
-    loss: Callable[..., Any], weights: dict[str, np.ndarray], batches: Iterable[Any], rate: float
+    loss: Callable[..., Any],
+    weights: dict[str, np.ndarray],
+    batches: Iterable[Any],
+    learning_rate: float,
 ) -> Iterator[float]:
-    """The loss of each batch, before the step that it leads to."""
+    """Train on the batches, and yield the loss of each before its update.
+
+    Parameters
+    ----------
+    loss
+        ``loss(weights, *batch)``.
+    weights
+        The initial weights.
+    batches
+        Tuples of ragged or dense NumPy arrays.
+    learning_rate
+        Learning rate of Adam.
+
+    Yields
+    ------
+    float
+        The loss.
+    """
     import torch
 
     w = {name: torch.tensor(x, requires_grad=True) for name, x in weights.items()}
-    adam = torch.optim.Adam(w.values(), lr=rate)
+    adam = torch.optim.Adam(w.values(), lr=learning_rate)
     for batch in batches:
         adam.zero_grad()
-        found = loss(w, *(moved(x, torch.from_numpy) for x in batch))
-        found.backward()
+        value = loss(w, *(to_library(x, torch.from_numpy) for x in batch))
+        value.backward()
         adam.step()
-        yield float(found.detach())
+        yield float(value.detach())
