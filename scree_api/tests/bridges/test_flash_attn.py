@@ -127,10 +127,10 @@ def test_keys_go_by_the_boundaries_of_the_queries_if_there_are_no_others() -> No
 def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
     q, k, v, cu_q, cu_k, *longest = batch()
     flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
-    kept = flash_attn.rows_of(q, cu_q, longest[0]).layout
+    kept = flash_attn.ragged_array(q, cu_q, longest[0]).layout
     assert kept.memo
     flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
-    assert flash_attn.rows_of(q, cu_q, longest[0]).layout is kept
+    assert flash_attn.ragged_array(q, cu_q, longest[0]).layout is kept
     cu_q[1] = 0
     out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
     assert torch.equal(out, flash_attn_varlen_func(q, k, v, cu_q.clone(), cu_k, *longest))

@@ -158,7 +158,8 @@ def test_what_does_not_fit_raises() -> None:
         from_hf_padded(padded)
     with pytest.raises(
         ValueError,
-        match="attention_mask: expected one beside or in the batch, got the names input_ids",
+        match="attention_mask: expected a mask as an argument or in the batch, got the names "
+        "input_ids",
     ):
         from_hf_padded({"input_ids": padded})
     with pytest.raises(

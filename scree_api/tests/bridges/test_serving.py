@@ -81,17 +81,17 @@ def test_what_does_not_fit_raises() -> None:
     with pytest.raises(ValueError, match=r"pages: expected shape \(3, None\)"):
         slot_mapping(pages, cache([1, 2, 3], 4), 4)
     with pytest.raises(
-        ValueError, match=r"start: expected shape \(2,\), a number a row, got \(3,\)"
+        ValueError, match=r"start: expected shape \(2,\), one number per row, got \(3,\)"
     ):
         slot_mapping(pages, pages, 4, start=np.asarray([0, 1, 2]))
     with pytest.raises(ValueError, match="start: expected at least 0, got -1"):
         slot_mapping(pages, pages, 4, start=-1)
     with pytest.raises(
-        ValueError, match=r"seq_lens: expected shape \(2,\), a number a row, got \(3,\)"
+        ValueError, match=r"seq_lens: expected shape \(2,\), one number per row, got \(3,\)"
     ):
         to_flashinfer(pages, np.asarray([7, 9, 1]), 4)
     with pytest.raises(
-        ValueError, match=r"kv_last_page_len: expected shape \(2,\), a number a row, got \(1,\)"
+        ValueError, match=r"kv_last_page_len: expected shape \(2,\), one number per row, got \(1,\)"
     ):
         from_flashinfer(pages.offsets, pages.values, np.asarray([1]), 4)
     for name, call in {

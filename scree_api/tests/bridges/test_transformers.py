@@ -206,7 +206,7 @@ def test_padding_that_nobody_reads_is_as_that_which_is_read(
 ) -> None:
     """One compiled layer, on masks of every kind; the queries are the last of 7 keys, behind which a cache has room."""
     options = {"causal": causal, "window": None, "scale": None, "softcap": None}
-    compacted = torch.compile(bridge._compacted, backend="eager", fullgraph=True)
+    compacted = torch.compile(bridge.compacted_attention, backend="eager", fullgraph=True)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(4 * n, heads, 8, generator=generator)
@@ -217,7 +217,7 @@ def test_padding_that_nobody_reads_is_as_that_which_is_read(
         real = torch.rand(4, 7, generator=generator) < share
         found = [
             compacted(*qkv, 4, real, options),
-            bridge._by_sequence(*qkv, 4, real, None, False, options),
+            bridge.sequence_attention(*qkv, 4, real, None, False, options),
         ]
         weight = torch.randn(found[0].shape, generator=generator)
         torch.testing.assert_close(*found)
@@ -237,7 +237,7 @@ def test_a_compiled_window_sees_no_gaps_either() -> None:
     mask[2, 4] = 0
     whole = torch.compile(model("gemma3", "scree"), backend="eager", fullgraph=True)
     with (
-        pytest.raises(RuntimeError, match="attention_mask: expected padding before or behind"),
+        pytest.raises(RuntimeError, match="attention_mask: expected padding before or after"),
         torch.no_grad(),
     ):
         whole(ids, attention_mask=mask, use_cache=False)
@@ -252,7 +252,7 @@ def test_what_it_cannot_do_raises() -> None:
         llama(ids, cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32))
     gaps = mask.clone()
     gaps[2, 4] = 0
-    with pytest.raises(ValueError, match="attention_mask: expected padding before or behind"):
+    with pytest.raises(ValueError, match="attention_mask: expected padding before or after"):
         model("gemma2", "scree")(ids, attention_mask=gaps)
     for name in ("dropout", "position_bias", "cache"):
         with pytest.raises(ValueError, match=f"^{name}: scree's attention does not support it"):
@@ -261,7 +261,7 @@ def test_what_it_cannot_do_raises() -> None:
 
     either = or_masks(causal_mask_function, causal_mask_function)
     for function in (chunked_overlay(2, torch.zeros(1)), either, partial(causal_mask_function, 0)):
-        with pytest.raises(ValueError, match="attention_mask: scree knows no mask like"):
+        with pytest.raises(ValueError, match="attention_mask: expected a causal, windowed, padded or packed mask"):
             bridge.mask(1, 4, 4, mask_function=function)
     phimoe = transformers.PhimoeConfig(
         **GROUPED, sliding_window=4, num_local_experts=2, attn_implementation="scree"
