@@ -145,7 +145,7 @@ def test_the_last_batches_may_be_left_out() -> None:
 )
 def test_a_state_fits_the_sampler_that_it_is_of(other: dict[str, Any]) -> None:
     state = TokenBudgetSampler(LENGTHS, 20).state_dict()
-    with pytest.raises(ValueError, match="the batches would be others"):
+    with pytest.raises(ValueError, match="the batches would differ"):
         TokenBudgetSampler(**{"lengths": LENGTHS, "budget": 20, **other}).load_state_dict(state)
 
 
@@ -153,7 +153,7 @@ def test_sampler_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="lengths: expected at most 11, the budget, got 12 at 4"):
         TokenBudgetSampler(rows(), 11)
     with pytest.raises(
-        ValueError, match="state: expected one of num_ranks 2, got 1; the batches would be others"
+        ValueError, match="state: expected num_ranks 2, got 1; the batches would differ"
     ):
         TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(
             TokenBudgetSampler(LENGTHS, 20).state_dict()
@@ -202,7 +202,7 @@ def test_parts_of_few_or_free_rows() -> None:
         split_balanced(rows(), 2, "money")
     with pytest.raises(TypeError, match="cost: expected an array or a list of numbers, got Array"):
         split_balanced([1], 2, scree.from_lengths(np.ones(1), [1]))
-    with pytest.raises(ValueError, match="cost: expected 5 numbers, one a row"):
+    with pytest.raises(ValueError, match="cost: expected 5 numbers, one per row"):
         split_balanced(rows(), 2, [1, 2, 3, 4])
     for wrong in (-1, np.inf, np.nan):
         with pytest.raises(
@@ -282,7 +282,7 @@ def test_interleaved_segments_know_what_they_are() -> None:
         interleave([[(0, np.ones(2))], [1]])
     with pytest.raises(ValueError, match="samples: expected at least one segment"):
         interleave([[]])
-    with pytest.raises(TypeError, match="samples: expected a number for each segment's modality"):
+    with pytest.raises(TypeError, match="samples: expected an integer for each segment's modality"):
         interleave([[("text", np.ones(2))]])  # type: ignore[list-item]
 
 

@@ -232,7 +232,8 @@ def test_what_does_not_fit_raises(tmp_path: Path) -> None:
     ):
         scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
     with pytest.raises(
-        TypeError, match="arrays: expected a ragged array, or a mapping of names to such, got list"
+        TypeError,
+        match="arrays: expected a ragged array or a mapping of names to ragged arrays, got list",
     ):
         scree.save(tmp_path / "x.npz", [make()])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
