@@ -1,4 +1,7 @@
-"""MiniLM's own weights in transformers' BERT, on real paragraphs; fetches the demo's weights (83 MB) the first time."""
+"""MiniLM's weights in the BERT model of transformers, on real paragraphs.
+
+The first run downloads the weights of the demo (83 MB).
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ CONFIG = dict(
 
 
 @pytest.mark.parametrize("peer", ["sdpa", "eager"])
-def test_paragraphs_are_embedded_alike(peer: str) -> None:
+def test_embeddings_agree_with_transformers(peer: str) -> None:
     bridge.register()
     fetched = weights.fetch()
     state = load_file(fetched / "model.safetensors")
