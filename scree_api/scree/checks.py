@@ -1,4 +1,7 @@
-"""What an argument must be: every message names the argument, what was expected, what came, and the way out."""
+"""Checks of arguments.
+
+Every error message names the argument, the expected and the received value, and the fix.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,19 +11,18 @@ import numpy as np
 
 from .backends import backend, is_array
 
-NUMBERS = (
-    bool,
-    int,
-    float,
-    complex,
-)  # for `isinstance`, which `bool | int | float | complex` would make anew in each call
+# A tuple for `isinstance`: the union `bool | int | float | complex` would be rebuilt in each call.
+NUMBERS = (bool, int, float, complex)
 INTEGERS = int, np.integer
 
 
 def integer(
     name: str, x: Any, low: int | None = None, high: int | None = None, of: str = ""
 ) -> int:
-    """`x` as a Python integer; raises unless it is one in [low, high), which `of` may explain."""
+    """Return `x` as a Python integer; raise unless it is one in [low, high).
+
+    `of` is added to the message to explain the bounds.
+    """
     if isinstance(x, bool) or not isinstance(x, INTEGERS):
         hint = "; use int(...), which reads the array" if is_array(x) else ""
         raise TypeError(f"{name}: expected a Python integer, got {x!r}{hint}")
@@ -31,7 +33,7 @@ def integer(
 
 
 def dense(name: str, x: Any, like: Any) -> None:
-    """Raise unless `x` is a dense array of the library, and on the device, of the array `like`."""
+    """Raise unless `x` is a dense array of the library and on the device of the array `like`."""
     lib = backend(like)
     if type(x) is not type(like) and (not is_array(x) or backend(x) is not lib):
         came = f"one of {backend(x).name}" if is_array(x) else type(x).__name__
@@ -45,7 +47,11 @@ def dense(name: str, x: Any, like: Any) -> None:
 
 
 def integers(name: str, x: Any, like: Any) -> Any:
-    """`x`, besides an array of integers, as int32 or int64: narrower ones cannot count their own entries."""
+    """Return the integer array `x` as int32 or int64.
+
+    `like` has the expected library and device. Narrower integers are widened: int8 cannot count
+    more than 127 entries.
+    """
     dense(name, x, like)
     xp = backend(like).xp
     if x.dtype == xp.int32 or x.dtype == xp.int64:
@@ -64,7 +70,7 @@ def floating(name: str, x: Any) -> None:
 
 
 def real(function: str, xp: Any, dtype: Any) -> None:
-    """Raise for complex numbers, which have no order."""
+    """Raise if the dtype is complex, as complex numbers have no order."""
     if xp.isdtype(dtype, "complex floating"):
         raise TypeError(
             f"x: expected real numbers for {function}, got {dtype}; see xp.abs, xp.real and xp.imag"
@@ -72,18 +78,18 @@ def real(function: str, xp: Any, dtype: Any) -> None:
 
 
 def flag(name: str, x: Any) -> bool:
-    """`x` as a Python boolean; raises unless it is True or False."""
+    """Return `x` as a Python boolean; raise unless it is True or False."""
     if not isinstance(x, bool | np.bool_):
         raise TypeError(f"{name}: expected True or False, got {x!r}")
     return bool(x)
 
 
 def scalar(name: str, x: Any, like: Any) -> Any:
-    """`x` as a Python scalar; raises unless it is one that the dtype of the array `like` holds."""
+    """Return `x` as a Python scalar; raise unless the dtype of `like` can represent it."""
     x, xp, dtype = x.item() if isinstance(x, np.generic) else x, backend(like).xp, like.dtype
     if not isinstance(x, NUMBERS):
         raise TypeError(f"{name}: expected a scalar, got {type(x).__name__}")
-    if isinstance(x, int) and 0 <= x <= 1:  # every dtype holds these
+    if isinstance(x, int) and 0 <= x <= 1:  # every dtype represents 0 and 1
         return x
     if xp.isdtype(dtype, ("real floating", "complex floating")):
         fits = xp.isdtype(dtype, "complex floating") or not isinstance(x, complex)
@@ -101,7 +107,7 @@ def scalar(name: str, x: Any, like: Any) -> Any:
 
 
 def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) -> float:
-    """`x` as a Python number; raises unless it is a finite one, at least `low` and greater than `above`."""
+    """Return `x` as a float; raise unless it is finite, at least `low` and more than `above`."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.number):
         raise TypeError(f"{name}: expected a Python number, got {x!r}")
     if not (-math.inf < x < math.inf and x >= low and x > above):  # math.isfinite does not compile
@@ -111,20 +117,21 @@ def number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) 
 
 
 def peeked(name: str, x: Any) -> np.ndarray | None:
-    """A list or array of integers as NumPy sees it where that is free, else None."""
+    """Return a list or array of integers as a NumPy array if reading it is free, else None."""
     return backend(x).peek(x) if is_array(x) else _listed(name, x)
 
 
 def read(name: str, x: Any) -> np.ndarray:
-    """The same, waiting for a device where it must."""
+    """Return a list or array of integers as a NumPy array; waits for a device if necessary."""
     return backend(x).read(x) if is_array(x) else _listed(name, x)
 
 
 def _listed(name: str, x: Any) -> np.ndarray:
+    """Return a list of numbers as a NumPy array."""
     if not isinstance(x, Sequence) or isinstance(x, str):
         raise TypeError(f"{name}: expected an array or a list of numbers, got {type(x).__name__}")
     try:
-        return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list is one of integers
+        return np.asarray(x, dtype=None if len(x) else np.int64)  # an empty list holds integers
     except ValueError as error:
         raise TypeError(
             f"{name}: expected a list of numbers, got one of lists of different lengths"

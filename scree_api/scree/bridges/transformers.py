@@ -117,8 +117,8 @@ def mask(
     - (batch, keys) integers: equal ones for the tokens of one sequence, 0 for padding;
     - None, if every row is one sequence without padding.
 
-    Under a compiler neither a padded batch nor a single row is read. `forward` finds the
-    sequences of a single row by itself.
+    Under a compiler neither a padded batch nor a single row is read. `forward` then finds the
+    sequences of a single row.
     """
     arguments = (
         batch_size,
