@@ -65,7 +65,8 @@ def floating(name: str, x: Any) -> None:
     """Raise unless the dense array `x` holds real floating-point numbers."""
     if not backend(x).xp.isdtype(x.dtype, "real floating"):
         raise TypeError(
-            f"{name}: expected a real floating-point dtype, got {x.dtype}; convert it with xp.astype"
+            f"{name}: expected a real floating-point dtype, got {x.dtype}; "
+            "convert it with xp.astype"
         )
 
 
