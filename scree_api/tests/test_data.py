@@ -97,37 +97,37 @@ def test_sampler_has_every_row_once_within_the_budget(
     assert len({len(batches) for batches in ranks}) == 1
     batches = list(itertools.chain(*ranks))
     assert all(batch and lengths[batch].sum() <= budget for batch in batches)
-    found = sorted(itertools.chain(*batches))
+    row_indices = sorted(itertools.chain(*batches))
     if n >= num_ranks:
-        assert found == list(range(n))
+        assert row_indices == list(range(n))
     else:
-        assert set(found) == set(range(n))
+        assert set(row_indices) == set(range(n))
     if n == 500:
         tokens = [sum(lengths[batch].sum() for batch in batches) for batches in ranks]
         assert max(tokens) - min(tokens) <= budget
         assert len(batches) <= 1.4 * lengths.sum() / budget + num_ranks
     if not shuffle and num_ranks == 1:
-        assert list(itertools.chain(*batches)) == found
+        assert list(itertools.chain(*batches)) == row_indices
 
 
 @pytest.mark.parametrize("rank, num_ranks", [(0, 1), (0, 3), (2, 3)])
 def test_sampler_resumes_and_reshuffles(rank: int, num_ranks: int) -> None:
     ranks = {"rank": rank, "num_ranks": num_ranks}
     sampler = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
-    whole = list(sampler)
+    first_epoch = list(sampler)
     assert sampler.epoch == 1
-    other = list(sampler)
-    assert whole != other
-    again = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
-    first = list(itertools.islice(again, 3))
-    state = json.loads(json.dumps(again.state_dict()))
+    second_epoch = list(sampler)
+    assert first_epoch != second_epoch
+    interrupted = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
+    first_batches = list(itertools.islice(interrupted, 3))
+    state = json.loads(json.dumps(interrupted.state_dict()))
     resumed = TokenBudgetSampler(LENGTHS * 10, 20, **ranks)
     resumed.load_state_dict(state)
-    assert first + list(resumed) == whole
-    assert list(resumed) == other
+    assert first_batches + list(resumed) == first_epoch
+    assert list(resumed) == second_epoch
     resumed.set_epoch(0)
-    assert list(resumed) == whole
-    assert len(whole) == len(again)
+    assert list(resumed) == first_epoch
+    assert len(first_epoch) == len(interrupted)
 
 
 def test_sampler_drop_last() -> None:
@@ -143,12 +143,12 @@ def test_sampler_drop_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}]
+    "changes", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}]
 )
-def test_sampler_state_of_other_settings_raises(other: dict[str, Any]) -> None:
+def test_sampler_state_of_other_settings_raises(changes: dict[str, Any]) -> None:
     state = TokenBudgetSampler(LENGTHS, 20).state_dict()
     with pytest.raises(ValueError, match="the batches would differ"):
-        TokenBudgetSampler(**{"lengths": LENGTHS, "budget": 20, **other}).load_state_dict(state)
+        TokenBudgetSampler(**{"lengths": LENGTHS, "budget": 20, **changes}).load_state_dict(state)
 
 
 def test_sampler_invalid_argument_raises() -> None:
@@ -165,8 +165,12 @@ def test_sampler_invalid_argument_raises() -> None:
     for name in ("shuffle", "drop_last"):
         with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
             TokenBudgetSampler([1, 2], 8, **{name: "no"})
-    for lengths, came in ((5, "int"), ([[1], [2, 3]], "lists of different lengths"), ({}, "dict")):
-        with pytest.raises(TypeError, match=f"lengths: expected .* {came}"):
+    for lengths, received in (
+        (5, "int"),
+        ([[1], [2, 3]], "lists of different lengths"),
+        ({}, "dict"),
+    ):
+        with pytest.raises(TypeError, match=f"lengths: expected .* {received}"):
             TokenBudgetSampler(lengths, 8)
     with pytest.raises(ValueError, match="seed: expected at least 0, got -1"):
         TokenBudgetSampler(LENGTHS, 20, seed=-1)
@@ -226,11 +230,13 @@ def test_truncate_slices_each_row(ragged_dim: int, length: int) -> None:
         ("right", slice(0, length)),
         ("left", slice(-length or None, None if length else 0)),
     ):
-        found = truncate(arr, length, side=side)
-        assert found.layout.max_length is not None
-        assert found.layout.max_length <= length
-        for row, whole in zip(found, arr, strict=True):
-            np.testing.assert_array_equal(row, whole[cut] if ragged_dim == 0 else whole[:, cut])
+        truncated = truncate(arr, length, side=side)
+        assert truncated.layout.max_length is not None
+        assert truncated.layout.max_length <= length
+        for row, original in zip(truncated, arr, strict=True):
+            np.testing.assert_array_equal(
+                row, original[cut] if ragged_dim == 0 else original[:, cut]
+            )
     with pytest.raises(ValueError, match="side: expected"):
         truncate(arr, 1, side="up")
 
@@ -239,7 +245,7 @@ def test_truncate_slices_each_row(ragged_dim: int, length: int) -> None:
 @pytest.mark.parametrize("size, overlap", [(3, 0), (3, 1), (4, 3), (1, 0), (50, 10)])
 def test_chunk_windows_each_row(ragged_dim: int, size: int, overlap: int) -> None:
     arr = make_array(ragged_dim)
-    windows, of = chunk(arr, size, overlap=overlap)
+    windows, window_rows = chunk(arr, size, overlap=overlap)
     expected, numbers = [], []
     for i, row in enumerate(arr):
         row, start = np.moveaxis(row, ragged_dim, 0), 0
@@ -249,10 +255,10 @@ def test_chunk_windows_each_row(ragged_dim: int, size: int, overlap: int) -> Non
             if start + size >= len(row):
                 break
             start += size - overlap
-    assert of.tolist() == numbers
+    assert window_rows.tolist() == numbers
     assert windows.batch_size == len(expected)
-    for found, window in zip(windows, expected, strict=True):
-        np.testing.assert_array_equal(found, window)
+    for window, expected_window in zip(windows, expected, strict=True):
+        np.testing.assert_array_equal(window, expected_window)
     with pytest.raises(ValueError, match="overlap: expected"):
         chunk(arr, size, overlap=size)
 
@@ -272,7 +278,7 @@ def test_interleave_marks_modality_and_segment() -> None:
         assert np.array_equal(
             tokens[i], np.concatenate([np.zeros((0, 3)), *(x for _, x in sample)])
         )
-        assert modality[i].tolist() == [kind for kind, x in sample for _ in x]
+        assert modality[i].tolist() == [label for label, x in sample for _ in x]
         assert segment[i].tolist() == [j for j, (_, x) in enumerate(sample) for _ in x]
     images = tokens[modality == image]
     assert images.lengths.tolist() == [3, 0, 2, 0]

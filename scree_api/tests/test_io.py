@@ -39,27 +39,27 @@ def assert_same(a: scree.Array, b: scree.Array) -> None:
     np.testing.assert_array_equal(a.values, b.values)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint64", "float16", "float32", "float64", "complex64"]
 )
-def test_round_trip_keeps_the_array(kind: str, batch: str, dtype: str, tmp_path: Path) -> None:
+def test_round_trip_keeps_the_array(suffix: str, batch: str, dtype: str, tmp_path: Path) -> None:
     for element_shape, dim in (((), 0), ((2,), 0), ((2, 3), 1)):
         arr = make(dtype, BATCHES[batch], element_shape, dim)
-        scree.save(tmp_path / f"x.{kind}", arr)
-        assert_same(scree.load(tmp_path / f"x.{kind}"), arr)
-    assert [path.name for path in tmp_path.iterdir()] == [f"x.{kind}"]
+        scree.save(tmp_path / f"x.{suffix}", arr)
+        assert_same(scree.load(tmp_path / f"x.{suffix}"), arr)
+    assert [path.name for path in tmp_path.iterdir()] == [f"x.{suffix}"]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_round_trip_keeps_offsets_and_names(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_round_trip_keeps_offsets_and_names(suffix: str, tmp_path: Path) -> None:
     x = scree.Array(
         np.asfortranarray(make().values)[::-1], np.cumsum([0, *LENGTHS]).astype(np.int64)
     )
     batch = {"x": x, "y": x.with_values(np.arange(6)), "other": make("int32", [1, 5])}
-    scree.save(tmp_path / f"batch.{kind}", batch)
-    loaded = scree.load(tmp_path / f"batch.{kind}")
+    scree.save(tmp_path / f"batch.{suffix}", batch)
+    loaded = scree.load(tmp_path / f"batch.{suffix}")
     assert list(loaded) == list(batch)
     for name, arr in batch.items():
         assert_same(loaded[name], arr)
@@ -67,14 +67,16 @@ def test_round_trip_keeps_offsets_and_names(kind: str, tmp_path: Path) -> None:
     assert loaded["x"].layout is not loaded["other"].layout
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(
     "library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES]
 )
-def test_round_trip_of_every_library(kind: str, library: str, tmp_path: Path) -> None:
+def test_round_trip_of_every_library(suffix: str, library: str, tmp_path: Path) -> None:
     arr = make()
-    scree.save(tmp_path / f"x.{kind}", {"a": arr.to_backend(library), "b": arr.to_backend(library)})
-    loaded = scree.load(tmp_path / f"x.{kind}", library)
+    scree.save(
+        tmp_path / f"x.{suffix}", {"a": arr.to_backend(library), "b": arr.to_backend(library)}
+    )
+    loaded = scree.load(tmp_path / f"x.{suffix}", library)
     assert loaded["a"].layout.backend.name == library
     assert_same(loaded["a"].to_numpy(), arr)
 
@@ -118,9 +120,9 @@ def test_load_maps_values_and_never_writes_back(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- damage
-@pytest.mark.parametrize("kind", FORMATS)
-def test_load_truncated_file_raises(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"x.{kind}"
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_load_truncated_file_raises(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{suffix}"
     scree.save(path, make())
     content = path.read_bytes()
     for end in range(0, len(content), 7):
@@ -129,13 +131,13 @@ def test_load_truncated_file_raises(kind: str, tmp_path: Path) -> None:
             scree.load(path)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_load_file_with_a_wrong_byte_raises_or_is_valid(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_load_file_with_a_wrong_byte_raises_or_is_valid(suffix: str, tmp_path: Path) -> None:
     """Change single bytes: no crash, and nothing outside the file is read.
 
     A wrong byte of the values may go unnoticed, as safetensors has no checksums.
     """
-    path = tmp_path / f"x.{kind}"
+    path = tmp_path / f"x.{suffix}"
     scree.save(path, make("uint8"))
     content = path.read_bytes()
     for at in range(0, len(content), 3):
@@ -176,7 +178,7 @@ HEADERS = {
     "a ragged axis out of bounds": lambda h: h["__metadata__"].update(
         scree='{"": {"rows": "", "ragged_dim": 5, "max_length": null}}'
     ),
-    "metadata of another kind": lambda h: h["__metadata__"].update(scree="[]"),
+    "metadata of another type": lambda h: h["__metadata__"].update(scree="[]"),
 }
 
 
@@ -198,9 +200,9 @@ def test_load_decreasing_offsets_raises(tmp_path: Path) -> None:
 
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
-    about = header(path)[0]["__metadata__"]
+    metadata = header(path)[0]["__metadata__"]
     offsets = np.asarray([0, 9, 3, 5, 6], dtype=np.int32)
-    safetensors.save_file({"values": make().values, "offsets": offsets}, path, metadata=about)
+    safetensors.save_file({"values": make().values, "offsets": offsets}, path, metadata=metadata)
     with pytest.raises(ValueError, match="never fall"):
         scree.load(path)
 

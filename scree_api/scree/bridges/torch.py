@@ -79,10 +79,10 @@ def _from_strided(nested: torch.Tensor) -> Array:
             f"got components that differ along axes {varying_axes}"
         )
     ragged_dim = varying_axes[0] if varying_axes else 0
-    first = nested.transpose(1, ragged_dim + 1) if ragged_dim else nested
+    ragged_first = nested.transpose(1, ragged_dim + 1) if ragged_dim else nested
     lengths, shape = sizes[:, ragged_dim].numpy(), sizes[0].tolist()
     shape[0], shape[ragged_dim] = shape[ragged_dim], shape[0]
-    values = first.contiguous().values().reshape(int(lengths.sum()), *shape[1:])
+    values = ragged_first.contiguous().values().reshape(int(lengths.sum()), *shape[1:])
     layout = Layout.from_host(backend(values), lengths, device=values.device)
     return Array._of(values.transpose(0, ragged_dim), layout, ragged_dim)
 

@@ -402,11 +402,11 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
     lengths = np.diff(ragged("arr", arr).layout.read())
-    kept = np.minimum(lengths, length)
+    kept_lengths = np.minimum(lengths, length)
     starts = arr.offsets[:-1]
     if side == "left":
-        starts = starts + arr.layout.put(lengths - kept)
-    return select(arr, Layout.from_host(arr.layout.backend, kept, like=arr.offsets), starts)
+        starts = starts + arr.layout.put(lengths - kept_lengths)
+    return select(arr, Layout.from_host(arr.layout.backend, kept_lengths, like=arr.offsets), starts)
 
 
 def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:

@@ -24,11 +24,11 @@ def make_array(dtype: str = "float32") -> scree.Array:
 def test_round_trip_keeps_rows_and_offset_dtype(arr: scree.Array) -> None:
     column = to_arrow(arr)
     column.validate(full=True)
-    first = on_host(arr)
-    assert column.to_pylist() == [row.tolist() for row in first]
+    expected = on_host(arr)
+    assert column.to_pylist() == [row.tolist() for row in expected]
     back = from_arrow(column)
     assert back.offsets.dtype == arr.offsets.dtype
-    assert_same(back, scree.Array(first.values, first.offsets))
+    assert_same(back, scree.Array(expected.values, expected.offsets))
 
 
 @pytest.mark.parametrize("dtype", SHARED)

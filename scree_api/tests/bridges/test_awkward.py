@@ -23,11 +23,11 @@ def test_round_trip_shares_memory(name: str, arr: scree.Array) -> None:
     if name == "ragged" and arr.dtype == np.float16:
         arr = arr.with_values(arr.values.astype(np.float64))  # `ragged` has no float16
     to_other, from_other = PAIRS[name]
-    first = on_host(arr)
+    expected = on_host(arr)
     result = from_other(to_other(arr))
-    assert to_other(arr).tolist() == [row.tolist() for row in first]
+    assert to_other(arr).tolist() == [row.tolist() for row in expected]
     assert result.offsets.dtype == arr.offsets.dtype
-    assert_same(result, scree.Array(first.values, first.offsets))
+    assert_same(result, scree.Array(expected.values, expected.offsets))
     assert np.shares_memory(result.values, arr.values) or not arr.size
     assert np.shares_memory(result.offsets, arr.offsets)
 

@@ -55,26 +55,26 @@ def test_round_trip_changes_nothing(library: str, arr: scree.Array) -> None:
         with pytest.raises(TypeError, match=str(arr.dtype)):
             arr.to_backend(library)
         return
-    there = arr.to_backend(library)
-    assert there.layout.backend.name == library
-    assert there.max_length == arr.max_length
-    assert there.layout.host is not None  # offsets known on the host stay known
-    assert_same(there, arr)
-    assert_same(there.to_numpy(), arr)
+    converted = arr.to_backend(library)
+    assert converted.layout.backend.name == library
+    assert converted.max_length == arr.max_length
+    assert converted.layout.host is not None  # offsets known on the host stay known
+    assert_same(converted, arr)
+    assert_same(converted.to_numpy(), arr)
 
 
 @pytest.mark.parametrize("source, target", PAIRS)
 def test_to_backend_shares_host_memory(source: str, target: str) -> None:
     values = make_values((64, 16), "float32")
     arr = make(source, values, [32, 0, 32])
-    there = arr.to_backend(target)
-    np.testing.assert_array_equal(np.asarray(to_numpy(there).values), values)
+    converted = arr.to_backend(target)
+    np.testing.assert_array_equal(np.asarray(to_numpy(converted).values), values)
     is_copied = (
         target == "mlx"
         or (source, target) == ("mlx", "jax")
         or (target == "jax" and address(arr.values) % 64)
     )
-    assert (address(there.values) == address(arr.values)) == (not is_copied)
+    assert (address(converted.values) == address(arr.values)) == (not is_copied)
 
 
 @pytest.mark.needs("ml_dtypes")
@@ -137,14 +137,14 @@ def on_cuda(library: str, dtype: str = "float32") -> scree.Array:
 @pytest.mark.parametrize("source, target", list(permutations(ON_CUDA, 2)))
 def test_to_backend_shares_device_memory(source: str, target: str, dtype: str) -> None:
     arr = on_cuda(source, dtype)
-    there = arr.to_backend(target)
-    assert there.layout.backend.name == target
-    assert address(there.values) == address(arr.values)
-    assert address(there.offsets) == address(arr.offsets)
-    assert there.layout.host is not None
-    np.testing.assert_array_equal(there.to_numpy().values, make_values((64, 16), dtype))
+    converted = arr.to_backend(target)
+    assert converted.layout.backend.name == target
+    assert address(converted.values) == address(arr.values)
+    assert address(converted.offsets) == address(arr.offsets)
+    assert converted.layout.host is not None
+    np.testing.assert_array_equal(converted.to_numpy().values, make_values((64, 16), dtype))
     assert_same(
-        there.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")
+        converted.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")
     )
 
 
@@ -154,11 +154,11 @@ def test_to_backend_shares_device_memory(source: str, target: str, dtype: str) -
 )
 def test_to_backend_shares_bfloat16_device_memory(source: str, target: str) -> None:
     arr = on_cuda(source, "bfloat16")
-    there = arr.to_backend(target)
-    assert str(there.dtype).endswith("bfloat16")
-    assert address(there.values) == address(arr.values)
+    converted = arr.to_backend(target)
+    assert str(converted.dtype).endswith("bfloat16")
+    assert address(converted.values) == address(arr.values)
     np.testing.assert_array_equal(
-        there.to_numpy().values.astype("float32"), make_values((64, 16), "float32")
+        converted.to_numpy().values.astype("float32"), make_values((64, 16), "float32")
     )
 
 

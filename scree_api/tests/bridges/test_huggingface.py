@@ -30,14 +30,14 @@ def test_padded_round_trip(arr: scree.Array, side: str) -> None:
 
 
 @pytest.mark.parametrize("library", INSTALLED)
-@pytest.mark.parametrize("kind", ["right", "left", "anywhere", "none"])
-def test_from_hf_padded_with_padding_on_any_side(library: str, kind: str) -> None:
-    place = np.arange(6)
+@pytest.mark.parametrize("padding", ["right", "left", "anywhere", "none"])
+def test_from_hf_padded_with_padding_on_any_side(library: str, padding: str) -> None:
+    position = np.arange(6)
     masks = {
-        "right": place < np.asarray([[3], [0], [6]]), "left": place >= np.asarray([[3], [6], [0]]),
+        "right": position < np.asarray([[3], [0], [6]]), "left": position >= np.asarray([[3], [6], [0]]),
         "anywhere": make_values((3, 6), "int64") % 3 != 1, "none": np.zeros((3, 6), bool),
     }  # fmt: skip
-    mask, hidden = masks[kind], make_values((3, 6, 2), "float32")
+    mask, hidden = masks[padding], make_values((3, 6, 2), "float32")
     integer = np.int32 if library == "jax" else np.int64
     arr = to_numpy(
         from_hf_padded(to_library(hidden, library), to_library(mask.astype(integer), library))
@@ -100,20 +100,20 @@ def test_from_hf_padded_of_a_tokenizer_batch(side: str, tensors: str) -> None:
     import tokenizers
     import transformers
 
-    words = tokenizers.models.WordLevel(
+    vocabulary = tokenizers.models.WordLevel(
         {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "c": 4}, unk_token="[UNK]"
     )
-    core = tokenizers.Tokenizer(words)
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    raw_tokenizer = tokenizers.Tokenizer(vocabulary)
+    raw_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", padding_side=side
+        tokenizer_object=raw_tokenizer, pad_token="[PAD]", padding_side=side
     )
     batch = tokenizer(["a b c", "c", "b unseen"], padding=True, return_tensors=tensors)
-    rows = from_hf_padded(batch)
-    assert set(rows) == set(batch) - {"attention_mask"}
-    assert [row.tolist() for row in rows["input_ids"]] == [[2, 3, 4], [4], [3, 1]]
-    assert all(x.layout is rows["input_ids"].layout for x in rows.values())
-    padded, mask = to_hf_padded(rows["input_ids"], side=side, fill_value=tokenizer.pad_token_id)
+    unpadded = from_hf_padded(batch)
+    assert set(unpadded) == set(batch) - {"attention_mask"}
+    assert [row.tolist() for row in unpadded["input_ids"]] == [[2, 3, 4], [4], [3, 1]]
+    assert all(x.layout is unpadded["input_ids"].layout for x in unpadded.values())
+    padded, mask = to_hf_padded(unpadded["input_ids"], side=side, fill_value=tokenizer.pad_token_id)
     assert padded.tolist() == batch["input_ids"].tolist()
     assert mask.tolist() == batch["attention_mask"].tolist()
 
@@ -127,17 +127,17 @@ def test_to_hf_flattened_agrees_with_the_collator(tensors: str) -> None:
     collator = transformers.DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_tensors=tensors
     )
-    theirs = collator([{"input_ids": text} for text in texts])
-    ids = from_hf_flattened(theirs)["input_ids"]
+    collated = collator([{"input_ids": text} for text in texts])
+    ids = from_hf_flattened(collated)["input_ids"]
     assert [row.tolist() for row in ids] == texts
-    ours = to_hf_flattened(ids, labels=ids)
-    assert set(ours) == set(theirs)
-    for name, x in theirs.items():
+    flat = to_hf_flattened(ids, labels=ids)
+    assert set(flat) == set(collated)
+    for name, x in collated.items():
         if isinstance(x, int):
-            assert ours[name] == x
+            assert flat[name] == x
         else:
-            assert ours[name].dtype == x.dtype
-            assert ours[name].tolist() == x.tolist()
+            assert flat[name].dtype == x.dtype
+            assert flat[name].tolist() == x.tolist()
 
 
 @few_examples
@@ -186,7 +186,7 @@ def test_invalid_batch_raises() -> None:
 def test_padded_round_trip_on_a_device(side: str, dtype: str, rest: tuple[int, ...]) -> None:
     arr = scree.from_lengths(make_values((10, *rest), dtype), LENGTHS)
     padded, mask = to_hf_padded(arr.to_backend("torch", device="cuda"), side=side, fill_value=1)
-    expected, real = to_hf_padded(arr, side=side, fill_value=1)
+    expected, expected_mask = to_hf_padded(arr, side=side, fill_value=1)
     np.testing.assert_array_equal(padded.cpu().numpy(), expected)
-    np.testing.assert_array_equal(mask.cpu().numpy(), real)
+    np.testing.assert_array_equal(mask.cpu().numpy(), expected_mask)
     assert_same(from_hf_padded(padded, mask).to_numpy(), arr)

@@ -15,13 +15,15 @@ from scree.bridges.dlpack import on_host
 @few_examples
 @given(arr=arrays(indices=("int32",)))
 def test_lists_round_trip(arr: scree.Array) -> None:
-    rows, first = to_lists(arr), on_host(arr)
-    assert rows == [row.tolist() for row in first]
+    lists, expected = to_lists(arr), on_host(arr)
+    assert lists == [row.tolist() for row in expected]
     if arr.size or arr.ndim == 2:  # empty lists have no element axes
-        assert_same(from_lists(rows, dtype=arr.dtype), scree.Array(first.values, first.offsets))
-    if rows:
         assert_same(
-            from_lists(list(first)), scree.Array(first.values, first.offsets)
+            from_lists(lists, dtype=arr.dtype), scree.Array(expected.values, expected.offsets)
+        )
+    if lists:
+        assert_same(
+            from_lists(list(expected)), scree.Array(expected.values, expected.offsets)
         )  # rows that are arrays
 
 
@@ -31,12 +33,12 @@ def test_lists_round_trip(arr: scree.Array) -> None:
 def test_pandas_round_trip(arr: scree.Array) -> None:
     import pandas
 
-    series, first = to_pandas(arr, name="x"), on_host(arr)
+    series, expected = to_pandas(arr, name="x"), on_host(arr)
     assert isinstance(series, pandas.Series)
     assert series.name == "x"
     assert all(np.shares_memory(row, arr.values) or not row.size for row in series)
     if arr.batch_size:
-        assert_same(from_pandas(series), scree.Array(first.values, first.offsets))
+        assert_same(from_pandas(series), scree.Array(expected.values, expected.offsets))
 
 
 @pytest.mark.parametrize("library", INSTALLED)

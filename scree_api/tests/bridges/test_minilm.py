@@ -38,17 +38,19 @@ def test_embeddings_agree_with_transformers(peer: str) -> None:
         assert all("_ids" in name for name in missing)
         return made
 
-    rows = text.word_pieces(fetched / "tokenizer.json")(text.sample(text.paragraphs(), 32, seed=0))
-    tokens = scree.pack([torch.tensor(row) for row in rows])
+    token_ids = text.word_pieces(fetched / "tokenizer.json")(
+        text.sample(text.paragraphs(), 32, seed=0)
+    )
+    tokens = scree.pack([torch.tensor(row) for row in token_ids])
     padded, mask = to_hf_padded(tokens)
     flat = to_hf_flattened(tokens)
     with torch.no_grad():
         expected = model(peer)(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()]
-        ours = model("scree")
-        found = [
-            ours(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()],
-            ours(**flat).last_hidden_state[0],
+        scree_model = model("scree")
+        results = [
+            scree_model(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()],
+            scree_model(**flat).last_hidden_state[0],
         ]
     bound = 32 * np.finfo(np.float32).eps * float(expected.abs().max())  # six layers of float32
-    for x in found:
+    for x in results:
         assert float((x - expected).abs().max()) < bound

@@ -36,9 +36,9 @@ def test_from_scipy_of_a_dense_matrix() -> None:
     dense = np.where(make_values((5, 7), "int64") % 3 == 0, make_values((5, 7), "int64"), 0)
     dense[2] = 0
     columns, values = from_scipy(sparse.csr_matrix(dense))
-    for row, where, what in zip(dense, columns, values, strict=True):
-        np.testing.assert_array_equal(where, np.flatnonzero(row))
-        np.testing.assert_array_equal(what, row[row != 0])
+    for row, row_columns, row_values in zip(dense, columns, values, strict=True):
+        np.testing.assert_array_equal(row_columns, np.flatnonzero(row))
+        np.testing.assert_array_equal(row_values, row[row != 0])
 
 
 def test_invalid_argument_raises() -> None:

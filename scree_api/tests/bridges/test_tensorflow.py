@@ -35,7 +35,7 @@ class RaggedTensor:
 @few_examples
 @given(arr=arrays())
 def test_round_trip_shares_memory(installed: bool, arr: scree.Array) -> None:
-    first = on_host(arr)
+    expected = on_host(arr)
     with pytest.MonkeyPatch.context() as patch:
         if not installed:
             patch.setitem(sys.modules, "tensorflow", SimpleNamespace(RaggedTensor=RaggedTensor))
@@ -44,7 +44,7 @@ def test_round_trip_shares_memory(installed: bool, arr: scree.Array) -> None:
     assert np.shares_memory(back.values, np.asarray(tensor.values)) or not arr.size
     assert np.shares_memory(back.offsets, np.asarray(tensor.row_splits))
     assert back.offsets.dtype == arr.offsets.dtype
-    assert_same(back, scree.Array(first.values, first.offsets))
+    assert_same(back, scree.Array(expected.values, expected.offsets))
 
 
 def test_from_tensorflow_unsupported_tensor_raises() -> None:

@@ -57,10 +57,10 @@ def model(
     config = MODELS[name]()
     config._attn_implementation = attention
     torch.manual_seed(0)
-    kind = (
+    model_class = (
         transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModelForMaskedLM
     )
-    return kind.from_config(config, attn_implementation=attention).eval().to(device, dtype)
+    return model_class.from_config(config, attn_implementation=attention).eval().to(device, dtype)
 
 
 def tokens() -> scree.Array:
@@ -96,10 +96,10 @@ def gradients(module: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padded_batch_agrees_with_peers(name: str, side: str) -> None:
-    _, padded, real = batches(name, side)
+    _, padded, is_token = batches(name, side)
     results = {}
     for attention in ("scree", *peers(name)):
-        logits = model(name, attention)(**padded).logits[real]
+        logits = model(name, attention)(**padded).logits[is_token]
         logits.square().mean().backward()
         results[attention] = logits, gradients(model(name, attention))
     for attention in peers(name):
@@ -110,16 +110,16 @@ def test_padded_batch_agrees_with_peers(name: str, side: str) -> None:
 def test_flattened_batch_agrees_with_single_sequences(name: str) -> None:
     ids = tokens()
     flat = to_hf_flattened(ids)
-    ours = model(name, "scree")
-    logits = ours(**flat).logits
+    scree_model = model(name, "scree")
+    logits = scree_model(**flat).logits
     logits.square().mean().backward()
-    mine = gradients(ours)
+    scree_gradients = gradients(scree_model)
     for attention in peers(name):
-        theirs = model(name, attention)
-        alone = torch.cat([theirs(input_ids=row[None]).logits[0] for row in ids])
-        torch.testing.assert_close(logits[0], alone)
-        alone.square().mean().backward()
-        torch.testing.assert_close(mine, gradients(theirs))
+        peer_model = model(name, attention)
+        expected = torch.cat([peer_model(input_ids=row[None]).logits[0] for row in ids])
+        torch.testing.assert_close(logits[0], expected)
+        expected.square().mean().backward()
+        torch.testing.assert_close(scree_gradients, gradients(peer_model))
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -146,11 +146,11 @@ def test_generate_with_a_cache_agrees_with_peers(name: str, implementation: str)
         return_dict_in_generate=True,
         output_logits=True,
     )
-    ours = model(name, "scree").generate(ids, **options)
+    actual = model(name, "scree").generate(ids, **options)
     for attention in peers(name):
-        theirs = model(name, attention).generate(ids, **options)
-        assert torch.equal(ours.sequences, theirs.sequences)
-        torch.testing.assert_close(ours.logits, theirs.logits)
+        expected = model(name, attention).generate(ids, **options)
+        assert torch.equal(actual.sequences, expected.sequences)
+        torch.testing.assert_close(actual.logits, expected.logits)
 
 
 def test_encoder_decoder_model_agrees_with_peers() -> None:
@@ -190,10 +190,10 @@ def test_inference_mode_without_a_mask_agrees_with_sdpa() -> None:
 
 def compiled(name: str, device: str = "cpu", **options: Any) -> Any:
     """Yield logits and gradients of the compiled and the plain model, for both kinds of batches."""
-    flat, padded, real = batches(name, "left", device)
+    flat, padded, is_token = batches(name, "left", device)
     plain = model(name, "scree", device)
     compiled_model = torch.compile(plain, fullgraph=True, **options)
-    for batch, at in ((flat, 0), (padded, real)):
+    for batch, at in ((flat, 0), (padded, is_token)):
         results = []
         for f in (compiled_model, plain):
             logits = f(**batch, use_cache=False).logits[at]
@@ -216,10 +216,10 @@ def test_compacted_attention_agrees_with_sequence_attention(
     )
     qkv = [x.requires_grad_() for x in (q, k, v)]
     for probability in (0.0, 0.2, 0.5, 0.8, 1.0):
-        real = torch.rand(4, 7, generator=generator) < probability
+        key_mask = torch.rand(4, 7, generator=generator) < probability
         results = [
-            compacted(*qkv, 4, real, options),
-            bridge.sequence_attention(*qkv, 4, real, None, False, options),
+            compacted(*qkv, 4, key_mask, options),
+            bridge.sequence_attention(*qkv, 4, key_mask, None, False, options),
         ]
         weight = torch.randn(results[0].shape, generator=generator)
         torch.testing.assert_close(*results)
@@ -230,8 +230,8 @@ def test_compacted_attention_agrees_with_sequence_attention(
 
 @pytest.mark.parametrize("name, backend", [("llama", "aot_eager"), ("gemma3", "eager")])
 def test_model_compiles_as_one_graph(name: str, backend: str) -> None:
-    for ours, plain in compiled(name, backend=backend):
-        torch.testing.assert_close(ours, plain)
+    for actual, expected in compiled(name, backend=backend):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_compiled_window_with_gaps_raises() -> None:
@@ -285,11 +285,12 @@ def test_unsupported_arguments_raise() -> None:
 def test_mask_with_gaps_without_a_window_agrees_with_sdpa() -> None:
     ids, mask = to_hf_padded(tokens())
     mask[2, 4] = mask[0, 0] = 0
-    real = mask.bool()
-    ours, theirs = (
-        model("llama", name)(ids, attention_mask=mask).logits[real] for name in ("scree", "sdpa")
+    is_token = mask.bool()
+    actual, expected = (
+        model("llama", name)(ids, attention_mask=mask).logits[is_token]
+        for name in ("scree", "sdpa")
     )
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(actual, expected)
 
 
 # ---------------------------------------------------------------- on a device
@@ -315,17 +316,18 @@ def with_gradients(module: Any, logits: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_on_cuda_run_on_triton(name: str, dtype: torch.dtype, providers: set[str]) -> None:
-    flat, padded, real = batches(name, device="cuda")
-    ours, theirs, eager = (
+    flat, padded, is_token = batches(name, device="cuda")
+    scree_model, peer_model, eager = (
         model(name, attention, "cuda", dtype) for attention in ("scree", peers(name)[-1], "eager")
     )
-    wide = deepcopy(eager).to(torch.float64 if dtype == torch.float32 else torch.float32)
+    exact_model = deepcopy(eager).to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact = with_gradients(
-        wide, torch.cat([wide(input_ids=row[None].cuda()).logits[0] for row in tokens()])
+        exact_model,
+        torch.cat([exact_model(input_ids=row[None].cuda()).logits[0] for row in tokens()]),
     )
-    peer = with_gradients(theirs, theirs(**padded).logits[real])
-    for logits in (ours(**padded).logits[real], ours(**flat).logits[0]):
-        results = with_gradients(ours, logits)
+    peer = with_gradients(peer_model, peer_model(**padded).logits[is_token])
+    for logits in (scree_model(**padded).logits[is_token], scree_model(**flat).logits[0]):
+        results = with_gradients(scree_model, logits)
         assert_as_accurate(results[0], peer[0], exact[0])
         assert_as_accurate(results[1:], peer[1:], exact[1:])
     assert providers == {"triton"}
@@ -347,17 +349,17 @@ def test_generate_on_cuda_runs_on_triton(
         return_dict_in_generate=True,
         output_logits=True,
     )
-    ours, theirs = (
+    actual, expected = (
         model(name, attention, "cuda").generate(ids.cuda(), **options)
         for attention in ("scree", peers(name)[-1])
     )
-    assert torch.equal(ours.sequences, theirs.sequences)
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-4)
     assert providers == {"triton"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, backend", [("llama", "inductor"), ("gemma3", "aot_eager")])
 def test_model_compiles_as_one_graph_on_cuda(name: str, backend: str) -> None:
-    for ours, plain in compiled(name, "cuda", backend=backend):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    for actual, expected in compiled(name, "cuda", backend=backend):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
