@@ -132,7 +132,7 @@ def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = 
     Array or dict
         The array, or the mapping of names to arrays, that was saved. The values of a safetensors
         file are memory-mapped: they are read on first access, and writes do not change the file.
-        NumPy, PyTorch and array-api-strict use the mapped memory, other libraries copy it.
+        NumPy, PyTorch and array-api-strict use the mapped memory without a copy.
 
     Raises
     ------

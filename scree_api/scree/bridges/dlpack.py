@@ -96,7 +96,10 @@ def to_torch(arr: Array) -> Array:
 
 
 def tokens_first(arr: Array) -> Array:
-    """Return the array with the ragged axis first, for formats that allow no other; a view."""
+    """Return the array with the ragged axis first, for formats that allow no other.
+
+    The values are a view if the library has views.
+    """
     dim = ragged("arr", arr).ragged_dim
     return arr.with_values(moved(arr.layout.xp, arr.values, dim, 0), ragged_dim=0) if dim else arr
 
