@@ -10,7 +10,7 @@ NEEDS = {
     "bench/tests": "typer matplotlib",
     "kernels_triton/tests": "triton",
     "scree_api/scree/bridges/arrow.py": "pyarrow",
-    "scree_api/scree/bridges/awkward.py": "awkward",
+    "scree_api/scree/bridges/awkward.py": "awkward ragged",
     "scree_api/scree/bridges/flash_attn.py": "torch",
     "scree_api/scree/bridges/lists.py": "pandas",
     "scree_api/scree/bridges/scipy.py": "scipy",

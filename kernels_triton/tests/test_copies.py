@@ -8,9 +8,9 @@ import torch
 
 import scree
 from scree import backends
-from scree.dispatch import registry
 from scree.backends import backend
 from scree.construct import OffsetsCall
+from scree.dispatch import registry
 from scree.layout import Layout
 from scree_triton.layout import (
     concat,
@@ -311,7 +311,9 @@ def test_the_last_of_many_stays():
 def test_tokens_behind_the_last_row_go_nowhere():
     """In the first call on some rows, and in those alike."""
     x = numbers(7, 2)
-    rows = scree.Array.from_layout(x, Layout(backend(x), torch.tensor([0, 2, 5], device=DEVICE), 7, 4))
+    rows = scree.Array.from_layout(
+        x, Layout(backend(x), torch.tensor([0, 2, 5], device=DEVICE), 7, 4)
+    )
     right, places = np.zeros((8, 2), np.float32), [4, 1, 1, 0, 6, 9, 2]
     for token, place in zip(x.cpu().numpy()[:5], places):
         right[place] += token

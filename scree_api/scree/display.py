@@ -1,6 +1,6 @@
-"""Display of a ragged array: text in a terminal, a table in a notebook. Neither waits for a device nor fails.
+"""Representation of a ragged array: text in a terminal, an HTML table in a notebook.
 
-Attaches `__repr__` and `_repr_html_` to `Array`.
+Neither waits for a device, and neither raises.
 """
 
 from __future__ import annotations
@@ -9,41 +9,46 @@ from typing import Any
 
 from .array import Array
 
-ROWS = 6  # rows shown, half from either end
-WIDTH = 88  # characters of a row
+MAX_ROWS = 6  # rows shown, half of them from either end
+MAX_WIDTH = 88  # characters per row
 
 
-def _rows(arr: Array) -> list[tuple[str, str, str]]:
-    """(index, length, content) of the rows to show, where their lengths are known; lengths alone off the host."""
-    host, lib = arr.layout.host, arr.layout.backend
-    if host is None:
+def _row_texts(arr: Array) -> list[tuple[str, str, str]]:
+    """Return (index, length, content) of the rows to show; none if the offsets are not on the host.
+
+    The content of rows on a device is their length alone.
+    """
+    offsets, lib = arr.layout.host, arr.layout.backend
+    if offsets is None:
         return []
-    free = lib.peek(arr.offsets) is not None  # the values lie where the offsets do
-    n, half = arr.batch_size, ROWS // 2
-    shown = list(range(n)) if n <= ROWS else [*range(half), -1, *range(n - half, n)]
+    # The values are on the device of the offsets.
+    values_on_host = lib.peek(arr.offsets) is not None
+    n, half = arr.batch_size, MAX_ROWS // 2
+    shown = list(range(n)) if n <= MAX_ROWS else [*range(half), -1, *range(n - half, n)]
     before = (slice(None),) * arr.ragged_dim
-    rows = []
+    texts = []
     for i in shown:
         if i < 0:
-            rows.append(("...", "", ""))
+            texts.append(("...", "", ""))
             continue
-        a, b = int(host[i]), int(host[i + 1])
-        rows.append(
-            (
-                str(i),
-                str(b - a),
-                _content(arr.values[(*before, slice(a, b), ...)]) if free else f"{b - a} tokens",
-            )
+        start, stop = int(offsets[i]), int(offsets[i + 1])
+        content = (
+            _one_line(arr.values[(*before, slice(start, stop), ...)])
+            if values_on_host
+            else f"{stop - start} tokens"
         )
-    return rows
+        texts.append((str(i), str(stop - start), content))
+    return texts
 
 
-def _content(row: Any) -> str:
-    text = " ".join(str(row).split())
-    return text if len(text) <= WIDTH else text[: WIDTH - 4] + " ..."
+def _one_line(row: Any) -> str:
+    """Return the text of a row on one line, cut to `MAX_WIDTH` characters."""
+    line = " ".join(str(row).split())
+    return line if len(line) <= MAX_WIDTH else line[: MAX_WIDTH - 4] + " ..."
 
 
-def _head(arr: Array) -> str:
+def _summary(arr: Array) -> str:
+    """Return the shape, the dtype, the library and the lengths on one line."""
     parts = [f"shape={arr.shape}", f"dtype={arr.dtype}", arr.layout.backend.name]
     if arr.ragged_dim:
         parts.append(f"ragged_dim={arr.ragged_dim}")
@@ -54,25 +59,26 @@ def _head(arr: Array) -> str:
 
 
 def text(arr: Array) -> str:
-    """The shape, dtype and library, and the first and last rows."""
-    if not hasattr(arr.offsets, "shape"):  # inside a transform the parts may be anything
+    """Return a summary and the first and last rows as text, for ``repr``."""
+    # Inside a transform, values and offsets may be objects of any type.
+    if not hasattr(arr.offsets, "shape"):
         return f"scree.Array(values={arr.values!r}, offsets={arr.offsets!r})"
     return "\n".join(
-        [f"scree.Array({_head(arr)})"]
-        + [f"  {i:>4}: {content}".rstrip() for i, _, content in _rows(arr)]
+        [f"scree.Array({_summary(arr)})"]
+        + [f"  {i:>4}: {content}".rstrip() for i, _, content in _row_texts(arr)]
     )
 
 
 def html(arr: Array) -> str:
-    """The same as a table."""
-    from html import escape  # slow to import
+    """Return a summary and the first and last rows as an HTML table, for notebooks."""
+    from html import escape  # not at the top, because it would slow down `import scree`
 
     body = "".join(
         f"<tr><th>{i}</th><td>{length}</td><td><code>{escape(content)}</code></td></tr>"
-        for i, length, content in _rows(arr)
+        for i, length, content in _row_texts(arr)
     )
     head = "<tr><th>row</th><th>length</th><th>values</th></tr>" if body else ""
-    return f"<div><b>scree.Array</b> {escape(_head(arr))}<table>{head}{body}</table></div>"
+    return f"<div><b>scree.Array</b> {escape(_summary(arr))}<table>{head}{body}</table></div>"
 
 
 Array.__repr__ = text  # type: ignore[method-assign,assignment]

@@ -1,4 +1,7 @@
-"""`save` and `load`: ragged arrays in files, by safetensors (memory-mapped) or NumPy's ``.npz``. Loading never runs code."""
+"""Ragged arrays in files: safetensors, which is memory-mapped, or NumPy's ``.npz``.
+
+Loading never executes code from a file.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ from .array import Array
 from .bridges.dlpack import dtype_name, to_backend
 from .indexing.getitem import drop_tail
 
-#: The format's names of the dtypes that both sides have.
+#: Dtype code of safetensors -> name of the dtype, for the dtypes that both have.
 DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
-    "F64": "float64", "C64": "complex64",
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
 CODES = {name: code for code, name in DTYPES.items()}
-MOST_HEADER = 100_000_000  # bytes; the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+VALUES_ALIGNMENT = 64  # bytes; every library can use memory with this alignment without a copy
 FORMATS = (".safetensors", ".npz")
 
-#: What NumPy says of a file that is none of its own, beside the errors of archives.
+#: Errors that NumPy raises for a damaged or foreign file, in addition to those of zip archives.
 NPZ_ERRORS = (
     KeyError,
     ValueError,
@@ -46,84 +50,101 @@ def save(path: str | os.PathLike[str], arrays: Array | Mapping[str, Array]) -> N
     Parameters
     ----------
     path
-        Ends in ``.safetensors`` or ``.npz``.
+        Path that ends in ``.safetensors`` or ``.npz``.
     arrays
-        A ragged array of any library, or a mapping of names to such arrays. Arrays on one layout share their offsets in the
-        file, and share them again when they are loaded.
+        Ragged array of any library, or a mapping of names to ragged arrays. Arrays on one layout
+        share their offsets in the file, and share one layout again when they are loaded.
 
     Raises
     ------
     ValueError
-        If the path ends in anything else, or a name has a dot.
+        If the path has another ending, or a name is empty or contains a dot.
     TypeError
-        If a dtype has no form in the format: ``.npz`` has no bfloat16, safetensors no complex128.
+        If the format lacks a dtype: ``.npz`` has no bfloat16, safetensors no complex128.
+
+    See Also
+    --------
+    load : Read the file.
 
     Notes
     -----
-    The array ``x`` is stored as the tensors ``x.values`` and ``x.offsets``, which any program can read, and its ragged axis and
-    `max_length` as metadata. The file appears whole or not at all.
+    The array ``x`` is stored as the tensors ``x.values`` and ``x.offsets``, which other programs
+    can read, with its ragged axis and `max_length` as metadata. The file is written completely or
+    not at all.
 
     Examples
     --------
     >>> import numpy as np, scree, tempfile
-    >>> with tempfile.TemporaryDirectory() as home:
-    ...     scree.save(home + "/x.safetensors", scree.from_lengths(np.arange(3), [2, 0, 1]))
-    ...     print(scree.load(home + "/x.safetensors")[2])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     scree.save(f"{folder}/x.safetensors", scree.from_lengths(np.arange(3), [2, 0, 1]))
+    ...     print(scree.load(f"{folder}/x.safetensors")[2])
     [2]
     """
     path = Path(path)
-    kind = _format(path)
+    suffix = _check_suffix(path)
     if not isinstance(arrays, Array | Mapping):
         raise TypeError(
-            f"arrays: expected a ragged array, or a mapping of names to such, got {type(arrays).__name__}"
+            "arrays: expected a ragged array or a mapping of names to ragged arrays, "
+            f"got {type(arrays).__name__}"
         )
-    named = {"": arrays} if isinstance(arrays, Array) else dict(arrays)
+    arrays_by_name = {"": arrays} if isinstance(arrays, Array) else dict(arrays)
     tensors: dict[str, np.ndarray] = {}
-    about: dict[str, Any] = {}
-    first: dict[int, str] = {}
-    for name, arr in named.items():
+    metadata: dict[str, Any] = {}
+    name_of_layout: dict[int, str] = {}  # the array that stores the offsets of a layout
+    for name, arr in arrays_by_name.items():
         if not isinstance(arr, Array):
             raise TypeError(f"arrays[{name!r}]: expected a ragged array, got {type(arr).__name__}")
         if not isinstance(name, str) or "." in name or (name == "" and arr is not arrays):
             raise ValueError(f"arrays: expected names without dots, and not empty, got {name!r}")
-        shared = first.setdefault(id(arr.layout), name)
+        layout_name = name_of_layout.setdefault(id(arr.layout), name)
         host = to_backend(drop_tail(arr), "numpy")
         tensors[_join(name, "values")] = host.values
-        if shared == name:
+        if layout_name == name:
             tensors[_join(name, "offsets")] = host.offsets
-        about[name] = {"rows": shared, "ragged_dim": arr.ragged_dim, "max_length": arr.max_length}
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        metadata[name] = {
+            "rows": layout_name,
+            "ragged_dim": arr.ragged_dim,
+            "max_length": arr.max_length,
+        }
+    write = _write_safetensors if suffix == ".safetensors" else _write_npz
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        (_write_safetensors if kind == ".safetensors" else _write_npz)(
-            scratch, tensors, json.dumps(about)
-        )
-        scratch.replace(path)
+        write(temporary, tensors, json.dumps(metadata))
+        temporary.replace(path)
     finally:
-        scratch.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = None) -> Any:
-    """Read what `save` wrote.
+    """Read a file that `save` wrote.
 
     Parameters
     ----------
     path
-        A ``.safetensors`` or ``.npz`` file.
+        Path of a ``.safetensors`` or ``.npz`` file.
     library
-        The library of the arrays, by its name or namespace.
+        Library of the arrays, by its name or namespace.
     device
-        Where they shall be; in host memory by default.
+        Device of the arrays; host memory by default.
 
     Returns
     -------
     Array or dict
-        What was given to `save`. From safetensors the values are mapped: they are read when they are looked at, row by row, and
-        what is written to them stays in memory. NumPy, PyTorch and array-api-strict share that memory.
+        The array, or the mapping of names to arrays, that was saved. The values of a safetensors
+        file are memory-mapped: they are read on first access, and writes do not change the file.
+        NumPy, PyTorch and array-api-strict use the mapped memory without a copy.
 
     Raises
     ------
     ValueError
-        If the file is cut off or damaged, or not one of `save`. Nothing outside the file is read, and nothing in it is run.
+        If the file is truncated, damaged or not written by `save`. Data outside the file is never
+        read, and code in the file is never executed.
+    FileNotFoundError
+        If there is no file at `path`.
+
+    See Also
+    --------
+    save : Write the file.
 
     Examples
     --------
@@ -134,33 +155,36 @@ def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = 
     array([2, 3], dtype=int32)
     """
     path = Path(path)
-    kind = _format(path)
-    tensors, text = (_read_safetensors if kind == ".safetensors" else _read_npz)(path)
+    read = _read_safetensors if _check_suffix(path) == ".safetensors" else _read_npz
+    tensors, text = read(path)
+    arrays: dict[str, Array] = {}
     try:
-        about = json.loads(text)
-        found: dict[str, Array] = {}
-        for name, entry in about.items():
-            values, rows = tensors[_join(name, "values")], entry["rows"]
-            if rows == name:
-                found[name] = Array(
+        for name, entry in json.loads(text).items():
+            values, layout_name = tensors[_join(name, "values")], entry["rows"]
+            if layout_name == name:
+                arrays[name] = Array(
                     values,
                     tensors[_join(name, "offsets")],
                     entry["ragged_dim"],
                     entry["max_length"],
                 )
             else:
-                found[name] = found[rows].with_values(values, ragged_dim=entry["ragged_dim"])
+                arrays[name] = arrays[layout_name].with_values(
+                    values, ragged_dim=entry["ragged_dim"]
+                )
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError) as error:
-        raise _damaged(path, f"its arrays do not fit together ({error})") from error
-    moved: dict[int, Array] = {}
-    for name, arr in found.items():
-        there = to_backend(arr, library, device=device)
-        like = moved.setdefault(id(arr.layout), there)
-        found[name] = like.with_values(there.values, ragged_dim=there.ragged_dim)
-    return found.get("", found)
+        raise _damage_error(path, f"its arrays do not fit together ({error})") from error
+    first_of_layout: dict[int, Array] = {}  # arrays that shared a layout share the converted one
+    converted: dict[str, Array] = {}
+    for name, arr in arrays.items():
+        target = to_backend(arr, library, device=device)
+        first = first_of_layout.setdefault(id(arr.layout), target)
+        converted[name] = first.with_values(target.values, ragged_dim=target.ragged_dim)
+    return converted.get("", converted)
 
 
-def _format(path: Path) -> str:
+def _check_suffix(path: Path) -> str:
+    """Return the suffix of the path; raise unless it is the suffix of a format."""
     if path.suffix not in FORMATS:
         raise ValueError(
             f"path: expected a name that ends in {' or '.join(FORMATS)}, got {path.name!r}"
@@ -169,17 +193,19 @@ def _format(path: Path) -> str:
 
 
 def _join(name: str, part: str) -> str:
+    """Return the name of a tensor in the file; the name of a single array is empty."""
     return f"{name}.{part}" if name else part
 
 
-def _damaged(path: Path, why: str) -> ValueError:
+def _damage_error(path: Path, reason: str) -> ValueError:
     return ValueError(
-        f"path: expected a file that scree.save wrote, but {path} is damaged or another: {why}"
+        f"path: expected a file that scree.save wrote, got {path}, "
+        f"which is damaged or has another origin: {reason}"
     )
 
 
-def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], about: str) -> None:
-    header: dict[str, Any] = {"__metadata__": {"scree": about}}
+def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], metadata: str) -> None:
+    header: dict[str, Any] = {"__metadata__": {"scree": metadata}}
     end = 0
     for name, x in tensors.items():
         if dtype_name(x.dtype) not in CODES:
@@ -191,9 +217,7 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], about: str) -
         }
         end += x.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (
-        -(len(text) + 8) % 64
-    )  # so that the values lie where every library can take them as they are
+    text += b" " * (-(len(text) + 8) % VALUES_ALIGNMENT)  # 8 bytes hold the length of the header
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
@@ -201,57 +225,62 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], about: str) -
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], Any]:
+    """Return the memory-mapped tensors by name, and the metadata."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, MOST_HEADER):
-            raise _damaged(path, f"it has {size} bytes and a header of {length}")
-        text = file.read(length)
+        header_length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= header_length <= min(size - 8, MAX_HEADER_BYTES):
+            raise _damage_error(path, f"it has {size} bytes and a header of {header_length}")
+        text = file.read(header_length)
     try:
         header = json.loads(text)
-        about = header.pop("__metadata__")["scree"]
-        return {
-            name: _mapped(path, 8 + length, size, **entry) for name, entry in header.items()
-        }, about
+        metadata = header.pop("__metadata__")["scree"]
+        tensors = {
+            name: _map_tensor(path, 8 + header_length, size, **entry)
+            for name, entry in header.items()
+        }
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is no header of arrays ({error})") from error
+        raise _damage_error(path, f"its header does not describe arrays ({error})") from error
+    return tensors, metadata
 
 
-def _mapped(
+def _map_tensor(
     path: Path, start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> np.ndarray:
-    """One tensor of the file, after a check that it lies within the file."""
+    """Return one tensor of the file, after a check that it is within the file."""
     first, last = data_offsets
     name = DTYPES[dtype]
     if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
-        raise ValueError("a size is no number")
+        raise ValueError("a size is not a non-negative integer")
     if name == "bfloat16":
-        import ml_dtypes  # noqa: F401 (teaches NumPy the name)
-    kind = np.dtype(name)
-    if last - first != math.prod(shape) * kind.itemsize or start + last > size:
+        import ml_dtypes  # noqa: F401 (registers the dtype with NumPy)
+    numpy_dtype = np.dtype(name)
+    if last - first != math.prod(shape) * numpy_dtype.itemsize or start + last > size:
         raise ValueError(
             f"{dtype} of shape {shape} at {first} to {last} does not fit into {size - start} bytes"
         )
     if first == last:
-        return np.empty(shape, kind)
+        return np.empty(shape, numpy_dtype)
     return (
         np.memmap(path, np.uint8, "c", start + first, (last - first,))
         .view(np.ndarray)
-        .view(kind)
+        .view(numpy_dtype)
         .reshape(shape)
     )
 
 
-def _write_npz(path: Path, tensors: dict[str, np.ndarray], about: str) -> None:
+def _write_npz(path: Path, tensors: dict[str, np.ndarray], metadata: str) -> None:
     for name, x in tensors.items():
         if x.dtype.kind not in "biufc":
             raise TypeError(f"{name}: .npz has no {x.dtype}; save it as .safetensors")
+    encoded = np.frombuffer(metadata.encode(), np.uint8)
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, scree=np.frombuffer(about.encode(), np.uint8), **tensors)
+        np.savez(file, allow_pickle=False, scree=encoded, **tensors)
 
 
 def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], Any]:
-    import zipfile  # here, because `import scree` should not wait for it
+    """Return the tensors by name, and the metadata."""
+    import zipfile  # not at the top, because it would slow down `import scree`
     import zlib
 
     try:
@@ -261,4 +290,4 @@ def _read_npz(path: Path) -> tuple[dict[str, np.ndarray], Any]:
     except FileNotFoundError:
         raise
     except (*NPZ_ERRORS, zipfile.BadZipFile, zlib.error) as error:
-        raise _damaged(path, f"it is no .npz of arrays ({error})") from error
+        raise _damage_error(path, f"it is not an .npz file of arrays ({error})") from error

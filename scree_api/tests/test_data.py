@@ -1,4 +1,4 @@
-"""Batches: collated, within a budget of tokens, even over ranks, cut, in windows, of several modalities."""
+"""Batching: collate, token-budget sampling, balanced splits, truncation, windows and modalities."""
 
 import itertools
 import json
@@ -14,9 +14,9 @@ LENGTHS = [5, 0, 1, 3, 12]
 LIBRARIES = ("torch", "jax", "mlx", "array_api_strict")
 
 
-def rows(dim: int = 0) -> scree.Array:
-    values = np.arange(42).reshape(21, 2) if dim == 0 else np.arange(42).reshape(2, 21)
-    return scree.from_lengths(values, LENGTHS, ragged_dim=dim)
+def make_array(ragged_dim: int = 0) -> scree.Array:
+    values = np.arange(42).reshape(21, 2) if ragged_dim == 0 else np.arange(42).reshape(2, 21)
+    return scree.from_lengths(values, LENGTHS, ragged_dim=ragged_dim)
 
 
 def log_normal(n: int, sigma: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -25,7 +25,7 @@ def log_normal(n: int, sigma: float = 1.0, seed: int = 0) -> np.ndarray:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- collate
+# ---------------------------------------------------------------- collate
 def test_collate_shares_layouts_and_keeps_dtypes() -> None:
     samples = [
         {
@@ -54,7 +54,7 @@ def test_collate_shares_layouts_and_keeps_dtypes() -> None:
 
 
 @pytest.mark.needs("torch")
-def test_collate_of_a_data_loader() -> None:
+def test_collate_in_a_data_loader() -> None:
     import torch
 
     data = [{"ids": torch.arange(n), "label": torch.tensor(n)} for n in LENGTHS]
@@ -69,7 +69,7 @@ def test_collate_of_a_data_loader() -> None:
     assert collate([{"x": 1}], "torch")["x"].dtype == torch.int64
 
 
-def test_collate_says_which_field_does_not_fit() -> None:
+def test_collate_invalid_field_raises() -> None:
     with pytest.raises(ValueError, match="samples: expected at least one"):
         collate([])
     with pytest.raises(ValueError, match=r"samples\[1\]: expected the names \['x'\], got \['y'\]"):
@@ -82,11 +82,13 @@ def test_collate_says_which_field_does_not_fit() -> None:
         collate(None)  # type: ignore[arg-type]
 
 
-# ----------------------------------------------------------------------------------------------------- sampler
+# ---------------------------------------------------------------- sampler
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("n", [1, 7, 500])
-def test_every_row_once_in_batches_within_the_budget(num_ranks: int, shuffle: bool, n: int) -> None:
+def test_sampler_has_every_row_once_within_the_budget(
+    num_ranks: int, shuffle: bool, n: int
+) -> None:
     lengths, budget = np.minimum(log_normal(n), 2000), 2048
     ranks = [
         list(TokenBudgetSampler(lengths, budget, shuffle=shuffle, rank=rank, num_ranks=num_ranks))
@@ -95,40 +97,40 @@ def test_every_row_once_in_batches_within_the_budget(num_ranks: int, shuffle: bo
     assert len({len(batches) for batches in ranks}) == 1
     batches = list(itertools.chain(*ranks))
     assert all(batch and lengths[batch].sum() <= budget for batch in batches)
-    found = sorted(itertools.chain(*batches))
+    row_indices = sorted(itertools.chain(*batches))
     if n >= num_ranks:
-        assert found == list(range(n))
+        assert row_indices == list(range(n))
     else:
-        assert set(found) == set(range(n))
+        assert set(row_indices) == set(range(n))
     if n == 500:
         tokens = [sum(lengths[batch].sum() for batch in batches) for batches in ranks]
         assert max(tokens) - min(tokens) <= budget
         assert len(batches) <= 1.4 * lengths.sum() / budget + num_ranks
     if not shuffle and num_ranks == 1:
-        assert list(itertools.chain(*batches)) == found
+        assert list(itertools.chain(*batches)) == row_indices
 
 
 @pytest.mark.parametrize("rank, num_ranks", [(0, 1), (0, 3), (2, 3)])
-def test_it_goes_on_where_it_was_and_orders_differ(rank: int, num_ranks: int) -> None:
+def test_sampler_resumes_and_reshuffles(rank: int, num_ranks: int) -> None:
     ranks = {"rank": rank, "num_ranks": num_ranks}
     sampler = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
-    whole = list(sampler)
+    first_epoch = list(sampler)
     assert sampler.epoch == 1
-    other = list(sampler)
-    assert whole != other
-    again = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
-    first = list(itertools.islice(again, 3))
-    state = json.loads(json.dumps(again.state_dict()))
+    second_epoch = list(sampler)
+    assert first_epoch != second_epoch
+    interrupted = TokenBudgetSampler(LENGTHS * 10, 20, seed=3, **ranks)
+    first_batches = list(itertools.islice(interrupted, 3))
+    state = json.loads(json.dumps(interrupted.state_dict()))
     resumed = TokenBudgetSampler(LENGTHS * 10, 20, **ranks)
     resumed.load_state_dict(state)
-    assert first + list(resumed) == whole
-    assert list(resumed) == other
+    assert first_batches + list(resumed) == first_epoch
+    assert list(resumed) == second_epoch
     resumed.set_epoch(0)
-    assert list(resumed) == whole
-    assert len(whole) == len(again)
+    assert list(resumed) == first_epoch
+    assert len(first_epoch) == len(interrupted)
 
 
-def test_the_last_batches_may_be_left_out() -> None:
+def test_sampler_drop_last() -> None:
     lengths = [5] * 11
     batches = [
         list(TokenBudgetSampler(lengths, 10, rank=r, num_ranks=2, drop_last=True)) for r in range(2)
@@ -137,23 +139,23 @@ def test_the_last_batches_may_be_left_out() -> None:
     assert all(len(batch) == 2 for batch in itertools.chain(*batches))
     assert list(TokenBudgetSampler([], 10)) == []
     full = TokenBudgetSampler([5] * 4, 10, shuffle=False, drop_last=True)
-    assert list(full) == [[0, 1], [2, 3]]  # the last one is full, and stays
+    assert list(full) == [[0, 1], [2, 3]]  # the last batch is full and stays
 
 
 @pytest.mark.parametrize(
-    "other", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}]
+    "changes", [{"shuffle": False}, {"drop_last": True}, {"lengths": LENGTHS[::-1][1:] + [1]}]
 )
-def test_a_state_fits_the_sampler_that_it_is_of(other: dict[str, Any]) -> None:
+def test_sampler_state_of_other_settings_raises(changes: dict[str, Any]) -> None:
     state = TokenBudgetSampler(LENGTHS, 20).state_dict()
-    with pytest.raises(ValueError, match="the batches would be others"):
-        TokenBudgetSampler(**{"lengths": LENGTHS, "budget": 20, **other}).load_state_dict(state)
+    with pytest.raises(ValueError, match="the batches would differ"):
+        TokenBudgetSampler(**{"lengths": LENGTHS, "budget": 20, **changes}).load_state_dict(state)
 
 
-def test_sampler_refuses_what_does_not_fit() -> None:
+def test_sampler_invalid_argument_raises() -> None:
     with pytest.raises(ValueError, match="lengths: expected at most 11, the budget, got 12 at 4"):
-        TokenBudgetSampler(rows(), 11)
+        TokenBudgetSampler(make_array(), 11)
     with pytest.raises(
-        ValueError, match="state: expected one of num_ranks 2, got 1; the batches would be others"
+        ValueError, match="state: expected num_ranks 2, got 1; the batches would differ"
     ):
         TokenBudgetSampler(LENGTHS, 20, num_ranks=2).load_state_dict(
             TokenBudgetSampler(LENGTHS, 20).state_dict()
@@ -163,8 +165,12 @@ def test_sampler_refuses_what_does_not_fit() -> None:
     for name in ("shuffle", "drop_last"):
         with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
             TokenBudgetSampler([1, 2], 8, **{name: "no"})
-    for lengths, came in ((5, "int"), ([[1], [2, 3]], "lists of different lengths"), ({}, "dict")):
-        with pytest.raises(TypeError, match=f"lengths: expected .* {came}"):
+    for lengths, received in (
+        (5, "int"),
+        ([[1], [2, 3]], "lists of different lengths"),
+        ({}, "dict"),
+    ):
+        with pytest.raises(TypeError, match=f"lengths: expected .* {received}"):
             TokenBudgetSampler(lengths, 8)
     with pytest.raises(ValueError, match="seed: expected at least 0, got -1"):
         TokenBudgetSampler(LENGTHS, 20, seed=-1)
@@ -174,11 +180,13 @@ def test_sampler_refuses_what_does_not_fit() -> None:
         TokenBudgetSampler([1.5], 20)
 
 
-# ------------------------------------------------------------------------------------------------------- split
+# ---------------------------------------------------------------- split
 @pytest.mark.parametrize("cost", ["tokens", "attention", "both"])
 @pytest.mark.parametrize("k, n", [(2, 64), (8, 128), (8, 1000), (64, 2000)])
 @pytest.mark.parametrize("sigma", [0.6, 1.0])
-def test_parts_are_within_two_percent_of_the_best(cost: str, k: int, n: int, sigma: float) -> None:
+def test_split_balanced_is_within_two_percent_of_the_optimum(
+    cost: str, k: int, n: int, sigma: float
+) -> None:
     lengths = log_normal(n, sigma, seed=k)
     costs = {"tokens": lengths, "attention": lengths**2, "both": 6 * 384 * lengths + lengths**2}[
         cost
@@ -191,69 +199,71 @@ def test_parts_are_within_two_percent_of_the_best(cost: str, k: int, n: int, sig
     assert max(costs[part].sum() for part in parts) <= 1.02 * bound
 
 
-def test_parts_of_few_or_free_rows() -> None:
+def test_split_balanced_of_few_or_free_rows() -> None:
     assert [part.tolist() for part in split_balanced([3], 3)].count([]) == 2
     assert [part.size for part in split_balanced([], 2)] == [0, 0]
     assert all(part.size for part in split_balanced([5, 0, 0], 3))
     assert sorted(part.size for part in split_balanced([0] * 7, 3))[0] >= 1
-    assert [part.tolist() for part in split_balanced(rows(), 1)] == [[0, 1, 2, 3, 4]]
-    assert [rows()[part].total_length for part in split_balanced(rows(), 2)] == [12, 9]
+    assert [part.tolist() for part in split_balanced(make_array(), 1)] == [[0, 1, 2, 3, 4]]
+    assert [make_array()[part].total_length for part in split_balanced(make_array(), 2)] == [12, 9]
     with pytest.raises(ValueError, match="cost: expected 'tokens', 'attention'"):
-        split_balanced(rows(), 2, "money")
+        split_balanced(make_array(), 2, "money")
     with pytest.raises(TypeError, match="cost: expected an array or a list of numbers, got Array"):
         split_balanced([1], 2, scree.from_lengths(np.ones(1), [1]))
-    with pytest.raises(ValueError, match="cost: expected 5 numbers, one a row"):
-        split_balanced(rows(), 2, [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="cost: expected 5 numbers, one per row"):
+        split_balanced(make_array(), 2, [1, 2, 3, 4])
     for wrong in (-1, np.inf, np.nan):
         with pytest.raises(
             ValueError, match=f"cost: expected finite numbers >= 0, got {float(wrong)} for row 3"
         ):
-            split_balanced(rows(), 2, [1.0, 2, 3, wrong, 4])
+            split_balanced(make_array(), 2, [1.0, 2, 3, wrong, 4])
     with pytest.raises(ValueError, match="k: expected at least 1"):
-        split_balanced(rows(), 0)
+        split_balanced(make_array(), 0)
 
 
-# -------------------------------------------------------------------------------------- truncate, chunk, interleave
-@pytest.mark.parametrize("dim", [0, 1])
+# ---------------------------------------------------------------- truncate, chunk, interleave
+@pytest.mark.parametrize("ragged_dim", [0, 1])
 @pytest.mark.parametrize("length", [0, 1, 4, 99])
-def test_truncate_is_a_slice_of_each_row(dim: int, length: int) -> None:
-    arr = rows(dim)
+def test_truncate_slices_each_row(ragged_dim: int, length: int) -> None:
+    arr = make_array(ragged_dim)
     for side, cut in (
         ("right", slice(0, length)),
         ("left", slice(-length or None, None if length else 0)),
     ):
-        found = truncate(arr, length, side=side)
-        assert found.layout.max_length is not None
-        assert found.layout.max_length <= length
-        for row, whole in zip(found, arr, strict=True):
-            np.testing.assert_array_equal(row, whole[cut] if dim == 0 else whole[:, cut])
+        truncated = truncate(arr, length, side=side)
+        assert truncated.layout.max_length is not None
+        assert truncated.layout.max_length <= length
+        for row, original in zip(truncated, arr, strict=True):
+            np.testing.assert_array_equal(
+                row, original[cut] if ragged_dim == 0 else original[:, cut]
+            )
     with pytest.raises(ValueError, match="side: expected"):
         truncate(arr, 1, side="up")
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("ragged_dim", [0, 1])
 @pytest.mark.parametrize("size, overlap", [(3, 0), (3, 1), (4, 3), (1, 0), (50, 10)])
-def test_chunks_are_windows_of_each_row(dim: int, size: int, overlap: int) -> None:
-    arr = rows(dim)
-    windows, of = chunk(arr, size, overlap=overlap)
+def test_chunk_windows_each_row(ragged_dim: int, size: int, overlap: int) -> None:
+    arr = make_array(ragged_dim)
+    windows, window_rows = chunk(arr, size, overlap=overlap)
     expected, numbers = [], []
     for i, row in enumerate(arr):
-        row, start = np.moveaxis(row, dim, 0), 0
+        row, start = np.moveaxis(row, ragged_dim, 0), 0
         while start < len(row):
-            expected.append(np.moveaxis(row[start : start + size], 0, dim))
+            expected.append(np.moveaxis(row[start : start + size], 0, ragged_dim))
             numbers.append(i)
             if start + size >= len(row):
                 break
             start += size - overlap
-    assert of.tolist() == numbers
+    assert window_rows.tolist() == numbers
     assert windows.batch_size == len(expected)
-    for found, meant in zip(windows, expected, strict=True):
-        np.testing.assert_array_equal(found, meant)
+    for window, expected_window in zip(windows, expected, strict=True):
+        np.testing.assert_array_equal(window, expected_window)
     with pytest.raises(ValueError, match="overlap: expected"):
         chunk(arr, size, overlap=size)
 
 
-def test_interleaved_segments_know_what_they_are() -> None:
+def test_interleave_marks_modality_and_segment() -> None:
     text, image = 0, 4
     samples: list[list[tuple[int, Any]]] = [
         [(text, np.ones((2, 3))), (image, np.full((3, 3), 2.0)), (text, np.full((1, 3), 3.0))],
@@ -268,7 +278,7 @@ def test_interleaved_segments_know_what_they_are() -> None:
         assert np.array_equal(
             tokens[i], np.concatenate([np.zeros((0, 3)), *(x for _, x in sample)])
         )
-        assert modality[i].tolist() == [kind for kind, x in sample for _ in x]
+        assert modality[i].tolist() == [label for label, x in sample for _ in x]
         assert segment[i].tolist() == [j for j, (_, x) in enumerate(sample) for _ in x]
     images = tokens[modality == image]
     assert images.lengths.tolist() == [3, 0, 2, 0]
@@ -282,7 +292,7 @@ def test_interleaved_segments_know_what_they_are() -> None:
         interleave([[(0, np.ones(2))], [1]])
     with pytest.raises(ValueError, match="samples: expected at least one segment"):
         interleave([[]])
-    with pytest.raises(TypeError, match="samples: expected a number for each segment's modality"):
+    with pytest.raises(TypeError, match="samples: expected an integer for each segment's modality"):
         interleave([[("text", np.ones(2))]])  # type: ignore[list-item]
 
 
@@ -300,20 +310,20 @@ def test_gradients_pass_through_batches() -> None:
 @pytest.mark.parametrize(
     "library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES]
 )
-def test_on_every_library(library: str) -> None:
-    arr = rows().with_values(rows().values.astype(np.int32))
-    there = arr.to_backend(library)
+def test_functions_on_every_library(library: str) -> None:
+    arr = make_array().with_values(make_array().values.astype(np.int32))
+    converted = arr.to_backend(library)
     np.testing.assert_array_equal(
-        truncate(there, 3, side="left").to_numpy().values, truncate(arr, 3, side="left").values
+        truncate(converted, 3, side="left").to_numpy().values, truncate(arr, 3, side="left").values
     )
     np.testing.assert_array_equal(
-        chunk(there, 4, overlap=2)[0].to_numpy().values, chunk(arr, 4, overlap=2)[0].values
+        chunk(converted, 4, overlap=2)[0].to_numpy().values, chunk(arr, 4, overlap=2)[0].values
     )
-    segments = [[(i, row)] for i, row in enumerate(there)]
+    segments = [[(i, row)] for i, row in enumerate(converted)]
     assert (
         interleave(segments).modality.to_numpy().values.tolist()
         == np.repeat(range(5), LENGTHS).tolist()
     )
-    assert [part.tolist() for part in split_balanced(there, 2)] == [
+    assert [part.tolist() for part in split_balanced(converted, 2)] == [
         part.tolist() for part in split_balanced(arr, 2)
     ]

@@ -101,7 +101,10 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         rows = Rows(
-            q.offsets, k.offsets, q.layout.pair_cache(k.layout), max(q.layout.max_length_bound, k.layout.max_length_bound)
+            q.offsets,
+            k.offsets,
+            q.layout.pair_cache(k.layout),
+            max(q.layout.max_length_bound, k.layout.max_length_bound),
         )
         way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
         made = (
@@ -124,9 +127,13 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         elif return_lse:
             out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
         else:
-            return q.from_layout(_Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout)
+            return q.from_layout(
+                _Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout
+            )
         return (
-            (q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout)) if return_lse else q.from_layout(out, q.layout)
+            (q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout))
+            if return_lse
+            else q.from_layout(out, q.layout)
         )
 
     return attend

@@ -471,7 +471,9 @@ def prepare_run(call: Any) -> Callable[..., Any]:
             else plan.turn(*arrays, 1)
         )
         if k is not None:
-            return x.from_layout(found[0], x.layout, x.ragged_dim), k.from_layout(found[1], k.layout, k.ragged_dim)
+            return x.from_layout(found[0], x.layout, x.ragged_dim), k.from_layout(
+                found[1], k.layout, k.ragged_dim
+            )
         return x.from_layout(found[0] if type(found) is tuple else found, x.layout, x.ragged_dim)
 
     return rotate

@@ -1,13 +1,15 @@
-"""Into and out of everything that holds ragged data: one module a foreign system, imported when it is first asked for.
+"""Conversions between scree and other systems that hold ragged data: one module per system.
 
-Conversions go by the names ``from_*`` and ``to_*`` and are found here, whichever module they stand in. Modules that stand in
-for another library (`flash_attn`, `varlen`) or plug scree into one (`transformers`) are used by their own names.
+A module is imported when one of its names is first used, so that ``import scree`` loads no foreign
+library. The conversions ``from_*`` and ``to_*`` are attributes of this package. Three modules are
+used by their own names: `flash_attn` and `varlen` have the functions of other libraries,
+and `transformers` registers scree in the models of Hugging Face.
 """
 
 from importlib import import_module
 from typing import Any
 
-#: Module -> what it gives.
+#: Module -> the conversions that it defines.
 NAMES: dict[str, tuple[str, ...]] = {
     "arrow": ("from_arrow", "to_arrow"),
     "awkward": ("from_awkward", "from_ragged", "to_awkward", "to_ragged"),
@@ -28,6 +30,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "transformers": (),
     "varlen": (),
 }
+#: Conversion -> its module.
 MODULES = {name: module for module, names in NAMES.items() for name in names}
 
 __all__ = sorted(MODULES)

@@ -1,4 +1,8 @@
-"""Apache Arrow's lists: pyarrow, polars, Hugging Face datasets, and all else that speaks the Arrow C interface."""
+"""Apache Arrow's lists: pyarrow, polars, Hugging Face datasets, and the Arrow C data interface.
+
+Values and offsets share host memory in both directions, except booleans, which Arrow packs into
+bits.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +16,28 @@ from .dlpack import on_host
 
 
 def from_arrow(column: Any) -> Array:
-    """A ragged array on NumPy of a column of lists.
+    """Return a NumPy ragged array of a column of lists.
 
     Parameters
     ----------
     column
-        ``list<T>`` or ``large_list<T>``, T a number or a boolean or a ``fixed_size_list`` of them, of any depth: an array or a
-        chunked array of pyarrow, a column of polars, pandas or datasets, or whatever has ``__arrow_c_array__`` or
-        ``__arrow_c_stream__``.
+        Column of type ``list<T>`` or ``large_list<T>``, with T a number, a boolean or a
+        ``fixed_size_list`` of them, nested to any depth. It may be an array or chunked array of
+        pyarrow, a column of polars, pandas or datasets, or any object with
+        ``__arrow_c_array__`` or ``__arrow_c_stream__``.
 
     Returns
     -------
     Array
-        (n, None, *sizes) on the memory of Arrow, which is not to be written to. Copied are: booleans, which Arrow packs into
-        bits; the chunks of a column that has several; the offsets of a slice.
+        (n, None, *sizes) array on the memory of Arrow, which must not be written to. Three things
+        are copied: booleans, a column of several chunks, and the offsets of a slice.
 
     Raises
     ------
     TypeError
-        If it is no column of lists of numbers.
+        If `column` is not a column of lists of numbers.
     ValueError
-        If anything is null.
+        If a row, token or element is null.
 
     Examples
     --------
@@ -40,37 +45,56 @@ def from_arrow(column: Any) -> Array:
     >>> scree.bridges.from_arrow(pyarrow.array([[1, 2], [], [3]])).lengths
     array([2, 0, 1], dtype=int32)
     """
-    rows = _one_chunk(column)
-    if not pa.types.is_list(rows.type) and not pa.types.is_large_list(rows.type):
+    lists = _as_one_chunk(column)
+    if not pa.types.is_list(lists.type) and not pa.types.is_large_list(lists.type):
         raise TypeError(
-            f"column: expected list<T> or large_list<T>, got {rows.type}; cast it with column.cast"
+            f"column: expected list<T> or large_list<T>, got {lists.type}; cast it with column.cast"
         )
-    _no_nulls(rows, "rows", "fill_null([])")
-    offsets = rows.offsets.to_numpy(zero_copy_only=True)
-    values, sizes = rows.values.slice(offsets[0], offsets[-1] - offsets[0]), []
+    _check_no_nulls(lists, "rows", "fill_null([])")
+    offsets = lists.offsets.to_numpy(zero_copy_only=True)
+    values, sizes = lists.values.slice(offsets[0], offsets[-1] - offsets[0]), []
     while pa.types.is_fixed_size_list(values.type):
-        _no_nulls(values, "tokens", "fill_null")
+        _check_no_nulls(values, "tokens", "fill_null")
         sizes.append(values.type.list_size)
         values = values.flatten()
-    _no_nulls(values, "elements", "fill_null(0)")
-    kind = values.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+    _check_no_nulls(values, "elements", "fill_null(0)")
+    dtype = values.type
+    is_boolean = pa.types.is_boolean(dtype)
+    if not (pa.types.is_integer(dtype) or pa.types.is_floating(dtype) or is_boolean):
         raise TypeError(
-            f"column: expected lists of numbers or booleans, got {rows.type}; there is one ragged axis"
+            f"column: expected lists of numbers or booleans, got {lists.type}; "
+            "there is one ragged axis"
         )
-    flat = values.to_numpy(zero_copy_only=not pa.types.is_boolean(kind))
+    flat = values.to_numpy(zero_copy_only=not is_boolean)
     return Array(flat.reshape(-1, *sizes), offsets - offsets[0] if offsets[0] else offsets)
 
 
 def to_arrow(arr: Array) -> Any:
-    """A pyarrow array of lists, ``list<T>`` or with int64 offsets ``large_list<T>``; axes of an element as ``fixed_size_list``.
+    """Return a pyarrow array of lists.
 
     Parameters
     ----------
     arr
-        (n, None, ...) array of any library, in host memory and contiguous if nothing shall be copied; booleans always are. A
-        ragged axis that is not the first becomes the first. An `Array` has ``__arrow_c_array__`` too, so that what reads
-        Arrow takes it as it is: ``pyarrow.array(arr)``, ``polars.Series(arr)``.
+        Ragged array of any library. Contiguous arrays in host memory are not copied, except
+        booleans. The ragged axis becomes the first axis of each row.
+
+    Returns
+    -------
+    pyarrow.ListArray or pyarrow.LargeListArray
+        Array of type ``list<T>``, or ``large_list<T>`` for int64 offsets. Axes of an element are
+        ``fixed_size_list``.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is not a ragged array, or Arrow lacks its dtype.
+    ValueError
+        If an axis of an element has size 0.
+
+    Notes
+    -----
+    An `Array` has the method ``__arrow_c_array__``, so that readers of Arrow accept it directly:
+    ``pyarrow.array(arr)``, ``polars.Series(arr)``.
 
     Examples
     --------
@@ -81,7 +105,8 @@ def to_arrow(arr: Array) -> Any:
     arr = on_host(arr)
     if 0 in arr.element_shape:
         raise ValueError(
-            f"arr: expected no axes of size 0 in an element, for which Arrow has no form, got shape {arr.shape}"
+            "arr: expected no axes of size 0 in an element, which Arrow cannot represent, "
+            f"got shape {arr.shape}"
         )
     try:
         values = pa.array(np.ascontiguousarray(arr.values).reshape(-1))
@@ -93,10 +118,10 @@ def to_arrow(arr: Array) -> Any:
     return lists.from_arrays(pa.array(np.ascontiguousarray(arr.offsets)), values)
 
 
-def _one_chunk(column: Any) -> Any:
-    if hasattr(column, "column_name") and hasattr(
-        column, "source"
-    ):  # a column of datasets, which gives lists by itself
+def _as_one_chunk(column: Any) -> Any:
+    """Return a column of any library as one pyarrow array, without its extension type."""
+    # A column of `datasets` returns Python lists unless its format is Arrow.
+    if hasattr(column, "column_name") and hasattr(column, "source"):
         column = column.source.with_format("arrow")[:][column.column_name]
     if not isinstance(column, pa.Array | pa.ChunkedArray):
         if hasattr(column, "__arrow_c_array__"):
@@ -105,15 +130,16 @@ def _one_chunk(column: Any) -> Any:
             column = pa.chunked_array(column)
         else:
             raise TypeError(
-                f"column: expected a column of Arrow, got {type(column).__name__}; for lists use from_lists"
+                f"column: expected a column of Arrow, got {type(column).__name__}; "
+                "for lists use from_lists"
             )
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return column.storage if isinstance(column, pa.ExtensionArray) else column
 
 
-def _no_nulls(x: Any, what: str, remedy: str) -> None:
+def _check_no_nulls(x: Any, items: str, remedy: str) -> None:
     if x.null_count:
         raise ValueError(
-            f"column: expected no null {what}, got {x.null_count}; use drop_null() or {remedy}"
+            f"column: expected no null {items}, got {x.null_count}; use drop_null() or {remedy}"
         )

@@ -1,4 +1,7 @@
-"""Awkward Array, and scikit-hep's `ragged`, which is made of it."""
+"""Awkward Array, and scikit-hep's `ragged`, which is built on it.
+
+Values and offsets share memory in both directions, in host memory.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,26 @@ from .dlpack import on_host
 
 
 def from_awkward(array: Any) -> Array:
-    """A ragged array on NumPy of an awkward array with one ragged axis, its second.
+    """Return a NumPy ragged array of an awkward array whose second axis is its only ragged axis.
 
     Parameters
     ----------
     array
-        `awkward.Array` of type ``n * var * T`` or ``n * var * k * T`` ..., T a number or a boolean.
+        `awkward.Array` of type ``n * var * T`` or ``n * var * k * T`` ..., with T a number or a
+        boolean.
 
     Returns
     -------
     Array
-        On the memory of the awkward array, unless its rows do not lie end to end.
+        (n, None, ...) array on the memory of the awkward array. Rows that are not contiguous and in
+        order are copied.
 
     Raises
     ------
     TypeError
-        If it has another type: more than one ragged axis, records, strings.
+        If `array` has another type: more than one ragged axis, records, strings.
     ValueError
-        If anything is missing (None).
+        If a row or an element is missing (None).
 
     Examples
     --------
@@ -44,7 +49,8 @@ def from_awkward(array: Any) -> Array:
         missing = int(ak.sum(ak.is_none(array)))
         if missing:
             raise ValueError(
-                f"array: expected no missing rows, got {missing}; awkward.drop_none leaves them out"
+                f"array: expected no missing rows, got {missing}; "
+                "remove them with awkward.drop_none"
             )
         layout = ak.to_layout(ak.drop_none(array, axis=0))
     layout = layout.project() if layout.is_indexed else layout
@@ -61,7 +67,8 @@ def from_awkward(array: Any) -> Array:
         values = ak.to_numpy(layout.content[first:last], allow_missing=False)
     except ValueError as error:
         raise TypeError(
-            f"array: expected one ragged axis without missing elements, got {ak.type(array)}: {error}"
+            "array: expected one ragged axis without missing elements, "
+            f"got {ak.type(array)}: {error}"
         ) from None
     if values.dtype.kind not in "biufc":
         raise TypeError(f"array: expected rows of numbers, got {ak.type(array)}")
@@ -71,13 +78,23 @@ def from_awkward(array: Any) -> Array:
 
 
 def to_awkward(arr: Array) -> Any:
-    """An awkward array ``n * var * T`` on the values and offsets of the array.
+    """Return an awkward array ``n * var * T`` on the values and offsets of the array.
 
     Parameters
     ----------
     arr
-        (n, None, ...) array of any library, in host memory if nothing shall be copied. A ragged axis that is not the first
-        becomes the first.
+        Ragged array of any library; arrays in host memory are not copied. Its ragged axis becomes
+        the first axis of each row.
+
+    Returns
+    -------
+    awkward.Array
+        Array of type ``n * var * T``, or ``n * var * k * T`` ... for elements with axes.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is not a ragged array.
 
     Examples
     --------
@@ -92,14 +109,28 @@ def to_awkward(arr: Array) -> Any:
 
 
 def from_ragged(array: Any) -> Array:
-    """A ragged array on NumPy of a `ragged.array`; see `from_awkward`."""
+    """Return a NumPy ragged array of a `ragged.array`, on its memory; see `from_awkward`.
+
+    Examples
+    --------
+    >>> import ragged, scree
+    >>> scree.bridges.from_ragged(ragged.array([[1, 2], [], [3]])).lengths
+    array([2, 0, 1])
+    """
     if not hasattr(array, "_impl"):
         raise TypeError(f"array: expected a ragged.array, got {type(array).__name__}")
-    return from_awkward(array._impl)  # no public way leads to the memory
+    return from_awkward(array._impl)  # `ragged` has no public access to the memory
 
 
 def to_ragged(arr: Array) -> Any:
-    """A `ragged.array` on the values and offsets of the array; see `to_awkward`."""
+    """Return a `ragged.array` on the values and offsets of the array; see `to_awkward`.
+
+    Examples
+    --------
+    >>> import numpy as np, scree
+    >>> scree.bridges.to_ragged(scree.from_lengths(np.arange(3), [2, 0, 1])).tolist()
+    [[0, 1], [], [2]]
+    """
     import ragged
 
     return ragged.array(to_awkward(arr))

@@ -1,4 +1,9 @@
-"""Between the libraries themselves: values and offsets by DLPack, which shares memory where both sides can."""
+"""Conversion between array libraries by DLPack.
+
+Values and offsets share memory where both libraries allow it. MLX copies everything that comes in,
+JAX copies host memory that is not aligned to 64 bytes. Libraries that know no devices get a copy
+of device memory on the host.
+"""
 
 from __future__ import annotations
 
@@ -11,79 +16,90 @@ from ..backends import Backend, backend, backend_by_name, is_array
 from ..broadcasting import check_ragged, moveaxis
 from ..layout import Layout
 
-#: Libraries that may take memory of a device; the others get a copy in host memory.
+#: Libraries that accept device memory; the others get a copy in host memory.
 DEVICES = ("torch", "jax", "cupy")
+_DLPACK_CPU = 1  # the device type of host memory in DLPack
 
 
 def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
-    """The array in another library, on the same memory where both libraries allow it.
+    """Return the array in another library, on the same memory if both libraries allow it.
 
     Parameters
     ----------
     arr
-        Ragged array of any library; it is returned itself where it is one of `library` already.
+        Ragged array of any library. It is returned itself if it belongs to `library` already.
     library
-        The name of a library ("numpy", "torch", "jax", "mlx", "array_api_strict" ...) or its namespace.
+        Name of a library ("numpy", "torch", "jax", "mlx", "array_api_strict" ...) or its namespace.
     device
-        Where the result shall be; by default where the memory is, or the host for a library that knows no devices. CuPy
-        has its arrays on its current device.
+        Device of the result. By default the device of `arr`, or the host for a library that knows
+        no devices. CuPy uses its current device.
 
     Returns
     -------
     Array
-        The same rows with the same dtype. What is known of the rows on the host stays known. int64 offsets become int32 in a
-        library that has no int64.
+        The same rows with the same dtype. Offsets that are known on the host stay known. int64
+        offsets become int32 in a library that has no int64.
 
     Raises
     ------
     TypeError
-        If the library has no such dtype (nothing is narrowed), or if the values need a gradient, which ends at the border of a
-        library.
+        If the library lacks the dtype (nothing is narrowed), or if the values need a gradient,
+        which cannot pass from one library to another.
 
     Examples
     --------
     >>> import array_api_strict, numpy as np, scree
     >>> arr = scree.from_lengths(np.arange(4.0), [1, 3])
-    >>> there = arr.to_backend("array_api_strict")
-    >>> there.values.__array_namespace__() is array_api_strict
+    >>> strict = arr.to_backend("array_api_strict")
+    >>> strict.values.__array_namespace__() is array_api_strict
     True
-    >>> np.shares_memory(scree.bridges.to_numpy(there).values, arr.values)
+    >>> np.shares_memory(scree.bridges.to_numpy(strict).values, arr.values)
     True
     """
-    lib, rows = backend_of(library), check_ragged("arr", arr).layout
-    if lib is not rows.backend:
-        values, offsets = convert(arr.values, lib), convert(_offsets(arr, lib), lib)
-        if rows.has_no_tail:
-            arr = Array.from_layout(
-                values, Layout(lib, offsets, rows.total, rows.max_length, rows.host), arr.ragged_dim
-            )
-        else:  # unchecked so far
-            arr = Array(values, offsets, arr.ragged_dim, rows.max_length)
+    lib, layout = backend_of(library), check_ragged("arr", arr).layout
+    if lib is not layout.backend:
+        values, offsets = convert(arr.values, lib), convert(_representable_offsets(arr, lib), lib)
+        if layout.has_no_tail:
+            converted = Layout(lib, offsets, layout.total, layout.max_length, layout.host)
+            arr = Array.from_layout(values, converted, arr.ragged_dim)
+        else:  # the offsets were not checked yet: the constructor checks them
+            arr = Array(values, offsets, arr.ragged_dim, layout.max_length)
     return arr if device is None else arr.to_device(device)
 
 
 def to_jax(arr: Array) -> Array:
-    """The array on JAX; see `to_backend`."""
+    """Return the array on JAX; see `to_backend`."""
     return to_backend(arr, "jax")
 
 
 def to_mlx(arr: Array) -> Array:
-    """The array on MLX, which copies; see `to_backend`."""
+    """Return the array on MLX, which copies; see `to_backend`."""
     return to_backend(arr, "mlx")
 
 
 def to_numpy(arr: Array) -> Array:
-    """The array on NumPy; see `to_backend`."""
+    """Return the array on NumPy; see `to_backend`.
+
+    Examples
+    --------
+    >>> import array_api_strict, scree
+    >>> arr = scree.from_lengths(array_api_strict.arange(3), [1, 2])
+    >>> scree.bridges.to_numpy(arr).values
+    array([0, 1, 2])
+    """
     return to_backend(arr, "numpy")
 
 
 def to_torch(arr: Array) -> Array:
-    """The array on PyTorch; see `to_backend`."""
+    """Return the array on PyTorch; see `to_backend`."""
     return to_backend(arr, "torch")
 
 
 def tokens_first(arr: Array) -> Array:
-    """The array with the ragged axis first, as formats want it that know no other; a view where it can be one."""
+    """Return the array with the ragged axis first, for formats that allow no other.
+
+    The values are a view if the library has views.
+    """
     dim = check_ragged("arr", arr).ragged_dim
     return (
         arr.with_values(moveaxis(arr.layout.xp, arr.values, dim, 0), ragged_dim=0) if dim else arr
@@ -91,67 +107,76 @@ def tokens_first(arr: Array) -> Array:
 
 
 def on_host(arr: Array) -> Array:
-    """The array on NumPy with the ragged axis first."""
+    """Return the array on NumPy with the ragged axis first."""
     return tokens_first(to_backend(arr, "numpy"))
 
 
 def convert(x: Any, lib: Backend) -> Any:
-    """A dense array in another library, by DLPack; bfloat16 goes as its bits where one side is NumPy, which has no such type.
+    """Return a dense array in another library, by DLPack.
 
-    Raises `TypeError` where the library has no such dtype or a gradient would be lost.
+    bfloat16 is passed as its bits from and to NumPy, which lacks this dtype.
+
+    Raises
+    ------
+    TypeError
+        If the library lacks the dtype, or if a gradient would be lost.
     """
-    own, name = backend(x), dtype_name(x.dtype)
-    if own is lib:
+    source, name = backend(x), dtype_name(x.dtype)
+    if source is lib:
         return x
     if getattr(x, "requires_grad", False):
         raise TypeError(
-            f"values: expected values that need no gradient, which cannot follow from {own.name} to {lib.name}, got some that "
-            "do; use arr.with_values(arr.values.detach())"
+            "values: expected values that need no gradient, "
+            f"as none can pass from {source.name} to {lib.name}; "
+            "use arr.with_values(arr.values.detach())"
         )
-    bits = name == "bfloat16" and "numpy" in (own.name, lib.name)
-    target = _bfloat16(lib) if bits else None
-    y = _take(lib, x.view(own.xp.uint16) if bits else x)
-    y = y.view(target) if bits else y
+    as_bits = name == "bfloat16" and "numpy" in (source.name, lib.name)
+    bfloat16 = _bfloat16(lib) if as_bits else None
+    y = _from_dlpack(lib, x.view(source.xp.uint16) if as_bits else x)
+    y = y.view(bfloat16) if as_bits else y
     if dtype_name(y.dtype) != name:
         raise TypeError(
-            f"values: {lib.name} would make {dtype_name(y.dtype)} of {name} here; convert with astype"
+            f"values: expected a dtype that {lib.name} keeps, got {name}, "
+            f"which would become {dtype_name(y.dtype)}; convert it with astype"
         )
     return y
 
 
 def widest_integer(xp: Any) -> Any:
-    """int64, or int32 in a library that has no int64 (here, as JAX by default)."""
+    """Return int64, or int32 for a library that has no int64, such as JAX by default."""
     return xp.__array_namespace_info__().dtypes(kind="signed integer").get("int64", xp.int32)
 
 
 def dtype_name(dtype: Any) -> str:
-    """The standard's name of a dtype of any library."""
+    """Return the standard's name of a dtype of any library."""
     return str(dtype).rpartition(".")[2]
 
 
-def _take(lib: Backend, x: Any) -> Any:
-    if x.__dlpack_device__()[0] != 1 and lib.name not in DEVICES:  # 1 is host memory
+def _from_dlpack(lib: Backend, x: Any) -> Any:
+    if x.__dlpack_device__()[0] != _DLPACK_CPU and lib.name not in DEVICES:
         x = backend(x).read(x)
-    if x.__dlpack_device__()[0] == 1 and lib.name == "cupy":  # which has no arrays in host memory
+    is_host = x.__dlpack_device__()[0] == _DLPACK_CPU
+    if is_host and lib.name == "cupy":  # CuPy has no arrays in host memory
         return lib.xp.asarray(np.from_dlpack(x))
-    if backend(x).name not in ("torch", "jax", "mlx", "numpy") and x.__dlpack_device__()[0] == 1:
+    if is_host and backend(x).name not in ("torch", "jax", "mlx", "numpy"):
         x = np.from_dlpack(x)  # a view, whose strides are known
     if isinstance(x, np.ndarray) and (min(x.strides, default=0) < 0 or not x.flags.writeable):
-        x = np.array(x, order="C")  # DLPack has no word for either
+        x = np.array(x, order="C")  # DLPack supports neither negative strides nor read-only memory
     try:
         return lib.xp.from_dlpack(x)
-    except (BufferError, RuntimeError):  # strides that the library does not take
+    except (BufferError, RuntimeError):  # the library does not support these strides
         return lib.xp.from_dlpack(backend(x).xp.asarray(x, copy=True))
 
 
-def _offsets(arr: Array, lib: Backend) -> Any:
-    """The offsets, as int32 where the library has no int64."""
+def _representable_offsets(arr: Array, lib: Backend) -> Any:
+    """Return the offsets, as int32 if the library has no int64."""
     offsets = arr.offsets
     if dtype_name(offsets.dtype) in lib.xp.__array_namespace_info__().dtypes(kind="signed integer"):
         return offsets
     if arr.total_length > np.iinfo(np.int32).max:
         raise TypeError(
-            f"offsets: expected at most 2^31 - 1 tokens for {lib.name}, which has no int64, got {arr.total_length}"
+            f"offsets: expected at most 2^31 - 1 tokens for {lib.name}, which has no int64, "
+            f"got {arr.total_length}; split the batch"
         )
     return arr.layout.xp.astype(offsets, arr.layout.xp.int32)
 
@@ -163,22 +188,24 @@ def _bfloat16(lib: Backend) -> Any:
         from ml_dtypes import bfloat16
     except ImportError:
         raise TypeError(
-            "values: NumPy has no bfloat16; install ml_dtypes, or convert the values to float32 first"
+            "values: NumPy has no bfloat16; "
+            "install ml_dtypes, or convert the values to float32 first"
         ) from None
     return bfloat16
 
 
 def backend_of(library: Any) -> Backend:
-    """The backend of a library that is given by its name or its namespace."""
+    """Return the backend of a library, which is given by its name or its namespace."""
     if isinstance(library, str):
         return backend_by_name(library)
     if not hasattr(library, "zeros"):
         raise TypeError(
-            f"library: expected the name of a library or its namespace, got {type(library).__name__}"
+            "library: expected the name of a library or its namespace, "
+            f"got {type(library).__name__}"
         )
-    found = library.zeros(0)
-    if not is_array(found):
+    probe = library.zeros(0)
+    if not is_array(probe):
         raise TypeError(
             f"library: expected the name of a library or its namespace, got {library!r}"
         )
-    return backend(found)
+    return backend(probe)

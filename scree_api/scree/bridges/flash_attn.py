@@ -1,4 +1,8 @@
-"""FlashAttention's function for sequences of different lengths, under its own name: change the import and nothing else."""
+"""Drop-in replacement for `flash_attn.flash_attn_varlen_func`: change the import and nothing else.
+
+The tensors are used in place; nothing is copied. The layout of a ``cu_seqlens`` tensor is cached,
+so that all layers of a model share it.
+"""
 
 from __future__ import annotations
 
@@ -30,45 +34,53 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """`flash_attn.flash_attn_varlen_func` by `scree.attention`: on any device, in any floating-point dtype, with gradients.
+    """Compute attention of sequences of different lengths, as FlashAttention does.
+
+    It runs on any device and in any floating-point dtype, with gradients.
 
     Parameters
     ----------
     q
-        (total_q, num_heads, head_dim).
+        (total_q, num_heads, head_dim) tensor.
     k, v
-        (total_k, num_kv_heads, head_dim).
+        (total_k, num_kv_heads, head_dim) tensors.
     cu_seqlens_q, cu_seqlens_k
-        (n + 1,) int32 or int64: where the sequences begin and end.
+        (n + 1,) int32 or int64 offsets of the sequences.
     max_seqlen_q, max_seqlen_k
-        Bounds on the longest sequence of either.
+        Bounds on the longest sequence of the queries and of the keys.
     softmax_scale
         Factor of the scores; ``1 / sqrt(head_dim)`` by default.
     causal
-        A query sees the keys up to its own position; the last query and the last key are aligned.
+        Whether a query attends to keys up to its own position only. The last query and the last
+        key are aligned.
     window_size
-        (left, right): the keys from ``left`` before to ``right`` behind the query's position; -1 is unbounded.
+        (left, right): a query attends to ``left`` keys before and ``right`` keys after its
+        position; -1 is unbounded.
     softcap
         Scores become ``softcap * tanh(score / softcap)``; 0 for none.
     alibi_slopes
-        (num_heads,): what each position between query and key takes off the score. One slope a head; one for each sequence and
-        head, which FlashAttention takes too, raises.
+        (num_heads,) slopes: the score decreases by the slope times the distance of query and key.
+        Slopes of shape (n, num_heads), which FlashAttention accepts too, raise.
     deterministic
-        Equal inputs give equal bits, gradients too. On CUDA only the Triton kernels can, so a call that they reject raises.
+        Whether equal inputs must give equal bits, gradients included. On CUDA only the Triton
+        kernels guarantee that, so a call that they reject raises.
     return_attn_probs
-        Also return the log-sum-exp of the scores, and None for the probabilities, which are never there.
+        Whether to return the log-sum-exp of the scores too, and None for the probabilities, which
+        are never computed.
     dropout_p, block_table
-        Not supported; only the defaults are taken.
+        Not supported; must have their defaults.
 
     Returns
     -------
     out or (out, softmax_lse, None)
-        (total_q, num_heads, head_dim), and (num_heads, total_q) float32.
+        (total_q, num_heads, head_dim) output, and (num_heads, total_q) float32 log-sum-exp.
 
     Raises
     ------
     NotImplementedError
-        For what is not supported.
+        If an argument is not supported.
+    ValueError
+        If the offsets, the bounds or the slopes do not fit the tensors.
 
     Examples
     --------
@@ -78,8 +90,10 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, 3, 3, causal=True).shape
     torch.Size([5, 4, 8])
     """
-    refuse("flash_attn_varlen_func", dropout_p=dropout_p or None, block_table=block_table)
-    out, lse = attend(
+    check_unsupported(
+        "flash_attn_varlen_func", dropout_p=dropout_p or None, block_table=block_table
+    )
+    out, lse = varlen_attention(
         q,
         k,
         v,
@@ -88,7 +102,7 @@ def flash_attn_varlen_func(
         max_seqlen_q,
         max_seqlen_k,
         causal=causal,
-        window=bounds(window_size),
+        window=window_bounds(window_size),
         scale=softmax_scale,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
@@ -99,7 +113,7 @@ def flash_attn_varlen_func(
     return (out, lse.T, None) if return_attn_probs else out
 
 
-def attend(
+def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -111,38 +125,51 @@ def attend(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Attention of tensors (total, num_heads, head_dim), and if asked for its log-sum-exp (total_q, num_heads), else None."""
-    k_rows = rows_of(k, cu_k, max_k)
-    found = attention(
-        rows_of(q, cu_q, max_q), k_rows, k_rows.with_values(v), return_lse=return_lse, **options
-    )
-    return (found[0].values, found[1].values) if return_lse else (found.values, None)
+    """Return attention of (total, num_heads, head_dim) tensors, and its log-sum-exp or None.
+
+    The log-sum-exp has shape (total_q, num_heads); it is None unless `return_lse` is set.
+    """
+    keys = ragged_array(k, cu_k, max_k)
+    queries, values = ragged_array(q, cu_q, max_q), keys.with_values(v)
+    if not return_lse:
+        return attention(queries, keys, values, **options).values, None
+    out, lse = attention(queries, keys, values, return_lse=True, **options)
+    return out.values, lse.values
 
 
-def bounds(window_size: tuple[int, int]) -> tuple[int | None, ...]:
-    """A window, for which others write -1 where it has no bound."""
+def window_bounds(window_size: tuple[int, int]) -> tuple[int | None, ...]:
+    """Return the window with None for -1, which FlashAttention writes for an unbounded side."""
     return tuple(None if bound == -1 else bound for bound in window_size)
 
 
-def rows_of(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | None) -> Array:
-    """The array of values and boundaries; the same layout as last time if it is the same tensor, not written to since."""
-    if torch.compiler.is_compiling() or cu_seqlens.is_inference():  # no version to tell it by
+def ragged_array(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int | None) -> Array:
+    """Return the ragged array of values and offsets.
+
+    Calls with the same `cu_seqlens` tensor share one layout unless the tensor was written to.
+    """
+    # Under a compiler and in inference mode a tensor has no version that would tell of a write.
+    if torch.compiler.is_compiling() or cu_seqlens.is_inference():
         return Array(values, cu_seqlens, max_length=max_seqlen)
-    return Array.from_layout(
-        values, _layout(cu_seqlens, cu_seqlens._version, values.shape[0], max_seqlen)
-    )
+    layout = _cached_layout(cu_seqlens, cu_seqlens._version, values.shape[0], max_seqlen)
+    return Array.from_layout(values, layout)
 
 
 @lru_cache(maxsize=8)
-def _layout(cu_seqlens: torch.Tensor, version: int, total: int, max_seqlen: int | None) -> Layout:
-    """What is derived from the boundaries (tiles, the schedule of a kernel) serves every layer of a model."""
+def _cached_layout(
+    cu_seqlens: torch.Tensor, version: int, total: int, max_seqlen: int | None
+) -> Layout:
+    """Return the layout of the offsets.
+
+    The tiles and kernel schedules that are derived from it then serve every layer of a model.
+    """
     return Array(cu_seqlens.new_empty(()).expand(total), cu_seqlens, max_length=max_seqlen).layout
 
 
-def refuse(function: str, **given: Any) -> None:
-    """Raise for an argument that is not None."""
-    for name, x in given.items():
+def check_unsupported(function: str, **arguments: Any) -> None:
+    """Raise `NotImplementedError` for the first argument that is not None."""
+    for name, x in arguments.items():
         if x is not None:
             raise NotImplementedError(
-                f"{name}: {function} of scree does not support it, expected its default, got {x!r:.80}"
+                f"{name}: {function} of scree does not support it, expected its default, "
+                f"got {x!r:.80}"
             )

@@ -1,4 +1,8 @@
-"""Hugging Face's two forms of a batch: padded with an attention mask, and flattened, as its data collator makes it."""
+"""Hugging Face's two forms of a batch: padded with an attention mask, and flattened.
+
+A flattened batch is the output of `DataCollatorWithFlattening` and shares memory in both
+directions. A padded batch is copied. Gradients pass both ways within one library.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +18,39 @@ from ..layout import Layout
 from ..ops.padding import from_padded, to_padded
 from .dlpack import tokens_first, widest_integer
 
-IGNORED = -100  # the label that every loss of transformers leaves out
+IGNORED_LABEL = -100  # the label that every loss of transformers ignores
 
 
 def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
-    """The real tokens of a padded batch; gradients flow back to them.
+    """Return the tokens of a padded batch without the padding; reads the mask.
 
     Parameters
     ----------
     hidden_states
-        (n, L, ...) array of any library; or a mapping, such as a tokenizer's `BatchEncoding`, whose arrays are all (n, L, ...).
+        (n, L, ...) array of any library; or a mapping of names to such arrays, for example the
+        `BatchEncoding` of a tokenizer.
     attention_mask
-        (n, L) integers or booleans, 0 for padding: on the right, on the left or anywhere. With a mapping it may stand in that.
+        (n, L) integers or booleans; 0 is padding, which may be anywhere in a row. It may also be
+        an entry of the mapping.
 
     Returns
     -------
     Array or dict
-        (n, None, ...), which copies the real tokens; of a mapping each array but the mask, all on one layout. Reads the mask.
+        (n, None, ...) copy of the tokens, with gradients. For a mapping, a dict of all its arrays
+        except the mask, on one layout.
+
+    Raises
+    ------
+    ValueError
+        If there is no mask, or shapes do not agree.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> batch = {"input_ids": np.asarray([[0, 7, 8], [4, 5, 6]]), "attention_mask": np.asarray([[0, 1, 1], [1, 1, 1]])}
+    >>> batch = {
+    ...     "input_ids": np.asarray([[0, 7, 8], [4, 5, 6]]),
+    ...     "attention_mask": np.asarray([[0, 1, 1], [1, 1, 1]]),
+    ... }
     >>> ids = scree.bridges.from_hf_padded(batch)["input_ids"]
     >>> ids.values, ids.lengths
     (array([7, 8, 4, 5, 6]), array([2, 3], dtype=int32))
@@ -50,22 +65,24 @@ def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
     mask = batch.pop("attention_mask", None) if attention_mask is None else attention_mask
     if mask is None:
         raise ValueError(
-            f"attention_mask: expected one beside or in the batch, got the names {', '.join(batch)}"
+            "attention_mask: expected a mask as an argument or in the batch, "
+            f"got the names {', '.join(batch)}"
         )
     lib = backend(mask, "attention_mask")
     if mask.ndim != 2:
         raise ValueError(f"attention_mask: expected shape (n, L), got {tuple(mask.shape)}")
     n, length = mask.shape
     grid = lib.xp.reshape(lib.xp.arange(n * length, device=lib.device(mask)), (n, length))
-    slots = from_padded(grid, mask)
+    indices = from_padded(grid, mask)
     for name, x in batch.items():
         if tuple(getattr(x, "shape", ()))[:2] != (n, length):
             raise ValueError(
-                f"{name}: expected shape {(n, length)} as the mask, got {getattr(x, 'shape', type(x).__name__)}"
+                f"{name}: expected shape {(n, length)} as the mask, "
+                f"got {getattr(x, 'shape', type(x).__name__)}"
             )
     return {
-        name: slots.with_values(
-            lib.xp.take(lib.xp.reshape(x, (n * length, *x.shape[2:])), slots.values, axis=0)
+        name: indices.with_values(
+            lib.xp.take(lib.xp.reshape(x, (n * length, *x.shape[2:])), indices.values, axis=0)
         )
         for name, x in batch.items()
     }
@@ -74,23 +91,34 @@ def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
 def to_hf_padded(
     arr: Array, *, side: str = "right", fill_value: Any = 0, length: int | None = None
 ) -> tuple[Any, Any]:
-    """A padded batch and its attention mask; gradients flow back.
+    """Return a padded batch and its attention mask; gradients flow back into the array.
 
     Parameters
     ----------
-    arr, side, fill_value, length
-        See `scree.to_padded`. Decoders that generate want ``side="left"``, and `fill_value` is the id of the padding token. A
-        ragged axis that is not the first becomes the first.
+    arr
+        Ragged array of any library. Its ragged axis becomes the second axis of the batch.
+    side
+        "right" or "left", the side of the padding. Generation with a decoder needs "left".
+    fill_value
+        Value of the padding; for token ids, the id of the padding token.
+    length
+        Length of the padded rows; by default the longest row. See `scree.to_padded`.
 
     Returns
     -------
     hidden_states, attention_mask
-        (n, length, ...), and (n, length) int64, or int32 in a library that has no int64.
+        (n, length, ...) batch, and (n, length) int64 mask, or int32 in a library without int64.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is not a ragged array.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> scree.bridges.to_hf_padded(scree.from_lengths(np.asarray([7, 8, 4, 5, 6]), [2, 3]), side="left")[1]
+    >>> ids = scree.from_lengths(np.asarray([7, 8, 4, 5, 6]), [2, 3])
+    >>> scree.bridges.to_hf_padded(ids, side="left")[1]
     array([[0, 1, 1],
            [1, 1, 1]])
     """
@@ -100,92 +128,117 @@ def to_hf_padded(
 
 
 def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
-    """The sequences of a flattened batch, as `DataCollatorWithFlattening` makes it; nothing is copied.
+    """Return the sequences of a flattened batch as ragged arrays; copies nothing.
 
     Parameters
     ----------
     batch
-        Arrays (1, total, ...), and either ``cu_seq_lens_q`` (and ``max_length_q``) or ``position_ids``, which begin anew with
-        every sequence. Of the latter no empty sequence can be seen.
+        Mapping of names to arrays (1, total, ...), as `DataCollatorWithFlattening` returns it. It
+        has either ``cu_seq_lens_q`` (and ``max_length_q``), or ``position_ids``, which restart with
+        every sequence. Empty sequences cannot be recovered from ``position_ids``.
 
     Returns
     -------
     dict
-        Every array (1, total, ...) of the batch as a ragged array, all on one layout.
+        Each array (1, total, ...) of the batch as a ragged array, all on one layout.
+
+    Raises
+    ------
+    TypeError
+        If `batch` is not a mapping.
+    ValueError
+        If the boundaries are missing, or shapes do not agree.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> flat = {"input_ids": np.asarray([[7, 8, 4, 5, 6]]), "position_ids": np.asarray([[0, 1, 0, 1, 2]])}
+    >>> flat = {
+    ...     "input_ids": np.asarray([[7, 8, 4, 5, 6]]),
+    ...     "position_ids": np.asarray([[0, 1, 0, 1, 2]]),
+    ... }
     >>> scree.bridges.from_hf_flattened(flat)["input_ids"].lengths
     array([2, 3], dtype=int32)
     """
     if not isinstance(batch, Mapping):
         raise TypeError(f"batch: expected a mapping of names to arrays, got {type(batch).__name__}")
-    cu, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
-    first = next((x for x in batch.values() if getattr(x, "ndim", 0) >= 2), None)
-    if first is None or (cu is None and positions is None):
+    cu_seqlens, position_ids = batch.get("cu_seq_lens_q"), batch.get("position_ids")
+    tokens = {name: x for name, x in batch.items() if getattr(x, "ndim", 0) >= 2}
+    first = next(iter(tokens.values()), None)
+    if first is None or (cu_seqlens is None and position_ids is None):
         raise ValueError(
-            f"batch: expected an array (1, total, ...) and cu_seq_lens_q or position_ids, got the names {', '.join(batch)}"
+            "batch: expected an array (1, total, ...) and cu_seq_lens_q or position_ids, "
+            f"got the names {', '.join(batch)}"
         )
     total = int(first.shape[1])
-    tokens = {name: x for name, x in batch.items() if getattr(x, "ndim", 0) >= 2}
     for name, x in tokens.items():
         if tuple(x.shape[:2]) != (1, total):
             raise ValueError(
-                f"{name}: expected shape {(1, total)} before the axes of a token, got {tuple(x.shape)}"
+                f"{name}: expected shape {(1, total)} before the axes of a token, "
+                f"got {tuple(x.shape)}"
             )
-    if cu is not None:
-        rows = Array(first[0, ...], cu, max_length=batch.get("max_length_q"))
+    if cu_seqlens is not None:
+        arr = Array(first[0, ...], cu_seqlens, max_length=batch.get("max_length_q"))
     else:
-        lib = backend(positions, "position_ids")
-        host = lib.read(positions)[0]
-        starts = np.flatnonzero(np.diff(host, prepend=host[:1]) != 1)
+        lib = backend(position_ids, "position_ids")
+        positions = lib.read(position_ids)[0]
+        starts = np.flatnonzero(np.diff(positions, prepend=positions[:1]) != 1)
         lengths = np.diff(starts, append=total)
-        rows = Array.from_layout(
-            first[0, ...], Layout.from_host(lib, lengths, device=lib.device(positions))
-        )
-    return {name: rows.with_values(x[0, ...]) for name, x in tokens.items()}
+        layout = Layout.from_host(lib, lengths, device=lib.device(position_ids))
+        arr = Array.from_layout(first[0, ...], layout)
+    return {name: arr.with_values(x[0, ...]) for name, x in tokens.items()}
 
 
 def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[str, Any]:
-    """A flattened batch with all that transformers' models take beside it, as `DataCollatorWithFlattening` makes it.
+    """Return a flattened batch, with all arguments that the models of transformers need for it.
 
     Parameters
     ----------
     input_ids
-        (n, None) token ids; (n, None, d) embeddings go by the name ``inputs_embeds``. A ragged axis that is not the first
-        becomes the first.
+        (n, None) token ids, or (n, None, d) embeddings, which get the name ``inputs_embeds``. The
+        ragged axis becomes the second axis of the batch.
     labels
-        (n, None) on the same rows; give `input_ids` to train a language model. The first of each row is left out of the loss,
-        as it would be predicted from the row before. By default there are none.
+        (n, None) labels on the same rows; pass `input_ids` to train a language model. The first
+        label of each row is excluded from the loss: it would be predicted from the previous row.
+        By default there are no labels.
 
     Returns
     -------
     dict
-        ``input_ids`` (1, total) and ``cu_seq_lens_q``, ``cu_seq_lens_k`` share memory with the array;
-        ``position_ids`` (1, total); ``max_length_q`` and ``max_length_k`` are Python integers, which reads the offsets unless
-        `max_length` is known.
+        The entries of `DataCollatorWithFlattening`. ``input_ids`` (1, total), ``cu_seq_lens_q`` and
+        ``cu_seq_lens_k`` share memory with the array; ``position_ids`` (1, total) is new.
+        ``max_length_q`` and ``max_length_k`` are Python integers; unless `max_length` is known
+        they need the offsets to be read.
+
+    Raises
+    ------
+    TypeError
+        If `input_ids` is not a ragged array.
+    ValueError
+        If `labels` has other rows.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> flat = scree.bridges.to_hf_flattened(scree.from_lengths(np.asarray([7, 8, 4, 5, 6]), [2, 3]))
+    >>> ids = scree.from_lengths(np.asarray([7, 8, 4, 5, 6]), [2, 3])
+    >>> flat = scree.bridges.to_hf_flattened(ids)
     >>> flat["position_ids"], flat["cu_seq_lens_k"], flat["max_length_q"]
     (array([[0, 1, 0, 1, 2]]), array([0, 2, 5], dtype=int32), 3)
     """
-    input_ids, rows = tokens_first(input_ids), input_ids.layout
-    if rows.max_length is None:
-        rows.read()
-    xp = rows.xp
-    cu = xp.astype(rows.offsets, xp.int32, copy=False)
-    positions = input_ids.with_values(xp.astype(rows.positions, widest_integer(xp), copy=False))
+    input_ids, layout = tokens_first(input_ids), input_ids.layout
+    if layout.max_length is None:
+        layout.read()
+    xp = layout.xp
+    cu_seqlens = xp.astype(layout.offsets, xp.int32, copy=False)
+    positions = input_ids.with_values(xp.astype(layout.positions, widest_integer(xp), copy=False))
     batch = {
         "input_ids" if input_ids.ndim == 2 else "inputs_embeds": input_ids.values[None, ...],
         "position_ids": positions.values[None, :],
-        "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": rows.max_length_bound, "max_length_k": rows.max_length_bound,
-    }  # fmt: skip
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": layout.max_length_bound,
+        "max_length_k": layout.max_length_bound,
+    }
     if labels is not None:
         check_shared_layout("labels", (positions, labels))
-        batch["labels"] = xp.where(positions.values == 0, IGNORED, labels.values)[None, :]
+        batch["labels"] = xp.where(positions.values == 0, IGNORED_LABEL, labels.values)[None, :]
     return batch

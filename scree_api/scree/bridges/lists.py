@@ -1,4 +1,8 @@
-"""Python's lists of lists, and columns of pandas that hold one object a row."""
+"""Lists of lists, and pandas columns with one list or array per row.
+
+Lists are copied. `to_pandas` returns rows that are views of the values, and `from_pandas` shares
+the memory of a column that Arrow backs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,28 @@ from .dlpack import on_host
 
 
 def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
-    """A ragged array on NumPy of rows that are lists of numbers, or of lists of equal shape; it copies.
+    """Return a NumPy ragged array of a list of rows; copies the data.
 
     Parameters
     ----------
     rows
-        A sequence of lists, as a tokenizer gives them, or of arrays.
+        Sequence of lists of numbers, as a tokenizer returns them, of nested lists of equal shape,
+        or of arrays.
     dtype
-        The dtype; by default what NumPy finds for all elements together. Rows that are all empty need it.
+        Data type of the result. By default NumPy infers it from all elements; rows that are all
+        empty need it.
+
+    Returns
+    -------
+    Array
+        (n, None, ...) array with int32 offsets.
+
+    Raises
+    ------
+    TypeError
+        If `rows` is not a sequence of lists of numbers, or has a second ragged axis.
+    ValueError
+        If there are no elements and `dtype` is None.
 
     Examples
     --------
@@ -40,14 +58,17 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
     for i, row in enumerate(rows):
         if not hasattr(row, "__len__") or isinstance(row, str | bytes | dict):
             raise TypeError(
-                f"rows[{i}]: expected a list or an array, got {type(row).__name__}; an empty row is []"
+                f"rows[{i}]: expected a list or an array, got {type(row).__name__}; "
+                "an empty row is []"
             )
     if rows and all(map(is_array, rows)):
-        found = pack(rows).to_numpy()
-        return found if dtype is None else found.with_values(found.values.astype(dtype))
+        packed = pack(rows).to_numpy()
+        return packed if dtype is None else packed.with_values(packed.values.astype(dtype))
     tokens = list(chain.from_iterable(rows))
     if not tokens and dtype is None:
-        raise ValueError("dtype: expected a dtype, as there are no elements to find it from")
+        raise ValueError(
+            "dtype: expected a dtype for rows without elements, from which none can be inferred"
+        )
     try:
         values = np.asarray(tokens, dtype=dtype)
     except ValueError as error:
@@ -60,17 +81,22 @@ def from_lists(rows: Sequence[Any], dtype: Any = None) -> Array:
 
 
 def to_lists(arr: Array) -> list[Any]:
-    """The rows as lists of Python numbers, or of lists of them where an element has axes.
+    """Return the rows as lists of Python numbers.
 
     Parameters
     ----------
     arr
-        Ragged array of any library. A ragged axis that is not the first becomes the first.
+        Ragged array of any library. Its ragged axis becomes the first axis of each row.
+
+    Returns
+    -------
+    list
+        One list per row; elements with axes are nested lists.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
 
     Examples
     --------
@@ -82,19 +108,25 @@ def to_lists(arr: Array) -> list[Any]:
 
 
 def from_pandas(series: Any, dtype: Any = None) -> Array:
-    """A ragged array on NumPy of a column of lists: shared where it is one of Arrow, copied where it holds objects.
+    """Return a NumPy ragged array of a pandas column of lists.
 
     Parameters
     ----------
     series
         `pandas.Series` of lists or arrays.
     dtype
-        The dtype; by default what NumPy finds for all elements together, or that of Arrow.
+        Data type of the result. By default the dtype of an Arrow column is kept, and NumPy infers
+        the dtype of a column of objects.
+
+    Returns
+    -------
+    Array
+        (n, None, ...) array. It shares memory with an Arrow column and copies a column of objects.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no column of rows of numbers; see `from_lists` and `from_arrow`.
+        If `series` is not a column of rows of numbers; see `from_lists` and `from_arrow`.
 
     Examples
     --------
@@ -117,19 +149,24 @@ def from_pandas(series: Any, dtype: Any = None) -> Array:
 
 
 def to_pandas(arr: Array, *, index: Any = None, name: Any = None) -> Any:
-    """A column of objects, each the NumPy array of one row, which is a view of the values.
+    """Return a pandas column of objects, one NumPy array per row.
 
     Parameters
     ----------
     arr
         Ragged array of any library.
     index, name
-        Those of the `pandas.Series`.
+        Index and name of the `pandas.Series`.
+
+    Returns
+    -------
+    pandas.Series
+        Column of dtype object, whose entries are views of the values.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
 
     Examples
     --------

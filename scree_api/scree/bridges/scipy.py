@@ -1,4 +1,8 @@
-"""SciPy's sparse matrices by rows (CSR): a ragged array of column numbers and one of values, on one layout."""
+"""SciPy's sparse CSR matrices.
+
+The stored entries of a matrix are two ragged arrays on one layout: the column indices and the
+values. Indices, values and ``indptr`` share memory in both directions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from .dlpack import on_host
 
 
 def from_scipy(matrix: Any) -> tuple[Array, Array]:
-    """The column numbers and the values of the stored entries of each row; nothing is copied.
+    """Return the column indices and the values of the stored entries of each row; copies nothing.
 
     Parameters
     ----------
@@ -22,34 +26,52 @@ def from_scipy(matrix: Any) -> tuple[Array, Array]:
     Returns
     -------
     columns, values
-        (n, None) each, on one layout, ``indptr`` of the matrix.
+        (n, None) arrays on one layout, whose offsets are ``indptr`` of the matrix.
+
+    Raises
+    ------
+    TypeError
+        If `matrix` is not in CSR form.
 
     Examples
     --------
     >>> import numpy as np, scipy.sparse, scree
-    >>> columns, values = scree.bridges.from_scipy(scipy.sparse.csr_array(np.asarray([[0, 5, 6], [0, 0, 0], [7, 0, 0]])))
+    >>> matrix = scipy.sparse.csr_array(np.asarray([[0, 5, 6], [0, 0, 0], [7, 0, 0]]))
+    >>> columns, values = scree.bridges.from_scipy(matrix)
     >>> columns.values, values.values, values.lengths
     (array([1, 2, 0], dtype=int32), array([5, 6, 7]), array([2, 0, 1], dtype=int32))
     """
     if getattr(matrix, "format", None) != "csr":
         raise TypeError(
-            f"matrix: expected a sparse matrix in CSR form, got {type(matrix).__name__}; convert it with tocsr()"
+            f"matrix: expected a sparse matrix in CSR form, got {type(matrix).__name__}; "
+            "convert it with tocsr()"
         )
     columns = Array(matrix.indices, matrix.indptr)
     return columns, columns.with_values(matrix.data)
 
 
 def to_scipy(columns: Array, values: Array, num_columns: int) -> Any:
-    """A CSR array (n, num_columns) of column numbers and values on one layout; host memory is not copied.
+    """Return a CSR array of column indices and values; does not copy host memory.
 
     Parameters
     ----------
     columns
-        (n, None) int32 or int64 in [0, num_columns).
+        (n, None) int32 or int64 column indices in [0, num_columns).
     values
-        (n, None) on the same rows.
+        (n, None) values on the same rows.
     num_columns
-        The width of the matrix.
+        Width of the matrix.
+
+    Returns
+    -------
+    scipy.sparse.csr_array
+        (n, num_columns) matrix.
+
+    Raises
+    ------
+    ValueError
+        If `columns` has another shape or dtype or is out of bounds, or if the rows of `values` have
+        other lengths.
 
     Examples
     --------
@@ -62,14 +84,16 @@ def to_scipy(columns: Array, values: Array, num_columns: int) -> Any:
     """
     if columns.ndim != 2 or columns.dtype not in (columns.layout.xp.int32, columns.layout.xp.int64):
         raise ValueError(
-            f"columns: expected (n, None) int32 or int64, got {columns.dtype} of shape {columns.shape}"
+            f"columns: expected (n, None) int32 or int64, got {columns.dtype} "
+            f"of shape {columns.shape}"
         )
     check_shared_layout("to_scipy", (columns, values))
     columns, values = on_host(columns), on_host(values)
-    found = columns.values
-    if found.size and not 0 <= found.min() <= found.max() < num_columns:
+    indices = columns.values
+    if indices.size and not 0 <= indices.min() <= indices.max() < num_columns:
         raise ValueError(
-            f"columns: expected numbers in [0, {num_columns}), got {found.min()} to {found.max()}"
+            f"columns: expected numbers in [0, {num_columns}), "
+            f"got {indices.min()} to {indices.max()}"
         )
     shape = (columns.batch_size, num_columns)
-    return sparse.csr_array((values.values, found, columns.offsets), shape=shape, copy=False)
+    return sparse.csr_array((values.values, indices, columns.offsets), shape=shape, copy=False)

@@ -1,7 +1,11 @@
-"""Paged caches of serving engines. A table of pages is itself a ragged array: (n, None) numbers of pages, a row a sequence.
+"""Page tables of the paged key-value caches of vLLM, FlashInfer and SGLang.
 
-What the engines call ``indptr``, ``cu_seqlens`` or ``query_start_loc`` is `arr.offsets`, and ``seq_lens`` is `arr.lengths`:
-`scree.from_offsets` takes them as they are. The functions here make the rest. The cache itself never passes through scree.
+A page table is a ragged array of shape (n, None): one row of page indices per sequence.
+FlashInfer's page table shares its memory; a block table is copied. The cache itself never passes
+through scree.
+
+The ``indptr``, ``cu_seqlens`` or ``query_start_loc`` of an engine is `arr.offsets`, and its
+``seq_lens`` is `arr.lengths`: `scree.from_offsets` accepts them as they are.
 """
 
 from __future__ import annotations
@@ -17,21 +21,28 @@ from .dlpack import widest_integer
 
 
 def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
-    """The pages in use, of vLLM's or FlashAttention's block table.
+    """Return the used pages of a block table of vLLM or FlashAttention.
 
     Parameters
     ----------
     block_table
-        (n, width) numbers of pages, of which row i uses the first ``ceil(seq_lens[i] / page_size)``.
+        (n, width) page indices. Row i uses the first ``ceil(seq_lens[i] / page_size)`` of them.
     seq_lens
-        (n,) tokens of each sequence in the cache. Read.
+        (n,) number of cached tokens per sequence; read on the host.
     page_size
-        Tokens of a page.
+        Number of tokens per page.
 
     Returns
     -------
     Array
-        (n, None) pages.
+        (n, None) page indices, a copy.
+
+    Raises
+    ------
+    ValueError
+        If `page_size` is less than 1, or the lengths do not fit the table.
+    TypeError
+        If `seq_lens` does not contain integers.
 
     Examples
     --------
@@ -48,21 +59,29 @@ def from_block_table(block_table: Any, seq_lens: Any, page_size: int) -> Array:
 
 
 def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 0) -> Any:
-    """The block table of vLLM and FlashAttention.
+    """Return the block table of vLLM and FlashAttention; copies the page indices.
 
     Parameters
     ----------
     pages
-        (n, None) numbers of pages.
+        (n, None) page indices.
     width
-        Pages of the longest sequence that the table has room for; by default of the longest in it, which reads the offsets.
+        Number of columns. By default the largest number of pages of a sequence, which reads the
+        offsets.
     fill_value
-        What stands where a sequence has no page.
+        Entry of the unused columns of a row.
 
     Returns
     -------
     dense array
-        (n, width) numbers of pages.
+        (n, width) page indices.
+
+    Raises
+    ------
+    TypeError
+        If `pages` is not a ragged array.
+    ValueError
+        If a sequence has more than `width` pages.
 
     Examples
     --------
@@ -78,47 +97,70 @@ def to_block_table(pages: Array, *, width: int | None = None, fill_value: int = 
 def from_flashinfer(
     kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any, page_size: int
 ) -> tuple[Array, Any]:
-    """The pages of FlashInfer's page table.
+    """Return the pages and the sequence lengths of FlashInfer's page table.
 
     Parameters
     ----------
     kv_indptr, kv_indices
-        (n + 1,) offsets and (pages,) numbers of pages; both are shared.
+        (n + 1,) offsets and (num_pages,) page indices; the result shares their memory.
     kv_last_page_len
-        (n,) tokens of the last page of each sequence.
+        (n,) number of tokens in the last page of each sequence.
     page_size
-        Tokens of a page.
+        Number of tokens per page.
 
     Returns
     -------
     pages, seq_lens
-        (n, None) pages, and (n,) tokens of each sequence in the cache, 0 where it has no page.
+        (n, None) page indices, and (n,) number of cached tokens per sequence, 0 if it has no page.
+
+    Raises
+    ------
+    ValueError
+        If `page_size` is less than 1, or `kv_last_page_len` has another shape.
+    TypeError
+        If `kv_last_page_len` does not contain integers.
 
     Examples
     --------
     >>> import numpy as np, scree
-    >>> pages, seq_lens = scree.bridges.from_flashinfer(np.asarray([0, 2, 3]), np.asarray([7, 3, 4]), np.asarray([4, 16]), 16)
+    >>> indptr, indices, last_page_len = np.asarray([0, 2, 3]), np.asarray([7, 3, 4]), [4, 16]
+    >>> pages, seq_lens = scree.bridges.from_flashinfer(
+    ...     indptr, indices, np.asarray(last_page_len), page_size=16
+    ... )
     >>> pages.lengths, seq_lens
     (array([2, 1]), array([20, 16]))
     """
     check_integer("page_size", page_size, 1)
     pages = Array(kv_indices, kv_indptr)
-    kv_last_page_len = _one_a_row("kv_last_page_len", kv_last_page_len, pages)
+    kv_last_page_len = _one_per_row("kv_last_page_len", kv_last_page_len, pages)
     lengths = (pages.lengths - 1) * page_size + kv_last_page_len
     return pages, pages.layout.xp.where(pages.lengths > 0, lengths, 0)
 
 
 def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:
-    """FlashInfer's ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len``; the first two share the memory.
+    """Return FlashInfer's page table.
 
     Parameters
     ----------
     pages
-        (n, None) int32 numbers of pages.
+        (n, None) int32 page indices.
     seq_lens
-        (n,) tokens of each sequence in the cache.
+        (n,) number of cached tokens per sequence.
     page_size
-        Tokens of a page.
+        Number of tokens per page.
+
+    Returns
+    -------
+    kv_indptr, kv_indices, kv_last_page_len
+        (n + 1,) offsets and (num_pages,) page indices, which share the memory of `pages`, and (n,)
+        number of tokens in the last page of each sequence.
+
+    Raises
+    ------
+    TypeError
+        If `pages` is not a ragged array, or `seq_lens` does not contain integers.
+    ValueError
+        If `page_size` is less than 1, or `seq_lens` has another shape.
 
     Examples
     --------
@@ -128,59 +170,70 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     array([ 4, 16], dtype=int32)
     """
     check_integer("page_size", page_size, 1)
-    seq_lens = _one_a_row("seq_lens", seq_lens, check_ragged("pages", pages))
+    seq_lens = _one_per_row("seq_lens", seq_lens, check_ragged("pages", pages))
     return pages.offsets, pages.values, (seq_lens - 1) % page_size + 1
 
 
-def _one_a_row(name: str, x: Any, rows: Array) -> Any:
-    """`x` as int32 or int64; raises unless it has one integer for each row."""
-    x = check_integers(name, x, rows.offsets)
-    if tuple(x.shape) != (rows.batch_size,):
+def _one_per_row(name: str, x: Any, arr: Array) -> Any:
+    """Return `x` as int32 or int64; raise unless it has one integer per row of `arr`."""
+    x = check_integers(name, x, arr.offsets)
+    if tuple(x.shape) != (arr.batch_size,):
         raise ValueError(
-            f"{name}: expected shape ({rows.batch_size},), a number a row, got {tuple(x.shape)}"
+            f"{name}: expected shape ({arr.batch_size},), one number per row, got {tuple(x.shape)}"
         )
     return x
 
 
 def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0) -> Array:
-    """Where each token of a batch stands in the cache: vLLM's ``slot_mapping``, SGLang's ``kv_indices``.
+    """Return the cache slot of each token: vLLM's ``slot_mapping``, SGLang's ``kv_indices``.
 
     Parameters
     ----------
     pages
-        (n, None) numbers of pages.
+        (n, None) page indices.
     tokens
-        Any array on the rows of the tokens in question; only its layout matters.
+        Ragged array of the tokens to place; only its layout is used.
     page_size
-        Tokens of a page.
+        Number of tokens per page.
     start
-        (n,) position of the first of these tokens in each sequence: 0 for whole sequences, the tokens that were there before
-        for new ones.
+        (n,) position of the first of these tokens in its sequence. 0 for whole sequences; the
+        number of tokens already in the cache for new tokens.
 
     Returns
     -------
     Array
-        (n, None) ``page * page_size + position % page_size`` on the rows of `tokens`, int64 (int32 where there is none).
+        (n, None) ``page * page_size + position % page_size`` on the rows of `tokens`; int64, or
+        int32 in a library without int64.
+
+    Raises
+    ------
+    TypeError
+        If `pages` or `tokens` is not a ragged array, or `start` does not contain integers.
+    ValueError
+        If `pages` has another shape, or `start` has another shape or is a negative number.
+    IndexError
+        If a token is after the last page of its sequence, and reading the offsets is free.
 
     Examples
     --------
     >>> import numpy as np, scree
     >>> pages = scree.from_lengths(np.asarray([7, 3, 4], dtype=np.int32), [2, 1])
-    >>> new = scree.from_lengths(np.zeros(3), [2, 1])      # two new tokens and one
+    >>> new = scree.from_lengths(np.zeros(3), [2, 1])  # two new tokens, and one
     >>> scree.bridges.slot_mapping(pages, new, 16, start=np.asarray([15, 0])).values
     array([127,  48,  64])
     """
     check_integer("page_size", page_size, 1)
-    rows = check_ragged("tokens", tokens).layout
-    xp = rows.xp
+    layout = check_ragged("tokens", tokens).layout
+    xp = layout.xp
     if check_ragged("pages", pages).batch_size != tokens.batch_size or pages.ndim != 2:
         raise ValueError(f"pages: expected shape ({tokens.batch_size}, None), got {pages.shape}")
-    wide = widest_integer(xp)
-    position = xp.astype(rows.positions, wide)
+    dtype = widest_integer(xp)
+    positions = xp.astype(layout.positions, dtype)
     if isinstance(start, int):
         check_integer("start", start, 0)
     else:
-        start = xp.take(xp.astype(_one_a_row("start", start, tokens), wide), rows.rows, axis=0)
-    position = position + start
-    page: Array = pages[Array.from_layout(position // page_size, rows)]
-    return page.with_values(xp.astype(page.values, wide) * page_size + position % page_size)
+        start = _one_per_row("start", start, tokens)
+        start = xp.take(xp.astype(start, dtype), layout.row_index, axis=0)
+    positions = positions + start
+    page: Array = pages[Array.from_layout(positions // page_size, layout)]
+    return page.with_values(xp.astype(page.values, dtype) * page_size + positions % page_size)

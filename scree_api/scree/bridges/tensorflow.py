@@ -1,4 +1,7 @@
-"""TensorFlow's RaggedTensor: the same values, and `row_splits` for offsets."""
+"""TensorFlow's RaggedTensor, whose `row_splits` are the offsets.
+
+Arrays from TensorFlow share its memory; arrays to TensorFlow are copied.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .dlpack import on_host
 
 
 def from_tensorflow(tensor: Any) -> Array:
-    """A ragged array on NumPy of a `tf.RaggedTensor` with one ragged axis.
+    """Return a NumPy ragged array of a `tf.RaggedTensor` with one ragged axis.
 
     Parameters
     ----------
@@ -21,12 +24,13 @@ def from_tensorflow(tensor: Any) -> Array:
     Returns
     -------
     Array
-        (n, None, ...) on the memory of the tensor, which is not to be written to; copied from a device.
+        (n, None, ...) array on the memory of the tensor, which must not be written to. A tensor on
+        a device is copied to the host.
 
     Raises
     ------
     TypeError
-        If it is no RaggedTensor, or has more than one ragged axis.
+        If `tensor` is not a RaggedTensor, or has more than one ragged axis.
 
     Examples
     --------
@@ -36,7 +40,8 @@ def from_tensorflow(tensor: Any) -> Array:
     """
     if not hasattr(tensor, "row_splits"):
         raise TypeError(
-            f"tensor: expected a RaggedTensor, got {type(tensor).__name__}; for a dense one use from_padded"
+            f"tensor: expected a RaggedTensor, got {type(tensor).__name__}; "
+            "for a dense one use from_padded"
         )
     if getattr(tensor, "ragged_rank", 1) != 1:
         raise TypeError(
@@ -46,12 +51,24 @@ def from_tensorflow(tensor: Any) -> Array:
 
 
 def to_tensorflow(arr: Array) -> Any:
-    """A `tf.RaggedTensor` of the rows, which copies, as TensorFlow asks for memory aligned to 64 bytes that never changes.
+    """Return a `tf.RaggedTensor` of the rows; copies the values and offsets.
+
+    TensorFlow needs memory that is aligned to 64 bytes and never changes.
 
     Parameters
     ----------
     arr
-        (n, None, ...) array of any library. A ragged axis that is not the first becomes the first.
+        Ragged array of any library. Its ragged axis becomes the first axis of each row.
+
+    Returns
+    -------
+    tf.RaggedTensor
+        (n, None, ...) tensor.
+
+    Raises
+    ------
+    TypeError
+        If `arr` is not a ragged array.
 
     Examples
     --------
@@ -62,6 +79,5 @@ def to_tensorflow(arr: Array) -> Any:
     import tensorflow
 
     arr = on_host(arr)
-    return tensorflow.RaggedTensor.from_row_splits(
-        arr.values, arr.offsets, validate=False
-    )  # they were checked
+    # The offsets were checked when the array was made.
+    return tensorflow.RaggedTensor.from_row_splits(arr.values, arr.offsets, validate=False)

@@ -1,7 +1,11 @@
-"""Hugging Face transformers: models whose attention is scree's, on flattened batches and on padded ones.
+"""Attention for the models of Hugging Face transformers, on flattened and on padded batches.
 
-The library asks for two functions: one that makes the mask of a whole forward pass, one that attends in each layer. The first
-gives the second what it needs to leave padding out: a number for every token, 0 for padding, and else the sequence it is of.
+transformers asks for two functions. `mask` runs once per forward pass and makes the mask that all
+layers share. `forward` runs in each layer and computes attention. The mask has one entry per key:
+0 for padding, else a number that is equal for all tokens of one sequence.
+
+The tensors of a flattened batch are used in place. The tokens of a padded batch are copied without
+the padding.
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from ..array import Array
 from ..backends import backend
 from ..layout import Layout
 from ..ops.attention import attention
-from .flash_attn import attend
+from .flash_attn import varlen_attention
 
-#: The parts of a mask that attention knows by other ways: causality and the window from the layer, boundaries from the tokens.
-KNOWN = (
+#: Mask functions that `forward` does not need: it takes causality and the window from the layer,
+#: and the boundaries of sequences from the tokens.
+SUPPORTED_MASKS = (
     "and_masks",
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -30,46 +35,62 @@ KNOWN = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
-#: Functions at the top of a mask whose parts need no look inside, which a compiler does not allow.
-OUTERMOST = ("and_mask", "causal_mask_function", "bidirectional_mask_function")
-REFUSED = ("position_bias", "cache", "output_attentions")
-GAPS = "attention_mask: expected padding before or behind the tokens, a window sees no gaps"
-ACROSS = (
-    "is_encoder_decoder",
-    "add_cross_attention",
-)  # settings of models that attend to tokens of another batch
+#: Outermost mask functions whose parts need no inspection, which a compiler does not allow.
+SUPPORTED_OUTERMOST = ("and_mask", "causal_mask_function", "bidirectional_mask_function")
+#: Keyword arguments of transformers that raise.
+UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "output_attentions")
+#: Settings of models whose layers attend to tokens of another batch.
+CROSS_ATTENTION_SETTINGS = ("is_encoder_decoder", "add_cross_attention")
+GAPS_MESSAGE = (
+    "attention_mask: expected padding before or after the tokens, "
+    "a window does not support gaps between them"
+)
 
 
 def register(name: str = "scree") -> None:
-    """Let every model of transformers run on scree: ``from_pretrained(..., attn_implementation="scree")``.
+    """Register scree as an attention implementation of transformers.
+
+    Afterwards every model runs on it with ``from_pretrained(..., attn_implementation="scree")``.
 
     Parameters
     ----------
     name
-        The name to give as ``attn_implementation``.
+        Name to pass as ``attn_implementation``.
+
+    Raises
+    ------
+    ValueError
+        If transformers gives the name a meaning of its own, as it does for names with "flash".
 
     Notes
     -----
-    Flattened batches (`DataCollatorWithFlattening`, `to_hf_flattened`) and padded ones give the same as ``sdpa`` and ``eager``
-    at every real token, in the forward pass, in its gradients and in `generate` with a cache. At padding attention gives 0.
-    What transformers passes on beside, and scree does not have, raises: attention dropout, position biases,
-    attention weights, and masks other than causal, windowed, padded or packed. Encoders such as BERT learn of the sequences of
-    a flattened batch from ``cu_seq_lens_q`` alone, decoders from ``position_ids`` too.
+    Flattened batches (`DataCollatorWithFlattening`, `to_hf_flattened`) and padded ones give the
+    results of ``sdpa`` and ``eager`` at every real token: in the forward pass, in its gradients and
+    in `generate` with a cache. At padding, attention is 0.
+
+    Arguments of transformers that scree does not support raise: attention dropout, position biases,
+    attention weights, and masks other than causal, windowed, padded or packed.
+
+    Encoders such as BERT find the sequences of a flattened batch only by ``cu_seq_lens_q``.
+    Decoders find them by ``position_ids`` too.
 
     Examples
     --------
-    >>> import transformers, scree
+    >>> import torch, transformers, scree
     >>> scree.bridges.transformers.register()
-    >>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    ...     num_attention_heads=2, num_key_value_heads=1, attn_implementation="scree")
-    >>> import torch
+    >>> config = transformers.LlamaConfig(
+    ...     vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...     num_attention_heads=2, num_key_value_heads=1, attn_implementation="scree",
+    ... )
     >>> ids = scree.from_lengths(torch.tensor([7, 8, 4, 5, 6]), [2, 3])
-    >>> transformers.LlamaForCausalLM(config)(**scree.bridges.to_hf_flattened(ids)).logits.shape
+    >>> batch = scree.bridges.to_hf_flattened(ids)
+    >>> transformers.LlamaForCausalLM(config)(**batch).logits.shape
     torch.Size([1, 5, 50])
     """
     if any(word in name for word in ("flash", "sdpa", "flex", "eager", "paged")):
         raise ValueError(
-            f"name: expected one that transformers gives no meaning of its own, got {name!r}"
+            f"name: expected a name without a meaning in transformers, got {name!r}; "
+            "use for example 'scree'"
         )
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
@@ -88,12 +109,18 @@ def mask(
     config: Any = None,
     **unused: Any,
 ) -> torch.Tensor | None:
-    """What a model makes once for all its layers: the sequence of every key up to the last query, None where there is but one.
+    """Return the mask that all layers of a model share in one forward pass.
 
-    (batch, keys): False for padding and True for the one sequence of a row; or integers, equal ones for the tokens of one
-    sequence. Under a compiler nothing is read of a padded batch, nor of a single row, whose sequences `forward` learns of.
+    It numbers the sequence of every key up to the last query, in one of three forms:
+
+    - (batch, keys) booleans: False for padding, True for the one sequence of a row;
+    - (batch, keys) integers: equal ones for the tokens of one sequence, 0 for padding;
+    - None, if every row is one sequence without padding.
+
+    Under a compiler neither a padded batch nor a single row is read. `forward` then finds the
+    sequences of a single row.
     """
-    given = (
+    arguments = (
         batch_size,
         q_length,
         kv_length,
@@ -104,20 +131,24 @@ def mask(
         device,
     )
     if not torch.compiler.is_compiling():
-        return _mask(*given)
+        return _mask(*arguments)
     name = mask_function.__name__
-    own = use_vmap or getattr(
-        config, "attention_chunk_size", None
-    )  # what users or models add to a mask
-    packed = attention_mask is None and batch_size > 1  # may be
-    if own or packed or name not in OUTERMOST or not isinstance(q_offset, int):
-        return _uncompiled_mask(*given)
-    used = (
+    # Users and models may add functions of their own to a mask.
+    is_extended = use_vmap or getattr(config, "attention_chunk_size", None)
+    may_be_packed = attention_mask is None and batch_size > 1
+    if (
+        is_extended
+        or may_be_packed
+        or name not in SUPPORTED_OUTERMOST
+        or not isinstance(q_offset, int)
+    ):
+        return _uncompiled_mask(*arguments)
+    num_keys = (
         kv_length
         if name == "bidirectional_mask_function"
         else min(kv_length, q_offset - kv_offset + q_length)
     )
-    return _real(batch_size, kv_length, kv_offset, used, attention_mask, device)
+    return _key_mask(batch_size, kv_length, kv_offset, num_keys, attention_mask, device)
 
 
 def _mask(
@@ -130,59 +161,60 @@ def _mask(
     attention_mask: torch.Tensor | None,
     device: Any,
 ) -> torch.Tensor | None:
-    """`mask` with a look at the parts of the function, and at whether there is any padding."""
+    """Return the mask after inspecting the parts of the function and reading the padding."""
     parts = {
         getattr(part, "__qualname__", "a callable object").partition(".")[0]: part
-        for part in _parts(mask_function)
+        for part in _mask_parts(mask_function)
     }
     for name in parts:
-        if name not in KNOWN:
+        if name not in SUPPORTED_MASKS:
             raise ValueError(
-                f"attention_mask: scree knows no mask like that of {name}; use sdpa or eager for this model"
+                f"attention_mask: expected a causal, windowed, padded or packed mask, got {name}; "
+                "use sdpa or eager for this model"
             )
     if "packed_sequence_mask_function" in parts:
-        (packed,) = (
+        (sequence_ids,) = (
             cell.cell_contents for cell in parts["packed_sequence_mask_function"].__closure__
         )
-        return packed.to(torch.int64) + 1
-    used = kv_length
-    if "causal_mask_function" in parts:  # a static cache has room behind the last query
-        used = min(kv_length, int(q_offset) - kv_offset + q_length)
-    real = _real(batch_size, kv_length, kv_offset, used, attention_mask, device)
-    return None if real is not None and used == kv_length and bool(real.all()) else real
+        return sequence_ids.to(torch.int64) + 1
+    num_keys = kv_length
+    if "causal_mask_function" in parts:  # a static cache has unused slots after the last query
+        num_keys = min(kv_length, int(q_offset) - kv_offset + q_length)
+    keys = _key_mask(batch_size, kv_length, kv_offset, num_keys, attention_mask, device)
+    return None if keys is not None and num_keys == kv_length and bool(keys.all()) else keys
 
 
 _uncompiled_mask = torch.compiler.disable(_mask)
 
 
-def _real(
+def _key_mask(
     batch_size: int,
     kv_length: int,
     kv_offset: int,
-    used: int,
+    num_keys: int,
     attention_mask: torch.Tensor | None,
     device: Any,
 ) -> torch.Tensor | None:
-    """(batch, used) which keys are real, None where all of a cache are."""
+    """Return (batch, num_keys) booleans, False for padding; None if all `kv_length` keys count."""
     if attention_mask is None or not attention_mask.shape[1]:
         return (
             None
-            if used == kv_length
-            else torch.ones((batch_size, used), dtype=torch.bool, device=device)
+            if num_keys == kv_length
+            else torch.ones((batch_size, num_keys), dtype=torch.bool, device=device)
         )
-    real = attention_mask[:, kv_offset : kv_offset + used]
-    return torch.nn.functional.pad(real, (0, used - real.shape[1])).to(torch.bool)
+    keys = attention_mask[:, kv_offset : kv_offset + num_keys]
+    return torch.nn.functional.pad(keys, (0, num_keys - keys.shape[1])).to(torch.bool)
 
 
-def _parts(function: Any) -> Iterator[Any]:
-    """A mask function and all those that it is made of."""
+def _mask_parts(function: Any) -> Iterator[Any]:
+    """Yield a mask function and all functions that its closure combines."""
     if isinstance(function, tuple):
         for part in function:
-            yield from _parts(part)
+            yield from _mask_parts(part)
     elif hasattr(function, "__qualname__"):
         yield function
         for cell in function.__closure__ or ():
-            yield from _parts(cell.cell_contents)
+            yield from _mask_parts(cell.cell_contents)
     elif callable(function):
         yield function
 
@@ -204,19 +236,26 @@ def forward(
     max_length_k: int | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of one layer: (batch, heads, length, head_dim) to (batch, length, heads, value_dim)."""
-    for name, x in {
+    """Compute the attention of one layer.
+
+    Takes (batch, heads, length, head_dim) tensors; returns (batch, length, heads, value_dim), and
+    None for the attention weights.
+    """
+    unsupported = {
         "dropout": dropout or None,
-        **{name: more.get(name) for name in REFUSED},
-    }.items():
+        **{name: more.get(name) for name in UNSUPPORTED_ARGUMENTS},
+    }
+    for name, x in unsupported.items():
         if x is not None and x is not False:
             raise ValueError(
-                f"{name}: scree's attention does not support it, got {x!r:.80}; use sdpa or eager for this model"
+                f"{name}: scree's attention does not support it, got {x!r:.80}; "
+                "use sdpa or eager for this model"
             )
     config = getattr(module, "config", None)
     if "sliding_window" not in more and getattr(config, "sliding_window", None):
         raise ValueError(
-            "sliding_window: expected the window from the layer too, not from its mask alone; use sdpa or eager"
+            "sliding_window: expected the window from the layer too, not from its mask alone; "
+            "use sdpa or eager"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window: Any = more.get("sliding_window") or None
@@ -238,183 +277,217 @@ def forward(
                 f"cu_seq_lens_q: expected a flattened batch (1, total), got {batch} rows"
             )
         cu_seq_lens_k = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
-        return attend(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **options)[
-            0
-        ][None], None
+        out, _ = varlen_attention(
+            q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, **options
+        )
+        return out[None], None
     if attention_mask is not None and attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape)
         raise ValueError(
             f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager"
         )
-    across = not causal and any(getattr(config, name, False) for name in ACROSS)
-    real = (
+    is_cross = not causal and any(getattr(config, name, False) for name in CROSS_ATTENTION_SETTINGS)
+    key_mask = (
         attention_mask
         if attention_mask is not None and attention_mask.dtype == torch.bool
         else None
     )
     if (
         torch.compiler.is_compiling()
-        and real is not None
-        and not across
-        and (causal or real.shape[1] == length)
+        and key_mask is not None
+        and not is_cross
+        and (causal or key_mask.shape[1] == length)
     ):
-        out = _compacted(q, k, v, batch, real, options)
+        out = compacted_attention(q, k, v, batch, key_mask, options)
     else:
-        out = _uncompiled(q, k, v, batch, attention_mask, position_ids, across, options)
+        out = _uncompiled_attention(q, k, v, batch, attention_mask, position_ids, is_cross, options)
     return out.unflatten(0, (batch, length)), None
 
 
-def _compacted(
+def compacted_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     batch: int,
-    real: torch.Tensor,
+    key_mask: torch.Tensor,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of (batch * length, heads, head_dim) whose padding nobody reads: it goes behind the last row, and back."""
-    length, room, used = q.shape[0] // batch, k.shape[0] // batch, real.shape[1]
+    """Compute attention of (batch * length, heads, head_dim) tensors without reading the mask.
+
+    A compiler needs static shapes, so padding is not removed. It moves into the tail, after the
+    last row, and the output moves back.
+    """
+    length, kv_length, num_keys = q.shape[0] // batch, k.shape[0] // batch, key_mask.shape[1]
     if options["window"]:
-        begins = (
-            torch.diff(real.to(torch.int8), prepend=real.new_zeros((batch, 1), dtype=torch.int8))
-            > 0
-        )
-        torch._assert_async((begins.sum(1) <= 1).all(), GAPS)
-    asks = real[:, used - length :]
-    slots, offsets = _front(asks)
-    q_rows, k_slots = Array(_moved(q, slots), offsets, max_length=length), slots
-    if length == used == room:
-        k_rows = q_rows.with_values(_moved(k, slots))
+        before = key_mask.new_zeros((batch, 1), dtype=torch.int8)
+        is_start = torch.diff(key_mask.to(torch.int8), prepend=before) > 0
+        torch._assert_async((is_start.sum(1) <= 1).all(), GAPS_MESSAGE)
+    query_mask = key_mask[:, num_keys - length :]
+    q_slots, q_offsets = _compact(query_mask)
+    queries = Array(_scatter_tokens(q, q_slots), q_offsets, max_length=length)
+    if length == num_keys == kv_length:
+        k_slots, keys = q_slots, queries.with_values(_scatter_tokens(k, q_slots))
     else:
-        k_slots, k_offsets = _front(torch.nn.functional.pad(real, (0, room - used)))
-        k_rows = Array(_moved(k, k_slots), k_offsets, max_length=room)
-    out = attention(q_rows, k_rows, k_rows.with_values(_moved(v, k_slots)), **options).values
-    return torch.where(asks.flatten()[:, None, None], out.index_select(0, slots), 0.0)
+        padded_mask = torch.nn.functional.pad(key_mask, (0, kv_length - num_keys))
+        k_slots, k_offsets = _compact(padded_mask)
+        keys = Array(_scatter_tokens(k, k_slots), k_offsets, max_length=kv_length)
+    values = keys.with_values(_scatter_tokens(v, k_slots))
+    out = attention(queries, keys, values, **options).values
+    return torch.where(query_mask.flatten()[:, None, None], out.index_select(0, q_slots), 0.0)
 
 
-def _front(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each token of (batch, length) goes if those that are not real go behind all others; and the offsets of the rows."""
-    flat = real.flatten()
+def _compact(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each token of (batch, length) after compaction, and the offsets.
+
+    Tokens of the mask come first, in order; all others come after the last row.
+    """
+    flat = mask.flatten()
     slots = torch.where(flat, flat.cumsum(0) - 1, flat.sum() + (~flat).cumsum(0) - 1)
-    return slots, torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    return slots, torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _moved(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The tokens of `x`, each in its slot."""
+def _scatter_tokens(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of `x`, each at its slot."""
     return x.new_empty(x.shape).index_copy(0, slots, x)
 
 
-def _by_sequence(
+def sequence_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     batch: int,
-    ids: torch.Tensor | None,
+    sequence_ids: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    across: bool,
+    is_cross: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of (batch * length, heads, head_dim) where `ids` or the positions, read on the host, say what a sequence is."""
-    length, room = q.shape[0] // batch, k.shape[0] // batch
-    if ids is None and position_ids is not None and batch == 1 and position_ids.shape == (1, room):
-        ids = _sequences(position_ids, _version(position_ids))
-    if ids is None:
-        plan = _Plan(
-            _even(batch, length, q.device), _even(batch, room, k.device), None, None, False
+    """Compute attention of (batch * length, heads, head_dim) tensors, sequence by sequence.
+
+    The sequences follow from `sequence_ids` or `position_ids`, which are read on the host.
+    """
+    length, kv_length = q.shape[0] // batch, k.shape[0] // batch
+    if (
+        sequence_ids is None
+        and position_ids is not None
+        and batch == 1
+        and position_ids.shape == (1, kv_length)
+    ):
+        sequence_ids = _ids_from_positions(position_ids, _version(position_ids))
+    if sequence_ids is None:
+        sequences = _Sequences(
+            _uniform_layout(batch, length, q.device),
+            _uniform_layout(batch, kv_length, k.device),
+            None,
+            None,
+            False,
         )
     else:
-        across = across or (ids.shape[1] != length and not options["causal"])
-        plan = _plan(ids, _version(ids), length, room, across)
-    if plan.holes and options["window"]:
-        raise ValueError(GAPS)
-    out: torch.Tensor = attention(*plan.arrays(q, k, v), **options).values
-    if plan.q_tokens is not None:
-        out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, plan.q_tokens, out)
+        is_cross = is_cross or (sequence_ids.shape[1] != length and not options["causal"])
+        sequences = _find_sequences(
+            sequence_ids, _version(sequence_ids), length, kv_length, is_cross
+        )
+    if sequences.has_gaps and options["window"]:
+        raise ValueError(GAPS_MESSAGE)
+    out: torch.Tensor = attention(*sequences.arrays(q, k, v), **options).values
+    if sequences.q_tokens is not None:
+        out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, sequences.q_tokens, out)
     return out
 
 
-_uncompiled = torch.compiler.disable(_by_sequence)
+_uncompiled_attention = torch.compiler.disable(sequence_attention)
 
 
 def _version(x: torch.Tensor) -> Any:
-    """What changes when a tensor is written to; something new every time where that leaves no trace."""
+    """Return a key that changes when the tensor is written to.
+
+    Tensors of the inference mode have no version, so their key is new on every call.
+    """
     return object() if x.is_inference() else x._version
 
 
-class _Plan(NamedTuple):
-    """The sequences of a batch, and which of its tokens they are made of, None where of all."""
+class _Sequences(NamedTuple):
+    """The sequences of a batch: their layouts, and the indices of their tokens (None for all)."""
 
-    q_rows: Layout
-    k_rows: Layout
+    q_layout: Layout
+    k_layout: Layout
     q_tokens: torch.Tensor | None
     k_tokens: torch.Tensor | None
-    holes: bool
+    has_gaps: bool
 
-    def arrays(self, *qkv: torch.Tensor) -> Iterator[Array]:
-        """The sequences in queries, keys and values of (batch * length, heads, head_dim)."""
-        rows, tokens = (
-            (self.q_rows, self.k_rows, self.k_rows),
-            (self.q_tokens, self.k_tokens, self.k_tokens),
-        )
-        for x, own, index in zip(qkv, rows, tokens, strict=True):
-            yield Array.from_layout(x if index is None else x.index_select(0, index), own)
+    def arrays(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Array]:
+        """Yield the sequences of queries, keys and values (batch * length, heads, head_dim)."""
+        for x, layout, tokens in (
+            (q, self.q_layout, self.q_tokens),
+            (k, self.k_layout, self.k_tokens),
+            (v, self.k_layout, self.k_tokens),
+        ):
+            yield Array.from_layout(x if tokens is None else x.index_select(0, tokens), layout)
 
 
 @lru_cache(maxsize=8)
-def _plan(ids: torch.Tensor, version: Any, length: int, room: int, across: bool) -> _Plan:
-    """The plan of queries at the last `length` of the keys that `ids` numbers, or (`across`) of queries that stand elsewhere.
+def _find_sequences(
+    sequence_ids: torch.Tensor, version: Any, length: int, kv_length: int, is_cross: bool
+) -> _Sequences:
+    """Return the sequences of a batch from the (batch, width) numbers of its keys; reads them.
 
-    Reads the numbers; every layer of a model brings the same tensor, so that is done once. `room` is the length of the keys.
+    The queries are the last `length` of these keys, or tokens of another batch if `is_cross`.
+    `kv_length` is the length of the keys. Every layer of a model passes the same tensor, so the
+    cache makes the read happen once per forward pass.
     """
-    lib = backend(ids)
-    host = lib.read(ids)
+    lib = backend(sequence_ids)
+    host = lib.read(sequence_ids)
     batch, width = host.shape
-    row, place = np.nonzero(host)
-    new = np.diff(row, prepend=-1) != 0
-    number = host[row, place]
-    new |= np.diff(number, prepend=number[:1]) != 0
-    holes = bool((~new & (np.diff(place, prepend=-1) != 1)).any())
-    if across:
+    row, column = np.nonzero(host)
+    is_start = np.diff(row, prepend=-1) != 0
+    number = host[row, column]
+    is_start |= np.diff(number, prepend=number[:1]) != 0
+    has_gaps = bool((~is_start & (np.diff(column, prepend=-1) != 1)).any())
+    if is_cross:
         k_lengths, q_lengths = np.bincount(row, minlength=batch), np.full(batch, length)
         q_tokens = np.arange(batch * length)
     else:
-        of, asks = np.cumsum(new) - 1, place >= width - length
+        sequence, is_query = np.cumsum(is_start) - 1, column >= width - length
         k_lengths, q_lengths = (
-            np.bincount(x, minlength=np.count_nonzero(new)) for x in (of, of[asks])
+            np.bincount(x, minlength=np.count_nonzero(is_start))
+            for x in (sequence, sequence[is_query])
         )
-        q_tokens = row[asks] * length + place[asks] - (width - length)
-    k_rows = Layout.from_host(lib, k_lengths, device=ids.device)
-    q_rows = (
-        k_rows
+        q_tokens = row[is_query] * length + column[is_query] - (width - length)
+    k_layout = Layout.from_host(lib, k_lengths, device=sequence_ids.device)
+    q_layout = (
+        k_layout
         if np.array_equal(q_lengths, k_lengths)
-        else Layout.from_host(lib, q_lengths, device=ids.device)
+        else Layout.from_host(lib, q_lengths, device=sequence_ids.device)
     )
 
-    def tokens(index: np.ndarray, count: int) -> torch.Tensor | None:
-        return None if index.size == count else torch.from_numpy(index).to(ids.device)
+    def to_device(indices: np.ndarray, count: int) -> torch.Tensor | None:
+        return None if indices.size == count else torch.from_numpy(indices).to(sequence_ids.device)
 
-    return _Plan(
-        q_rows,
-        k_rows,
-        tokens(q_tokens, batch * length),
-        tokens(row * room + place, batch * room),
-        holes,
+    return _Sequences(
+        q_layout,
+        k_layout,
+        to_device(q_tokens, batch * length),
+        to_device(row * kv_length + column, batch * kv_length),
+        has_gaps,
     )
 
 
 @lru_cache(maxsize=8)
-def _even(batch: int, length: int, device: torch.device) -> Layout:
+def _uniform_layout(batch: int, length: int, device: torch.device) -> Layout:
+    """Return the layout of rows of equal length."""
     lib = backend(torch.empty(0))
     return Layout.from_host(lib, np.full(batch, length), device=device)
 
 
 @lru_cache(maxsize=8)
-def _sequences(position_ids: torch.Tensor, version: Any) -> torch.Tensor | None:
-    """The sequence of each token of a flattened batch whose positions begin anew with every sequence; None for a single one."""
-    places = backend(position_ids).read(position_ids)[0]
-    starts = np.flatnonzero(np.diff(places) != 1) + 1
-    if not starts.size or (places[starts] != places[0]).any():
+def _ids_from_positions(position_ids: torch.Tensor, version: Any) -> torch.Tensor | None:
+    """Return the sequence number of each token of a flattened batch; None for a single sequence.
+
+    Positions restart with every sequence.
+    """
+    positions = backend(position_ids).read(position_ids)[0]
+    starts = np.flatnonzero(np.diff(positions) != 1) + 1
+    if not starts.size or (positions[starts] != positions[0]).any():
         return None
-    number = np.zeros(places.size, np.int64)
-    number[starts] = 1
-    return torch.from_numpy(np.cumsum(number) + 1)[None].to(position_ids.device)
+    is_start = np.zeros(positions.size, np.int64)
+    is_start[starts] = 1
+    return torch.from_numpy(np.cumsum(is_start) + 1)[None].to(position_ids.device)

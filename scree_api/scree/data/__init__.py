@@ -1,4 +1,4 @@
-"""Samples, batches and streams of ragged arrays."""
+"""Batching of samples of different lengths: collating, sampling, splitting and cutting."""
 
 from .batches import (
     Interleaved,

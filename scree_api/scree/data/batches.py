@@ -1,4 +1,4 @@
-"""Batches: from samples to ragged arrays, by token count, over ranks, in windows, and of several modalities."""
+"""Batches of samples: collating, sampling by token count, splitting, windows and modalities."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from ..layout import Layout
 
 
 def collate(samples: Sequence[Any], library: Any = None) -> Any:
-    """The samples of a batch as ragged arrays; ``collate_fn`` of a DataLoader.
+    """Combine samples into a batch of ragged arrays; for the ``collate_fn`` of a DataLoader.
 
     Parameters
     ----------
     samples
-        Arrays or lists of numbers whose first axes differ; or mappings of names to such, the same names in each. A number
-        instead of an array makes a dense array, one entry a sample.
+        Arrays or lists of numbers whose first axes differ in length; or mappings of names to them,
+        with the same names in each. A field of numbers becomes a dense array with one entry per
+        sample.
     library
-        The library of the result; by default that of the samples, and NumPy for lists and numbers.
+        Library of the result; by default the library of the samples, and NumPy for lists and
+        numbers.
 
     Returns
     -------
     Array or dict
-        A ragged array, or one for each name. Fields of equal lengths are on one layout.
+        One ragged array, or one per name. Fields of equal lengths are on one layout.
 
     Raises
     ------
     ValueError
         If there are no samples, or their names differ.
     TypeError
-        If a field is not arrays or numbers of one dtype; nothing is promoted.
+        If a field does not contain arrays or numbers of one dtype; nothing is promoted.
 
     Examples
     --------
@@ -54,7 +56,7 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     if not len(samples):
         raise ValueError("samples: expected at least one, got none")
     if not isinstance(samples[0], Mapping):
-        return _field("samples", samples, library)
+        return _collate_field("samples", samples, library)
     names = set(samples[0])
     for i, sample in enumerate(samples):
         if set(sample) != names:
@@ -64,50 +66,52 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     batch: dict[str, Any] = {}
     layouts: dict[tuple[Any, ...], Array] = {}
     for name in samples[0]:
-        found = _field(name, [sample[name] for sample in samples], library)
-        if isinstance(found, Array):
-            lib, lengths = found.layout.backend, found.layout.read()
-            like = layouts.setdefault((lib.name, str(found.device), lengths.tobytes()), found)
-            found = like.with_values(found.values)
-        batch[name] = found
+        field = _collate_field(name, [sample[name] for sample in samples], library)
+        if isinstance(field, Array):
+            lib, offsets = field.layout.backend, field.layout.read()
+            key = (lib.name, str(field.device), offsets.tobytes())
+            field = layouts.setdefault(key, field).with_values(field.values)
+        batch[name] = field
     return batch
 
 
-def _field(name: str, parts: Sequence[Any], library: Any) -> Any:
-    numbers = all(isinstance(x, bool | int | float | np.generic) for x in parts)
-    if numbers or all(is_array(x) and x.ndim == 0 for x in parts):
-        dense = np.asarray(parts) if numbers else backend(parts[0]).xp.stack(list(parts))
+def _collate_field(name: str, parts: Sequence[Any], library: Any) -> Any:
+    are_numbers = all(isinstance(x, bool | int | float | np.generic) for x in parts)
+    if are_numbers or all(is_array(x) and x.ndim == 0 for x in parts):
+        dense = np.asarray(parts) if are_numbers else backend(parts[0]).xp.stack(list(parts))
         return dense if library is None else convert(dense, backend_of(library))
     try:
-        found = pack(parts) if is_array(parts[0]) else from_lists(parts)
+        packed = pack(parts) if is_array(parts[0]) else from_lists(parts)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
-    return found if library is None else to_backend(found, library)
+    return packed if library is None else to_backend(packed, library)
 
 
 class TokenBudgetSampler:
-    """Batches of rows with at most so many tokens; ``batch_sampler`` of a DataLoader.
+    """Sampler of batches with a bounded number of tokens, a ``batch_sampler`` of a DataLoader.
 
     Parameters
     ----------
     lengths
-        (n,) tokens of each row; a ragged array stands for its lengths.
+        (n,) number of tokens per row, or a ragged array, whose lengths are taken.
     budget
-        The most tokens of a batch.
+        Maximum number of tokens per batch.
     shuffle
-        Whether the rows come in another order in every epoch.
+        Whether each epoch has a new order of the rows.
     seed
-        What the orders follow from, with the number of the epoch; the same on every rank.
+        Seed of the shuffle, combined with the epoch; must be equal on all ranks.
     rank, num_ranks
-        Which of how many processes this is. All make the same number of batches, of nearly equal tokens, and every row comes
-        once in an epoch, in one of them; rows come again only where there are fewer rows than ranks.
+        Index of this process, and number of processes. All ranks get the same number of batches
+        with nearly equal numbers of tokens. Each row is in one batch of one rank per epoch; rows
+        repeat only if there are fewer rows than ranks.
     drop_last
-        Leave out the last batch of all, unless it fills the budget, and those beyond as many for each rank.
+        Whether to drop the last batch if it does not fill the budget, and then the batches that
+        cannot be distributed evenly over the ranks.
 
     Attributes
     ----------
     epoch
-        Counted up when an epoch ends.
+        Number of the epoch; increases by one when an epoch ends.
 
     Raises
     ------
@@ -116,8 +120,9 @@ class TokenBudgetSampler:
 
     Notes
     -----
-    `state_dict` counts the batches that were handed out. A DataLoader with workers asks for some ahead; one that keeps the
-    state of its sampler itself, as that of torchdata, saves the right one.
+    `state_dict` counts the batches that the sampler returned. A DataLoader with workers requests
+    batches ahead of time, so this count is too high there. A loader that saves the state of its
+    sampler itself, such as torchdata's `StatefulDataLoader`, saves the right count.
 
     Examples
     --------
@@ -137,7 +142,7 @@ class TokenBudgetSampler:
         num_ranks: int = 1,
         drop_last: bool = False,
     ) -> None:
-        self.lengths = _lengths(lengths)
+        self.lengths = _read_lengths(lengths)
         self.budget = check_integer("budget", budget, 1)
         self.num_ranks = check_integer("num_ranks", num_ranks, 1)
         self.rank = check_integer("rank", rank, 0, num_ranks)
@@ -147,29 +152,30 @@ class TokenBudgetSampler:
             check_flag("drop_last", drop_last),
         )
         self.epoch = self.position = 0
-        self._plans: tuple[int, list[np.ndarray]] | None = None
+        self._epoch_batches: tuple[int, list[np.ndarray]] | None = None  # of which epoch, batches
         if self.lengths.size and self.lengths.max() > budget:
             i = int(self.lengths.argmax())
             raise ValueError(
-                f"lengths: expected at most {budget}, the budget, got {self.lengths[i]} at {i}; cut or chunk that row"
+                f"lengths: expected at most {budget}, the budget, got {self.lengths[i]} at {i}; "
+                "cut or chunk that row"
             )
 
     def __len__(self) -> int:
-        return len(self._plan())
+        return len(self._batches())
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan = self._plan()
-        while self.position < len(plan):
+        batches = self._batches()
+        while self.position < len(batches):
             self.position += 1
-            yield plan[self.position - 1].tolist()
+            yield batches[self.position - 1].tolist()
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
+        """Move to the first batch of an epoch."""
         self.epoch, self.position = check_integer("epoch", epoch, 0), 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where in which epoch the sampler is, the same on every rank; and what the batches follow from."""
+        """Return the epoch, the position in it and the settings; equal on all ranks."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -178,32 +184,40 @@ class TokenBudgetSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from where `state_dict` was taken; raises `ValueError` if rows or settings are others."""
-        for name, own in self._settings().items():
-            if state.get(name) != own:
+        """Continue from the state that `state_dict` returned.
+
+        Raises
+        ------
+        ValueError
+            If the state belongs to other rows or settings, whose batches would differ.
+        """
+        for name, expected in self._settings().items():
+            if state.get(name) != expected:
                 raise ValueError(
-                    f"state: expected one of {name} {own}, got {state.get(name)}; the batches would be others"
+                    f"state: expected {name} {expected}, got {state.get(name)}; "
+                    "the batches would differ"
                 )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self._plans = None
+        self._epoch_batches = None
 
     def _settings(self) -> dict[str, int]:
-        rows = {"rows": self.lengths.size, "tokens": int(self.lengths.sum()), "budget": self.budget}
         return {
-            **rows,
+            "rows": self.lengths.size,
+            "tokens": int(self.lengths.sum()),
+            "budget": self.budget,
             "num_ranks": self.num_ranks,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
 
-    def _plan(self) -> list[np.ndarray]:
-        """The batches of this rank in this epoch."""
-        if self._plans is None or self._plans[0] != self.epoch:
-            self._plans = self.epoch, self._deal(self._cut())
-        return self._plans[1]
+    def _batches(self) -> list[np.ndarray]:
+        """Return the batches of this rank in this epoch."""
+        if self._epoch_batches is None or self._epoch_batches[0] != self.epoch:
+            self._epoch_batches = self.epoch, self._distribute(self._all_batches())
+        return self._epoch_batches[1]
 
-    def _cut(self) -> list[np.ndarray]:
-        """The batches of all ranks, as many of each."""
+    def _all_batches(self) -> list[np.ndarray]:
+        """Return the batches of all ranks; their number is a multiple of `num_ranks`."""
         order = np.arange(self.lengths.size)
         if self.shuffle:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
@@ -217,7 +231,7 @@ class TokenBudgetSampler:
             if batches and self.lengths[batches[-1]].sum() < self.budget:
                 batches.pop()
             return batches[: len(batches) // self.num_ranks * self.num_ranks]
-        while len(batches) % self.num_ranks:  # a batch more, of half the rows of the largest
+        while len(batches) % self.num_ranks:  # split the largest batch into two
             i = max(
                 range(len(batches)),
                 key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum()),
@@ -231,17 +245,20 @@ class TokenBudgetSampler:
             batches[i : i + 1] = [batch[half] for half in halves]
         return batches
 
-    def _deal(self, batches: list[np.ndarray]) -> list[np.ndarray]:
-        """The batches of this rank: of every `num_ranks` the largest goes to the rank with the fewest tokens so far."""
-        total, mine = np.zeros(self.num_ranks, np.int64), []
+    def _distribute(self, batches: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the batches of this rank.
+
+        Of every `num_ranks` batches, the largest goes to the rank with the fewest tokens so far.
+        """
+        totals, selected = np.zeros(self.num_ranks, np.int64), []
         for i in range(0, len(batches), self.num_ranks):
             tokens = np.asarray(
                 [self.lengths[batch].sum() for batch in batches[i : i + self.num_ranks]]
             )
-            ranks, order = np.argsort(total, kind="stable"), np.argsort(-tokens, kind="stable")
-            total[ranks] += tokens[order]
-            mine.append(batches[i + int(order[np.flatnonzero(ranks == self.rank)[0]])])
-        return mine
+            ranks, order = np.argsort(totals, kind="stable"), np.argsort(-tokens, kind="stable")
+            totals[ranks] += tokens[order]
+            selected.append(batches[i + int(order[np.flatnonzero(ranks == self.rank)[0]])])
+        return selected
 
 
 def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
@@ -254,23 +271,26 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     k
         Number of parts.
     cost
-        "tokens": the length of a row. "attention": its square. Or (n,) costs of your own, such as ``6 * h * n + n * n``.
+        "tokens", the length of a row; "attention", the square of the length; or (n,) costs, such
+        as ``6 * h * n + n * n``.
 
     Returns
     -------
     list
-        k arrays of row numbers, rising, which together hold every row once: ``[arr[rows] for rows in split_balanced(arr, k)]``.
-        Parts are empty only where there are fewer rows than parts.
-
-    Notes
-    -----
-    The differencing method of Karmarkar and Karp (1982) for k parts: the two most uneven partial divisions are joined, the
-    heavy parts of the one with the light parts of the other, until there is one.
+        k arrays of row indices in increasing order. Each row is in one of them:
+        ``[arr[rows] for rows in split_balanced(arr, k)]``. A part is empty only if there are fewer
+        rows than parts.
 
     Raises
     ------
     ValueError
-        If there is not one finite cost >= 0 for each row, or `k` is less than 1.
+        If there is not one finite cost >= 0 per row, or `k` is less than 1.
+
+    Notes
+    -----
+    This is the differencing method of Karmarkar and Karp (1982) for k parts. It combines the two
+    most uneven partial partitions, the heavy parts of one with the light parts of the other, until
+    one partition is left.
 
     Examples
     --------
@@ -278,51 +298,57 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
     >>> scree.data.split_balanced([8, 1, 4, 3], 2)
     [array([1, 2, 3]), array([0])]
     """
-    lengths, k = _lengths(arr), check_integer("k", k, 1)
+    lengths, k = _read_lengths(arr), check_integer("k", k, 1)
     if isinstance(cost, str):
         if cost not in ("tokens", "attention"):
             raise ValueError(
-                f"cost: expected 'tokens', 'attention' or one number a row, got {cost!r}"
+                f"cost: expected 'tokens', 'attention' or one number per row, got {cost!r}"
             )
         costs = lengths if cost == "tokens" else lengths.astype(np.float64) ** 2
     else:
         costs = read_integers("cost", cost)
         if costs.shape != lengths.shape or costs.dtype.kind not in "iuf":
             raise ValueError(
-                f"cost: expected {lengths.size} numbers, one a row, got {costs.dtype} of shape {costs.shape}"
+                f"cost: expected {lengths.size} numbers, one per row, "
+                f"got {costs.dtype} of shape {costs.shape}"
             )
-        wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
-        if wrong.size:
+        invalid = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
+        if invalid.size:
             raise ValueError(
-                f"cost: expected finite numbers >= 0, got {costs[wrong[0]]} for row {wrong[0]}"
+                f"cost: expected finite numbers >= 0, got {costs[invalid[0]]} for row {invalid[0]}"
             )
-    part = np.zeros(lengths.size, np.int64)
-    for number, rows in enumerate(_differences(costs.tolist(), k)):
-        part[rows] = number
-    return _no_empty_part([np.flatnonzero(part == number) for number in range(k)])
+    part_of_row = np.zeros(lengths.size, np.int64)
+    for i, rows in enumerate(_karmarkar_karp(costs.tolist(), k)):
+        part_of_row[rows] = i
+    return _fill_empty_parts([np.flatnonzero(part_of_row == i) for i in range(k)])
 
 
-def _differences(costs: list[float], k: int) -> list[list[int]]:
-    """Rows of each part. A partial division is its k loads, falling, less the lightest, each with a tree of its rows."""
-    nothing: list[tuple[float, Any]] = [(0, None)] * (k - 1)
-    heap = [(-c, i, [(c, i), *nothing]) for i, c in enumerate(costs)]
+def _karmarkar_karp(costs: list[float], k: int) -> list[list[int]]:
+    """Return the rows of each part.
+
+    A partial partition is a list of k loads in decreasing order, minus the lightest load, each with
+    a tree of its rows. A tree is None, a row, or a pair of trees.
+    """
+    empty_parts: list[tuple[float, Any]] = [(0, None)] * (k - 1)
+    # The heap holds (minus the heaviest load, a number that breaks ties, the partial partition).
+    heap = [(-c, i, [(c, i), *empty_parts]) for i, c in enumerate(costs)]
     heapq.heapify(heap)
     count = len(heap)
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        joined = [
+        combined = [
             (x + y, s if t is None else t if s is None else (s, t))
             for (x, s), (y, t) in zip(a, reversed(b), strict=True)
         ]
-        joined.sort(key=lambda part: -part[0])
-        lightest, count = joined[-1][0], count + 1
-        heapq.heappush(
-            heap, (lightest - joined[0][0], count, [(x - lightest, t) for x, t in joined])
-        )
+        combined.sort(key=lambda part: -part[0])
+        lightest, count = combined[-1][0], count + 1
+        partition = [(load - lightest, tree) for load, tree in combined]
+        heapq.heappush(heap, (-partition[0][0], count, partition))
     return [_leaves(tree) for _, tree in heap[0][2]] if heap else []
 
 
 def _leaves(tree: Any) -> list[int]:
+    """Return the rows of a tree; without recursion, as a tree may be as deep as there are rows."""
     rows, stack = [], [tree]
     while stack:
         node = stack.pop()
@@ -333,8 +359,11 @@ def _leaves(tree: Any) -> list[int]:
     return rows
 
 
-def _no_empty_part(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Rows without cost may all be in one part: give one of them to each part that is empty."""
+def _fill_empty_parts(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Give one row of the part with the most rows to each empty part.
+
+    Without this, rows without cost could all be in one part.
+    """
     for i, part in enumerate(parts):
         fullest = max(range(len(parts)), key=lambda j: parts[j].size)
         if not part.size and parts[fullest].size > 1:
@@ -343,28 +372,28 @@ def _no_empty_part(parts: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
-    """At most `length` tokens of each row.
+    """Cut each row to at most `length` tokens.
 
     Parameters
     ----------
     arr
         Ragged array; its offsets are read.
     length
-        The most tokens that a row keeps.
+        Maximum number of tokens per row.
     side
-        "right" or "left": where tokens are cut off.
+        "right" or "left", the side from which tokens are removed.
 
     Returns
     -------
     Array
-        Rows of at most `length` tokens.
+        Array of the same shape with rows of at most `length` tokens; a copy of the kept tokens.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
     ValueError
-        If `length` is negative, or the side has another name.
+        If `length` is negative, or `side` is neither "right" nor "left".
 
     Examples
     --------
@@ -376,36 +405,37 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
     lengths = np.diff(check_ragged("arr", arr).layout.read())
-    kept = np.minimum(lengths, length)
+    kept_lengths = np.minimum(lengths, length)
     starts = arr.offsets[:-1]
     if side == "left":
-        starts = starts + arr.layout.index_from_host(lengths - kept)
-    return select(arr, Layout.from_host(arr.layout.backend, kept, like=arr.offsets), starts)
+        starts = starts + arr.layout.index_from_host(lengths - kept_lengths)
+    return select(arr, Layout.from_host(arr.layout.backend, kept_lengths, like=arr.offsets), starts)
 
 
 def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
-    """Each row as windows of at most `size` tokens, a row each, of which the next begins `overlap` tokens before the end.
+    """Split each row into windows of at most `size` tokens.
 
     Parameters
     ----------
     arr
         Ragged array; its offsets are read.
     size
-        Tokens of a window; the last of a row may be shorter.
+        Number of tokens per window; the last window of a row may be shorter.
     overlap
-        Tokens that a window shares with the next, less than `size`.
+        Number of tokens that consecutive windows share, less than `size`.
 
     Returns
     -------
     windows, rows
-        The windows of the first row, then of the second ...; and (windows,) the row that each is of. An empty row has none.
+        Ragged array with one row per window, in the order of the rows of `arr`; and (num_windows,)
+        index of the row of each window. An empty row has no window.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array.
+        If `arr` is not a ragged array.
     ValueError
-        If `size` is less than 1, or `overlap` not less than `size`.
+        If `size` is less than 1, or `overlap` is not in [0, size).
 
     Examples
     --------
@@ -414,20 +444,18 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     >>> scree.unpack(windows), rows
     ([array([0, 1, 2]), array([2, 3, 4]), array([5, 6])], array([0, 0, 1], dtype=int32))
     """
-    size, overlap = (
-        check_integer("size", size, 1),
-        check_integer("overlap", overlap, 0, size, ", the size of a window"),
-    )
-    host = check_ragged("arr", arr).layout.read().astype(np.int64)
-    lengths, step = np.diff(host), size - overlap
+    size = check_integer("size", size, 1)
+    overlap = check_integer("overlap", overlap, 0, size, ", the size of a window")
+    offsets = check_ragged("arr", arr).layout.read().astype(np.int64)
+    lengths, step = np.diff(offsets), size - overlap
     counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
     rows = np.repeat(np.arange(lengths.size), counts)
-    first = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
+    positions = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
     windows = Layout.from_host(
-        arr.layout.backend, np.minimum(size, lengths[rows] - first), like=arr.offsets
+        arr.layout.backend, np.minimum(size, lengths[rows] - positions), like=arr.offsets
     )
     return select(
-        arr, windows, arr.layout.index_from_host(host[rows] + first)
+        arr, windows, arr.layout.index_from_host(offsets[rows] + positions)
     ), arr.layout.index_from_host(rows)
 
 
@@ -437,12 +465,12 @@ class Interleaved(NamedTuple):
     Attributes
     ----------
     tokens
-        (n, None, ...) what the segments hold, end to end.
+        (n, None, ...) tokens of all segments of a row, in order.
     modality
-        (n, None) int32, the modality of each token. ``modality == 1`` is the mask of one of them, and ``tokens[modality == 1]``
-        its tokens, row by row.
+        (n, None) int32 modality of each token. ``modality == 1`` is the mask of one modality, and
+        ``tokens[modality == 1]`` contains its tokens, row by row.
     segment
-        (n, None) int32, the number of each token's segment in its row.
+        (n, None) int32 index of the segment of each token in its row.
     """
 
     tokens: Array
@@ -451,23 +479,23 @@ class Interleaved(NamedTuple):
 
 
 def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
-    """Rows of segments, such as text and images in turn, as one ragged batch that knows what each token is.
+    """Combine rows of segments, such as alternating text and images, into one ragged batch.
 
     Parameters
     ----------
     samples
-        For each row its segments in order, each a number for the modality and an array (tokens, ...); all arrays of one library,
-        dtype and element shape, such as embeddings.
+        For each row its segments in order: pairs of an integer, the modality, and an array
+        (length, ...). All arrays have one library, dtype and element shape, such as embeddings.
 
     Returns
     -------
     Interleaved
-        The tokens, their modality and their segment, on one layout.
+        The tokens, and the modality and segment of each token, on one layout.
 
     Raises
     ------
     TypeError
-        If a modality is no integer, or arrays are of different libraries or dtypes.
+        If a modality is not an integer, or the arrays have different libraries or dtypes.
     ValueError
         If there are no segments, or element shapes differ.
 
@@ -476,11 +504,11 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
     >>> import numpy as np, scree.data
     >>> text, image = 0, 1
     >>> batch = scree.data.interleave([
-    ...     [(text, np.asarray([5, 6])), (image, np.asarray([90, 91, 92])), (text, np.asarray([7]))],
+    ...     [(text, np.asarray([5, 6])), (image, np.asarray([90, 91])), (text, np.asarray([7]))],
     ...     [(image, np.asarray([93]))],
     ... ])
     >>> batch.tokens.lengths, batch.tokens[batch.modality == image].values
-    (array([6, 1], dtype=int32), array([90, 91, 92, 93]))
+    (array([5, 1], dtype=int32), array([90, 91, 93]))
     """
     if not isinstance(samples, Sequence):
         raise TypeError(f"samples: expected a list of rows, got {type(samples).__name__}")
@@ -491,40 +519,40 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
             raise TypeError(
                 f"samples[{i}]: expected pairs of a modality and an array, got {sample!r:.80}"
             )
-    kinds = np.asarray([modality for sample in samples for modality, _ in sample])
+    modalities = np.asarray([modality for sample in samples for modality, _ in sample])
     parts = [tokens for sample in samples for _, tokens in sample]
     if not parts:
         raise ValueError("samples: expected at least one segment, got none")
-    if kinds.dtype.kind not in "iu":
+    if modalities.dtype.kind not in "iu":
         raise TypeError(
-            f"samples: expected a number for each segment's modality, got {kinds.dtype}"
+            f"samples: expected an integer for each segment's modality, got {modalities.dtype}"
         )
     flat = pack(parts)
     counts = np.asarray([len(sample) for sample in samples])
     lengths, ends = np.diff(flat.layout.read()), np.cumsum(counts)
-    tokens_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-    rows = np.diff(tokens_before[ends], prepend=0)
-    tokens = Array.from_layout(
-        flat.values, Layout.from_host(flat.layout.backend, rows, like=flat.offsets)
-    )
-    number = np.arange(lengths.size) - np.repeat(ends - counts, counts)
+    segment_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    row_lengths = np.diff(segment_offsets[ends], prepend=0)
+    layout = Layout.from_host(flat.layout.backend, row_lengths, like=flat.offsets)
+    tokens = Array.from_layout(flat.values, layout)
+    segment_indices = np.arange(lengths.size) - np.repeat(ends - counts, counts)
     xp, device = flat.layout.xp, flat.layout.device
     modality, segment = (
         tokens.with_values(
             flat.layout.backend.from_host(np.repeat(x, lengths).astype(np.int32), xp.int32, device)
         )
-        for x in (kinds, number)
+        for x in (modalities, segment_indices)
     )
     return Interleaved(tokens, modality, segment)
 
 
-def _lengths(x: Any) -> np.ndarray:
-    """Lengths of rows on the host, of a ragged array, an array or a list."""
+def _read_lengths(x: Any) -> np.ndarray:
+    """Return row lengths on the host, from a ragged array, an array or a list."""
     if isinstance(x, Array):
         return np.diff(x.layout.read()).astype(np.int64)
-    found = read_integers("lengths", x)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
+    lengths = read_integers("lengths", x)
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0):
         raise ValueError(
-            f"lengths: expected one axis of integers >= 0, got {found.dtype} of shape {found.shape}"
+            "lengths: expected one axis of integers >= 0, "
+            f"got {lengths.dtype} of shape {lengths.shape}"
         )
-    return found.astype(np.int64)
+    return lengths.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Few shapes for many batches: compilers make one program a shape."""
+"""Padding of batches to few shapes, because compilers build one program per shape."""
 
 from __future__ import annotations
 
@@ -16,31 +16,35 @@ from ..layout import Layout
 
 
 def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array, Any]:
-    """Pad a batch to one of few shapes, so that a stream of batches compiles few times. Reads the offsets.
+    """Pad a batch to one of few shapes, so that a stream of batches is compiled few times.
 
-    The number of tokens, the number of rows and the bound on their length each go up to the next power of `growth`. What is
-    added to the tokens stands in rows of its own behind the others, none of them longer than the bound, and the number of these
-    rows follows from the shape. Batches whose sizes vary by a factor f come in about ``log(f) / log(growth) + 1`` sizes each.
+    The function reads the offsets. It rounds three sizes up to the next power of `growth`: the
+    number of tokens, the number of rows and the bound on the row length. The added tokens form rows
+    of their own after the rows of `arr`. None of these rows is longer than the bound, and their
+    number follows from the shape. If a size varies by a factor f over the batches, it takes about
+    ``log(f) / log(growth) + 1`` values.
 
     Parameters
     ----------
     arr
         (n, None, ...) ragged array.
     growth
-        Ratio of one size to the one below it, greater than 1. The smaller it is, the less is padded and the more is compiled.
+        Ratio of one size to the next smaller one, greater than 1. A smaller ratio pads less and
+        compiles more often.
     fill_value
-        What the added tokens hold, a scalar of the array's dtype.
+        Value of the added tokens, a scalar of the dtype of `arr`.
 
     Returns
     -------
     padded, real
-        (m, None, ...) the batch and its padding, with `max_length` set; and (m,) booleans, which rows are those of `arr`. They
-        come first, in their order.
+        (m, None, ...) ragged array, with `max_length` set; and (m,) booleans, True for the rows of
+        `arr`. These rows come first, in order.
 
     Raises
     ------
     TypeError
-        If `arr` is no ragged array, its dtype does not hold `fill_value`, or under a trace, which cannot read the offsets.
+        If `arr` is not a ragged array, or its dtype cannot represent `fill_value`. Also under a
+        trace, where the offsets cannot be read.
     ValueError
         If `growth` is not greater than 1.
 
@@ -57,27 +61,36 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
         drop_tail(check_ragged("arr", arr)),
         check_scalar("fill_value", fill_value, arr.values),
     )
-    rows, lengths, growth = (
-        arr.layout,
-        np.diff(arr.layout.read()),
-        check_number("growth", growth, above=1),
+    layout, lengths = arr.layout, np.diff(arr.layout.read())
+    growth = check_number("growth", growth, above=1)
+    total = _round_up(layout.total, growth)
+    max_length = _round_up(int(lengths.max(initial=0)), growth)
+    num_fill_tokens = total - layout.total
+    # Enough rows for the largest padding of this shape, so that their number depends on it alone.
+    num_fill_rows = math.ceil(total * (1 - 1 / growth) / max_length)
+    num_rows = _round_up(layout.num_rows, growth) + num_fill_rows
+    added_lengths = np.zeros(num_rows - layout.num_rows, np.int64)
+    is_longer = np.arange(num_fill_rows) < num_fill_tokens % num_fill_rows
+    added_lengths[added_lengths.size - num_fill_rows :] = (
+        num_fill_tokens // num_fill_rows + is_longer
     )
-    total, longest = _size(rows.total, growth), _size(int(lengths.max(initial=0)), growth)
-    padding, added = total - rows.total, math.ceil(total * (1 - 1 / growth) / longest)
-    count = _size(rows.num_rows, growth) + added
-    filler = np.zeros(count - rows.num_rows, np.int64)
-    filler[len(filler) - added :] = padding // added + (np.arange(added) < padding % added)
-    new = Layout.from_host(rows.backend, np.concatenate([lengths, filler]), like=arr.offsets)
-    new.max_length = longest
-    shape = (*arr.values.shape[: arr.ragged_dim], padding, *arr.values.shape[arr.ragged_dim + 1 :])
-    fill = rows.backend.from_host(np.full(shape, fill_value), arr.dtype, rows.device)
+    padded = Layout.from_host(
+        layout.backend, np.concatenate([lengths, added_lengths]), like=arr.offsets
+    )
+    padded.max_length = max_length
+    before, after = arr.values.shape[: arr.ragged_dim], arr.values.shape[arr.ragged_dim + 1 :]
+    fill = layout.backend.from_host(
+        np.full((*before, num_fill_tokens, *after), fill_value), arr.dtype, layout.device
+    )
     values = pack([arr.values, fill], ragged_dim=arr.ragged_dim).values
-    real = rows.backend.from_host(np.arange(count) < rows.num_rows, rows.xp.bool, rows.device)
-    return Array.from_layout(values, new, arr.ragged_dim), real
+    real = layout.backend.from_host(
+        np.arange(num_rows) < layout.num_rows, layout.xp.bool, layout.device
+    )
+    return Array.from_layout(values, padded, arr.ragged_dim), real
 
 
-def _size(n: int, growth: float) -> int:
-    """The least power of `growth` that is at least n, rounded up."""
+def _round_up(n: int, growth: float) -> int:
+    """Return the smallest power of `growth` that is at least `n`, rounded up to an integer."""
     size = 1.0
     while math.ceil(size) < n:
         size *= growth

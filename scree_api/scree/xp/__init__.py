@@ -1,1 +1,4 @@
-"""The namespaces by name: ``import scree.xp.numpy as xp``; likewise ``torch``, ``jax``, ``mlx``, ``array_api_strict``."""
+"""Array API namespaces by name: ``import scree.xp.numpy as xp``.
+
+The modules are ``numpy``, ``torch``, ``jax``, ``mlx`` and ``array_api_strict``.
+"""

@@ -1,4 +1,7 @@
-"""`scree.namespace` of array_api_strict arrays, by name."""
+"""Array API namespace for ragged and dense array-api-strict arrays.
+
+Importing this module gives the object that `scree.namespace` returns for such arrays.
+"""
 
 import sys
 

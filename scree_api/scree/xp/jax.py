@@ -1,4 +1,7 @@
-"""`scree.namespace` of jax arrays, by name."""
+"""Array API namespace for ragged and dense JAX arrays.
+
+Importing this module gives the object that `scree.namespace` returns for such arrays.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""`scree.namespace` of torch arrays, by name."""
+"""Array API namespace for ragged and dense PyTorch arrays.
+
+Importing this module gives the object that `scree.namespace` returns for such arrays.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The arrays here are so small that PyTorch's threads would only wait for each other."""
+"""Fixtures of the bridge tests."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
+    """Limit PyTorch to one thread: the arrays are so small that threads only add overhead."""
     torch = sys.modules.get("torch")
     if torch is None:
         yield
@@ -21,15 +22,17 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> None:
-    """On a device: Triton's kernels, where scree is not installed and no entry point registers them."""
+    """Register the Triton kernels for GPU tests.
+
+    Without an installed scree there is no entry point that registers them.
+    """
     if request.node.get_closest_marker("gpu"):
         import torch
 
         import scree
         import scree_triton
 
-        os.environ.setdefault(
-            "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-        )  # JAX would take the memory of all the others
+        # Otherwise JAX reserves the memory that the other libraries need.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         scree.namespace(torch.zeros(1))
         scree_triton.register()

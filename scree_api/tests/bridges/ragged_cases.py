@@ -1,4 +1,4 @@
-"""Ragged arrays of every kind for the tests of bridges, and what it means that two are the same."""
+"""Hypothesis strategies for ragged arrays, and comparisons, for the tests of bridges."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 import scree
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "float32", "float64")
-RESTS = ((), (3,), (2, 3))
+ELEMENT_SHAPES = ((), (3,), (2, 3))
 INSTALLED = [
     name for name in ("numpy", "torch", "jax", "mlx", "array_api_strict") if find_spec(name)
 ]
 
-#: Few examples, always the same ones, no files: the properties are structural, and the axes below are short.
-few = settings(max_examples=40, derandomize=True, deadline=None, database=None)
+#: A few fixed examples without a database: the properties are structural, and the axes are short.
+few_examples = settings(max_examples=40, derandomize=True, deadline=None, database=None)
 
 
-def filled(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Numbers that every dtype holds exactly."""
+def make_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return values that every dtype represents exactly."""
     return (np.arange(np.prod(shape, dtype=int)) % 97).reshape(shape).astype(dtype)
 
 
@@ -29,29 +29,36 @@ def arrays(
     draw: Any,
     dtypes: tuple[str, ...] = DTYPES,
     ragged: bool = True,
-    rests: tuple[tuple[int, ...], ...] = RESTS,
+    element_shapes: tuple[tuple[int, ...], ...] = ELEMENT_SHAPES,
     strides: tuple[str, ...] = ("plain", "step", "reversed", "transposed"),
     indices: tuple[str, ...] = ("int32", "int64"),
 ) -> scree.Array:
-    """An array on NumPy: no rows, empty rows, one row; any element shape, ragged axis, strides and dtype of the offsets."""
+    """Draw a NumPy array with any lengths, element shape, ragged axis, strides and offset dtype.
+
+    The lengths include no rows, empty rows and one row.
+    """
     lengths = draw(st.lists(st.integers(0, 4), max_size=4))
-    rest = draw(st.sampled_from(rests))
-    dim = draw(st.integers(0, len(rest))) if ragged else 0
-    shape = (*rest[:dim], sum(lengths), *rest[dim:])
-    values = filled(shape, draw(st.sampled_from(dtypes)))
-    how = draw(st.sampled_from(strides))
-    if how == "step":
-        values = np.repeat(values, 2, axis=dim)[(slice(None),) * dim + (slice(None, None, 2),)]
-    elif how == "reversed":
-        values = np.flip(np.flip(values, dim).copy(), dim)
-    elif how == "transposed":
+    element_shape = draw(st.sampled_from(element_shapes))
+    ragged_dim = draw(st.integers(0, len(element_shape))) if ragged else 0
+    shape = (*element_shape[:ragged_dim], sum(lengths), *element_shape[ragged_dim:])
+    values = make_values(shape, draw(st.sampled_from(dtypes)))
+    stride = draw(st.sampled_from(strides))
+    if stride == "step":
+        values = np.repeat(values, 2, axis=ragged_dim)[
+            (slice(None),) * ragged_dim + (slice(None, None, 2),)
+        ]
+    elif stride == "reversed":
+        values = np.flip(np.flip(values, ragged_dim).copy(), ragged_dim)
+    elif stride == "transposed":
         values = np.asfortranarray(values)
     offsets = np.cumsum([0, *lengths]).astype(draw(st.sampled_from(indices)))
-    return scree.Array(values, offsets, dim, draw(st.sampled_from((None, max(lengths, default=0)))))
+    return scree.Array(
+        values, offsets, ragged_dim, draw(st.sampled_from((None, max(lengths, default=0))))
+    )
 
 
-def plain(arr: scree.Array) -> scree.Array:
-    """The array on NumPy, by a way of its own: not the one that is tested."""
+def as_numpy(arr: scree.Array) -> scree.Array:
+    """Return the array on NumPy, independently of the conversions under test."""
 
     def read(x: Any) -> np.ndarray:
         name = str(x.dtype).rpartition(".")[2]
@@ -65,20 +72,21 @@ def plain(arr: scree.Array) -> scree.Array:
 
 
 def assert_same(a: scree.Array, b: scree.Array) -> None:
-    """The same rows, dtype and ragged axis; the dtype of the offsets may differ."""
+    """Assert equal rows, dtype and ragged axis; the dtype of the offsets may differ."""
     assert a.ragged_dim == b.ragged_dim
     assert a.shape == b.shape
-    a, b = plain(a), plain(b)
+    a, b = as_numpy(a), as_numpy(b)
     assert a.dtype == b.dtype
     np.testing.assert_array_equal(a.offsets, b.offsets)
     np.testing.assert_array_equal(a.values, b.values)
 
 
-def assert_as_close(found: Any, peer: Any, exact: Any) -> None:
-    """One or several tensors as close to the exact ones, of a wider type, as a peer's are, within a factor of two.
+def assert_as_accurate(actual: Any, peer: Any, exact: Any) -> None:
+    """Assert that the error of tensors is at most twice the error of a peer.
 
-    The floor is what rounding alone takes: of half precision half a unit; float32 goes through Triton as three TF32 products,
-    which keep about 21 bits, and gradients are differences of sums of them.
+    Both errors are relative to exact tensors of a wider dtype. The floor is the error of rounding
+    alone. For half precision it is half a unit in the last place. Triton computes float32 as three
+    TF32 products, which keep about 21 bits, and gradients are differences of sums of them.
     """
     import torch
 
@@ -90,9 +98,9 @@ def assert_as_close(found: Any, peer: Any, exact: Any) -> None:
             ]
         )
 
-    dtype = (found[0] if isinstance(found, tuple | list) else found).dtype
+    dtype = (actual[0] if isinstance(actual, tuple | list) else actual).dtype
     floor = 2**-17 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
-    ours, theirs, exact = flat(found), flat(peer), flat(exact)
-    assert torch.linalg.norm(ours - exact) <= 2 * torch.linalg.norm(
-        theirs - exact
+    actual_flat, peer_flat, exact = flat(actual), flat(peer), flat(exact)
+    assert torch.linalg.norm(actual_flat - exact) <= 2 * torch.linalg.norm(
+        peer_flat - exact
     ) + floor * torch.linalg.norm(exact)

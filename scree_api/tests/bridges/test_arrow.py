@@ -1,4 +1,4 @@
-"""Columns of lists of pyarrow, polars, pandas and datasets, there and back, on the same memory."""
+"""Round trips of list columns of pyarrow, polars, pandas and datasets, on shared memory."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
-from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+from ragged_cases import INSTALLED, arrays, assert_same, few_examples, make_values
 
 import scree
 from scree.bridges import from_arrow, to_arrow
@@ -15,53 +15,55 @@ from scree.bridges.dlpack import on_host
 SHARED = ("uint8", "int32", "int64", "float16", "float32", "float64")
 
 
-def rows(dtype: str = "float32") -> scree.Array:
-    return scree.from_lengths(filled((6, 2), dtype), [3, 0, 2, 1])
+def make_array(dtype: str = "float32") -> scree.Array:
+    return scree.from_lengths(make_values((6, 2), dtype), [3, 0, 2, 1])
 
 
-@few
+@few_examples
 @given(arr=arrays())
-def test_there_and_back(arr: scree.Array) -> None:
+def test_round_trip_keeps_rows_and_offset_dtype(arr: scree.Array) -> None:
     column = to_arrow(arr)
     column.validate(full=True)
-    first = on_host(arr)
-    assert column.to_pylist() == [row.tolist() for row in first]
+    expected = on_host(arr)
+    assert column.to_pylist() == [row.tolist() for row in expected]
     back = from_arrow(column)
     assert back.offsets.dtype == arr.offsets.dtype
-    assert_same(back, scree.Array(first.values, first.offsets))
+    assert_same(back, scree.Array(expected.values, expected.offsets))
 
 
 @pytest.mark.parametrize("dtype", SHARED)
-def test_memory_is_shared(dtype: str) -> None:
-    arr = rows(dtype)
+def test_round_trip_shares_memory(dtype: str) -> None:
+    arr = make_array(dtype)
     back = from_arrow(to_arrow(arr))
     assert np.shares_memory(back.values, arr.values)
     assert np.shares_memory(back.offsets, arr.offsets)
 
 
 @pytest.mark.parametrize("library", INSTALLED)
-def test_every_library_goes_out(library: str) -> None:
-    assert to_arrow(rows().to_backend(library)).to_pylist() == [row.tolist() for row in rows()]
+def test_to_arrow_of_every_library(library: str) -> None:
+    assert to_arrow(make_array().to_backend(library)).to_pylist() == [
+        row.tolist() for row in make_array()
+    ]
 
 
 @pytest.mark.parametrize("start, stop", [(1, 4), (2, 2), (0, 2)])
-def test_a_slice_is_rebased_on_the_same_memory(start: int, stop: int) -> None:
-    arr = rows()
+def test_from_arrow_of_a_slice_shares_memory(start: int, stop: int) -> None:
+    arr = make_array()
     part = from_arrow(to_arrow(arr)[start:stop])
     assert_same(part, arr[start:stop])
     assert not part.size or np.shares_memory(part.values, arr.values)
 
 
-def test_chunks_are_joined() -> None:
-    column = pa.chunked_array([to_arrow(rows()), to_arrow(rows())[1:3]])
+def test_from_arrow_joins_chunks() -> None:
+    column = pa.chunked_array([to_arrow(make_array()), to_arrow(make_array())[1:3]])
     assert from_arrow(column).lengths.tolist() == [3, 0, 2, 1, 0, 2]
     empty = from_arrow(pa.chunked_array([], type=pa.list_(pa.int8())))
     assert empty.shape == (0, None)
     assert empty.dtype == np.int8
 
 
-def test_an_array_speaks_the_c_interface() -> None:
-    arr = rows()
+def test_array_implements_the_c_interface() -> None:
+    arr = make_array()
     assert pa.array(arr).equals(to_arrow(arr))
     assert np.shares_memory(from_arrow(pa.array(arr)).values, arr.values)
     assert pa.field(
@@ -72,10 +74,10 @@ def test_an_array_speaks_the_c_interface() -> None:
 
 @pytest.mark.needs("polars")
 @pytest.mark.parametrize("indices", ["int32", "int64"])
-def test_polars(indices: str) -> None:
+def test_polars_round_trip(indices: str) -> None:
     import polars
 
-    arr = scree.Array(filled((6,), "int64"), np.asarray([0, 3, 3, 6], dtype=indices))
+    arr = scree.Array(make_values((6,), "int64"), np.asarray([0, 3, 3, 6], dtype=indices))
     series = polars.Series("ids", arr)
     assert series.to_list() == [row.tolist() for row in arr]
     back = from_arrow(series)
@@ -87,22 +89,22 @@ def test_polars(indices: str) -> None:
 
 
 @pytest.mark.needs("polars")
-def test_arrays_within_lists_of_polars() -> None:
+def test_polars_lists_of_arrays() -> None:
     import polars
 
-    series = polars.Series("x", rows())
+    series = polars.Series("x", make_array())
     assert series.dtype == polars.List(polars.Array(polars.Float32, 2))
-    assert_same(from_arrow(series), rows())
+    assert_same(from_arrow(series), make_array())
     with pytest.raises(ValueError, match="no null rows, got 1"):
         from_arrow(polars.Series("x", [[1, 2], None]))
 
 
 @pytest.mark.needs("datasets")
-def test_datasets() -> None:
+def test_from_arrow_of_a_datasets_column() -> None:
     import datasets
 
     data = datasets.Dataset(
-        pa.table({"ids": pa.array(rows("int64").with_values(filled((6,), "int64")))})
+        pa.table({"ids": pa.array(make_array("int64").with_values(make_values((6,), "int64")))})
     )
     arr = from_arrow(data["ids"])
     assert arr.lengths.tolist() == [3, 0, 2, 1]
@@ -111,15 +113,17 @@ def test_datasets() -> None:
 
 
 @pytest.mark.needs("pandas")
-def test_pandas() -> None:
+def test_from_pandas_of_an_arrow_column() -> None:
     import pandas
 
-    series = pandas.Series(pa.array(rows()), dtype=pandas.ArrowDtype(to_arrow(rows()).type))
-    assert_same(scree.bridges.from_pandas(series), rows())
+    series = pandas.Series(
+        pa.array(make_array()), dtype=pandas.ArrowDtype(to_arrow(make_array()).type)
+    )
+    assert_same(scree.bridges.from_pandas(series), make_array())
 
 
 @pytest.mark.parametrize(
-    "column, error, words",
+    "column, error, message",
     [
         (pa.array([[1], None, [2]]), ValueError, r"no null rows, got 1; use drop_null\(\)"),
         (pa.array([[1, None], [2]]), ValueError, "no null elements, got 1"),
@@ -134,13 +138,15 @@ def test_pandas() -> None:
         ([[1], [2]], TypeError, "for lists use from_lists"),
     ],
 )
-def test_what_has_no_form_raises(column: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=f"column: .*{words}"):
+def test_from_arrow_unsupported_column_raises(
+    column: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"column: .*{message}"):
         from_arrow(column)
 
 
-def test_what_arrow_has_no_form_for_raises() -> None:
+def test_to_arrow_unsupported_array_raises() -> None:
     with pytest.raises(ValueError, match="no axes of size 0"):
-        to_arrow(rows().with_values(np.zeros((6, 0))))
+        to_arrow(make_array().with_values(np.zeros((6, 0))))
     with pytest.raises(TypeError, match="Arrow has no complex64"):
-        to_arrow(rows("complex64"))
+        to_arrow(make_array("complex64"))

@@ -1,4 +1,4 @@
-"""Arrays from library to library: nothing changes, memory is shared where both sides can, nothing is narrowed in silence."""
+"""Conversion between libraries: no change, no narrowing, and shared memory where possible."""
 
 from importlib.util import find_spec
 from itertools import permutations
@@ -6,17 +6,17 @@ from itertools import permutations
 import numpy as np
 import pytest
 from hypothesis import given
-from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+from ragged_cases import INSTALLED, arrays, assert_same, few_examples, make_values
 
 import scree
 from scree.bridges import to_backend, to_numpy
 
 PAIRS = list(permutations(INSTALLED, 2))
-LACKS = {"jax": ("int64", "float64"), "array_api_strict": ("float16",)}
+MISSING_DTYPES = {"jax": ("int64", "float64"), "array_api_strict": ("float16",)}
 
 
 def make(library: str, values: np.ndarray, lengths: list[int]) -> scree.Array:
-    """An array of a library, made by the library itself."""
+    """Return an array of a library that was made by the library itself."""
     if library == "torch":
         import torch
 
@@ -37,7 +37,7 @@ def make(library: str, values: np.ndarray, lengths: list[int]) -> scree.Array:
 
 
 def address(x: object) -> int:
-    """Where the values begin in memory."""
+    """Return the address of the first element."""
     if hasattr(x, "data_ptr"):
         return x.data_ptr()
     if hasattr(x, "unsafe_buffer_pointer"):
@@ -48,33 +48,33 @@ def address(x: object) -> int:
 
 
 @pytest.mark.parametrize("library", [name for name in INSTALLED if name != "numpy"])
-@few
+@few_examples
 @given(arr=arrays())
-def test_there_and_back_is_the_same(library: str, arr: scree.Array) -> None:
-    if str(arr.dtype) in LACKS.get(library, ()):
+def test_round_trip_changes_nothing(library: str, arr: scree.Array) -> None:
+    if str(arr.dtype) in MISSING_DTYPES.get(library, ()):
         with pytest.raises(TypeError, match=str(arr.dtype)):
             arr.to_backend(library)
         return
-    there = arr.to_backend(library)
-    assert there.layout.backend.name == library
-    assert there.max_length == arr.max_length
-    assert there.layout.host is not None  # what was known stays known
-    assert_same(there, arr)
-    assert_same(there.to_numpy(), arr)
+    converted = arr.to_backend(library)
+    assert converted.layout.backend.name == library
+    assert converted.max_length == arr.max_length
+    assert converted.layout.host is not None  # offsets known on the host stay known
+    assert_same(converted, arr)
+    assert_same(converted.to_numpy(), arr)
 
 
 @pytest.mark.parametrize("source, target", PAIRS)
-def test_memory_is_shared(source: str, target: str) -> None:
-    values = filled((64, 16), "float32")
+def test_to_backend_shares_host_memory(source: str, target: str) -> None:
+    values = make_values((64, 16), "float32")
     arr = make(source, values, [32, 0, 32])
-    there = arr.to_backend(target)
-    np.testing.assert_array_equal(np.asarray(to_numpy(there).values), values)
-    copies = (
+    converted = arr.to_backend(target)
+    np.testing.assert_array_equal(np.asarray(to_numpy(converted).values), values)
+    is_copied = (
         target == "mlx"
         or (source, target) == ("mlx", "jax")
         or (target == "jax" and address(arr.values) % 64)
     )
-    assert (address(there.values) == address(arr.values)) == (not copies)
+    assert (address(converted.values) == address(arr.values)) == (not is_copied)
 
 
 @pytest.mark.needs("ml_dtypes")
@@ -88,7 +88,7 @@ def test_bfloat16_keeps_its_bits(source: str, target: str) -> None:
     np.testing.assert_array_equal(start.to_backend(target).to_numpy().values.view(np.uint16), bits)
 
 
-def test_a_namespace_names_its_library_too() -> None:
+def test_to_backend_accepts_a_namespace() -> None:
     import array_api_strict
 
     arr = scree.from_lengths(np.arange(3.0), [1, 2])
@@ -100,7 +100,7 @@ def test_a_namespace_names_its_library_too() -> None:
 
 
 @pytest.mark.needs("torch")
-def test_a_gradient_does_not_get_lost_in_silence() -> None:
+def test_to_backend_of_values_with_a_gradient_raises() -> None:
     import torch
 
     arr = scree.from_lengths(torch.ones(3, requires_grad=True), [1, 2])
@@ -110,7 +110,7 @@ def test_a_gradient_does_not_get_lost_in_silence() -> None:
 
 
 @pytest.mark.needs("mlx")
-def test_offsets_that_were_never_checked_are_checked_where_reading_is_free() -> None:
+def test_to_backend_checks_unchecked_offsets() -> None:
     import mlx.core as mx
 
     arr = scree.Array(mx.zeros(3), mx.array([0, 2, 1], dtype=mx.int32))
@@ -118,13 +118,13 @@ def test_offsets_that_were_never_checked_are_checked_where_reading_is_free() -> 
         arr.to_numpy()
 
 
-# ---------------------------------------------------------------------------------------------------- on a device
+# ---------------------------------------------------------------- on a device
 ON_CUDA = [name for name in ("torch", "jax", "cupy") if find_spec(name)]
 
 
 def on_cuda(library: str, dtype: str = "float32") -> scree.Array:
-    """Rows on the first CUDA device, of any library that knows one."""
-    arr = scree.from_lengths(filled((64, 16), "float32"), [32, 0, 32]).to_backend(
+    """Return an array on the first CUDA device, for a library that supports CUDA."""
+    arr = scree.from_lengths(make_values((64, 16), "float32"), [32, 0, 32]).to_backend(
         "torch", device="cuda"
     )
     import torch
@@ -135,16 +135,16 @@ def on_cuda(library: str, dtype: str = "float32") -> scree.Array:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("source, target", list(permutations(ON_CUDA, 2)))
-def test_memory_of_a_device_is_shared(source: str, target: str, dtype: str) -> None:
+def test_to_backend_shares_device_memory(source: str, target: str, dtype: str) -> None:
     arr = on_cuda(source, dtype)
-    there = arr.to_backend(target)
-    assert there.layout.backend.name == target
-    assert address(there.values) == address(arr.values)
-    assert address(there.offsets) == address(arr.offsets)
-    assert there.layout.host is not None
-    np.testing.assert_array_equal(there.to_numpy().values, filled((64, 16), dtype))
+    converted = arr.to_backend(target)
+    assert converted.layout.backend.name == target
+    assert address(converted.values) == address(arr.values)
+    assert address(converted.offsets) == address(arr.offsets)
+    assert converted.layout.host is not None
+    np.testing.assert_array_equal(converted.to_numpy().values, make_values((64, 16), dtype))
     assert_same(
-        there.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")
+        converted.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")
     )
 
 
@@ -152,19 +152,19 @@ def test_memory_of_a_device_is_shared(source: str, target: str, dtype: str) -> N
 @pytest.mark.parametrize(
     "source, target", [pair for pair in permutations(ON_CUDA, 2) if "cupy" not in pair]
 )
-def test_bfloat16_of_a_device_is_shared(source: str, target: str) -> None:
+def test_to_backend_shares_bfloat16_device_memory(source: str, target: str) -> None:
     arr = on_cuda(source, "bfloat16")
-    there = arr.to_backend(target)
-    assert str(there.dtype).endswith("bfloat16")
-    assert address(there.values) == address(arr.values)
+    converted = arr.to_backend(target)
+    assert str(converted.dtype).endswith("bfloat16")
+    assert address(converted.values) == address(arr.values)
     np.testing.assert_array_equal(
-        there.to_numpy().values.astype("float32"), filled((64, 16), "float32")
+        converted.to_numpy().values.astype("float32"), make_values((64, 16), "float32")
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ON_CUDA)
-def test_to_the_host_and_back_to_the_device(library: str) -> None:
+def test_device_round_trip_through_numpy(library: str) -> None:
     arr = on_cuda(library)
     host = arr.to_numpy()
     assert isinstance(host.values, np.ndarray)

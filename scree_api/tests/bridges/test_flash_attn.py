@@ -1,4 +1,4 @@
-"""FlashAttention's and PyTorch's functions against a loop over sequences in float64."""
+"""Drop-in functions of FlashAttention and PyTorch against a float64 loop over sequences."""
 
 import inspect
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ragged_cases import assert_as_close
+from ragged_cases import assert_as_accurate
 
 import scree
 from scree.bridges import flash_attn
@@ -17,7 +17,9 @@ SLOPES = 0.5 ** torch.arange(1.0, 5.0, dtype=torch.float64)
 Q, K = [5, 0, 3, 70, 1], [9, 4, 3, 70, 0]
 
 
-def batch(heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+def make_inputs(
+    heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float64
+) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(total: int, heads: int) -> torch.Tensor:
@@ -27,7 +29,7 @@ def batch(heads: int = 4, kv_heads: int = 4, dtype: torch.dtype = torch.float64)
     return draw(sum(Q), heads), draw(sum(K), kv_heads), draw(sum(K), kv_heads), *cu, max(Q), max(K)
 
 
-def loop(
+def reference_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -38,7 +40,7 @@ def loop(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence after the other, the scores whole."""
+    """Compute attention with a loop over sequences and full score matrices."""
     outs, sums = [], []
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -46,11 +48,11 @@ def loop(
         score = torch.einsum("qhd,khd->hqk", a, b) * scale
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        place = torch.arange(max(len(a), len(b)), device=a.device)
-        apart = place[None, : len(b)] - place[: len(a), None] - (len(b) - len(a))
+        position = torch.arange(max(len(a), len(b)), device=a.device)
+        distance = position[None, : len(b)] - position[: len(a), None] - (len(b) - len(a))
         if slopes is not None:
-            score = score - slopes[:, None, None] * apart.abs()
-        score = score.masked_fill((apart < -left) | (apart > right), -torch.inf)
+            score = score - slopes[:, None, None] * distance.abs()
+        score = score.masked_fill((distance < -left) | (distance > right), -torch.inf)
         sums.append(torch.logsumexp(score, -1).T)
         outs.append(torch.einsum("hqk,khd->qhd", torch.nan_to_num(torch.softmax(score, -1)), c))
     return torch.cat(outs), torch.cat(sums)
@@ -71,32 +73,33 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_flash_attn_is_a_loop_over_sequences(case: str, kv_heads: int) -> None:
-    given, meant = CASES[case]
-    q, k, v, *rest = batch(kv_heads=kv_heads)
+def test_flash_attn_agrees_with_the_reference(case: str, kv_heads: int) -> None:
+    arguments, reference_options = CASES[case]
+    q, k, v, *rest = make_inputs(kv_heads=kv_heads)
     out, lse, probabilities = flash_attn_varlen_func(
-        q, k, v, *rest, **given, return_attn_probs=True
+        q, k, v, *rest, **arguments, return_attn_probs=True
     )
-    expected, sums = loop(q, k, v, **meant)
+    expected, sums = reference_attention(q, k, v, **reference_options)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, sums.T)
     assert probabilities is None
-    torch.testing.assert_close(flash_attn_varlen_func(q, k, v, *rest, **given), expected)
+    torch.testing.assert_close(flash_attn_varlen_func(q, k, v, *rest, **arguments), expected)
     weight = torch.rand_like(out)
-    ours = torch.autograd.grad((out * weight).sum(), (q, k, v))
-    theirs = torch.autograd.grad((expected * weight).sum(), (q, k, v))
-    torch.testing.assert_close(ours, theirs)
+    actual = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    peer = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    torch.testing.assert_close(actual, peer)
 
 
 @pytest.mark.parametrize(
-    "window, meant", [((-1, -1), {}), ((-1, 0), {"right": 0}), ((5, 0), {"left": 5, "right": 0})]
+    "window, reference_options",
+    [((-1, -1), {}), ((-1, 0), {"right": 0}), ((5, 0), {"left": 5, "right": 0})],
 )
-def test_varlen_attn_is_a_loop_over_sequences(
-    window: tuple[int, int], meant: dict[str, float]
+def test_varlen_attn_agrees_with_the_reference(
+    window: tuple[int, int], reference_options: dict[str, float]
 ) -> None:
     from torch.nn.attention.varlen import AuxRequest
 
-    q, k, v, *rest = batch(kv_heads=2)
+    q, k, v, *rest = make_inputs(kv_heads=2)
     out, lse = varlen_attn(
         q,
         k,
@@ -107,30 +110,30 @@ def test_varlen_attn_is_a_loop_over_sequences(
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),
     )
-    expected, sums = loop(q, k, v, scale=0.3, **meant)
+    expected, sums = reference_attention(q, k, v, scale=0.3, **reference_options)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, sums)
-    some = torch.isfinite(sums)
-    ours = torch.autograd.grad(lse[some].sum(), (q, k))  # which torch's own leaves out
-    theirs = torch.autograd.grad(sums[some].sum(), (q, k))
-    torch.testing.assert_close(ours, theirs)
+    is_finite = torch.isfinite(sums)
+    actual = torch.autograd.grad(lse[is_finite].sum(), (q, k))  # PyTorch itself lacks this gradient
+    peer = torch.autograd.grad(sums[is_finite].sum(), (q, k))
+    torch.testing.assert_close(actual, peer)
 
 
-def test_keys_go_by_the_boundaries_of_the_queries_if_there_are_no_others() -> None:
-    q, _, _, cu, _, longest, _ = batch()
+def test_varlen_attn_without_cu_seq_k_uses_cu_seq_q() -> None:
+    q, _, _, cu, _, longest, _ = make_inputs()
     assert torch.equal(
         varlen_attn(q, q, q, cu, None, longest, longest),
         varlen_attn(q, q, q, cu, cu, longest, longest),
     )
 
 
-def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
-    q, k, v, cu_q, cu_k, *longest = batch()
+def test_layout_is_cached_until_cu_seqlens_changes() -> None:
+    q, k, v, cu_q, cu_k, *longest = make_inputs()
     flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
-    kept = flash_attn.rows_of(q, cu_q, longest[0]).layout
-    assert kept.memo
+    layout = flash_attn.ragged_array(q, cu_q, longest[0]).layout
+    assert layout.cache
     flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
-    assert flash_attn.rows_of(q, cu_q, longest[0]).layout is kept
+    assert flash_attn.ragged_array(q, cu_q, longest[0]).layout is layout
     cu_q[1] = 0
     out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest)
     assert torch.equal(out, flash_attn_varlen_func(q, k, v, cu_q.clone(), cu_k, *longest))
@@ -139,28 +142,28 @@ def test_what_is_derived_from_boundaries_is_kept_until_they_change() -> None:
 
 
 @pytest.mark.parametrize("function", [flash_attn_varlen_func, varlen_attn])
-def test_it_compiles_without_a_break(function: Any) -> None:
-    given = batch(dtype=torch.float32)
+def test_functions_compile_without_graph_breaks(function: Any) -> None:
+    arguments = make_inputs(dtype=torch.float32)
     compiled = torch.compile(function, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*given), function(*given))
+    torch.testing.assert_close(compiled(*arguments), function(*arguments))
 
 
 @pytest.mark.parametrize("name, x", [("dropout_p", 0.1), ("block_table", torch.ones(5, 1))])
-def test_flash_attn_refuses_what_it_does_not_know(name: str, x: Any) -> None:
+def test_flash_attn_unsupported_argument_raises(name: str, x: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name}: flash_attn_varlen_func"):
-        flash_attn_varlen_func(*batch(), **{name: x})
+        flash_attn_varlen_func(*make_inputs(), **{name: x})
 
 
-def test_varlen_attn_refuses_what_it_does_not_know() -> None:
+def test_varlen_attn_unsupported_argument_raises() -> None:
     for name in ("seqused_k", "block_table", "num_splits"):
         with pytest.raises(NotImplementedError, match=f"^{name}: varlen_attn"):
-            varlen_attn(*batch(), **{name: 1})
+            varlen_attn(*make_inputs(), **{name: 1})
     with pytest.raises(ValueError, match="key: expected 4 heads"):
-        varlen_attn(*batch(kv_heads=2))
+        varlen_attn(*make_inputs(kv_heads=2))
 
 
-def test_boundaries_that_do_not_fit_raise() -> None:
-    q, k, v, cu_q, cu_k, *longest = batch()
+def test_flash_attn_invalid_offsets_raise() -> None:
+    q, k, v, cu_q, cu_k, *longest = make_inputs()
     with pytest.raises(ValueError, match="offsets"):
         flash_attn_varlen_func(q, k, v, cu_q - 1, cu_k, *longest)
     with pytest.raises(ValueError, match="max_length: expected at least 70"):
@@ -169,18 +172,18 @@ def test_boundaries_that_do_not_fit_raise() -> None:
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, alibi_slopes=SLOPES.repeat(5, 1))
 
 
-def test_the_signature_is_that_of_torch() -> None:
+def test_varlen_attn_has_the_signature_of_torch() -> None:
     from torch.nn.attention import varlen
 
-    ours, theirs = (inspect.signature(x).parameters for x in (varlen_attn, varlen.varlen_attn))
-    for name, parameter in theirs.items():  # of which an older torch has fewer
-        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
-    assert [name for name in ours if name in theirs] == list(theirs)
+    actual, peer = (inspect.signature(x).parameters for x in (varlen_attn, varlen.varlen_attn))
+    for name, parameter in peer.items():  # an older torch has fewer parameters
+        assert (actual[name].kind, actual[name].default) == (parameter.kind, parameter.default)
+    assert [name for name in actual if name in peer] == list(peer)
 
 
-# ---------------------------------------------------------------------------------------------------- on a device
+# ---------------------------------------------------------------- on a device
 def on_device(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """On CUDA with a head_dim of 64; the exact values are those that `dtype` rounds to."""
+    """Return the tensor on CUDA with a head_dim of 64, rounded to `dtype`."""
     return x.detach().repeat(1, 1, 4).to("cuda", dtype).requires_grad_()
 
 
@@ -193,17 +196,17 @@ def forward_and_gradients(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, kv_heads", [(torch.float16, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("case", ["full", "causal", "scale", "window", "causal window", "left"])
-def test_flash_attn_is_that_of_aten(case: str, dtype: torch.dtype, kv_heads: int) -> None:
-    given, meant = CASES[case]
+def test_flash_attn_is_as_accurate_as_aten(case: str, dtype: torch.dtype, kv_heads: int) -> None:
+    arguments, reference_options = CASES[case]
     causal, scale, (left, right) = (
-        given.get("causal", False),
-        given.get("softmax_scale", 0.125),
-        given.get("window_size", (-1, -1)),
+        arguments.get("causal", False),
+        arguments.get("softmax_scale", 0.125),
+        arguments.get("window_size", (-1, -1)),
     )
-    *qkv, cu_q, cu_k, longest_q, longest_k = batch(kv_heads=kv_heads)
+    *qkv, cu_q, cu_k, longest_q, longest_k = make_inputs(kv_heads=kv_heads)
     q, k, v = (on_device(x, dtype) for x in qkv)
     cu_q, cu_k = cu_q.cuda(), cu_k.cuda()
-    ours, lse, _ = flash_attn_varlen_func(
+    actual, lse, _ = flash_attn_varlen_func(
         q,
         k,
         v,
@@ -211,11 +214,11 @@ def test_flash_attn_is_that_of_aten(case: str, dtype: torch.dtype, kv_heads: int
         cu_k,
         longest_q,
         longest_k,
-        **{"softmax_scale": scale, **given},
+        **{"softmax_scale": scale, **arguments},
         return_attn_probs=True,
     )
     groups = q.shape[1] // kv_heads
-    theirs, their_lse, *_ = torch.ops.aten._flash_attention_forward(
+    peer, peer_lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k.repeat_interleave(groups, 1),
         v.repeat_interleave(groups, 1),
@@ -230,50 +233,53 @@ def test_flash_attn_is_that_of_aten(case: str, dtype: torch.dtype, kv_heads: int
         window_size_left=left,
         window_size_right=0 if causal else right,
     )
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact, sums = loop(*wide, **{"scale": scale, **meant})
+    exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact, sums = reference_attention(*exact_inputs, **{"scale": scale, **reference_options})
     weight = torch.randn_like(exact)
-    found = [
+    results = [
         forward_and_gradients(*x, weight)
-        for x in ((ours, [q, k, v]), (theirs, [q, k, v]), (exact, wide))
+        for x in ((actual, [q, k, v]), (peer, [q, k, v]), (exact, exact_inputs))
     ]
-    for ours, theirs, exact in zip(*found, strict=True):
-        assert_as_close(ours, theirs, exact)
-    some = torch.isfinite(sums.T)
-    assert lse.shape == their_lse.shape
-    assert torch.equal(torch.isfinite(lse), some)
-    assert_as_close(lse[some], their_lse[some], sums.T[some])
+    for actual, peer, exact in zip(*results, strict=True):
+        assert_as_accurate(actual, peer, exact)
+    is_finite = torch.isfinite(sums.T)
+    assert lse.shape == peer_lse.shape
+    assert torch.equal(torch.isfinite(lse), is_finite)
+    assert_as_accurate(lse[is_finite], peer_lse[is_finite], sums.T[is_finite])
     arrays = (scree.Array(x, cu, max_length=70) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
     assert scree.explain("attention", *arrays).provider == "triton"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
-def test_varlen_attn_is_that_of_torch(window: tuple[int, int]) -> None:
+def test_varlen_attn_is_as_accurate_as_torch(window: tuple[int, int]) -> None:
     from torch.nn.attention import varlen
 
-    *qkv, cu_q, cu_k, longest_q, longest_k = batch()
+    *qkv, cu_q, cu_k, longest_q, longest_k = make_inputs()
     inputs = [on_device(x, torch.bfloat16) for x in qkv]
     rest = cu_q.cuda(), cu_k.cuda(), longest_q, longest_k
     aux = varlen.AuxRequest(lse=True)
-    ours, lse = varlen_attn(*inputs, *rest, window_size=window, scale=0.2, return_aux=aux)
-    theirs, their_lse = varlen.varlen_attn(
+    actual, lse = varlen_attn(*inputs, *rest, window_size=window, scale=0.2, return_aux=aux)
+    peer, peer_lse = varlen.varlen_attn(
         *inputs, *rest, window_size=window, scale=0.2, return_aux=aux
     )
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    exact, sums = loop(
-        *wide,
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact, sums = reference_attention(
+        *exact_inputs,
         scale=0.2,
         left=np.inf if window[0] < 0 else window[0],
         right=np.inf if window[1] < 0 else window[1],
     )
     weight = torch.randn_like(exact)
-    found = [
-        forward_and_gradients(*x, weight) for x in ((ours, inputs), (theirs, inputs), (exact, wide))
+    results = [
+        forward_and_gradients(*x, weight)
+        for x in ((actual, inputs), (peer, inputs), (exact, exact_inputs))
     ]
-    for ours, theirs, exact in zip(*found, strict=True):
-        assert_as_close(ours, theirs, exact)
-    some = torch.isfinite(sums)
-    assert_as_close(
-        lse[some], (their_lse if their_lse.shape == lse.shape else their_lse.T)[some], sums[some]
+    for actual, peer, exact in zip(*results, strict=True):
+        assert_as_accurate(actual, peer, exact)
+    is_finite = torch.isfinite(sums)
+    assert_as_accurate(
+        lse[is_finite],
+        (peer_lse if peer_lse.shape == lse.shape else peer_lse.T)[is_finite],
+        sums[is_finite],
     )

@@ -1,52 +1,54 @@
-"""Lists of lists and columns of objects, there and back."""
+"""Round trips of lists of lists and pandas columns of objects."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
-from ragged_cases import INSTALLED, arrays, assert_same, few, filled
+from ragged_cases import INSTALLED, arrays, assert_same, few_examples, make_values
 
 import scree
 from scree.bridges import from_lists, from_pandas, to_lists, to_pandas
 from scree.bridges.dlpack import on_host
 
 
-@few
+@few_examples
 @given(arr=arrays(indices=("int32",)))
-def test_lists_there_and_back(arr: scree.Array) -> None:
-    rows, first = to_lists(arr), on_host(arr)
-    assert rows == [row.tolist() for row in first]
-    if arr.size or arr.ndim == 2:  # lists of nothing know no axes
-        assert_same(from_lists(rows, dtype=arr.dtype), scree.Array(first.values, first.offsets))
-    if rows:
+def test_lists_round_trip(arr: scree.Array) -> None:
+    lists, expected = to_lists(arr), on_host(arr)
+    assert lists == [row.tolist() for row in expected]
+    if arr.size or arr.ndim == 2:  # empty lists have no element axes
         assert_same(
-            from_lists(list(first)), scree.Array(first.values, first.offsets)
+            from_lists(lists, dtype=arr.dtype), scree.Array(expected.values, expected.offsets)
+        )
+    if lists:
+        assert_same(
+            from_lists(list(expected)), scree.Array(expected.values, expected.offsets)
         )  # rows that are arrays
 
 
 @pytest.mark.needs("pandas")
-@few
+@few_examples
 @given(arr=arrays(indices=("int32",)))
-def test_columns_of_objects_there_and_back(arr: scree.Array) -> None:
+def test_pandas_round_trip(arr: scree.Array) -> None:
     import pandas
 
-    series, first = to_pandas(arr, name="x"), on_host(arr)
+    series, expected = to_pandas(arr, name="x"), on_host(arr)
     assert isinstance(series, pandas.Series)
     assert series.name == "x"
     assert all(np.shares_memory(row, arr.values) or not row.size for row in series)
     if arr.batch_size:
-        assert_same(from_pandas(series), scree.Array(first.values, first.offsets))
+        assert_same(from_pandas(series), scree.Array(expected.values, expected.offsets))
 
 
 @pytest.mark.parametrize("library", INSTALLED)
-def test_every_library_goes_out(library: str) -> None:
-    arr = scree.from_lengths(filled((6, 2), "float32"), [3, 0, 2, 1])
+def test_to_lists_of_every_library(library: str) -> None:
+    arr = scree.from_lengths(make_values((6, 2), "float32"), [3, 0, 2, 1])
     assert to_lists(arr.to_backend(library)) == to_lists(arr)
 
 
 @pytest.mark.parametrize(
-    "rows, error, words",
+    "rows, error, message",
     [
         ([[], []], ValueError, "dtype: expected a dtype"),
         ([[1], None], TypeError, r"rows\[1\]: expected a list or an array, got NoneType"),
@@ -57,6 +59,6 @@ def test_every_library_goes_out(library: str) -> None:
         ([[None]], TypeError, "rows: expected numbers or booleans"),
     ],
 )
-def test_what_has_no_form_raises(rows: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_from_lists_invalid_rows_raise(rows: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         from_lists(rows)

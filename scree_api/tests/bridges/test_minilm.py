@@ -1,4 +1,7 @@
-"""MiniLM's own weights in transformers' BERT, on real paragraphs; fetches the demo's weights (83 MB) the first time."""
+"""MiniLM's weights in the BERT model of transformers, on real paragraphs.
+
+The first run downloads the weights of the demo (83 MB).
+"""
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ CONFIG = dict(
 
 
 @pytest.mark.parametrize("peer", ["sdpa", "eager"])
-def test_paragraphs_are_embedded_alike(peer: str) -> None:
+def test_embeddings_agree_with_transformers(peer: str) -> None:
     bridge.register()
     fetched = weights.fetch()
     state = load_file(fetched / "model.safetensors")
@@ -35,17 +38,19 @@ def test_paragraphs_are_embedded_alike(peer: str) -> None:
         assert all("_ids" in name for name in missing)
         return made
 
-    rows = text.word_pieces(fetched / "tokenizer.json")(text.sample(text.paragraphs(), 32, seed=0))
-    tokens = scree.pack([torch.tensor(row) for row in rows])
+    token_ids = text.word_pieces(fetched / "tokenizer.json")(
+        text.sample(text.paragraphs(), 32, seed=0)
+    )
+    tokens = scree.pack([torch.tensor(row) for row in token_ids])
     padded, mask = to_hf_padded(tokens)
     flat = to_hf_flattened(tokens)
     with torch.no_grad():
         expected = model(peer)(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()]
-        ours = model("scree")
-        found = [
-            ours(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()],
-            ours(**flat).last_hidden_state[0],
+        scree_model = model("scree")
+        results = [
+            scree_model(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()],
+            scree_model(**flat).last_hidden_state[0],
         ]
     bound = 32 * np.finfo(np.float32).eps * float(expected.abs().max())  # six layers of float32
-    for x in found:
+    for x in results:
         assert float((x - expected).abs().max()) < bound

@@ -1,45 +1,47 @@
-"""CSR matrices there and back, on the same memory."""
+"""Round trips of CSR matrices, on shared memory."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged_cases import arrays, assert_same, few, filled
+from ragged_cases import arrays, assert_same, few_examples, make_values
 from scipy import sparse
 
 import scree
 from scree.bridges import from_scipy, to_scipy
 
 
-@few
+@few_examples
 @given(
-    columns=arrays(dtypes=("int32", "int64"), ragged=False, rests=((),), strides=("plain",)),
+    columns=arrays(
+        dtypes=("int32", "int64"), ragged=False, element_shapes=((),), strides=("plain",)
+    ),
     dtype=st.sampled_from(("bool", "int8", "int64", "float32", "float64", "complex64")),
 )
-def test_there_and_back_on_the_same_memory(columns: scree.Array, dtype: str) -> None:
+def test_round_trip_shares_memory(columns: scree.Array, dtype: str) -> None:
     columns = scree.Array(
         columns.values, columns.offsets.astype(columns.dtype)
     )  # SciPy keeps one dtype for both
-    values = columns.with_values(filled((columns.total_length,), dtype))
+    values = columns.with_values(make_values((columns.total_length,), dtype))
     matrix = to_scipy(columns, values, 97)
     assert matrix.shape == (columns.batch_size, 97)
     back = from_scipy(matrix)
-    for found, given_ in zip(back, (columns, values), strict=True):
-        assert_same(found, given_)
-        assert np.shares_memory(found.values, given_.values) or not given_.size
+    for converted, original in zip(back, (columns, values), strict=True):
+        assert_same(converted, original)
+        assert np.shares_memory(converted.values, original.values) or not original.size
     assert back[0].layout is back[1].layout
 
 
-def test_a_dense_matrix_is_its_entries() -> None:
-    dense = np.where(filled((5, 7), "int64") % 3 == 0, filled((5, 7), "int64"), 0)
+def test_from_scipy_of_a_dense_matrix() -> None:
+    dense = np.where(make_values((5, 7), "int64") % 3 == 0, make_values((5, 7), "int64"), 0)
     dense[2] = 0
     columns, values = from_scipy(sparse.csr_matrix(dense))
-    for row, where, what in zip(dense, columns, values, strict=True):
-        np.testing.assert_array_equal(where, np.flatnonzero(row))
-        np.testing.assert_array_equal(what, row[row != 0])
+    for row, row_columns, row_values in zip(dense, columns, values, strict=True):
+        np.testing.assert_array_equal(row_columns, np.flatnonzero(row))
+        np.testing.assert_array_equal(row_values, row[row != 0])
 
 
-def test_what_does_not_fit_raises() -> None:
+def test_invalid_argument_raises() -> None:
     columns = scree.from_lengths(np.asarray([0, 3]), [1, 1])
     with pytest.raises(TypeError, match=r"convert it with tocsr\(\)"):
         from_scipy(sparse.csc_array(np.eye(2)))

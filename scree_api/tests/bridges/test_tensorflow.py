@@ -1,6 +1,7 @@
-"""RaggedTensors there and back: of a stand-in with the attributes in question, and of TensorFlow where it is installed.
+"""Round trips of RaggedTensors: of a stand-in class, and of TensorFlow if it is installed.
 
-TensorFlow takes more than a gigabyte of disk, so that it has an environment of its own: ``nox -s tensorflow``.
+TensorFlow takes more than a gigabyte of disk, so it has a separate environment:
+``nox -s tensorflow``.
 """
 
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from ragged_cases import arrays, assert_same, few
+from ragged_cases import arrays, assert_same, few_examples
 
 import scree
 from scree.bridges import from_tensorflow, to_tensorflow
@@ -19,7 +20,7 @@ from scree.bridges.dlpack import on_host
 
 
 class RaggedTensor:
-    """What the bridge uses of `tf.RaggedTensor`."""
+    """The part of `tf.RaggedTensor` that the bridge uses."""
 
     ragged_rank = 1
 
@@ -30,23 +31,23 @@ class RaggedTensor:
         return self
 
 
-@pytest.mark.parametrize("real", [False, True] if find_spec("tensorflow") else [False])
-@few
+@pytest.mark.parametrize("installed", [False, True] if find_spec("tensorflow") else [False])
+@few_examples
 @given(arr=arrays())
-def test_there_and_back(real: bool, arr: scree.Array) -> None:
-    first = on_host(arr)
+def test_round_trip_shares_memory(installed: bool, arr: scree.Array) -> None:
+    expected = on_host(arr)
     with pytest.MonkeyPatch.context() as patch:
-        if not real:
+        if not installed:
             patch.setitem(sys.modules, "tensorflow", SimpleNamespace(RaggedTensor=RaggedTensor))
         tensor = to_tensorflow(arr)
     back = from_tensorflow(tensor)
     assert np.shares_memory(back.values, np.asarray(tensor.values)) or not arr.size
     assert np.shares_memory(back.offsets, np.asarray(tensor.row_splits))
     assert back.offsets.dtype == arr.offsets.dtype
-    assert_same(back, scree.Array(first.values, first.offsets))
+    assert_same(back, scree.Array(expected.values, expected.offsets))
 
 
-def test_what_has_no_form_raises() -> None:
+def test_from_tensorflow_unsupported_tensor_raises() -> None:
     with pytest.raises(TypeError, match="tensor: expected a RaggedTensor, got ndarray"):
         from_tensorflow(np.zeros((2, 3)))
     with pytest.raises(TypeError, match="tensor: expected one ragged axis, got 2"):

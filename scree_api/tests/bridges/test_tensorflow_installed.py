@@ -1,4 +1,4 @@
-"""RaggedTensors of TensorFlow itself, in the environment of ``nox -s tensorflow``."""
+"""Round trips of TensorFlow's RaggedTensors, in the environment of ``nox -s tensorflow``."""
 
 import pytest
 import tensorflow as tf
@@ -6,7 +6,7 @@ import tensorflow as tf
 from scree.bridges import from_tensorflow, to_tensorflow
 
 
-def test_ragged_tensors_of_tensorflow() -> None:
+def test_round_trip_of_tensorflow_tensors() -> None:
     arr = from_tensorflow(tf.ragged.constant([[1, 2], [], [3]]))
     assert arr.values.tolist() == [1, 2, 3]
     assert arr.lengths.tolist() == [2, 0, 1]

@@ -1,4 +1,4 @@
-"""Nested tensors there and back, with memory and gradients; and a ragged array as the batch of a DataLoader."""
+"""Round trips of nested tensors, and ragged arrays as batches of a DataLoader."""
 
 import pickle
 from functools import partial
@@ -7,21 +7,21 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from hypothesis import given
-from ragged_cases import arrays, assert_same, few
+from ragged_cases import arrays, assert_same, few_examples
 
 import scree
 import scree.data
 from scree.bridges import from_torch_nested, to_torch_nested
 
 
-def rows() -> scree.Array:
+def make_array() -> scree.Array:
     values = torch.arange(12.0).reshape(6, 2).requires_grad_()
     return scree.from_lengths(values, [3, 0, 2, 1])
 
 
-@few
+@few_examples
 @given(arr=arrays())
-def test_jagged_there_and_back_shares_everything(arr: scree.Array) -> None:
+def test_jagged_round_trip_shares_memory(arr: scree.Array) -> None:
     arr = arr.to_backend("torch")
     nested = to_torch_nested(arr)
     assert nested.layout == torch.jagged
@@ -35,9 +35,9 @@ def test_jagged_there_and_back_shares_everything(arr: scree.Array) -> None:
     assert_same(back, arr)
 
 
-@few
+@few_examples
 @given(arr=arrays(dtypes=("float32", "float16", "int64", "bool")))
-def test_strided_there_and_back(arr: scree.Array) -> None:
+def test_strided_round_trip(arr: scree.Array) -> None:
     arr = arr.to_backend("torch")
     if not arr.batch_size:
         with pytest.raises(ValueError, match="at least one row"):
@@ -47,7 +47,7 @@ def test_strided_there_and_back(arr: scree.Array) -> None:
     back = from_torch_nested(nested)
     if (
         len(set(arr.lengths.tolist())) == 1 and arr.ragged_dim
-    ):  # no axis differs: the first counts as ragged
+    ):  # no axis differs: the first is ragged
         assert back.ragged_dim == 0
     else:
         assert_same(back, arr)
@@ -57,13 +57,13 @@ def test_strided_there_and_back(arr: scree.Array) -> None:
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_gradients_pass_both_ways(layout: torch.layout) -> None:
-    arr = rows()
+    arr = make_array()
     back = from_torch_nested(to_torch_nested(arr, layout=layout))
     (back.values * torch.arange(6.0)[:, None]).sum().backward()
     assert torch.equal(arr.values.grad, torch.arange(6.0)[:, None].expand(6, 2))
 
 
-def test_strided_of_another_ragged_axis_passes_gradients() -> None:
+def test_strided_with_another_ragged_axis_passes_gradients() -> None:
     values = torch.arange(12.0).reshape(2, 6).requires_grad_()
     arr = scree.from_lengths(values, [3, 0, 2, 1], ragged_dim=1)
     back = from_torch_nested(to_torch_nested(arr, layout=torch.strided))
@@ -72,7 +72,7 @@ def test_strided_of_another_ragged_axis_passes_gradients() -> None:
     assert torch.equal(values.grad, torch.arange(6.0).expand(2, 6))
 
 
-def test_a_transposed_jagged_tensor_is_shared() -> None:
+def test_from_torch_nested_transposed_shares_memory() -> None:
     nested = torch.nested.nested_tensor(
         [torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged
     ).transpose(1, 2)
@@ -82,7 +82,7 @@ def test_a_transposed_jagged_tensor_is_shared() -> None:
     assert all(torch.equal(a, b) for a, b in zip(arr, nested.unbind(), strict=True))
 
 
-def test_holes_are_packed_with_gradients() -> None:
+def test_from_torch_nested_with_holes_packs_with_gradients() -> None:
     dense = torch.arange(24.0).reshape(3, 4, 2).requires_grad_()
     start, length = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1])
     nested = torch.nested.narrow(dense, 1, start, length, layout=torch.jagged)
@@ -95,7 +95,7 @@ def test_holes_are_packed_with_gradients() -> None:
     assert torch.equal(dense.grad[0, 1:3], torch.ones(2, 2))
 
 
-def test_holes_of_a_transposed_tensor_are_packed() -> None:
+def test_from_torch_nested_transposed_with_holes_packs() -> None:
     dense = torch.arange(24.0).reshape(3, 4, 2)
     start, length = torch.tensor([1, 0, 2]), torch.tensor([2, 0, 1])
     arr = from_torch_nested(
@@ -105,15 +105,15 @@ def test_holes_of_a_transposed_tensor_are_packed() -> None:
     assert torch.equal(arr.values, torch.cat([dense[0, 1:3], dense[2, 2:3]]).T)
 
 
-def test_two_arrays_on_one_layout_stay_together() -> None:
-    arr = rows()
+def test_to_torch_nested_of_one_layout_has_one_ragged_size() -> None:
+    arr = make_array()
     total = to_torch_nested(arr) + to_torch_nested(
         arr.with_values(arr.values * 2)
-    )  # torch refuses other ragged sizes
+    )  # torch refuses different ragged sizes
     assert torch.equal(total.values(), arr.values * 3)
 
 
-def test_what_is_no_nested_tensor_raises() -> None:
+def test_invalid_argument_raises() -> None:
     with pytest.raises(TypeError, match="nested: expected a nested tensor"):
         from_torch_nested(torch.ones(2, 3))
     with pytest.raises(ValueError, match="differ along one axis"):
@@ -123,13 +123,13 @@ def test_what_is_no_nested_tensor_raises() -> None:
     with pytest.raises(ValueError, match="at least one component"):
         from_torch_nested(torch.nested.nested_tensor([], layout=torch.strided))
     with pytest.raises(ValueError, match="layout: expected"):
-        to_torch_nested(rows(), layout=torch.sparse_coo)
+        to_torch_nested(make_array(), layout=torch.sparse_coo)
     with pytest.raises(TypeError, match="expected an array on torch, got one on numpy"):
-        scree.from_lengths(rows().values.detach().numpy(), [6]).to("cpu")
+        scree.from_lengths(make_array().values.detach().numpy(), [6]).to("cpu")
 
 
-def test_to_takes_what_a_tensor_takes() -> None:
-    arr = rows()
+def test_to_accepts_the_arguments_of_a_tensor() -> None:
+    arr = make_array()
     assert arr.to("cpu") is arr
     half = arr.to("cpu", torch.float16, non_blocking=True)
     assert half.dtype == torch.float16
@@ -143,32 +143,32 @@ def test_to_takes_what_a_tensor_takes() -> None:
     assert arr.to(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_gradients_pass_from_device_to_device_and_dtype_to_dtype() -> None:
-    arr = rows()
-    for moved in (
+def test_to_passes_gradients() -> None:
+    arr = make_array()
+    for converted in (
         arr.to("cpu", torch.float64),
         arr.to(torch.float16, copy=True),
         arr.to_device("cpu"),
         arr.to_backend("torch"),
     ):
         arr.values.grad = None
-        moved.values.sum().backward()
+        converted.values.sum().backward()
         assert torch.equal(arr.values.grad, torch.ones(6, 2))
 
 
-def test_a_data_loader_takes_it_for_a_batch() -> None:
+def test_data_loader_with_pack_as_collate_fn() -> None:
     texts = [torch.arange(n) for n in (3, 1, 4, 1, 5)]
     batches = list(torch.utils.data.DataLoader(texts, batch_size=2, collate_fn=scree.pack))
     assert [batch.lengths.tolist() for batch in batches] == [[3, 1], [4, 1], [5]]
     assert torch.equal(torch.cat([batch.values for batch in batches]), torch.cat(texts))
-    for batch in batches:  # as a worker sends it
+    for batch in batches:  # as a worker process sends it
         assert_same(pickle.loads(ForkingPickler.dumps(batch)), batch)
 
 
-# ---------------------------------------------------------------------------------------------------- on a device
+# ---------------------------------------------------------------- on a device
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_pins_ragged_batches(workers: int) -> None:
+def test_data_loader_pins_ragged_batches(workers: int) -> None:
     samples = [
         {"ids": torch.arange(n), "weight": torch.ones(n, 2) * n, "label": n}
         for n in (3, 1, 4, 1, 5)
@@ -193,21 +193,21 @@ def test_a_data_loader_pins_ragged_batches(workers: int) -> None:
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda.set_sync_debug_mode(
                     "error"
-                )  # a copy from pinned memory waits for nothing
+                )  # a copy from pinned memory does not synchronize
                 try:
-                    there = arr.to("cuda", non_blocking=True)
-                    there.record_stream(torch.cuda.current_stream())
-                    assert there.layout.host is not None  # what is known on the host stays known
+                    copied = arr.to("cuda", non_blocking=True)
+                    copied.record_stream(torch.cuda.current_stream())
+                    assert copied.layout.host is not None  # offsets known on the host stay known
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
-            assert there.device.type == "cuda"
-            assert_same(there.to_numpy(), arr)
+            assert copied.device.type == "cuda"
+            assert_same(copied.to_numpy(), arr)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors_of_a_device(layout: torch.layout) -> None:
+def test_nested_round_trip_on_a_device(layout: torch.layout) -> None:
     arr = scree.from_lengths(
         torch.arange(12.0, device="cuda").reshape(6, 2).requires_grad_(), [3, 0, 2, 1]
     )

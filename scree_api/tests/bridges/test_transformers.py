@@ -1,4 +1,4 @@
-"""Small random models of transformers on scree: the same as on `sdpa` and `eager`, one sequence at a time or padded."""
+"""Small random models of transformers on scree, compared with `sdpa` and `eager`."""
 
 from copy import deepcopy
 from functools import cache, partial
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ragged_cases import assert_as_close
+from ragged_cases import assert_as_accurate
 
 import scree
 from scree.bridges import to_hf_flattened, to_hf_padded
@@ -28,7 +28,9 @@ GROUPED = SIZE | dict(num_key_value_heads=2)
 GEMMA = GROUPED | dict(head_dim=16, sliding_window=4, query_pre_attn_scalar=16)
 MODELS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**GROUPED),
-    "qwen2": lambda: transformers.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
@@ -51,14 +53,14 @@ bridge.register()
 def model(
     name: str, attention: str, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The model with one kind of attention; equal weights for all kinds."""
+    """Return the model with one attention implementation; the weights are equal for all."""
     config = MODELS[name]()
     config._attn_implementation = attention
     torch.manual_seed(0)
-    kind = (
+    model_class = (
         transformers.AutoModelForCausalLM if name in DECODERS else transformers.AutoModelForMaskedLM
     )
-    return kind.from_config(config, attn_implementation=attention).eval().to(device, dtype)
+    return model_class.from_config(config, attn_implementation=attention).eval().to(device, dtype)
 
 
 def tokens() -> scree.Array:
@@ -69,7 +71,7 @@ def tokens() -> scree.Array:
 def batches(
     name: str, side: str = "right", device: str = "cpu"
 ) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
-    """The tokens as a flattened and as a padded batch, with the mask of the latter."""
+    """Return the tokens as a flattened and as a padded batch, and the mask of the padded one."""
     padded, mask = (x.to(device) for x in to_hf_padded(tokens(), side=side))
     places = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if name in DECODERS else {}
     return (
@@ -85,55 +87,55 @@ def peers(name: str) -> list[str]:
     )  # sdpa has no softcap and no sinks
 
 
-def gradients(of: Any) -> list[torch.Tensor]:
-    found = [p.grad for p in of.parameters() if p.grad is not None]
-    of.zero_grad(set_to_none=True)
-    return found
+def gradients(module: Any) -> list[torch.Tensor]:
+    results = [p.grad for p in module.parameters() if p.grad is not None]
+    module.zero_grad(set_to_none=True)
+    return results
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padded_batches(name: str, side: str) -> None:
-    _, padded, real = batches(name, side)
-    found = {}
+def test_padded_batch_agrees_with_peers(name: str, side: str) -> None:
+    _, padded, is_token = batches(name, side)
+    results = {}
     for attention in ("scree", *peers(name)):
-        logits = model(name, attention)(**padded).logits[real]
+        logits = model(name, attention)(**padded).logits[is_token]
         logits.square().mean().backward()
-        found[attention] = logits, gradients(model(name, attention))
+        results[attention] = logits, gradients(model(name, attention))
     for attention in peers(name):
-        torch.testing.assert_close(found["scree"], found[attention])
+        torch.testing.assert_close(results["scree"], results[attention])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flattened_batches_are_sequences_one_by_one(name: str) -> None:
+def test_flattened_batch_agrees_with_single_sequences(name: str) -> None:
     ids = tokens()
     flat = to_hf_flattened(ids)
-    ours = model(name, "scree")
-    logits = ours(**flat).logits
+    scree_model = model(name, "scree")
+    logits = scree_model(**flat).logits
     logits.square().mean().backward()
-    mine = gradients(ours)
+    scree_gradients = gradients(scree_model)
     for attention in peers(name):
-        theirs = model(name, attention)
-        alone = torch.cat([theirs(input_ids=row[None]).logits[0] for row in ids])
-        torch.testing.assert_close(logits[0], alone)
-        alone.square().mean().backward()
-        torch.testing.assert_close(mine, gradients(theirs))
+        peer_model = model(name, attention)
+        expected = torch.cat([peer_model(input_ids=row[None]).logits[0] for row in ids])
+        torch.testing.assert_close(logits[0], expected)
+        expected.square().mean().backward()
+        torch.testing.assert_close(scree_gradients, gradients(peer_model))
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_positions_alone_tell_the_sequences_of_a_flattened_batch(
-    name: str, use_cache: bool
-) -> None:
+def test_flattened_batch_from_position_ids_alone(name: str, use_cache: bool) -> None:
     flat = to_hf_flattened(tokens())
-    whole = model(name, "scree")(**flat).logits
-    some = {key: flat[key] for key in ("input_ids", "position_ids")}
-    torch.testing.assert_close(model(name, "scree")(**some, use_cache=use_cache).logits, whole)
+    expected = model(name, "scree")(**flat).logits
+    without_offsets = {key: flat[key] for key in ("input_ids", "position_ids")}
+    torch.testing.assert_close(
+        model(name, "scree")(**without_offsets, use_cache=use_cache).logits, expected
+    )
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
-def test_generate_with_a_cache(name: str, implementation: str) -> None:
+def test_generate_with_a_cache_agrees_with_peers(name: str, implementation: str) -> None:
     ids, mask = to_hf_padded(tokens(), side="left")
     options = dict(
         attention_mask=mask,
@@ -144,14 +146,14 @@ def test_generate_with_a_cache(name: str, implementation: str) -> None:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    ours = model(name, "scree").generate(ids, **options)
+    actual = model(name, "scree").generate(ids, **options)
     for attention in peers(name):
-        theirs = model(name, attention).generate(ids, **options)
-        assert torch.equal(ours.sequences, theirs.sequences)
-        torch.testing.assert_close(ours.logits, theirs.logits)
+        expected = model(name, attention).generate(ids, **options)
+        assert torch.equal(actual.sequences, expected.sequences)
+        torch.testing.assert_close(actual.logits, expected.logits)
 
 
-def test_an_encoder_and_a_decoder() -> None:
+def test_encoder_decoder_model_agrees_with_peers() -> None:
     config = transformers.BartConfig(
         vocab_size=60,
         d_model=32,
@@ -178,7 +180,7 @@ def test_an_encoder_and_a_decoder() -> None:
     torch.testing.assert_close(logits[0], logits[2])
 
 
-def test_without_padding_and_in_inference_mode() -> None:
+def test_inference_mode_without_a_mask_agrees_with_sdpa() -> None:
     ids = tokens().values[None]
     with torch.inference_mode():
         torch.testing.assert_close(
@@ -187,63 +189,63 @@ def test_without_padding_and_in_inference_mode() -> None:
 
 
 def compiled(name: str, device: str = "cpu", **options: Any) -> Any:
-    """Both kinds of batches through a model that is compiled as one graph: logits, and gradients of the parameters."""
-    flat, padded, real = batches(name, "left", device)
+    """Yield logits and gradients of the compiled and the plain model, for both kinds of batches."""
+    flat, padded, is_token = batches(name, "left", device)
     plain = model(name, "scree", device)
-    whole = torch.compile(plain, fullgraph=True, **options)
-    for batch, at in ((flat, 0), (padded, real)):
-        found = []
-        for f in (whole, plain):
+    compiled_model = torch.compile(plain, fullgraph=True, **options)
+    for batch, at in ((flat, 0), (padded, is_token)):
+        results = []
+        for f in (compiled_model, plain):
             logits = f(**batch, use_cache=False).logits[at]
             logits.square().mean().backward()
-            found.append([logits, *gradients(plain)])
-        yield found
+            results.append([logits, *gradients(plain)])
+        yield results
 
 
-@pytest.mark.parametrize("causal, length, room", [(False, 7, 7), (True, 7, 7), (True, 3, 9)])
-def test_padding_that_nobody_reads_is_as_that_which_is_read(
-    causal: bool, length: int, room: int
+@pytest.mark.parametrize("causal, length, kv_length", [(False, 7, 7), (True, 7, 7), (True, 3, 9)])
+def test_compacted_attention_agrees_with_sequence_attention(
+    causal: bool, length: int, kv_length: int
 ) -> None:
-    """One compiled layer, on masks of every kind; the queries are the last of 7 keys, behind which a cache has room."""
+    """Compare one compiled layer on random masks; the queries are the last of 7 keys of a cache."""
     options = {"causal": causal, "window": None, "scale": None, "softcap": None}
-    compacted = torch.compile(bridge._compacted, backend="eager", fullgraph=True)
+    compacted = torch.compile(bridge.compacted_attention, backend="eager", fullgraph=True)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(4 * n, heads, 8, generator=generator)
-        for n, heads in ((length, 4), (room, 2), (room, 2))
+        for n, heads in ((length, 4), (kv_length, 2), (kv_length, 2))
     )
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    for share in (0.0, 0.2, 0.5, 0.8, 1.0):
-        real = torch.rand(4, 7, generator=generator) < share
-        found = [
-            compacted(*qkv, 4, real, options),
-            bridge._by_sequence(*qkv, 4, real, None, False, options),
+    for probability in (0.0, 0.2, 0.5, 0.8, 1.0):
+        key_mask = torch.rand(4, 7, generator=generator) < probability
+        results = [
+            compacted(*qkv, 4, key_mask, options),
+            bridge.sequence_attention(*qkv, 4, key_mask, None, False, options),
         ]
-        weight = torch.randn(found[0].shape, generator=generator)
-        torch.testing.assert_close(*found)
+        weight = torch.randn(results[0].shape, generator=generator)
+        torch.testing.assert_close(*results)
         torch.testing.assert_close(
-            *(torch.autograd.grad((x * weight).sum(), qkv, materialize_grads=True) for x in found)
+            *(torch.autograd.grad((x * weight).sum(), qkv, materialize_grads=True) for x in results)
         )
 
 
 @pytest.mark.parametrize("name, backend", [("llama", "aot_eager"), ("gemma3", "eager")])
-def test_a_model_compiles_as_one_graph(name: str, backend: str) -> None:
-    for ours, plain in compiled(name, backend=backend):
-        torch.testing.assert_close(ours, plain)
+def test_model_compiles_as_one_graph(name: str, backend: str) -> None:
+    for actual, expected in compiled(name, backend=backend):
+        torch.testing.assert_close(actual, expected)
 
 
-def test_a_compiled_window_sees_no_gaps_either() -> None:
+def test_compiled_window_with_gaps_raises() -> None:
     ids, mask = to_hf_padded(tokens())
     mask[2, 4] = 0
-    whole = torch.compile(model("gemma3", "scree"), backend="eager", fullgraph=True)
+    compiled_model = torch.compile(model("gemma3", "scree"), backend="eager", fullgraph=True)
     with (
-        pytest.raises(RuntimeError, match="attention_mask: expected padding before or behind"),
+        pytest.raises(RuntimeError, match="attention_mask: expected padding before or after"),
         torch.no_grad(),
     ):
-        whole(ids, attention_mask=mask, use_cache=False)
+        compiled_model(ids, attention_mask=mask, use_cache=False)
 
 
-def test_what_it_cannot_do_raises() -> None:
+def test_unsupported_arguments_raise() -> None:
     ids, mask = to_hf_padded(tokens())
     llama = model("llama", "scree")
     with pytest.raises(ValueError, match=r"attention_mask: expected \(batch, length\) of 0 and 1"):
@@ -252,42 +254,49 @@ def test_what_it_cannot_do_raises() -> None:
         llama(ids, cu_seq_lens_q=torch.tensor([0, 12], dtype=torch.int32))
     gaps = mask.clone()
     gaps[2, 4] = 0
-    with pytest.raises(ValueError, match="attention_mask: expected padding before or behind"):
+    with pytest.raises(ValueError, match="attention_mask: expected padding before or after"):
         model("gemma2", "scree")(ids, attention_mask=gaps)
     for name in ("dropout", "position_bias", "cache"):
         with pytest.raises(ValueError, match=f"^{name}: scree's attention does not support it"):
             bridge.forward(llama, *(torch.ones(1, 1, 2, 8) for _ in range(3)), None, **{name: 0.5})
     from transformers.masking_utils import causal_mask_function, chunked_overlay, or_masks
 
-    either = or_masks(causal_mask_function, causal_mask_function)
-    for function in (chunked_overlay(2, torch.zeros(1)), either, partial(causal_mask_function, 0)):
-        with pytest.raises(ValueError, match="attention_mask: scree knows no mask like"):
+    unsupported_mask = or_masks(causal_mask_function, causal_mask_function)
+    for function in (
+        chunked_overlay(2, torch.zeros(1)),
+        unsupported_mask,
+        partial(causal_mask_function, 0),
+    ):
+        with pytest.raises(
+            ValueError, match="attention_mask: expected a causal, windowed, padded or packed mask"
+        ):
             bridge.mask(1, 4, 4, mask_function=function)
     phimoe = transformers.PhimoeConfig(
         **GROUPED, sliding_window=4, num_local_experts=2, attn_implementation="scree"
     )
     with pytest.raises(ValueError, match="sliding_window: expected the window from the layer too"):
         transformers.AutoModelForCausalLM.from_config(phimoe, attn_implementation="scree")(ids)
-    with pytest.raises(ValueError, match="is not supported"):  # in transformers' own words
+    with pytest.raises(ValueError, match="is not supported"):  # the message of transformers
         llama.generate_batch([[5, 6, 7], [8, 9]], max_new_tokens=2)
     with pytest.raises(ValueError, match="name: expected"):
         bridge.register("my_flash")
 
 
-def test_gaps_in_a_mask_without_a_window() -> None:
+def test_mask_with_gaps_without_a_window_agrees_with_sdpa() -> None:
     ids, mask = to_hf_padded(tokens())
     mask[2, 4] = mask[0, 0] = 0
-    real = mask.bool()
-    ours, theirs = (
-        model("llama", name)(ids, attention_mask=mask).logits[real] for name in ("scree", "sdpa")
+    is_token = mask.bool()
+    actual, expected = (
+        model("llama", name)(ids, attention_mask=mask).logits[is_token]
+        for name in ("scree", "sdpa")
     )
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(actual, expected)
 
 
-# ---------------------------------------------------------------------------------------------------- on a device
+# ---------------------------------------------------------------- on a device
 @pytest.fixture
 def providers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Who ran the attention of a model."""
+    """Collect the providers of the attention calls of a model."""
     seen, attention = set(), bridge.attention
 
     def watched(*arrays: Any, **options: Any) -> Any:
@@ -298,35 +307,38 @@ def providers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-def with_gradients(of: Any, logits: torch.Tensor) -> list[torch.Tensor]:
+def with_gradients(module: Any, logits: torch.Tensor) -> list[torch.Tensor]:
     logits.double().square().mean().backward()
-    return [logits, *gradients(of)]
+    return [logits, *gradients(module)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda_by_triton(name: str, dtype: torch.dtype, providers: set[str]) -> None:
-    flat, padded, real = batches(name, device="cuda")
-    ours, theirs, eager = (
+def test_models_on_cuda_run_on_triton(name: str, dtype: torch.dtype, providers: set[str]) -> None:
+    flat, padded, is_token = batches(name, device="cuda")
+    scree_model, peer_model, eager = (
         model(name, attention, "cuda", dtype) for attention in ("scree", peers(name)[-1], "eager")
     )
-    wide = deepcopy(eager).to(torch.float64 if dtype == torch.float32 else torch.float32)
+    exact_model = deepcopy(eager).to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact = with_gradients(
-        wide, torch.cat([wide(input_ids=row[None].cuda()).logits[0] for row in tokens()])
+        exact_model,
+        torch.cat([exact_model(input_ids=row[None].cuda()).logits[0] for row in tokens()]),
     )
-    peer = with_gradients(theirs, theirs(**padded).logits[real])
-    for logits in (ours(**padded).logits[real], ours(**flat).logits[0]):
-        found = with_gradients(ours, logits)
-        assert_as_close(found[0], peer[0], exact[0])
-        assert_as_close(found[1:], peer[1:], exact[1:])
+    peer = with_gradients(peer_model, peer_model(**padded).logits[is_token])
+    for logits in (scree_model(**padded).logits[is_token], scree_model(**flat).logits[0]):
+        results = with_gradients(scree_model, logits)
+        assert_as_accurate(results[0], peer[0], exact[0])
+        assert_as_accurate(results[1:], peer[1:], exact[1:])
     assert providers == {"triton"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
-def test_generate_on_cuda(name: str, implementation: str, providers: set[str]) -> None:
+def test_generate_on_cuda_runs_on_triton(
+    name: str, implementation: str, providers: set[str]
+) -> None:
     ids, mask = to_hf_padded(tokens(), side="left")
     options = dict(
         attention_mask=mask.cuda(),
@@ -337,17 +349,17 @@ def test_generate_on_cuda(name: str, implementation: str, providers: set[str]) -
         return_dict_in_generate=True,
         output_logits=True,
     )
-    ours, theirs = (
+    actual, expected = (
         model(name, attention, "cuda").generate(ids.cuda(), **options)
         for attention in ("scree", peers(name)[-1])
     )
-    assert torch.equal(ours.sequences, theirs.sequences)
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(actual.sequences, expected.sequences)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=1e-4, atol=1e-4)
     assert providers == {"triton"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, backend", [("llama", "inductor"), ("gemma3", "aot_eager")])
-def test_one_graph_on_cuda(name: str, backend: str) -> None:
-    for ours, plain in compiled(name, "cuda", backend=backend):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+def test_model_compiles_as_one_graph_on_cuda(name: str, backend: str) -> None:
+    for actual, expected in compiled(name, "cuda", backend=backend):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

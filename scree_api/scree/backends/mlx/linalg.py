@@ -1,4 +1,8 @@
-"""Linear algebra of the standard over ``mlx.core``: products that take integers, too, and the extension ``linalg``."""
+"""Linear algebra of the Array API standard for ``mlx.core``, including its ``linalg`` extension.
+
+MLX multiplies inexact dtypes only, its solvers do not broadcast, and several functions of the
+standard are missing. This module fills those gaps.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from .sums import axes_of, sum
+from .reductions import axes_of, sum
 
 Array: TypeAlias = mx.array
 Dtype: TypeAlias = mx.Dtype
 
 
 def matmul(x1: Array, x2: Array, /) -> Array:
-    """Take integers, by a broadcast product: O(n k m) memory."""
+    """Return the matrix product; integers go by a broadcast product of O(n k m) memory."""
     dtype = mx.result_type(x1, x2)
     if mx.issubdtype(dtype, mx.inexact):
         return mx.matmul(x1, x2)
@@ -31,7 +35,7 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 
 
 def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
-    """Take integers."""
+    """Return the tensor contraction, for integers too."""
     in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
     in1, in2 = axes_of(x1, tuple(in1)), axes_of(x2, tuple(in2))
     out1, out2 = (
@@ -45,7 +49,7 @@ def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
-    """Take integers; accurate over long float axes."""
+    """Return the vector dot product, for integers too; accurate over long float axes."""
     if x1.shape[axis] != x2.shape[axis]:
         raise ValueError(
             f"vecdot of shapes {x1.shape} and {x2.shape}: the sizes of axis {axis} differ"
@@ -95,16 +99,17 @@ _EIG = namedtuple("_EIG", "eigenvalues eigenvectors")
 _SLOGDET = namedtuple("_SLOGDET", "sign logabsdet")
 
 
-def _named(fn: Callable[..., Any], kind: Any) -> Callable[..., Any]:
-    return functools.wraps(fn)(lambda x, /: kind(*fn(x)))
+def _returning(result: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with its results in the namedtuple ``result``."""
+    return functools.wraps(fn)(lambda x, /: result(*fn(x)))
 
 
 def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
-    """``complete`` is the reduced one of ``[x, identity]``, whose R is cut."""
+    """Return Q and R; ``complete`` takes the reduced factors of ``[x, identity]`` and cuts R."""
     rows, cols = x.shape[-2:]
     if mode == "complete" and rows > cols:
-        one = mx.broadcast_to(mx.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
-        q, r = mx.linalg.qr(mx.concat([x, one], -1))
+        identity = mx.broadcast_to(mx.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))
+        q, r = mx.linalg.qr(mx.concat([x, identity], -1))
         r = r[..., :cols]
     else:
         q, r = mx.linalg.qr(x)
@@ -121,33 +126,33 @@ def _svdvals(x: Array, /) -> Any:
     return mx.linalg.svd(x, compute_uv=False)
 
 
-def _large(x: Array, s: Array, rtol: Any) -> Array:
-    """Which singular values ``s`` of ``x`` are not noise."""
+def _is_nonzero_singular_value(x: Array, s: Array, rtol: Any) -> Array:
+    """Return which singular values ``s`` of ``x`` exceed the tolerance."""
     rtol = max(x.shape[-2:]) * mx.finfo(s.dtype).eps if rtol is None else rtol
     return s > mx.max(s, -1, True) * (rtol[..., None] if isinstance(rtol, mx.array) else rtol)
 
 
 def _matrix_rank(x: Array, /, *, rtol: Any = None) -> Array:
-    return mx.sum(_large(x, _svdvals(x), rtol), -1)
+    return mx.sum(_is_nonzero_singular_value(x, _svdvals(x), rtol), -1)
 
 
 def _pinv(x: Array, /, *, rtol: Any = None) -> Array:
     u, s, vh = _svd(x, full_matrices=False)
-    keep = _large(x, s, rtol)
+    keep = _is_nonzero_singular_value(x, s, rtol)
     inverse = mx.where(keep, 1 / mx.where(keep, s, mx.ones_like(s)), mx.zeros_like(s))
     return mx.matmul(mx.conj(vh).mT * inverse[..., None, :], mx.conj(u).mT)
 
 
 def _solve(x1: Array, x2: Array, /) -> Array:
-    """Broadcast the stacks."""
+    """Return the solution of linear systems; broadcasts the batch axes."""
     b = x2[..., None] if x2.ndim == 1 else x2
-    stack = mx.broadcast_shapes(x1.shape[:-2], b.shape[:-2])
-    out = mx.linalg.solve(*(mx.broadcast_to(a, (*stack, *a.shape[-2:])) for a in (x1, b)))
+    batch = mx.broadcast_shapes(x1.shape[:-2], b.shape[:-2])
+    out = mx.linalg.solve(*(mx.broadcast_to(a, (*batch, *a.shape[-2:])) for a in (x1, b)))
     return out[..., 0] if x2.ndim == 1 else out
 
 
-def narrowing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``fn`` warn of float64, where MLX narrows the result to complex64 without a word."""
+def warn_on_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``fn`` warn on float64 input, whose result MLX silently narrows to complex64."""
 
     @functools.wraps(fn)
     def checked(x: Array, /, *args: Any, **kwargs: Any) -> Any:
@@ -163,20 +168,24 @@ def narrowing(fn: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def extension(library: Any, same: str, *functions: Callable[..., Any]) -> ModuleType:
-    """An extension of the standard: what `library` has right, and functions whose names may begin with an underscore."""
+def make_extension(library: Any, unchanged: str, *functions: Callable[..., Any]) -> ModuleType:
+    """Return an extension module of the standard.
+
+    It contains the names `unchanged` of `library`, and `functions` under their names without a
+    leading underscore.
+    """
     name = library.__name__.rpartition(".")[2]
     module = ModuleType(
-        f"{__package__}.namespace.{name}", f"The {name} extension of the standard over mlx.core."
+        f"{__package__}.namespace.{name}", f"The {name} extension of the standard for mlx.core."
     )
-    table = {key: getattr(library, key) for key in same.split()} | {
+    members = {key: getattr(library, key) for key in unchanged.split()} | {
         f.__name__.lstrip("_"): f for f in functions
     }
-    vars(module).update(table, __all__=sorted(table))
+    vars(module).update(members, __all__=sorted(members))
     return module
 
 
-linalg = extension(
+linalg = make_extension(
     mx.linalg,
     "cholesky cross det eigvalsh inv",
     mx.matrix_transpose,
@@ -195,8 +204,8 @@ linalg = extension(
     _svdvals,
     _trace,
     _vector_norm,
-    _named(mx.linalg.eigh, _EIG),
-    _named(mx.linalg.slogdet, _SLOGDET),
-    _named(narrowing(mx.linalg.eig), _EIG),
-    narrowing(mx.linalg.eigvals),
+    _returning(_EIG, mx.linalg.eigh),
+    _returning(_SLOGDET, mx.linalg.slogdet),
+    _returning(_EIG, warn_on_float64(mx.linalg.eig)),
+    warn_on_float64(mx.linalg.eigvals),
 )

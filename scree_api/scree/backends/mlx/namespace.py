@@ -1,17 +1,23 @@
-"""The Python Array API standard over ``mlx.core``: what MLX has right is MLX's own object, the gaps are filled.
+"""The Python Array API standard for ``mlx.core``, which array-api-compat does not wrap yet.
 
-Sums and their like are in `mlx_sums`, linear algebra in `mlx_linalg`, all else below.
+Names that MLX implements as the standard asks are MLX's own objects. The other functions fill the
+gaps: reductions and scans in `reductions`, linear algebra in `linalg`, everything else here.
 
-- Lazy: only ``nonzero``, ``unique_*`` and ``repeat`` with an array of counts compute; they raise under ``mx.compile``.
-- Default dtypes are float32, complex64, int32; indices and counts are int32, for an MLX axis is never longer.
-  ``sum``, ``prod`` and the scans lift bool and small integers to int32, small unsigned integers to uint32.
-- float64 exists on the CPU only and there is no complex128: NumPy's float64 stays float64 or raises; ``fft`` and
-  ``eig`` of float64 warn and give complex64; an elementwise mix of float64 with complex64 is complex64.
-- Indices out of bounds in ``take`` and ``take_along_axis`` are not checked and read foreign memory: clip them first.
-  A shift by the width of the dtype or more is undefined.
-- Arrays have value semantics, live in unified memory and belong to no device: ``device(x)`` is where operations run.
-- ``linalg`` runs on the CPU: where the default device is a GPU, call it inside ``with mx.stream(mx.cpu)``. Its
-  ``cholesky``, ``det``, ``inv``, ``qr``, ``slogdet`` and ``solve`` take no complex64.
+- Everything is lazy, except ``nonzero``, ``unique_*`` and ``repeat`` with an array of counts. These
+  compute at once and raise under ``mx.compile``.
+- Default dtypes are float32, complex64 and int32. Indices and counts are int32: an MLX axis is
+  never longer. ``sum``, ``prod`` and the scans promote bool and small signed integers to int32,
+  small unsigned integers to uint32.
+- float64 exists on the CPU only, and complex128 does not exist. NumPy's float64 stays float64 or
+  raises. ``fft`` and ``eig`` of float64 warn and return complex64. An elementwise operation of
+  float64 with complex64 returns complex64.
+- ``take`` and ``take_along_axis`` do not check bounds and read foreign memory if an index is out of
+  bounds: clip indices first. A shift by the width of the dtype or more is undefined.
+- Arrays have value semantics, are in unified memory and belong to no device. ``device(x)`` is the
+  device on which operations run.
+- ``linalg`` runs on the CPU: if the default device is a GPU, call it inside
+  ``with mx.stream(mx.cpu)``. Its ``cholesky``, ``det``, ``inv``, ``qr``, ``slogdet`` and ``solve``
+  do not accept complex64.
 """
 
 from __future__ import annotations
@@ -25,26 +31,40 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from .linalg import extension, linalg, matmul, narrowing, tensordot, vecdot  # noqa: F401 (parts of the namespace)
-from .sums import all, any, axes_of, cumulative_prod, cumulative_sum, mean, prod, std, sum, var  # noqa: F401
+# Imported names are part of the namespace too.
+from .linalg import linalg, make_extension, matmul, tensordot, vecdot, warn_on_float64  # noqa: F401
+from .reductions import (  # noqa: F401
+    all,
+    any,
+    axes_of,
+    cumulative_prod,
+    cumulative_sum,
+    mean,
+    prod,
+    std,
+    sum,
+    var,
+)
 
 Array: TypeAlias = mx.array
 Dtype: TypeAlias = mx.Dtype
-_SCALAR = builtins.bool, int, float, complex
+_SCALAR_TYPES = builtins.bool, int, float, complex
 
-# ---------------------------------------------------------------- what MLX has right, under the same name
+# ---------------------------------------------------------------- MLX's own functions
 
-_SAME = """
-    e inf nan pi newaxis Device __version__ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16
-    float32 float64 complex64 tril triu broadcast_arrays broadcast_shapes broadcast_to can_cast isdtype abs acos
-    acosh add asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_invert bitwise_or
-    bitwise_right_shift bitwise_xor ceil conj cos cosh divide equal exp floor floor_divide greater greater_equal
-    imag isfinite isinf isnan less less_equal log log1p log2 log10 logaddexp logical_and logical_not logical_or
-    logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal remainder round sin sinh
-    square sqrt subtract tan tanh trunc take take_along_axis matrix_transpose concat expand_dims flip permute_dims
-    roll squeeze stack tile unstack count_nonzero where max min meshgrid
+_UNCHANGED = """
+    e inf nan pi newaxis Device __version__ int8 int16 int32 int64 uint8 uint16 uint32 uint64
+    float16 bfloat16 float32 float64 complex64 tril triu broadcast_arrays broadcast_shapes
+    broadcast_to can_cast isdtype abs acos acosh add asin asinh atan atan2 atanh bitwise_and
+    bitwise_left_shift bitwise_invert bitwise_or bitwise_right_shift bitwise_xor ceil conj cos
+    cosh divide equal exp floor floor_divide greater greater_equal imag isfinite isinf isnan
+    less less_equal log log1p log2 log10 logaddexp logical_and logical_not logical_or
+    logical_xor maximum minimum multiply negative not_equal positive pow real reciprocal
+    remainder round sin sinh square sqrt subtract tan tanh trunc take take_along_axis
+    matrix_transpose concat expand_dims flip permute_dims roll squeeze stack tile unstack
+    count_nonzero where max min meshgrid
 """.split()
-globals().update({name: getattr(mx, name) for name in _SAME}, bool=mx.bool_)
+globals().update({name: getattr(mx, name) for name in _UNCHANGED}, bool=mx.bool_)
 
 __array_api_version__ = "2024.12"
 
@@ -59,17 +79,20 @@ _BITS = {1: mx.int8, 2: mx.int16, 4: mx.int32, 8: mx.int64}
 
 
 def device(x: Array, /) -> mx.Device:
-    """Return the device on which operations on ``x`` run: MLX arrays have none of their own."""
+    """Return the device on which operations run: an MLX array itself belongs to no device."""
     return mx.default_device()
 
 
 def to_device(x: Array, device: Any, /, *, stream: Any = None) -> Array:
-    """Return ``x`` if ``device`` is the current one, else raise: ``mx.set_default_device`` chooses another."""
-    _here(device)
+    """Return ``x`` if ``device`` is the default device, else raise.
+
+    ``mx.set_default_device`` changes the default device.
+    """
+    _check_device(device)
     return x
 
 
-def _here(device: Any) -> None:
+def _check_device(device: Any) -> None:
     if device is not None and device != mx.default_device():
         raise ValueError(
             f"MLX operations run on {mx.default_device()}, not {device}: pass device=None, "
@@ -78,17 +101,25 @@ def _here(device: Any) -> None:
 
 
 class _Info:
+    """The inspection API of the standard."""
+
     def capabilities(self) -> dict[str, Any]:
-        """No boolean indexing; shapes that depend on data (``nonzero``, ``unique_*``) only outside ``mx.compile``."""
+        """Return the capabilities: no boolean indexing, no limit on dimensions.
+
+        ``nonzero`` and ``unique_*``, whose shapes depend on data, work outside ``mx.compile`` only.
+        """
         return {"boolean indexing": False, "data-dependent shapes": False, "max dimensions": None}
 
     def default_device(self) -> mx.Device:
+        """Return the device on which operations run."""
         return mx.default_device()
 
     def devices(self) -> list[mx.Device]:
+        """Return the default device, the only one that ``device=`` accepts."""
         return [mx.default_device()]
 
     def default_dtypes(self, *, device: Any = None) -> dict[str, Dtype]:
+        """Return the default dtype of each kind."""
         return {
             "real floating": mx.float32,
             "complex floating": mx.complex64,
@@ -97,7 +128,7 @@ class _Info:
         }
 
     def dtypes(self, *, device: Any = None, kind: Any = None) -> dict[str, Dtype]:
-        """Leave out complex128, and float64 where the device is not the CPU."""
+        """Return the dtypes by name, without complex128, and without float64 except on the CPU."""
         kind = _KINDS if kind is None else kind
         table = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
         cpu = (device or mx.default_device()) == mx.cpu
@@ -109,10 +140,12 @@ class _Info:
 
 
 def __array_namespace_info__() -> _Info:  # noqa: N807
+    """Return the inspection API of this namespace."""
     return _Info()
 
 
 def finfo(type: Any, /) -> Any:
+    """Return the limits of a floating-point dtype, or of the dtype of an array."""
     return mx.finfo(getattr(type, "dtype", type))
 
 
@@ -120,16 +153,16 @@ _IInfo = namedtuple("_IInfo", "bits max min dtype")
 
 
 def iinfo(type: Any, /) -> Any:
-    """Add ``bits``."""
+    """Return the limits of an integer dtype, with ``bits``, which MLX lacks."""
     info = mx.iinfo(getattr(type, "dtype", type))
     return _IInfo(8 * info.dtype.size, info.max, info.min, info.dtype)
 
 
 def result_type(*arrays_and_dtypes: Any) -> Dtype:
-    """Take Python scalars too: they lift the kind, never the width."""
-    typed = [a for a in arrays_and_dtypes if not isinstance(a, _SCALAR)]
+    """Return the promoted dtype; a Python scalar changes the kind of the dtype, not the width."""
+    typed = [a for a in arrays_and_dtypes if not isinstance(a, _SCALAR_TYPES)]
     if not typed:
-        raise ValueError("result_type needs at least one array or dtype")
+        raise ValueError("result_type: expected at least one array or dtype, got none")
     out = mx.result_type(*typed)
     for scalar in arrays_and_dtypes:
         if isinstance(scalar, complex):
@@ -144,8 +177,8 @@ def result_type(*arrays_and_dtypes: Any) -> Dtype:
 # ---------------------------------------------------------------- creation
 
 
-def _wide(x: Any) -> Dtype | None:
-    """Return float64 for a foreign float64, which MLX by itself would narrow without a word; else None."""
+def _float64_or_none(x: Any) -> Dtype | None:
+    """Return float64 if `x` is a float64 array of another library, which MLX narrows silently."""
     name = str(getattr(x, "dtype", "")).rpartition(".")[2]
     if name == "complex128":
         raise ValueError("MLX has no complex128: pass dtype=complex64 to asarray")
@@ -157,8 +190,11 @@ def _wide(x: Any) -> Dtype | None:
 def asarray(
     obj: Any, /, *, dtype: Dtype | None = None, device: Any = None, copy: bool | None = None
 ) -> Array:
-    """Return an MLX array itself unless copied or cast; keep NumPy's float64 (CPU) or refuse it, never narrow it."""
-    _here(device)
+    """Return ``obj`` as an MLX array; an MLX array is returned itself unless copied or cast.
+
+    NumPy's float64 stays float64 on the CPU and raises elsewhere: it is never narrowed.
+    """
+    _check_device(device)
     if isinstance(obj, mx.array):
         dtype = obj.dtype if dtype is None else dtype
         if copy is False and dtype != obj.dtype:
@@ -166,7 +202,7 @@ def asarray(
                 f"a {obj.dtype} array cannot become {dtype} without a copy: leave out copy=False"
             )
         return astype(obj, dtype, copy=copy)
-    dtype = _wide(obj) if dtype is None else dtype
+    dtype = _float64_or_none(obj) if dtype is None else dtype
     try:
         return mx.asarray(obj, dtype, copy=copy)
     except RuntimeError:  # MLX reads Python integers as int64
@@ -176,15 +212,19 @@ def asarray(
 
 
 def from_dlpack(x: Any, /, *, device: Any = None, copy: bool | None = None) -> Array:
-    """Keep float64 (CPU) or refuse it; MLX copies host memory, so ``copy=False`` raises there."""
-    if isinstance(x, mx.array) or _wide(x) is not None:
+    """Return an MLX array of the data; float64 stays float64 on the CPU and raises elsewhere.
+
+    MLX copies host memory, so ``copy=False`` raises for host arrays.
+    """
+    if isinstance(x, mx.array) or _float64_or_none(x) is not None:
         return asarray(x, device=device, copy=copy)
-    _here(device)
+    _check_device(device)
     return mx.from_dlpack(x, copy=copy)
 
 
 def astype(x: Array, dtype: Dtype, /, *, copy: bool | None = True, device: Any = None) -> Array:
-    _here(device)
+    """Return ``x`` in another dtype; ``copy=False`` returns ``x`` itself if the dtype is equal."""
+    _check_device(device)
     return x if x.dtype == dtype and not copy else mx.astype(x, dtype)
 
 
@@ -197,7 +237,8 @@ def arange(
     dtype: Dtype | None = None,
     device: Any = None,
 ) -> Array:
-    _here(device)
+    """Return evenly spaced values in ``[start, stop)``."""
+    _check_device(device)
     return mx.arange(0, start, step, dtype) if stop is None else mx.arange(start, stop, step, dtype)
 
 
@@ -210,17 +251,20 @@ def eye(
     dtype: Dtype | None = None,
     device: Any = None,
 ) -> Array:
-    _here(device)
+    """Return a matrix with ones on diagonal ``k``."""
+    _check_device(device)
     return mx.eye(n_rows, n_cols, k, dtype)
 
 
 def full(shape: Any, fill_value: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
+    """Return an array of a shape filled with ``fill_value``."""
     return mx.full(shape, asarray(fill_value, dtype=dtype, device=device), dtype)
 
 
 def full_like(
     x: Array, /, fill_value: Any, *, dtype: Dtype | None = None, device: Any = None
 ) -> Array:
+    """Return an array of the shape and dtype of ``x`` filled with ``fill_value``."""
     return full(x.shape, fill_value, dtype=x.dtype if dtype is None else dtype, device=device)
 
 
@@ -234,8 +278,8 @@ def linspace(
     device: Any = None,
     endpoint: bool = True,
 ) -> Array:
-    """Take complex ends."""
-    _here(device)
+    """Return evenly spaced values; the ends may be complex."""
+    _check_device(device)
     if isinstance(start, complex) or isinstance(stop, complex):
         re, im = (
             mx.linspace(getattr(complex(start), p), getattr(complex(stop), p), num, endpoint)
@@ -248,30 +292,30 @@ def linspace(
     )
 
 
-def _filled(fn: Callable[..., Array]) -> Callable[..., Array]:
+def _make_constructor(fn: Callable[..., Array]) -> Callable[..., Array]:
     def create(shape: Any, *, dtype: Dtype | None = None, device: Any = None) -> Array:
-        _here(device)
+        _check_device(device)
         return fn(shape, dtype)
 
     return create
 
 
-def _filled_like(fn: Callable[..., Array]) -> Callable[..., Array]:
+def _make_constructor_like(fn: Callable[..., Array]) -> Callable[..., Array]:
     def create(x: Array, /, *, dtype: Dtype | None = None, device: Any = None) -> Array:
-        _here(device)
+        _check_device(device)
         return fn(x.shape, x.dtype if dtype is None else dtype)
 
     return create
 
 
-empty, ones, zeros = map(_filled, (mx.zeros, mx.ones, mx.zeros))
-empty_like, ones_like, zeros_like = map(_filled_like, (mx.zeros, mx.ones, mx.zeros))
+empty, ones, zeros = map(_make_constructor, (mx.zeros, mx.ones, mx.zeros))
+empty_like, ones_like, zeros_like = map(_make_constructor_like, (mx.zeros, mx.ones, mx.zeros))
 
 
 # ---------------------------------------------------------------- elementwise
 
 
-def _pair(x1: Any, x2: Any) -> Any:
+def _promote_and_broadcast(x1: Any, x2: Any) -> Any:
     dtype = result_type(x1, x2)
     return mx.broadcast_arrays(*(asarray(x, dtype=dtype) for x in (x1, x2)))
 
@@ -281,32 +325,39 @@ def _complex(re: Array, im: Array) -> Array:
 
 
 def clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
-    """Both bounds may be None; the result keeps the dtype of ``x``."""
+    """Return ``x`` within bounds, each of which may be None, with the dtype of ``x``."""
     return x if min is None and max is None else mx.clip(x, min, max).astype(x.dtype)
 
 
 def signbit(x: Array, /) -> Array:
+    """Return whether the sign bit is set, from the bits, so that -0.0 and NaN count too."""
     return mx.view(x, _BITS[x.dtype.size]) < 0
 
 
 def copysign(x1: Any, x2: Any, /) -> Array:
-    x1, x2 = _pair(x1, x2)
+    """Return the magnitude of ``x1`` with the sign of ``x2``."""
+    x1, x2 = _promote_and_broadcast(x1, x2)
     return mx.where(signbit(x1) == signbit(x2), x1, -x1)
 
 
 def hypot(x1: Any, x2: Any, /) -> Array:
-    """Scaled by the larger side, so that it does not overflow."""
-    x1, x2 = (mx.abs(x) for x in _pair(x1, x2))
-    big = mx.maximum(x1, x2)
-    ratio = mx.minimum(x1, x2) / mx.where(big == 0, mx.ones_like(big), big)
+    """Return ``sqrt(x1**2 + x2**2)``, scaled by the larger operand to avoid overflow."""
+    x1, x2 = (mx.abs(x) for x in _promote_and_broadcast(x1, x2))
+    larger = mx.maximum(x1, x2)
+    ratio = mx.minimum(x1, x2) / mx.where(larger == 0, mx.ones_like(larger), larger)
     return mx.where(
-        mx.isinf(x1) | mx.isinf(x2), mx.array(math.inf, big.dtype), big * mx.sqrt(1 + ratio * ratio)
+        mx.isinf(x1) | mx.isinf(x2),
+        mx.array(math.inf, larger.dtype),
+        larger * mx.sqrt(1 + ratio * ratio),
     )
 
 
 def nextafter(x1: Any, x2: Any, /) -> Array:
-    """One step on the bits, through zero to the smallest subnormal."""
-    x1, x2 = _pair(x1, x2)
+    """Return the next value from ``x1`` towards ``x2``, by a step on the bits.
+
+    A step from zero gives the smallest subnormal.
+    """
+    x1, x2 = _promote_and_broadcast(x1, x2)
     bits = mx.view(x1, _BITS[x1.dtype.size])
     step = mx.where((x2 > x1) == (x1 > 0), 1, -1).astype(bits.dtype)
     tiny = copysign(mx.view(mx.ones_like(bits), x1.dtype), x2)
@@ -315,14 +366,14 @@ def nextafter(x1: Any, x2: Any, /) -> Array:
 
 
 def sign(x: Array, /) -> Array:
-    """NaN stays NaN."""
+    """Return the sign; NaN stays NaN."""
     return (
         mx.where(mx.isnan(x), x, mx.sign(x)) if mx.issubdtype(x.dtype, mx.floating) else mx.sign(x)
     )
 
 
 def expm1(x: Array, /) -> Array:
-    """Take complex64."""
+    """Return ``exp(x) - 1``, for complex64 too."""
     if x.dtype != mx.complex64:
         return mx.expm1(x)
     re, im = mx.real(x), mx.imag(x)
@@ -336,52 +387,56 @@ def expm1(x: Array, /) -> Array:
 
 
 def sort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
-    """Stable both ways."""
+    """Return the sorted array; the sort is stable in both directions."""
     return mx.flip(mx.sort(mx.flip(x, axis), axis), axis) if descending else mx.sort(x, axis)
 
 
 def argsort(x: Array, /, *, axis: int = -1, descending: bool = False, stable: bool = True) -> Array:
-    """Stable both ways; int32. The order has no gradient, which MLX itself would look for."""
+    """Return the int32 order of a sort that is stable in both directions.
+
+    The order has no gradient; without `stop_gradient` MLX would look for one.
+    """
     x = mx.stop_gradient(x)
     if not descending:
         return mx.argsort(x, axis).astype(mx.int32)
     return x.shape[axis] - 1 - mx.flip(mx.argsort(mx.flip(x, axis), axis), axis).astype(mx.int32)
 
 
-def _arg(fn: Callable[..., Array]) -> Callable[..., Array]:
-    def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
-        nothing = (
-            x.size == 0 and axis is not None and x.shape[axis] > 0
-        )  # MLX refuses arrays without elements
-        return (mx.sum(x, axis, keepdims=keepdims) if nothing else fn(x, axis, keepdims)).astype(
-            mx.int32
-        )
+def _make_argreduce(fn: Callable[..., Array]) -> Callable[..., Array]:
+    def argreduce(x: Array, /, *, axis: int | None = None, keepdims: bool = False) -> Array:
+        # MLX refuses arrays without elements. The result is empty too, so mx.sum has its shape.
+        is_empty = x.size == 0 and axis is not None and x.shape[axis] > 0
+        out = mx.sum(x, axis, keepdims=keepdims) if is_empty else fn(x, axis, keepdims)
+        return out.astype(mx.int32)
 
-    return arg
+    return argreduce
 
 
-argmax, argmin = _arg(mx.argmax), _arg(mx.argmin)
+argmax, argmin = _make_argreduce(mx.argmax), _make_argreduce(mx.argmin)
 
 
 def searchsorted(
     x1: Array, x2: Any, /, *, side: str = "left", sorter: Array | None = None
 ) -> Array:
-    """Take a scalar ``x2`` and a ``sorter``; int32."""
+    """Return int32 insertion indices; ``x2`` may be a scalar, and ``sorter`` is supported."""
     x1 = x1 if sorter is None else mx.take(x1, sorter)
     x2 = x2 if isinstance(x2, mx.array) else asarray(x2, dtype=result_type(x1, x2))
     return mx.searchsorted(x1, x2, side=side).astype(mx.int32)
 
 
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
-    """By binary search in sorted ``x2``, so lazy; NaN is in nothing."""
+    """Return whether each element of ``x1`` is in ``x2``; NaN never is.
+
+    The search is binary in the sorted ``x2``, so that it stays lazy.
+    """
     dtype = result_type(x1, x2)
     x1, x2 = asarray(x1, dtype=dtype), mx.sort(mx.flatten(asarray(x2, dtype=dtype)))
-    found = mx.searchsorted(x2, x1, side="left") < mx.searchsorted(x2, x1, side="right")
-    return mx.not_equal(found & mx.equal(x1, x1), invert)
+    contained = mx.searchsorted(x2, x1, side="left") < mx.searchsorted(x2, x1, side="right")
+    return mx.not_equal(contained & mx.equal(x1, x1), invert)
 
 
-def _host(x: Array, name: str) -> Any:
-    """``x`` in NumPy (bfloat16 as float32): the only place that computes."""
+def _to_numpy(x: Array, name: str) -> Any:
+    """Return ``x`` as a NumPy array (bfloat16 as float32); the only function here that computes."""
     try:
         return np.asarray(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
     except ValueError as error:
@@ -392,40 +447,45 @@ def _host(x: Array, name: str) -> Any:
 
 
 def nonzero(x: Array, /) -> tuple[Array, ...]:
-    """Compute at once; raise under ``mx.compile``."""
-    return tuple(mx.array(i, mx.int32) for i in _host(x, "nonzero").nonzero())
+    """Return the indices of nonzero elements; computes at once and raises under ``mx.compile``."""
+    return tuple(mx.array(i, mx.int32) for i in _to_numpy(x, "nonzero").nonzero())
 
 
-def _unique(kind: Any) -> Callable[[Array], Any]:
+def _make_unique(result: Any) -> Callable[[Array], Any]:
+    """Return the function of the standard whose name and fields the namedtuple `result` has."""
+
     def unique(x: Array, /) -> Any:
-        """Compute at once; raise under ``mx.compile``."""
-        found = getattr(np, kind.__name__)(_host(x, kind.__name__))
-        found = found if isinstance(found, tuple) else (found,)
-        dtypes = (x.dtype if field == "values" else mx.int32 for field in kind._fields)
-        out = [mx.array(a, dtype) for a, dtype in zip(found, dtypes, strict=True)]
-        return kind(*out) if len(out) > 1 else out[0]
+        """Return the unique values; computes at once and raises under ``mx.compile``."""
+        parts = getattr(np, result.__name__)(_to_numpy(x, result.__name__))
+        parts = parts if isinstance(parts, tuple) else (parts,)
+        dtypes = (x.dtype if field == "values" else mx.int32 for field in result._fields)
+        out = [mx.array(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+        return result(*out) if len(out) > 1 else out[0]
 
     return unique
 
 
-unique_all = _unique(namedtuple("unique_all", "values indices inverse_indices counts"))
-unique_counts = _unique(namedtuple("unique_counts", "values counts"))
-unique_inverse = _unique(namedtuple("unique_inverse", "values inverse_indices"))
-unique_values = _unique(namedtuple("unique_values", "values"))
+unique_all = _make_unique(namedtuple("unique_all", "values indices inverse_indices counts"))
+unique_counts = _make_unique(namedtuple("unique_counts", "values counts"))
+unique_inverse = _make_unique(namedtuple("unique_inverse", "values inverse_indices"))
+unique_values = _make_unique(namedtuple("unique_values", "values"))
 
 
 # ---------------------------------------------------------------- manipulation
 
 
 def reshape(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
-    """``copy=False`` raises: MLX arrays have value semantics and cannot promise a view."""
+    """Return ``x`` in another shape.
+
+    ``copy=False`` raises: MLX arrays have value semantics and cannot promise a view.
+    """
     if copy is False:
         raise ValueError("MLX cannot promise a reshape without a copy: leave out copy=False")
     return mx.reshape(x, shape)
 
 
 def moveaxis(x: Array, source: Any, destination: Any, /) -> Array:
-    """Take tuples of axes."""
+    """Return ``x`` with axes moved; both arguments may be tuples."""
     source, destination = axes_of(x, source), axes_of(x, destination)
     order = [a for a in range(x.ndim) if a not in source]
     for to, a in sorted(zip(destination, source, strict=True)):
@@ -434,12 +494,16 @@ def moveaxis(x: Array, source: Any, destination: Any, /) -> Array:
 
 
 def repeat(x: Array, repeats: Any, /, *, axis: int | None = None) -> Array:
-    """Take an array of counts: computes at once then, and raises under ``mx.compile``."""
+    """Return ``x`` with repeated elements.
+
+    With an array of counts it computes at once and raises under ``mx.compile``.
+    """
     if isinstance(repeats, int):
         return mx.repeat(x, repeats, axis)
     x, axis = (mx.flatten(x), 0) if axis is None else (x, axis)
-    rows = np.repeat(np.arange(x.shape[axis]), _host(repeats, "repeat with an array of counts"))
-    return mx.take(x, mx.array(rows, mx.int32), axis)
+    counts = _to_numpy(repeats, "repeat with an array of counts")
+    indices = np.repeat(np.arange(x.shape[axis]), counts)
+    return mx.take(x, mx.array(indices, mx.int32), axis)
 
 
 def diff(
@@ -451,22 +515,22 @@ def diff(
     prepend: Array | None = None,
     append: Array | None = None,
 ) -> Array:
-    """Take ``prepend`` and ``append``."""
+    """Return the n-th difference, with ``prepend`` and ``append``, which MLX lacks."""
     parts = [a for a in (prepend, x, append) if a is not None]
     return mx.diff(mx.concat(parts, axis) if len(parts) > 1 else x, n, axis)
 
 
 # ---------------------------------------------------------------- fft
 
-_SWAP = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
+_OPPOSITE_NORM = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
 def _hfft(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
-    return mx.fft.irfft(mx.conj(x), n, axis, _SWAP[norm])
+    return mx.fft.irfft(mx.conj(x), n, axis, _OPPOSITE_NORM[norm])
 
 
 def _ihfft(x: Array, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
-    return mx.conj(mx.fft.rfft(x, n, axis, _SWAP[norm]))
+    return mx.conj(mx.fft.rfft(x, n, axis, _OPPOSITE_NORM[norm]))
 
 
 def _rfftfreq(
@@ -476,32 +540,36 @@ def _rfftfreq(
 
 
 def _fftfreq(n: int, /, *, d: float = 1.0, dtype: Dtype | None = None, device: Any = None) -> Array:
-    up = arange(n, dtype=mx.float32 if dtype is None else dtype, device=device)
-    return mx.where(up < (n + 1) // 2, up, up - n) / (n * d)
+    index = arange(n, dtype=mx.float32 if dtype is None else dtype, device=device)
+    return mx.where(index < (n + 1) // 2, index, index - n) / (n * d)
 
 
-fft = extension(
+fft = make_extension(
     mx.fft,
     "fftshift ifftshift",
     _fftfreq,
     _rfftfreq,
-    narrowing(_hfft),
-    narrowing(_ihfft),
+    warn_on_float64(_hfft),
+    warn_on_float64(_ihfft),
     *(
-        narrowing(getattr(mx.fft, f"{i}{r}fft{n}"))
-        for i in ("", "i")
-        for r in ("", "r")
-        for n in ("", "n")
+        warn_on_float64(getattr(mx.fft, f"{inverse}{real}fft{nd}"))
+        for inverse in ("", "i")
+        for real in ("", "r")
+        for nd in ("", "n")
     ),
 )
 
-_TOOLS = """annotations axes_of builtins extension math mx namedtuple narrowing np Any Array Callable Dtype TypeAlias""".split()
+# Names of this module that are no part of the namespace.
+_HELPERS = """
+    annotations axes_of builtins make_extension math mx namedtuple np warn_on_float64 Any Array
+    Callable Dtype TypeAlias
+""".split()
 __all__ = sorted(
     {
-        *_SAME,
+        *_UNCHANGED,
         "__array_api_version__",
         "__array_namespace_info__",
-        *(name for name in globals() if name[0] != "_" and name not in _TOOLS),
+        *(name for name in globals() if name[0] != "_" and name not in _HELPERS),
     }
 )
 

@@ -1,4 +1,4 @@
-"""Files of ragged arrays: there and back, read by others, lazy, and a clear error for every damage."""
+"""Files of ragged arrays: round trips, other readers, memory mapping, and errors for damage."""
 
 import json
 import zipfile
@@ -17,9 +17,12 @@ BATCHES = {"rows": LENGTHS, "no rows": [], "empty rows": [0, 0], "one row": [4]}
 
 
 def make(
-    dtype: str = "float32", lengths: list[int] = LENGTHS, rest: tuple[int, ...] = (2,), dim: int = 0
+    dtype: str = "float32",
+    lengths: list[int] = LENGTHS,
+    element_shape: tuple[int, ...] = (2,),
+    dim: int = 0,
 ) -> scree.Array:
-    shape = (*rest[:dim], sum(lengths), *rest[dim:])
+    shape = (*element_shape[:dim], sum(lengths), *element_shape[dim:])
     values = (np.arange(np.prod(shape, dtype=int)) % 5).reshape(shape).astype(dtype)
     return scree.from_lengths(values, lengths, ragged_dim=dim, max_length=7)
 
@@ -36,48 +39,50 @@ def assert_same(a: scree.Array, b: scree.Array) -> None:
     np.testing.assert_array_equal(a.values, b.values)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint64", "float16", "float32", "float64", "complex64"]
 )
-def test_there_and_back(kind: str, batch: str, dtype: str, tmp_path: Path) -> None:
-    for rest, dim in (((), 0), ((2,), 0), ((2, 3), 1)):
-        arr = make(dtype, BATCHES[batch], rest, dim)
-        scree.save(tmp_path / f"x.{kind}", arr)
-        assert_same(scree.load(tmp_path / f"x.{kind}"), arr)
-    assert [path.name for path in tmp_path.iterdir()] == [f"x.{kind}"]
+def test_round_trip_keeps_the_array(suffix: str, batch: str, dtype: str, tmp_path: Path) -> None:
+    for element_shape, dim in (((), 0), ((2,), 0), ((2, 3), 1)):
+        arr = make(dtype, BATCHES[batch], element_shape, dim)
+        scree.save(tmp_path / f"x.{suffix}", arr)
+        assert_same(scree.load(tmp_path / f"x.{suffix}"), arr)
+    assert [path.name for path in tmp_path.iterdir()] == [f"x.{suffix}"]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_offsets_strides_and_names_are_kept(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_round_trip_keeps_offsets_and_names(suffix: str, tmp_path: Path) -> None:
     x = scree.Array(
         np.asfortranarray(make().values)[::-1], np.cumsum([0, *LENGTHS]).astype(np.int64)
     )
     batch = {"x": x, "y": x.with_values(np.arange(6)), "other": make("int32", [1, 5])}
-    scree.save(tmp_path / f"batch.{kind}", batch)
-    found = scree.load(tmp_path / f"batch.{kind}")
-    assert list(found) == list(batch)
+    scree.save(tmp_path / f"batch.{suffix}", batch)
+    loaded = scree.load(tmp_path / f"batch.{suffix}")
+    assert list(loaded) == list(batch)
     for name, arr in batch.items():
-        assert_same(found[name], arr)
-    assert found["x"].layout is found["y"].layout
-    assert found["x"].layout is not found["other"].layout
+        assert_same(loaded[name], arr)
+    assert loaded["x"].layout is loaded["y"].layout
+    assert loaded["x"].layout is not loaded["other"].layout
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(
     "library", [pytest.param(name, marks=pytest.mark.needs(name)) for name in LIBRARIES]
 )
-def test_every_library(kind: str, library: str, tmp_path: Path) -> None:
+def test_round_trip_of_every_library(suffix: str, library: str, tmp_path: Path) -> None:
     arr = make()
-    scree.save(tmp_path / f"x.{kind}", {"a": arr.to_backend(library), "b": arr.to_backend(library)})
-    found = scree.load(tmp_path / f"x.{kind}", library)
-    assert found["a"].layout.backend.name == library
-    assert_same(found["a"].to_numpy(), arr)
+    scree.save(
+        tmp_path / f"x.{suffix}", {"a": arr.to_backend(library), "b": arr.to_backend(library)}
+    )
+    loaded = scree.load(tmp_path / f"x.{suffix}", library)
+    assert loaded["a"].layout.backend.name == library
+    assert_same(loaded["a"].to_numpy(), arr)
 
 
 @pytest.mark.needs("torch", "ml_dtypes")
-def test_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16_round_trip(tmp_path: Path) -> None:
     import torch
 
     arr = scree.from_lengths(torch.arange(6).to(torch.bfloat16), LENGTHS)
@@ -89,19 +94,19 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("safetensors")
-def test_other_programs_read_it(tmp_path: Path) -> None:
+def test_other_programs_can_read_the_file(tmp_path: Path) -> None:
     import safetensors.numpy as safetensors
 
     arr = make()
     scree.save(tmp_path / "x.safetensors", {"x": arr})
-    found = safetensors.load_file(tmp_path / "x.safetensors")
-    np.testing.assert_array_equal(found["x.values"], arr.values)
-    np.testing.assert_array_equal(found["x.offsets"], arr.offsets)
+    loaded = safetensors.load_file(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(loaded["x.values"], arr.values)
+    np.testing.assert_array_equal(loaded["x.offsets"], arr.offsets)
     scree.save(tmp_path / "x.npz", arr)
     np.testing.assert_array_equal(np.load(tmp_path / "x.npz")["values"], arr.values)
 
 
-def test_values_are_mapped_and_never_written_back(tmp_path: Path) -> None:
+def test_load_maps_values_and_never_writes_back(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
     before = path.read_bytes()
@@ -114,27 +119,30 @@ def test_values_are_mapped_and_never_written_back(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-# ------------------------------------------------------------------------------------------------------ damage
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_file_that_is_cut_off_anywhere(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"x.{kind}"
+# ---------------------------------------------------------------- damage
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_load_truncated_file_raises(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{suffix}"
     scree.save(path, make())
-    whole = path.read_bytes()
-    for end in range(0, len(whole), 7):
-        path.write_bytes(whole[:end])
+    content = path.read_bytes()
+    for end in range(0, len(content), 7):
+        path.write_bytes(content[:end])
         with pytest.raises(ValueError, match=r"path: expected a file that scree\.save wrote"):
             scree.load(path)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_any_byte_of_the_file_that_is_wrong(kind: str, tmp_path: Path) -> None:
-    """A wrong byte of the values may go unseen in a format without checksums; nothing may crash or be read from outside."""
-    path = tmp_path / f"x.{kind}"
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_load_file_with_a_wrong_byte_raises_or_is_valid(suffix: str, tmp_path: Path) -> None:
+    """Change single bytes: no crash, and nothing outside the file is read.
+
+    A wrong byte of the values may go unnoticed, as safetensors has no checksums.
+    """
+    path = tmp_path / f"x.{suffix}"
     scree.save(path, make("uint8"))
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 3):
+    content = path.read_bytes()
+    for at in range(0, len(content), 3):
         for flip in (0xFF, 0x01):
-            broken = bytearray(whole)
+            broken = bytearray(content)
             broken[at] ^= flip
             path.write_bytes(broken)
             try:
@@ -144,62 +152,62 @@ def test_any_byte_of_the_file_that_is_wrong(kind: str, tmp_path: Path) -> None:
             else:
                 arr = arr if isinstance(arr, scree.Array) else next(iter(arr.values()))
                 arr.validate()
-                assert arr.values.nbytes + arr.offsets.nbytes <= len(whole)
+                assert arr.values.nbytes + arr.offsets.nbytes <= len(content)
 
 
 def header(path: Path) -> tuple[dict[str, Any], bytes]:
-    whole = path.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    return json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
 HEADERS = {
     "values beyond the end": lambda h: h["values"].update(shape=[600, 2], data_offsets=[0, 4800]),
     "values before the start": lambda h: h["values"].update(data_offsets=[-48, 0]),
-    "a size that is no number": lambda h: h["values"].update(shape=["6", 2]),
+    "a size that is not a number": lambda h: h["values"].update(shape=["6", 2]),
     "a negative size": lambda h: h["values"].update(shape=[-6, -2]),
-    "a size beyond all bounds": lambda h: h["values"].update(shape=[2**70, 2]),
+    "a huge size": lambda h: h["values"].update(shape=[2**70, 2]),
     "an unknown dtype": lambda h: h["values"].update(dtype="object"),
     "no offsets": lambda h: h.pop("offsets"),
     "no metadata": lambda h: h.pop("__metadata__"),
-    "an entry too many": lambda h: h["values"].update(more=1),
+    "an unknown entry": lambda h: h["values"].update(more=1),
     "offsets of floats": lambda h: h["offsets"].update(dtype="F32"),
     "an unknown layout": lambda h: h["__metadata__"].update(
         scree='{"": {"rows": "x", "ragged_dim": 0, "max_length": null}}'
     ),
-    "an axis too many": lambda h: h["__metadata__"].update(
+    "a ragged axis out of bounds": lambda h: h["__metadata__"].update(
         scree='{"": {"rows": "", "ragged_dim": 5, "max_length": null}}'
     ),
-    "metadata of another kind": lambda h: h["__metadata__"].update(scree="[]"),
+    "metadata of another type": lambda h: h["__metadata__"].update(scree="[]"),
 }
 
 
 @pytest.mark.parametrize("damage", HEADERS)
-def test_a_header_that_lies(damage: str, tmp_path: Path) -> None:
+def test_load_wrong_header_raises(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
-    entries, rest = header(path)
+    entries, element_shape = header(path)
     HEADERS[damage](entries)
     text = json.dumps(entries).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + rest)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + element_shape)
     with pytest.raises(ValueError, match=r"path: expected a file that scree\.save wrote"):
         scree.load(path)
 
 
 @pytest.mark.needs("safetensors")
-def test_offsets_that_fall_are_no_array(tmp_path: Path) -> None:
+def test_load_decreasing_offsets_raises(tmp_path: Path) -> None:
     import safetensors.numpy as safetensors
 
     path = tmp_path / "x.safetensors"
     scree.save(path, make())
-    about = header(path)[0]["__metadata__"]
+    metadata = header(path)[0]["__metadata__"]
     offsets = np.asarray([0, 9, 3, 5, 6], dtype=np.int32)
-    safetensors.save_file({"values": make().values, "offsets": offsets}, path, metadata=about)
+    safetensors.save_file({"values": make().values, "offsets": offsets}, path, metadata=metadata)
     with pytest.raises(ValueError, match="never fall"):
         scree.load(path)
 
 
-def test_a_file_of_pickles_is_not_run(tmp_path: Path) -> None:
+def test_load_never_unpickles(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(
         path,
@@ -215,7 +223,7 @@ def test_a_file_of_pickles_is_not_run(tmp_path: Path) -> None:
         scree.load(path)
 
 
-def test_what_does_not_fit_raises(tmp_path: Path) -> None:
+def test_invalid_argument_raises(tmp_path: Path) -> None:
     for call in (lambda p: scree.save(p, make()), scree.load):
         with pytest.raises(
             ValueError, match=r"path: expected a name that ends in .safetensors or .npz, got 'x.pt'"
@@ -232,7 +240,8 @@ def test_what_does_not_fit_raises(tmp_path: Path) -> None:
     ):
         scree.save(tmp_path / "x.npz", {3: make()})  # type: ignore[dict-item]
     with pytest.raises(
-        TypeError, match="arrays: expected a ragged array, or a mapping of names to such, got list"
+        TypeError,
+        match="arrays: expected a ragged array or a mapping of names to ragged arrays, got list",
     ):
         scree.save(tmp_path / "x.npz", [make()])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"arrays\['a'\]: expected a ragged array"):
