@@ -9,6 +9,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
+from scree.dispatch import registry
 from scree.functions import EXTENSIONS, KINDS, LIFTERS, Kind
 from scree_conformance.coverage import VARIANTS
 from scree_conformance.layouts import LAYOUTS
@@ -50,6 +51,15 @@ def layouts() -> str:
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 LIBRARIES = json.loads(RESULTS.read_text())
+
+
+def call_records() -> str:
+    """Return one block for mkdocstrings per call record of an operation."""
+    blocks: dict[str, None] = {}
+    for describe in registry._DESCRIBE.values():
+        record = getattr(describe, "__self__", describe)  # the class of a `make`
+        blocks[f"::: {record.__module__}.{record.__name__}\n    options: {{members: false}}"] = None
+    return "\n".join(blocks)
 
 
 def versions() -> str:
@@ -104,6 +114,7 @@ TABLES = {
     "kinds": functions(KINDS),
     **{name: functions(kinds) for name, kinds in EXTENSIONS.items()},
     "layouts": layouts(),
+    "calls": call_records(),
     "versions": versions(),
     "coverage": coverage([name for name in FUNCTIONS if name not in RAGGED]),
     **{variant: coverage(RAGGED, variant) for variant in VARIANTS},
