@@ -1,6 +1,7 @@
-"""The checks of the project. `nox -l` lists them; `nox -s lint`, `nox -s "tests(torch)"`, `nox -s docs` ... run them.
+"""The checks of the project.
 
-Every session has an environment of its own, which is kept for the next run.
+`nox -l` lists them; `nox -s lint`, `nox -s "tests(torch)"`, `nox -s docs` run one each.
+Every session has its own environment, which later runs reuse.
 """
 
 from pathlib import Path
@@ -22,21 +23,22 @@ EACH = [nox.param(name, id=name) for name in BACKENDS]
 
 
 def install(session: nox.Session, backend: str) -> None:
-    """Install what the tests of one backend need, in the versions that they know."""
+    """Install the requirements of one backend's tests, in the versions of `constraints.txt`."""
     session.install("-c", "constraints.txt", "-e", f".[{BACKENDS[backend]}]")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check Ruff's rules and its format."""
-    session.install("ruff>=0.15")
+    """Check Ruff's rules, the format and the spelling."""
+    session.install("ruff>=0.15", "codespell>=2.4")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("codespell")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict mypy on `scree`; the libraries count as Any, so that none has to be installed."""
+    """Run strict mypy on `scree`; the array libraries are Any, so none has to be installed."""
     session.install("mypy>=1.18", "-e", ".")
     session.run("mypy")
 
@@ -44,7 +46,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("backend", EACH)
 def tests(session: nox.Session, backend: str) -> None:
-    """The tests on one backend, with no other library installed."""
+    """Run the tests on one backend, with no other array library installed."""
     install(session, backend)
     names = {"array_api_strict": "array_api_strict,strict_minimal"}.get(backend, backend)
     session.run("pytest", "-n", "2", *session.posargs, env={"SCREE_BACKENDS": names})
@@ -53,14 +55,14 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.session
 @nox.parametrize("backend", EACH)
 def conformance(session: nox.Session, backend: str) -> None:
-    """The conformance suite on one backend, as another project would run it."""
+    """Run the conformance suite on one backend, as another project would run it."""
     install(session, backend)
     session.run("python", "-m", "scree_conformance", "--backend", backend, *session.posargs)
 
 
 @nox.session
 def tensorflow(session: nox.Session) -> None:
-    """The bridge to TensorFlow, whose size asks for an environment of its own."""
+    """Test the bridge to TensorFlow, in a separate environment because of its size."""
     session.install(
         "-c", "constraints.txt", "-e", ".", "tensorflow-cpu>=2.21", "pytest>=8", "hypothesis>=6.100"
     )
@@ -73,7 +75,10 @@ def tensorflow(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation into `site`; warnings are errors. `nox -s docs -- serve` shows it while you write."""
+    """Build the documentation into `site`; warnings are errors.
+
+    `nox -s docs -- serve` previews it.
+    """
     session.install("-e", ".[docs]")
     session.run(
         "mkdocs", *(session.posargs or ("build", "--strict")), env={"NO_MKDOCS_2_WARNING": "1"}
@@ -82,27 +87,30 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The demo from an ordinary install, as a user has it."""
+    """Run the demo from an ordinary install, as users do."""
     session.install(".[demo]")
     session.run("python", "-m", "scree", "demo", *session.posargs)
 
 
 @nox.session(venv_params=["--system-site-packages"])
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, with the torch and Triton of the machine where it has them."""
+    """Run the tests that need a CUDA device, with the installed torch and Triton if there are."""
     session.install("-e", ".[test,triton]")
     session.run("pytest", "-m", "gpu", *session.posargs)
 
 
 @nox.session(venv_params=["--system-site-packages"])
 def sanitize(session: nox.Session) -> None:
-    """What compute-sanitizer finds in attention's kernels on a GPU: accesses out of bounds, and races in shared memory."""
+    """Run compute-sanitizer on the attention kernels.
+
+    It finds accesses out of bounds and races in shared memory.
+    """
     session.install("-e", ".[test,triton]", "nvidia-cuda-sanitizer-api>=13.5")
-    found = session.run(
+    paths = session.run(
         "python", "-c", "import nvidia; print(*nvidia.__path__)", silent=True
     ).split()
     program = next(
-        p for path in found for p in Path(path).glob("*/compute-sanitizer/compute-sanitizer")
+        p for path in paths for p in Path(path).glob("*/compute-sanitizer/compute-sanitizer")
     )
     for tool in ("memcheck", "racecheck"):
         session.run(

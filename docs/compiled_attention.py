@@ -1,6 +1,8 @@
-"""The table of compiled attention on the CPU: ``python docs/compiled_attention.py [torch] [jax] [mlx]`` on a quiet machine.
+"""Print the table of compiled attention on the CPU.
 
-Every rival computes the same rows under the same compiler; it is timed in turn with `xp.ragged.attention`, and the median counts.
+Run ``python docs/compiled_attention.py [torch] [jax] [mlx]`` on an idle machine. Every peer
+computes the same rows under the same compiler. Peers and `xp.ragged.attention` run alternately,
+and the median of each is reported.
 """
 
 import statistics
@@ -25,20 +27,19 @@ PADDED = [np.zeros((len(LENGTHS), LONGEST, HEADS, DIM), np.float32) for _ in VAL
 for _to, _from in zip(PADDED, VALUES):
     _to[MASK] = _from
 
-Ways = dict[
-    str, tuple[Callable[[], Any], ...]
-]  # forward, and forward and backward where there is a backward pass
+# Name -> calls: forward, and forward with backward if there is a backward pass.
+Contenders = dict[str, tuple[Callable[[], Any], ...]]
 
 
 def ragged(q: Any, k: Any, v: Any, offsets: Any) -> Any:
-    """What is measured: every token sees all of its row."""
+    """Run ragged attention in which every token sees its whole row."""
     q, k, v = (scree.from_cu_seqlens(x, offsets, max_length=LONGEST) for x in (q, k, v))
     k, v = scree.align(k, like=q), scree.align(v, like=q)
     return scree.attention(q, k, v).values
 
 
-def torch_ways() -> Ways:
-    """PyTorch's padded SDPA, `torch.nested`, and SDPA row by row."""
+def torch_contenders() -> Contenders:
+    """Return PyTorch's padded SDPA, `torch.nested`, and SDPA row by row."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -83,15 +84,14 @@ def torch_ways() -> Ways:
     return {
         "scree": both(lambda q, k, v: ragged(q, k, v, offsets), values),
         "padded": both(of_padded, padded),
-        "torch.nested": (
-            forward(of_nested, [x.detach() for x in values]),
-        ),  # with gradients it finds no backend on the CPU
+        # With gradients torch.nested has no backend on the CPU.
+        "torch.nested": (forward(of_nested, [x.detach() for x in values]),),
         "row by row": both(of_rows, values),
     }
 
 
-def jax_ways() -> Ways:
-    """JAX's padded attention, its own and by hand."""
+def jax_contenders() -> Contenders:
+    """Return JAX's padded attention, and padded attention by hand."""
     import jax
     import jax.numpy as jnp
 
@@ -119,8 +119,8 @@ def jax_ways() -> Ways:
     }
 
 
-def mlx_ways() -> Ways:
-    """MLX's padded attention."""
+def mlx_contenders() -> Contenders:
+    """Return MLX's padded attention."""
     import mlx.core as mx
 
     values, padded = [mx.array(x) for x in VALUES], [mx.array(x) for x in PADDED]
@@ -144,23 +144,23 @@ def mlx_ways() -> Ways:
 
 def main() -> None:
     """Print the table."""
-    print("| library | against | forward | forward and backward |\n|---|---|---|---|")
+    print("| library | peer | forward | forward and backward |\n|---|---|---|---|")
     for name in sys.argv[1:] or ("torch", "jax", "mlx"):
-        ways: Ways = globals()[f"{name}_ways"]()
+        contenders: Contenders = globals()[f"{name}_contenders"]()
         seconds: dict[str, list[list[float]]] = {
-            way: [[] for _ in calls] for way, calls in ways.items()
+            contender: [[] for _ in calls] for contender, calls in contenders.items()
         }
-        for turn in range(ROUNDS + 1):
-            for way, calls in ways.items():
-                for call, times in zip(calls, seconds[way]):
+        for round_number in range(ROUNDS + 1):
+            for contender, calls in contenders.items():
+                for call, times in zip(calls, seconds[contender]):
                     start = time.perf_counter()
                     call()
-                    if turn:  # the first compiles
+                    if round_number:  # the first round compiles
                         times.append(time.perf_counter() - start)
-        ours, *others = ([statistics.median(times) for times in both] for both in seconds.values())
-        for way, found in zip(list(ways)[1:], others):
-            ratios = (f"{a:.3g} s / {b:.3g} s = {a / b:.2f}" for a, b in zip(found, ours))
-            print(f"| {name} | {way} | {' | '.join([*ratios, '-'][:2])} |", flush=True)
+        ours, *peers = ([statistics.median(times) for times in calls] for calls in seconds.values())
+        for peer, medians in zip(list(contenders)[1:], peers):
+            ratios = (f"{a:.3g} s / {b:.3g} s = {a / b:.2f}" for a, b in zip(medians, ours))
+            print(f"| {name} | {peer} | {' | '.join([*ratios, '-'][:2])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,32 +7,33 @@ import numpy as np
 import scree
 
 LENGTHS, TILE = (4, 2, 7), 3
-FILLS = (
-    "#9ecae9",
-    "#ffbf79",
-    "#a8d5a2",
-)  # one a row, light enough for dark figures on either background
+# One color per row. All are light enough for dark digits on a light or dark page.
+FILLS = ("#9ecae9", "#ffbf79", "#a8d5a2")
 TEXT, LINE = "#7d8590", "#57606a"  # legible on white and on black
 CELL, GAP = 30, 4
 
 
 def cell(x: float, y: float, label: str, fill: str | None) -> str:
-    """A token, or an empty slot where `fill` is None."""
+    """Return a token, or an empty slot if `fill` is None."""
+    rect = f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3"'
     if fill is None:
-        return f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="none" stroke="{TEXT}" stroke-dasharray="3 3"/>'
+        return f'{rect} fill="none" stroke="{TEXT}" stroke-dasharray="3 3"/>'
     return (
-        f'<rect x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3" fill="{fill}" stroke="{LINE}"/>'
+        f'{rect} fill="{fill}" stroke="{LINE}"/>'
         f'<text x="{x + CELL / 2}" y="{y + 20}" text-anchor="middle" fill="#1f2328">{label}</text>'
     )
 
 
 def note(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
-    """A line of text."""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" fill="{TEXT}">{text}</text>'
+    """Return a line of text."""
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" fill="{TEXT}">'
+        f"{text}</text>"
+    )
 
 
 def main() -> None:
-    """Write the picture; the tiles are those that scree itself cuts."""
+    """Write the figure; the tiles come from the layout itself."""
     arr = scree.from_lengths(np.arange(sum(LENGTHS)), LENGTHS)
     row_of, step = scree.segment_ids(arr), CELL + GAP
     tiles = arr.layout.tiles(TILE)
@@ -72,11 +73,11 @@ def main() -> None:
 
     width, height = right + 7 * step + left, 150 + len(LENGTHS) * step + 12
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" '
         'font-family="system-ui, sans-serif" font-size="13" role="img" '
-        'aria-label="Thirteen tokens of three rows end to end, the offsets 0, 4, 6, 13, and the rows cut into six tiles">\n'
-        + "\n".join(out)
-        + "\n</svg>\n"
+        'aria-label="Thirteen tokens of three rows end to end, the offsets 0, 4, 6, 13, '
+        'and the rows cut into six tiles">\n' + "\n".join(out) + "\n</svg>\n"
     )
     Path(__file__).with_name("rows.svg").write_text(svg, encoding="utf-8")
 

@@ -1,4 +1,7 @@
-"""What mkdocs does before it renders a page: put the tables in that the code itself holds, so that no copy grows old."""
+"""Insert tables into the pages before mkdocs renders them.
+
+The tables are built from the code, so that no copy becomes outdated.
+"""
 
 import json
 import re
@@ -6,16 +9,17 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
+from scree.dispatch import registry
 from scree.functions import EXTENSIONS, KINDS, LIFTERS, Kind
 from scree_conformance.coverage import VARIANTS
 from scree_conformance.layouts import LAYOUTS
 from scree_conformance.table import FUNCTIONS
 
-OWN = "Takes no arrays of rows: the library's own."
+OWN = "Takes no ragged arrays: the library's own function."
 
 
 def functions(kinds: dict[str, Kind]) -> str:
-    """One row for the functions of each kind, and for each reason why functions have no ragged form."""
+    """Return a table with one row per kind of function, and per reason against a ragged form."""
     groups: dict[Kind, list[str]] = {}
     for name, kind in kinds.items():
         groups.setdefault(kind, []).append(name)
@@ -37,8 +41,8 @@ def functions(kinds: dict[str, Kind]) -> str:
 
 
 def layouts() -> str:
-    """The row lengths that the conformance suite tries."""
-    lines = ["| layout | lengths of the rows |", "|---|---|"]
+    """Return the table of the row lengths in the conformance suite."""
+    lines = ["| layout | row lengths |", "|---|---|"]
     return "\n".join(
         lines
         + [f"| {name} | {', '.join(map(str, rows)) or 'none'} |" for name, rows in LAYOUTS.items()]
@@ -49,18 +53,26 @@ RESULTS = Path(__file__).parent / "results" / "coverage.json"
 LIBRARIES = json.loads(RESULTS.read_text())
 
 
+def call_records() -> str:
+    """Return one block for mkdocstrings per call record of an operation."""
+    blocks: dict[str, None] = {}
+    for describe in registry._DESCRIBE.values():
+        record = getattr(describe, "__self__", describe)  # the class of a `make`
+        blocks[f"::: {record.__module__}.{record.__name__}\n    options: {{members: false}}"] = None
+    return "\n".join(blocks)
+
+
 def versions() -> str:
-    """What was measured, and when."""
+    """Return the table of libraries, their versions and the dates of their runs."""
     lines = ["| library | versions | date |", "|---|---|---|"]
     for name, column in LIBRARIES.items():
-        lines.append(
-            f"| `{name}` | {', '.join(' '.join(item) for item in column['versions'].items())} | {column['date']} |"
-        )
+        names = ", ".join(" ".join(item) for item in column["versions"].items())
+        lines.append(f"| `{name}` | {names} | {column['date']} |")
     return "\n".join(lines)
 
 
 def coverage(functions: list[str], variant: str = "eager") -> str:
-    """One row for each function, one column for each library; numbers are cases that passed, notes stand below."""
+    """Return a table of one row per function and one column per library, with notes after it."""
     notes: list[str] = []
     lines = [
         "| function | " + " | ".join(f"`{name}`" for name in LIBRARIES) + " |",
@@ -75,7 +87,7 @@ def coverage(functions: list[str], variant: str = "eager") -> str:
 
 
 def cell(name: str, outcome: list[Any], notes: list[str]) -> str:
-    """What became of one function on one library."""
+    """Return the table cell for the outcome of one function on one library."""
     passed, failed, absent, why = outcome
     kind = ALL_KINDS.get(name)
     if failed:
@@ -102,6 +114,7 @@ TABLES = {
     "kinds": functions(KINDS),
     **{name: functions(kinds) for name, kinds in EXTENSIONS.items()},
     "layouts": layouts(),
+    "calls": call_records(),
     "versions": versions(),
     "coverage": coverage([name for name in FUNCTIONS if name not in RAGGED]),
     **{variant: coverage(RAGGED, variant) for variant in VARIANTS},
@@ -109,5 +122,5 @@ TABLES = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `<!-- table: NAME -->` by the table."""
-    return re.sub(r"<!-- table: (\w+) -->", lambda found: TABLES[found[1]], markdown)
+    """Replace every `<!-- table: NAME -->` by the table."""
+    return re.sub(r"<!-- table: (\w+) -->", lambda match: TABLES[match[1]], markdown)

@@ -1,7 +1,8 @@
-"""Every Python block of the README and of the documentation runs, from the first to the last of a page."""
+"""Every Python block of the README and of the documentation runs, page by page, in order."""
 
 import doctest
 import re
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,20 +18,20 @@ BLOCK = re.compile(r"^```(?:python|pycon)[^\n]*\n(.*?)^```", re.MULTILINE | re.D
 
 
 def blocks(page: Path) -> list[tuple[str, int]]:
-    """The blocks of a page and the line that each begins at; not those that show a module, which has its own doctest."""
+    """Return the blocks of a page with their first lines, except blocks that include a module."""
     text = page.read_text(encoding="utf-8")
     found = [(block[1], text.count("\n", 0, block.start(1))) for block in BLOCK.finditer(text)]
     return [(code, line) for code, line in found if not code.startswith("--8<--")]
 
 
 def runs(page: Path) -> bool:
-    """Whether a page has blocks, and the libraries are there that it needs beside NumPy."""
+    """Return whether a page has blocks, and all libraries that it needs are installed."""
     needs = re.match(r"<!-- needs: (.*) -->", page.read_text(encoding="utf-8"))
     return bool(blocks(page)) and all(map(find_spec, needs[1].split() if needs else ()))
 
 
 def run(page: Path) -> str:
-    """Run the blocks of a page in one namespace; what doctest has to say about them."""
+    """Run the blocks of a page in one namespace; return the report of doctest."""
     names: dict[str, object] = {"__name__": "__main__"}
     said: list[str] = []
     for code, line in blocks(page):
@@ -47,7 +48,7 @@ def run(page: Path) -> str:
 
 @pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=lambda page: page.name)
 def test_blocks_run(page: Path) -> None:
-    """In a process of its own, as a reader would: libraries that other tests have loaded bring their kernels."""
+    """Run each page in its own process, because libraries loaded by other tests register kernels."""
     done = subprocess.run(
         [sys.executable, __file__, str(page)], capture_output=True, text=True, cwd=ROOT
     )
@@ -65,9 +66,10 @@ def test_readme_begins_with_its_two_commands() -> None:
 
 
 def test_the_page_on_kernels_describes_every_call() -> None:
-    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    hooks = runpy.run_path(str(ROOT / "docs/hooks.py"))
+    page = hooks["on_page_markdown"]((ROOT / "docs/kernels.md").read_text(encoding="utf-8"))
     for name, describe in registry._DESCRIBE.items():
-        call = describe if isinstance(describe, type) else describe.__self__  # type: ignore[attr-defined]  # its `make`
+        call = getattr(describe, "__self__", describe)  # the class of a `make`
         assert f"::: {call.__module__}.{call.__name__}\n" in page, name
 
 
