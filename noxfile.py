@@ -37,6 +37,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def generate(session: nox.Session) -> None:
+    """Write the list of the operations of `xp.ragged` from the modules in `ops`; `generate -- --check` only compares."""
+    session.install("-e", ".")
+    session.run("python", "-m", "scree.ops", *session.posargs)
+
+
+@nox.session
 def types(session: nox.Session) -> None:
     """Run strict mypy on `scree`; the array libraries are Any, so none has to be installed."""
     session.install("mypy>=1.18", "-e", ".")

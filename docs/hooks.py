@@ -9,8 +9,8 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
-from scree.dispatch import registry
-from scree.functions import EXTENSIONS, KINDS, LIFTERS, Kind
+from scree.dispatch.operation import OPERATIONS
+from scree.functions import EXTENSIONS, IMPLEMENTATIONS, KINDS, Kind
 from scree_conformance.coverage import VARIANTS
 from scree_conformance.layouts import LAYOUTS
 from scree_conformance.table import FUNCTIONS
@@ -28,8 +28,8 @@ def functions(kinds: dict[str, Kind]) -> str:
         meaning = (
             f"Raises: {kind.why}."
             if kind.why
-            else (getdoc(LIFTERS[kind.name]) or "")
-            if kind.name in LIFTERS
+            else (getdoc(IMPLEMENTATIONS[kind.name][0]) or "")
+            if kind.name in IMPLEMENTATIONS
             else OWN
         )
         cells = (
@@ -56,8 +56,8 @@ LIBRARIES = json.loads(RESULTS.read_text())
 def call_records() -> str:
     """Return one block for mkdocstrings per call record of an operation."""
     blocks: dict[str, None] = {}
-    for describe in registry._DESCRIBE.values():
-        record = getattr(describe, "__self__", describe)  # the class of a `make`
+    for operation in OPERATIONS.values():
+        record: Any = operation.call
         blocks[f"::: {record.__module__}.{record.__name__}\n    options: {{members: false}}"] = None
     return "\n".join(blocks)
 

@@ -3,43 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import bridges, functions
+from . import bridges, functions, ragged
 from .array import Array
+from .bridges import methods as _methods  # attaches the methods of `Array` that convert
 from .data.bucket import bucket
 from .dispatch.registry import register_kernel, unregister_kernel
-from .explain import explain
+from .explanation import explain
 from .indexing.at import at
 from .namespace import namespace
-from .ragged import (
-    align,
-    attention,
-    cross_entropy,
-    dropout,
-    from_cu_seqlens,
-    from_lengths,
-    from_offsets,
-    from_padded,
-    from_segment_ids,
-    gather,
-    group,
-    layer_norm,
-    linear_cross_entropy,
-    log_softmax,
-    logsumexp,
-    pack,
-    positions,
-    rms_norm,
-    rope,
-    same_layout,
-    scatter,
-    scatter_add,
-    segment_ids,
-    softmax,
-    split,
-    swiglu,
-    to_padded,
-    unpack,
-)
+from .ragged import *  # noqa: F403
 
 if TYPE_CHECKING:
     from . import data
@@ -49,57 +21,31 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Array",
-    "align",
     "at",
-    "attention",
     "bridges",
     "bucket",
-    "cross_entropy",
     "data",
-    "dropout",
     "explain",
-    "from_cu_seqlens",
-    "from_lengths",
-    "from_offsets",
-    "from_padded",
-    "from_segment_ids",
     "functions",
-    "gather",
-    "group",
-    "layer_norm",
-    "linear_cross_entropy",
     "load",
-    "log_softmax",
-    "logsumexp",
     "namespace",
-    "pack",
-    "positions",
+    "ragged",
     "register_kernel",
-    "rms_norm",
-    "rope",
-    "same_layout",
     "save",
-    "scatter",
-    "scatter_add",
-    "segment_ids",
-    "softmax",
-    "split",
-    "swiglu",
-    "to_padded",
-    "unpack",
     "unregister_kernel",
 ]
+__all__ += ragged.__all__
 
-#: What few programs need, and where it is loaded from when it is asked for.
-_LATER = {"data": "data", "load": "io", "save": "io"}
+#: Names that few programs need -> the module that is imported on first use.
+_LAZY = {"data": "data", "load": "io", "save": "io"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_LATER[name]}", __name__)
-    return module if name == _LATER[name] else getattr(module, name)
+    module = import_module(f".{_LAZY[name]}", __name__)
+    return module if name == _LAZY[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LAZY})

@@ -16,6 +16,8 @@ from .checks import check_integer, check_integers, peek_integers
 from .dispatch.operation import define_operation
 from .layout import Layout, index_dtype
 
+__all__ = ["from_cu_seqlens", "from_lengths", "from_offsets", "from_segment_ids", "pack", "unpack"]
+
 
 def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
     """Pack arrays of different lengths into one ragged array, one row per array.

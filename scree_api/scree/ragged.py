@@ -1,4 +1,7 @@
-"""`xp.ragged`: what the standard lacks for ragged arrays. One object serves every namespace."""
+"""`xp.ragged`: operations that the standard lacks; one module for every namespace.
+
+Written by ``python -m scree.ops`` from the modules in `scree.ops`.
+"""
 
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack
 from .ops.attention import attention
@@ -12,6 +15,7 @@ from .ops.rope import rope
 from .ops.softmax import log_softmax, logsumexp, softmax
 from .ops.split import split
 from .ops.swiglu import swiglu
+from .ops.topk import topk
 
 __all__ = [
     "align",
@@ -41,5 +45,6 @@ __all__ = [
     "split",
     "swiglu",
     "to_padded",
+    "topk",
     "unpack",
 ]

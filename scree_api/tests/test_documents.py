@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scree.dispatch import registry
+from scree.dispatch.operation import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,8 +68,8 @@ def test_readme_begins_with_its_two_commands() -> None:
 def test_the_page_on_kernels_describes_every_call() -> None:
     hooks = runpy.run_path(str(ROOT / "docs/hooks.py"))
     page = hooks["on_page_markdown"]((ROOT / "docs/kernels.md").read_text(encoding="utf-8"))
-    for name, describe in registry._DESCRIBE.items():
-        call = getattr(describe, "__self__", describe)  # the class of a `make`
+    for name, operation in OPERATIONS.items():
+        call = operation.call
         assert f"::: {call.__module__}.{call.__name__}\n" in page, name
 
 

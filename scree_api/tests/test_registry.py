@@ -13,6 +13,7 @@ import pytest
 
 import scree
 from scree.dispatch import registry
+from scree.dispatch.operation import OPERATIONS
 
 
 @pytest.fixture
@@ -21,14 +22,10 @@ def arr() -> scree.Array:
 
 
 @pytest.fixture(autouse=True)
-def unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test begins with the standard paths alone, and what it registers is gone after it."""
-    standard = {
-        name: [k for k in kernels if k.provider == "standard"]
-        for name, kernels in registry._KERNELS.items()
-    }
-    monkeypatch.setattr(registry, "_KERNELS", standard)
-    monkeypatch.setattr(registry, "_LOADED", set(registry._LOADED))
+def only_standard_kernels() -> Iterator[None]:
+    """Every test begins with the standard implementations only, and what it registers is removed after it."""
+    with registry.isolated():
+        yield
 
 
 def provide(name: str, reason: str | None = None, operation: str = "softmax") -> list[Any]:
@@ -52,7 +49,12 @@ def test_newest_provider_is_asked_first_and_the_standard_path_last(arr: scree.Ar
     provide("picky", "it is Sunday")
     assert scree.softmax(arr) == "new"
     assert isinstance(scree.softmax(arr, kernel="standard"), scree.Array)
-    assert [k.provider for k in registry._KERNELS["softmax"]] == ["picky", "new", "old", "standard"]
+    assert [k.provider for k in OPERATIONS["softmax"].kernels] == [
+        "picky",
+        "new",
+        "old",
+        "standard",
+    ]
 
 
 def test_kernel_insists(arr: scree.Array) -> None:
@@ -106,7 +108,7 @@ def test_registering_again_replaces(arr: scree.Array) -> None:
     provide("mine")
     provide("other")
     again = provide("mine")
-    assert [k.provider for k in registry._KERNELS["softmax"]] == ["mine", "other", "standard"]
+    assert [k.provider for k in OPERATIONS["softmax"].kernels] == ["mine", "other", "standard"]
     scree.softmax(arr)
     assert len(again) == 1
 
@@ -166,7 +168,7 @@ def broken() -> None:
 def entries(monkeypatch: pytest.MonkeyPatch, value: str) -> Entries:
     found = Entries("numpy", value)
     monkeypatch.setattr(metadata, "entry_points", found)
-    registry._LOADED.discard("numpy")
+    registry.forget_plugins("numpy")
     return found
 
 

@@ -177,14 +177,14 @@ def backend_by_name(library: str) -> Backend:
 
 
 def _load(library: str) -> Backend:
-    if library not in _by_name:
-        _import(library)
+    _import(library)
     return _by_name[library]
 
 
 @constant
 def _import(library: str) -> None:
-    _register(import_module(f"{__name__}.{library}").BACKEND)
+    if library not in _by_name:
+        _register(import_module(f"{__name__}.{library}").BACKEND)
 
 
 def _register(new: Backend) -> None:

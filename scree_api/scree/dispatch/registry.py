@@ -144,6 +144,11 @@ def get_operation(name: str) -> Operation:
     return OPERATIONS[name]
 
 
+def forget_plugins(library: str) -> None:
+    """Let `load_plugins` look for the packages of a library again."""
+    _loaded.discard(library)
+
+
 def load_plugins(library: str) -> None:
     """Register the kernels of every installed package that declares some for a library, once."""
     from importlib.metadata import entry_points  # slow to import

@@ -53,11 +53,11 @@ def reduction(
     """Reduce: over element axes to a ragged array, over the ragged axis to (n, ...), over the batch too to a dense array."""
     values, ragged_axis, name = x.values, x.ragged_dim + 1, std.name
     axes = normalize_axes(name, axis, values.ndim + 1)
+    if "correction" in options:
+        check_number("correction", options["correction"])
     dtype = _reduced_dtype(std, values.dtype, *options.items())
     if axes == (1,) and ragged_axis == 1 and not keepdims and name in SEGMENT_OPS:
         return segment_reduce(name, values, x.layout, dtype=dtype)
-    if "correction" in options:
-        check_number("correction", options["correction"])
     if 0 in axes and ragged_axis not in axes:
         raise ValueError(
             f"axis: {name} over the batch alone would combine unrelated positions of rows of different lengths; use "

@@ -22,21 +22,19 @@ jax.tree_util.register_pytree_with_keys(
 
 def _rejects(call: PackCall) -> str | None:
     if not isinstance(call.arrays[0], jax.Array):
-        return "only JAX arrays are joined on the host"
+        return "only JAX arrays are packed on the host"
     if any(isinstance(x, jax.core.Tracer) or x.platform() != "cpu" for x in call.arrays):
-        return "a traced array, or one on a device, is joined by JAX"
+        return "JAX packs traced arrays and arrays on a device"
     if len(set().union(*(x.devices() for x in call.arrays))) > 1:
-        return "arrays on several devices are joined by JAX"
+        return "JAX packs arrays on several devices"
     return None
 
 
 @register_kernel("pack", provider="host", rejects=_rejects)
-def pack(call: PackCall) -> Any:
-    """Join on the host: JAX compiles a concatenation anew for every list of shapes, which takes seconds."""
-    return jax.device_put(
-        np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim),
-        device(call.arrays[0]),
-    )
+def pack(call: PackCall) -> Array:
+    """Join on the host: JAX compiles a concatenation for every list of shapes, which takes seconds."""
+    joined = np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim)
+    return call.result(jax.device_put(joined, device(call.arrays[0])))
 
 
 def _reduces(call: SegmentCall) -> str | None:
@@ -49,10 +47,10 @@ def _reduces(call: SegmentCall) -> str | None:
 
 @register_kernel("segment_reduce", provider="jit", rejects=_reduces)
 def compiled(call: SegmentCall) -> Any:
-    """The standard path as one compiled function: outside of a trace JAX compiles every operation for every shape."""
+    """Run the standard implementation as one compiled function: eager JAX compiles every operation for every shape."""
     bound = (
         1 << max(call.layout.max_length_bound - 1, 0).bit_length()
-    )  # so that rows a little longer find it compiled
+    )  # slightly longer rows reuse the compiled function
     return _compiled(call.op, call.values, call.layout.offsets, bound, call.dtype)
 
 

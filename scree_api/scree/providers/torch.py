@@ -41,20 +41,20 @@ TENSOR_METHODS = {
 def _operator(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
-    """An operator between a tensor and a ragged array, the tensor first. Python finds ours by itself; Dynamo asks here.
+    """Compute an operator between a tensor and a ragged array, the tensor first.
 
-    Dynamo changes the places of both arguments where the tensor stands second, and does not say so for ``matmul``; a tensor
-    times a ragged array is no product, so that it can only be that.
+    Python calls the reflected method of `Array` by itself; Dynamo calls this. Dynamo swaps both arguments where the tensor is
+    second. It does not say so for ``matmul``, but a tensor times a ragged array is not a product, so the arguments are swapped.
     """
-    known = TENSOR_METHODS.get(func.__name__)
-    if known is None:
+    method = TENSOR_METHODS.get(func.__name__)
+    if method is None:
         raise TypeError(
             f"{func.__name__} of torch takes no ragged arrays: use a function of scree.namespace(arr), or give the tokens to it, "
             "arr.with_values(f(arr.values))"
         )
     if not torch.compiler.is_compiling():
         return NotImplemented
-    name, swapped = known
+    name, swapped = method
     function = getattr(args[1].__array_namespace__(), name)
     return function(args[1], args[0]) if swapped else function(args[0], args[1])
 
@@ -92,15 +92,22 @@ def _not_torch(call: SplitCall) -> str | None:
     return None if isinstance(call.values, torch.Tensor) else "split takes torch tensors only"
 
 
-def _prepare_split(call: SplitCall) -> Callable[..., tuple[torch.Tensor, ...]]:
-    sizes, place = list(call.sizes), call.place
-    return lambda x: torch.split_with_sizes(x.values, sizes, place)
+def _prepare_split(call: SplitCall) -> Callable[..., tuple[Any, ...]]:
+    sizes, axis = list(call.sizes), call.values_axis
+    if not isinstance(call.x, Array):
+        return lambda x: tuple(torch.split_with_sizes(x, sizes, axis))
+
+    def run(x: Array) -> tuple[Array, ...]:
+        parts = torch.split_with_sizes(x.values, sizes, axis)
+        return tuple([Array.from_layout(part, x.layout, x.ragged_dim) for part in parts])
+
+    return run
 
 
 @register_kernel("split", provider="torch", rejects=_not_torch, prepare=_prepare_split)
-def split(call: SplitCall) -> tuple[torch.Tensor, ...]:
-    """`torch.split`, whose backward pass is one copy."""
-    return torch.split(call.values, list(call.sizes), call.place)
+def split(call: SplitCall) -> tuple[Any, ...]:
+    """Split by `torch.split`, whose backward pass is one copy."""
+    return _prepare_split(call)(call.x)
 
 
 class _Reduce(torch.autograd.Function):
@@ -124,13 +131,13 @@ class _Reduce(torch.autograd.Function):
         rows = Layout(BACKEND, offsets, ctx.total).segment_ids
 
         def per_token(x: torch.Tensor) -> torch.Tensor:
-            """What belongs to the row of each token; 0 behind the last row."""
+            """Return the entry of each token's row; 0 for the tail."""
             return torch.index_select(torch.cat([x, x.new_zeros((1, *x.shape[1:]))]), 0, rows)
 
         if ctx.op == "sum":
             return per_token(grad), None, None, None
-        values, best = kept  # those that share the maximum share its gradient
-        chosen = values == per_token(best)
+        values, extremum = kept  # all tokens equal to the extremum share its gradient
+        chosen = values == per_token(extremum)
         shares = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:])).index_add(
             0, rows, chosen.to(grad.dtype)
         )[:-1]

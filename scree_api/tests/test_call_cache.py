@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import scree
-from scree.dispatch import call_cache as again
-from scree.dispatch import registry
-from scree.layout import OTHERS
+from scree.dispatch import call_cache, registry
+from scree.dispatch.operation import OPERATIONS
+from scree.layout import MAX_PAIR_CACHES
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """What a test registers is removed after it; the kernels of PyTorch stay."""
+    scree.namespace(torch.zeros(1))
+    registered = {operation: operation.kernels for operation in OPERATIONS.values()}
+    with registry.isolated():
+        for operation, kernels in registered.items():
+            operation.kernels = kernels
+        yield
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def asked() -> list[Any]:
     """The calls of attention that a kernel was asked about whose answer holds for calls alike. It gives back what it is given."""
-    scree.namespace(torch.zeros(1))  # what PyTorch brings is there
-    monkeypatch.setattr(
-        registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()}
-    )
     calls: list[Any] = []
 
     def rejects(call: Any) -> str | None:
@@ -85,10 +92,10 @@ def test_what_the_host_knows_of_arrays_tells_them_apart(
 ) -> None:
     from scree.backends import torch as library
 
-    assert library._GUARDS is not None
+    assert library._TENSOR_GUARDS is not None
     if not in_c:
-        monkeypatch.setattr(library, "_GUARDS", None)
-    x, y, alike = torch.randn(4, 6), torch.randn(4, 6), library.BACKEND.alike
+        monkeypatch.setattr(library, "_TENSOR_GUARDS", None)
+    x, y, alike = torch.randn(4, 6), torch.randn(4, 6), library.BACKEND.make_guard
     assert alike is not None
     same = alike([x, y])
     assert same(x, y) and same(y, x) and same(torch.zeros(4, 6), x)
@@ -171,7 +178,7 @@ def test_other_rows_at_every_step_do_not_fill_the_memory(asked: list[Any]) -> No
     del k
     gc.collect()
     asked.clear()
-    assert sum(x() is not None for x in gone) <= OTHERS
+    assert sum(x() is not None for x in gone) <= MAX_PAIR_CACHES
 
 
 def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -> None:
@@ -180,7 +187,7 @@ def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -
         x = q.with_values(torch.randn(5, heads, 8))
         scree.attention(x, x, x)
     (kept,) = q.layout.cache.values()
-    assert len(kept) == again.KINDS
+    assert len(kept) == call_cache.MAX_TENSOR_GUARDS
     scree.attention(x, x, x)
     assert len(asked) == 29
 
@@ -188,7 +195,7 @@ def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -
 def test_options_that_never_come_twice_do_not_fill_the_memory(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(again, "MOST", 10)
+    monkeypatch.setattr(call_cache, "MAX_KEYS", 10)
     q = rows([0, 2, 5])
     for i in range(1, 30):
         scree.attention(q, q, q, scale=1 / i)
@@ -196,24 +203,20 @@ def test_options_that_never_come_twice_do_not_fill_the_memory(
 
 
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def everywhere() -> list[str]:
     """Kernels of all operations that run calls alike another way: the operations that were asked about."""
-    scree.namespace(torch.zeros(1))
-    monkeypatch.setattr(
-        registry, "_KERNELS", {name: list(kernels) for name, kernels in registry._KERNELS.items()}
-    )
     names: list[str] = []
-    for name in registry._KERNELS:
+    for name in OPERATIONS:
 
         def run(call: Any, name: str = name) -> Any:
             names.append(name)
-            return registry._KERNELS[name][-1].run(call)  # the standard path
+            return OPERATIONS[name].kernels[-1].run(call)  # the standard implementation
 
         def prepare_run(call: Any, name: str = name) -> Callable[..., Any]:
             facts = {field: getattr(call, field) for field in options_of(call)}
             names.append(name)
-            return lambda **arrays: registry._KERNELS[name][-1].run(
-                registry._DESCRIBE[name](**arrays, **facts)
+            return lambda **arrays: (
+                OPERATIONS[name].kernels[-1].run(OPERATIONS[name].call(**arrays, **facts))
             )
 
         scree.register_kernel(name, provider="mine", prepare=prepare_run)(run)
@@ -235,6 +238,8 @@ def options_of(call: Any) -> list[str]:
         "start",
         "alibi_slopes",
         "targets",
+        "logits",
+        "arr",
         "index",
     }
     return [field for field in call.__dataclass_fields__ if field not in arrays]

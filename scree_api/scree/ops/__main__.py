@@ -1,0 +1,46 @@
+"""Write `scree.ragged`, the list of all operations, from the modules of this package: ``python -m scree.ops``."""
+
+import ast
+import sys
+from pathlib import Path
+
+OPS = Path(__file__).parent
+RAGGED = OPS.parent / "ragged.py"
+MODULES = {"construct": OPS.parent / "construct.py"} | {
+    f"ops.{path.stem}": path for path in sorted(OPS.glob("[!_]*.py"))
+}
+
+
+def public_names(path: Path) -> list[str]:
+    """Return the `__all__` of a module without importing it."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def source() -> str:
+    """Return the text of `scree.ragged`."""
+    names = {module: sorted(public_names(path)) for module, path in MODULES.items()}
+    lines = [
+        '"""`xp.ragged`: operations that the standard lacks; one module for every namespace.',
+        "",
+        "Written by ``python -m scree.ops`` from the modules in `scree.ops`.",
+        '"""',
+        "",
+    ]
+    for module, exported in names.items():
+        line = f"from .{module} import {', '.join(exported)}"
+        if len(line) > 100:
+            line = f"from .{module} import (\n    " + ",\n    ".join(exported) + ",\n)"
+        lines += [line] if exported else []
+    exported = sorted(name for group in names.values() for name in group)
+    lines += ["", "__all__ = [", *(f'    "{name}",' for name in exported), "]", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv and RAGGED.read_text(encoding="utf-8") != source():
+        sys.exit(f"{RAGGED} is not current: run python -m scree.ops")
+    RAGGED.write_text(source(), encoding="utf-8")
