@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import bridges, functions, ragged
 from .array import Array
-from .bridges import methods as _methods  # attaches the methods of `Array` that convert
+from .bridges import methods as _methods  # noqa: F401 (attaches the methods of `Array` that convert)
 from .data.bucket import bucket
 from .dispatch.registry import register_kernel, unregister_kernel
 from .explanation import explain

@@ -473,7 +473,7 @@ def _unary(function: str, x: Array) -> Array:
 
 def _binary(function: str, x: Array, other: Any, *, reflected: bool = False) -> Array:
     if not isinstance(other, OPERANDS) and not is_array(other):
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     call = getattr(UPPER.namespace(x.layout.backend), function)
     return call(other, x) if reflected else call(x, other)  # type: ignore[no-any-return]
 

@@ -435,7 +435,8 @@ CASES: dict[str, Case] = {
     "api_version": (lambda x: x.r(ROWS).__array_namespace__(api_version="2020.01"), ValueError,
                     ("api_version: expected one of", "2024.12", "got '2020.01'")),
     "explain": (lambda x: scree.explain("flashing", x.r(ROWS)), ValueError, ("name: expected one of", "'flashing'")),
-    "explain two": (lambda x: scree.explain(["softmax"], x.r(ROWS)), ValueError, ("name: expected the name of a function", "['softmax']")),
+    "explain two": (lambda x: scree.explain(["softmax"], x.r(ROWS)), ValueError,
+                    ("name: expected the name of a function", "['softmax']")),
     "explain a bad call": (lambda x: scree.explain("softmax", x.f(3)), TypeError, ("x: expected a ragged array",)),
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -36,24 +35,19 @@ LIBRARIES = {
 }
 EXTRAS = {"rich", "tokenizers", "safetensors", "awkward", "pyarrow", "scipy", "transformers"}
 
-#: Modules of one line may not import one another; each may import those of the lines above it.
-LEVELS = """
-registry kinds
-backends/__init__
+#: Layers from bottom to top; a module imports from its own layer and from those above its line, and there is no circle.
+LAYERS = """
+backends
 checks
-layout display
+layout
 array
-fit again
-segments
-create index
-padded
-update lift ops
-bucket namespace
-bridges
-data storage
-backends xp
-demo __init__
-__main__
+broadcasting display dispatch
+construct indexing ops functions ragged
+providers
+namespace
+explanation bridges data io xp
+__init__
+demo __main__
 """
 
 
@@ -95,57 +89,119 @@ def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- architecture
-def imports(path: Path, everywhere: bool) -> Iterator[tuple[int, str]]:
-    """(level, module) of the imports of a module, those inside of functions too if `everywhere`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if everywhere else tree.body:
+def absolute_imports(path: Path) -> set[str]:
+    """The root modules that a module imports, inside of functions too."""
+    roots: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.level, node.module
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.level, alias.name) for alias in node.names)
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            roots.add(node.module.partition(".")[0])
+    return roots
+
+
+def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports, inside of functions and from its own package too."""
+    package, targets = name.split("/")[:-1], set()
+    for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            start = package[: len(package) - node.level + 1]
+            start += node.module.split(".") if node.module else []
+            candidates = ["/".join([*start, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("scree"):
+            start = (node.module or "").split(".")[1:]
+            candidates = ["/".join([*start, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "scree"]
+            candidates = ["/".join([*name.split(".")[1:], "?"]) for name in names]
+        else:
+            continue
+        for candidate in candidates:
+            parent = candidate.rpartition("/")[0]
+            forms = candidate, f"{candidate}/__init__", parent, f"{parent}/__init__".lstrip("/")
+            targets.add(next(form for form in forms if form in modules))
+    return targets - {name}
+
+
+def layer(name: str) -> int:
+    """The line of a module in `LAYERS`."""
+    lines = [line.split() for line in LAYERS.strip().split("\n")]
+    found = [i for i, line in enumerate(lines) if name in line or name.partition("/")[0] in line]
+    assert found, f"{name} has no layer"
+    return found[0]
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """The modules that can reach themselves."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        stack = list(graph[start])
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += graph[node]
+        return seen
+
+    return [name for name in graph if name in reachable(name)]
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in MODULES if not name.startswith(("backends/", "bridges/", "demo/train_"))],
+    [
+        name
+        for name in MODULES
+        if not name.startswith(("backends/", "providers/", "bridges/", "demo/train_"))
+    ],
 )
-def test_only_backends_bridges_and_examples_name_a_library(name: str) -> None:
-    roots = {
-        module.partition(".")[0]
-        for level, module in imports(MODULES[name], everywhere=True)
-        if level == 0
-    }
-    assert not roots & LIBRARIES
-
-
-def level(name: str) -> int:
-    """The line of a module in `LEVELS`."""
-    lines = [line.split() for line in LEVELS.split("\n")]
-    found = [
-        i
-        for wanted in (name, name.partition("/")[0])
-        for i, line in enumerate(lines)
-        if wanted in line
-    ]
-    assert found, f"{name} has no place in the table"
-    return found[0]
+def test_modules_outside_of_backends_name_no_library(name: str) -> None:
+    assert not absolute_imports(MODULES[name]) & LIBRARIES
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_imports_point_one_way(name: str) -> None:
-    package = name.split("/")[:-1]
-    for dots, module in imports(MODULES[name], everywhere=False):
-        if dots:
-            target = "/".join([*package[: len(package) - dots + 1], *module.split(".")])
-            target = next(
-                t
-                for t in (target, f"{target}/__init__", target.rpartition("/")[0] + "/__init__")
-                if t in MODULES
-            )
-            if target.partition("/")[0] != name.partition("/")[0]:
-                assert level(target) < level(name), f"{name} imports {target}"
+def test_imports_point_downwards(name: str) -> None:
+    for target in imported_modules(name, MODULES):
+        assert layer(target) <= layer(name), f"{name} imports {target}, which is above it"
+
+
+def test_imports_have_no_circle() -> None:
+    assert circles({name: imported_modules(name, MODULES) for name in MODULES}) == []
+
+
+def test_imports_have_no_circle_finds_circles_inside_functions(tmp_path: Path) -> None:
+    modules = {name: tmp_path / f"{name}.py" for name in ("a", "b", "c")}
+    modules["a"].write_text("from . import b")
+    modules["b"].write_text("def f():\n    from .c import g")
+    modules["c"].write_text("import scree.a")
+    assert circles({name: imported_modules(name, modules) for name in modules}) == ["a", "b", "c"]
+    modules["c"].write_text("")
+    assert circles({name: imported_modules(name, modules) for name in modules}) == []
+
+
+TRITON = PACKAGE.parents[1] / "kernels_triton" / "scree_triton"
+
+
+def test_kernels_have_no_circle_and_few_packages() -> None:
+    modules = {
+        path.relative_to(TRITON).with_suffix("").as_posix(): path for path in TRITON.rglob("*.py")
+    }
+    assert circles({name: imported_modules(name, modules) for name in modules}) == []
+    assert len({name.partition("/")[0] for name in modules} - {"__init__"}) <= 10
+    assert max(name.count("/") for name in modules) < 3
+
+
+def test_no_private_name_is_imported_from_another_file() -> None:
+    for root in (PACKAGE, TRITON):
+        for path in root.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and (
+                    node.level or (node.module or "").startswith("scree")
+                ):
+                    private = [
+                        a.name for a in node.names if a.name.startswith("_") and a.name != "__all__"
+                    ]
+                    assert not private, f"{path}:{node.lineno} imports {private}"
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -170,8 +226,9 @@ def test_public_names_are_documented(name: str) -> None:
             assert parameter in words, f"{parameter} is not described"
 
 
-def test_all_is_sorted_and_true() -> None:
-    assert scree.__all__ == sorted(scree.__all__)
+def test_all_is_unique_and_true() -> None:
+    assert len(set(scree.__all__)) == len(scree.__all__)
+    assert scree.ragged.__all__ == sorted(scree.ragged.__all__)
     assert all(hasattr(scree, name) for name in scree.__all__)
     assert set(scree.ragged.__all__) <= set(scree.__all__), "xp.ragged stands in scree too"
     assert [

@@ -27,7 +27,7 @@ from .binding import Standard, implements
 
 
 @implements("concat", ragged="list")
-def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Array:
+def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
     """Concatenate batches (axis 0), rows pairwise (the ragged axis), or element axes."""
     if not all(isinstance(x, Array) for x in arrays):
         raise TypeError(
@@ -144,7 +144,7 @@ def _join(call: JoinCall) -> Array:
 
 
 @implements("stack", ragged="list")
-def stack(arrays: Any, /, *, axis: int = 0, std: Standard) -> Array:
+def stack(arrays: Any, /, *, axis: int = 0, std: Standard) -> Any:
     """Stack ragged arrays of one layout along a new element axis."""
     if not all(isinstance(x, Array) for x in arrays):
         raise TypeError("arrays: expected ragged arrays only, got dense ones among them")

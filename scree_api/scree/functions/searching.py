@@ -49,7 +49,7 @@ def _table_index(std: Standard, table: Any, indices: Any) -> Any:
 
 
 @implements("take_along_axis")
-def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard) -> Array:
+def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard) -> Any:
     """Take entries of each row by ragged positions in the row, or of an element axis by an array like the values."""
     axis = normalize_axis(std.name, axis, x.ndim)
     if not isinstance(indices, Array):
@@ -59,7 +59,7 @@ def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard)
     indices = indices.with_values(checks.check_integers("indices", indices.values, x.values))
     lib, dim = std.backend, x.ragged_dim
     if axis != dim + 1:
-        x = check_shared_layout(std.name, (x, indices))
+        check_shared_layout(std.name, (x, indices))
         return x.with_values(lib.take_along_axis(x.values, indices.values, axis - 1))
     if indices.batch_size != x.batch_size or indices.ndim != x.ndim or indices.ragged_dim != dim:
         raise ValueError(

@@ -252,7 +252,8 @@ def attention(
     check_flag("return_lse", return_lse)
     call = AttentionCall(**arrays, **{**options, "return_lse": True})
     check_per_head("sinks", sinks, q)
-    out, lse = _apply_sinks(*_attention.run_call(call, kernel), sinks)
+    out, lse = _attention.run_call(call, kernel)
+    out, lse = _apply_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -361,7 +362,7 @@ def _make_schedule(call: AttentionCall, size: int) -> _Schedule:
     slots = inverse[slots // size] * size + slots % size
     per_tile_arrays = (tiles.tokens, positions, first, last, key_starts, key_tiles)
     arrays = [q_layout.index_from_host(x) for x in (slots, *(x[order] for x in per_tile_arrays))]
-    return _Schedule(*arrays, rounds[order], unmasked[order])
+    return _Schedule._make([*arrays, rounds[order], unmasked[order]])
 
 
 def _chunks(call: AttentionCall, schedule: _Schedule) -> list[slice]:

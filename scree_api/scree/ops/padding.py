@@ -345,8 +345,8 @@ class PadCall:
 
 @define_operation("pad", PadCall)
 def _pad(call: PadCall) -> tuple[Any, Any]:
-    arr, length, layout, n = call.arr, call.length, call.arr.layout, call.arr.batch_size
-    xp = layout.xp
+    arr, layout, n = call.arr, call.arr.layout, call.arr.batch_size
+    xp, length = layout.xp, call.length or 0
     slots = layout.arange(length)[None, :]
     lengths, starts = layout.lengths[:, None], layout.offsets[:-1][:, None]
     mask = slots < lengths if call.side == "right" else slots >= length - lengths
