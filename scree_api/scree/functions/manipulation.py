@@ -36,7 +36,7 @@ def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
     first = arrays[0]
     axis, dim = normalize_axis(std.name, axis, first.ndim, batch=True), first.ragged_dim
     if axis == dim + 1:
-        return _join.run({f"x{i}": x for i, x in enumerate(arrays)}, {})  # type: ignore[no-any-return]
+        return _join.run({f"x{i}": x for i, x in enumerate(arrays)}, {})
     _check_same_axes(arrays, but=axis)
     if axis == 0:
         return _concat_batches(arrays, std.function([x.values for x in arrays], axis=dim))
