@@ -8,7 +8,7 @@ import torch
 
 from scree_triton.runtime import autograd
 from scree_triton.runtime import launch as module
-from scree_triton.runtime.launch import Launch
+from scree_triton.runtime.launch import Descriptor, Launch, Number, Pointer, Stride, launch_args
 
 
 class Jit:
@@ -228,3 +228,56 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
         )  # in host memory, and on the current one
     other = Plan(0)
     assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None
+
+
+@launch_args
+class NamedArgs:
+    Q: Descriptor
+    X: Pointer
+    x_stride: Stride
+    count: Number
+
+
+def named_kernel(jit, *names):
+    kernel = jit()
+    kernel.arg_names = [*names]
+    return kernel
+
+
+def test_launch_with_named_args_passes_them_in_the_order_of_the_kernel(jit):
+    @launch_args
+    class Args:
+        X: Pointer
+        x_stride: Stride
+        count: Number
+
+    kernel = named_kernel(jit, "X", "x_stride", "count", "BLOCK")
+    launch = Launch(kernel, dict(BLOCK=64), {}, args=Args)
+    for _ in range(2):
+        launch(5, Args(count=3, x_stride=16, X=X))
+    assert kernel.asked[0][1] == (X, 16, 3)
+    assert kernel.launched[0][-4:] == (X.data_ptr(), 16, 3, 64)
+
+
+def test_launch_args_groups_the_fields_by_kind():
+    args = NamedArgs(Q=("tensor", "shape"), X="x", x_stride=1, count=2)
+    assert args == (("x",), (1,), (2,), ("tensor",), ("shape",))
+    with pytest.raises(TypeError, match="x_stride"):
+        NamedArgs(Q=("tensor", "shape"), X="x", count=2)
+
+
+@pytest.mark.parametrize(
+    "names", [("Q", "Y", "x_stride", "count", "BLOCK"), ("Q", "X", "x_stride", "count")]
+)
+def test_launch_with_fields_unlike_the_parameters_raises(jit, names):
+    with pytest.raises(TypeError, match="NamedArgs"):
+        Launch(named_kernel(jit, *names), dict(BLOCK=64), {}, (16,), args=NamedArgs)
+
+
+def test_launch_args_with_fields_out_of_order_raises():
+    with pytest.raises(TypeError, match="ordered"):
+
+        @launch_args
+        class Args:
+            count: Number
+            X: Pointer
