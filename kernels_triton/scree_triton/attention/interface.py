@@ -1,7 +1,7 @@
 """The entrance to attention: what is taken, and how autograd and torch.compile see it.
 
-Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
-torch.export trace, the same plans run behind custom operators.
+Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while
+torch.compile or torch.export trace, the same plans run behind custom operators.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..runtime.autograd import Function, differentiated, once_differentiable
 from ..runtime.launch import INTERPRETED
-from .launch_configs import Rows, Spec, aligned, capturing, plan, tf32
+from .launch_configs import AttentionSpec as Spec
+from .launch_configs import VarlenLayout as Rows
+from .launch_configs import allows_tf32, is_capturing, is_tma_aligned
+from .launch_configs import get_launch_config as plan
 from .tile_scheduler import UNBOUNDED
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -74,7 +77,8 @@ def run(call: Any) -> Any:
     Returns
     -------
     Array or tuple of Array
-        The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
+        The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a
+        query and head.
     """
     if not torch.compiler.is_compiling():
         return prepare_run(call)(call.q, call.k, call.v, call.alibi_slopes)
@@ -105,10 +109,10 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         )
         way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
         made = (
-            way.forward_on(rows, *tokens, spec),
-            way.backward_on(rows, *tokens, spec) if wanted else None,
+            way.prepare_forward(rows, *tokens, spec),
+            way.prepare_backward(rows, *tokens, spec) if wanted else None,
         )
-        if not capturing(arrays[0]):
+        if not is_capturing(arrays[0]):
             found[key] = made
         return made
 
@@ -117,7 +121,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
             (q.values, k.values, v.values),
             None if alibi_slopes is None else _float(alibi_slopes),
         )
-        key = aligned(*arrays), tf32(arrays[0].dtype)
+        key = is_tma_aligned(*arrays), allows_tf32(arrays[0].dtype)
         forward, backward = found.get(key) or ways(q, k, arrays, key)
         if not (wanted and torch.is_grad_enabled()):
             out, lse = forward(*arrays, slopes)
@@ -137,7 +141,7 @@ def _float(slopes: torch.Tensor) -> torch.Tensor:
 
 
 def _spec(call: Any) -> Spec:
-    return spec_of(call.causal, *call.window, call.scale, call.softcap)
+    return make_spec(call.causal, *call.window, call.scale, call.softcap)
 
 
 def attention(
@@ -160,7 +164,8 @@ def attention(
     Parameters
     ----------
     q, k, v
-        Values of shape ``(total, num_heads, head_dim)``. The heads of k and v may be fewer, the head_dim of v other.
+        Values of shape ``(total, num_heads, head_dim)``. The heads of k and v may be fewer, the
+        head_dim of v other.
     cu_q, cu_k
         Offsets of the rows, int32 or int64.
     causal
@@ -170,20 +175,22 @@ def attention(
     scale, softcap
         Scores are ``q @ k * scale``, and with a softcap ``softcap * tanh(scores / softcap)``.
     alibi_slopes
-        float32, shape ``(num_heads,)``: a slope times the distance of query and key is taken off each score, after the
-        softcap. Not differentiated.
+        float32, shape ``(num_heads,)``: a slope times the distance of query and key is taken off
+        each score, after the softcap. Not differentiated.
     memo
-        A dict that belongs to the rows of q and lives as long as they do; the tile maps are kept in it.
+        A dict that belongs to the rows of q and lives as long as they do; the tile maps are kept in
+        it.
     max_length
-        A bound on the longest row of q and k, where one is known: few short rows take smaller tiles.
+        A bound on the longest row of q and k, where one is known: few short rows take smaller
+        tiles.
 
     Returns
     -------
     out, lse
-        The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query without a valid key
-        has output 0 and log-sum-exp -inf.
+        The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query
+        without a valid key has output 0 and log-sum-exp -inf.
     """
-    spec = spec_of(causal, *window, scale, softcap)
+    spec = make_spec(causal, *window, scale, softcap)
     if torch.compiler.is_compiling():
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
@@ -192,15 +199,17 @@ def attention(
         plan(q, k, v, rows, spec, alibi_slopes is not None),
         (rows, q.shape[0], k.shape[0], spec),
     )
-    forward = way.forward_on(*on)
+    forward = way.prepare_forward(*on)
     if differentiated(q, k, v):
-        out, lse = _Attention.apply(q, k, v, (forward, way.backward_on(*on), alibi_slopes, True))
+        out, lse = _Attention.apply(
+            q, k, v, (forward, way.prepare_backward(*on), alibi_slopes, True)
+        )
     else:
         out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
 
 
-def spec_of(
+def make_spec(
     causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None
 ) -> Spec:
     """What is computed, in the plain numbers of `Spec`."""
@@ -251,8 +260,8 @@ _MEMOS: Any = WeakIdKeyDictionary()
 def _rows_op(offsets: torch.Tensor) -> torch.Tensor:
     """A copy of offsets that nobody else holds, so that tile maps can be kept for it.
 
-    What a compiler hands to an operator may be memory that it uses anew. Compilers merge equal calls, so all layers of a
-    model share one copy, and with it the maps.
+    What a compiler hands to an operator may be memory that it uses anew. Compilers merge equal
+    calls, so all layers of a model share one copy, and with it the maps.
     """
     rows = offsets.clone()
     _MEMOS[rows] = {}
