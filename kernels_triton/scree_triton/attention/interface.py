@@ -1,7 +1,7 @@
-"""The entrance to attention: what is taken, and how autograd and torch.compile see it.
+"""Attention calls: rejection of unsupported calls, autograd and torch.compile.
 
-Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while
-torch.compile or torch.export trace, the same plans run behind custom operators.
+Eager calls use one `torch.autograd.Function` and launch compiled kernels directly. While
+torch.compile or torch.export traces, custom operators run the same launch configs.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,23 @@ from .launch_configs import get_launch_config as plan
 from .tile_scheduler import UNBOUNDED
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_ROWS = 1 << 24
-_MOST_TOKENS = 1 << 26
-_UNFIT: dict[torch.device, str] = {}  # why no kernel runs on a device; empty for those that do
+_MAX_ROWS = 1 << 24
+_MAX_TOKENS = 1 << 26
+#: Device -> why no kernel runs on it; an empty string where kernels run.
+_DEVICE_REJECTIONS: dict[torch.device, str] = {}
 
 
 def rejects(call: Any) -> str | None:
-    """Why this package does not take `call`, from host metadata only; None if it does."""
+    """Return why the kernels cannot serve `call`, from host metadata only; None if they can."""
     q, k, v = call.q.values, call.k.values, call.v.values
     dtype, slopes = q.dtype, call.alibi_slopes
     if not (
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         return "the Triton kernels take torch tensors"
-    unfit = _unfit(q.device)
-    if unfit:
-        return unfit
+    reason = _rejects_device(q.device)
+    if reason:
+        return reason
     if dtype not in _DTYPES:
         return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
     if INTERPRETED and dtype == torch.bfloat16:
@@ -55,30 +56,34 @@ def rejects(call: Any) -> str | None:
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
-    if call.q.offsets.shape[0] > _MOST_ROWS or total > _MOST_TOKENS or total_k > _MOST_TOKENS:
-        return f"the Triton kernels take up to {_MOST_ROWS - 1} rows and {_MOST_TOKENS} tokens"
+    if call.q.offsets.shape[0] > _MAX_ROWS or total > _MAX_TOKENS or total_k > _MAX_TOKENS:
+        return f"the Triton kernels take up to {_MAX_ROWS - 1} rows and {_MAX_TOKENS} tokens"
     return None
 
 
-def _unfit(device: torch.device) -> str:
-    if device not in _UNFIT:
+def _rejects_device(device: torch.device) -> str:
+    if device not in _DEVICE_REJECTIONS:
         if device.type != "cuda" and not INTERPRETED:
-            _UNFIT[device] = f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+            _DEVICE_REJECTIONS[device] = (
+                f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+            )
         elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            _UNFIT[device] = "the Triton kernels need compute capability 8.0 (Ampere) or later"
+            _DEVICE_REJECTIONS[device] = (
+                "the Triton kernels need compute capability 8.0 (Ampere) or later"
+            )
         else:
-            _UNFIT[device] = ""
-    return _UNFIT[device]
+            _DEVICE_REJECTIONS[device] = ""
+    return _DEVICE_REJECTIONS[device]
 
 
 def run(call: Any) -> Any:
-    """Run a call that `rejects` does not reject.
+    """Run a call that `rejects` accepts.
 
     Returns
     -------
     Array or tuple of Array
-        The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a
-        query and head.
+        The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number
+        per query and head.
     """
     if not torch.compiler.is_compiling():
         return prepare_run(call)(call.q, call.k, call.v, call.alibi_slopes)
@@ -89,58 +94,55 @@ def run(call: Any) -> Any:
         v.values,
         q.offsets,
         k.offsets,
-        _spec(call),
-        None if call.alibi_slopes is None else _float(call.alibi_slopes),
+        _call_spec(call),
+        None if call.alibi_slopes is None else _as_float32(call.alibi_slopes),
     )
     return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
 
 
 def prepare_run(call: Any) -> Callable[..., Any]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
-    spec, alibi, return_lse = _spec(call), call.alibi_slopes is not None, call.return_lse
-    wanted = any(x.values.requires_grad for x in (call.q, call.k, call.v))
-    found: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
+    """Return a function that runs calls with the same metadata as this one."""
+    spec, alibi, return_lse = _call_spec(call), call.alibi_slopes is not None, call.return_lse
+    needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
+    # Alignment and precision setting -> functions that run forward and backward.
+    prepared: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
-    def ways(
-        q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any
+    def prepare(
+        q: Any, k: Any, values: tuple[torch.Tensor, ...], key: Any
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        rows = Rows(
-            q.offsets, k.offsets, q.layout.beside(k.layout), max(q.layout.bound, k.layout.bound)
-        )
-        way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
-        made = (
-            way.prepare_forward(rows, *tokens, spec),
-            way.prepare_backward(rows, *tokens, spec) if wanted else None,
-        )
-        if not is_capturing(arrays[0]):
-            found[key] = made
-        return made
+        max_seqlen = max(q.layout.bound, k.layout.bound)
+        layout = Rows(q.offsets, k.offsets, q.layout.beside(k.layout), max_seqlen)
+        config = plan(*values, layout, spec, alibi)
+        total_q, total_k = values[0].shape[0], values[1].shape[0]
+        forward = config.prepare_forward(layout, total_q, total_k, spec)
+        backward = config.prepare_backward(layout, total_q, total_k, spec) if needs_grad else None
+        if not is_capturing(values[0]):
+            prepared[key] = forward, backward
+        return forward, backward
 
-    def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        arrays, slopes = (
-            (q.values, k.values, v.values),
-            None if alibi_slopes is None else _float(alibi_slopes),
-        )
-        key = is_tma_aligned(*arrays), allows_tf32(arrays[0].dtype)
-        forward, backward = found.get(key) or ways(q, k, arrays, key)
-        if not (wanted and torch.is_grad_enabled()):
-            out, lse = forward(*arrays, slopes)
+    def run_prepared(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
+        values = q.values, k.values, v.values
+        slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
+        key = is_tma_aligned(*values), allows_tf32(values[0].dtype)
+        forward, backward = prepared.get(key) or prepare(q, k, values, key)
+        if not (needs_grad and torch.is_grad_enabled()):
+            out, lse = forward(*values, slopes)
         elif return_lse:
-            out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
+            out, lse = _Attention.apply(*values, (forward, backward, slopes, True))
         else:
-            return q._of(_Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout)
-        return (
-            (q._of(out, q.layout), q._of(lse.t(), q.layout)) if return_lse else q._of(out, q.layout)
-        )
+            return q._of(_Attention.apply(*values, (forward, backward, slopes, False)), q.layout)
+        if return_lse:
+            return q._of(out, q.layout), q._of(lse.t(), q.layout)
+        return q._of(out, q.layout)
 
-    return attend
+    return run_prepared
 
 
-def _float(slopes: torch.Tensor) -> torch.Tensor:
+def _as_float32(slopes: torch.Tensor) -> torch.Tensor:
     return slopes.to(torch.float32).contiguous()
 
 
-def _spec(call: Any) -> Spec:
+def _call_spec(call: Any) -> Spec:
     return make_spec(call.causal, *call.window, call.scale, call.softcap)
 
 
@@ -164,25 +166,24 @@ def attention(
     Parameters
     ----------
     q, k, v
-        Values of shape ``(total, num_heads, head_dim)``. The heads of k and v may be fewer, the
-        head_dim of v other.
+        Values of shape ``(total, num_heads, head_dim)``. k and v may have fewer heads, v another
+        head_dim.
     cu_q, cu_k
         Offsets of the rows, int32 or int64.
     causal
-        Query ``i`` attends keys up to its own position, both rows aligned at their ends.
+        Whether a query attends only keys up to its own position; both rows are aligned at their
+        ends.
     window
-        How many keys before and after its own position a query attends, None for all.
+        The number of keys that a query attends before and after its own position; None for all.
     scale, softcap
         Scores are ``q @ k * scale``, and with a softcap ``softcap * tanh(scores / softcap)``.
     alibi_slopes
-        float32, shape ``(num_heads,)``: a slope times the distance of query and key is taken off
-        each score, after the softcap. Not differentiated.
+        float32, shape ``(num_heads,)``. The slope times the distance between query and key is
+        subtracted from each score, after the softcap. Not differentiated.
     memo
-        A dict that belongs to the rows of q and lives as long as they do; the tile maps are kept in
-        it.
+        A dict that belongs to the rows of q and lives as long as they do. It caches tile schedules.
     max_length
-        A bound on the longest row of q and k, where one is known: few short rows take smaller
-        tiles.
+        A bound on the longest row of q and k, if known. A few short rows take smaller tiles.
 
     Returns
     -------
@@ -194,16 +195,12 @@ def attention(
     if torch.compiler.is_compiling():
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
-    rows = Rows(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
-    way, on = (
-        plan(q, k, v, rows, spec, alibi_slopes is not None),
-        (rows, q.shape[0], k.shape[0], spec),
-    )
-    forward = way.prepare_forward(*on)
+    layout = Rows(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
+    config = plan(q, k, v, layout, spec, alibi_slopes is not None)
+    forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
     if differentiated(q, k, v):
-        out, lse = _Attention.apply(
-            q, k, v, (forward, way.prepare_backward(*on), alibi_slopes, True)
-        )
+        backward = config.prepare_backward(layout, q.shape[0], k.shape[0], spec)
+        out, lse = _Attention.apply(q, k, v, (forward, backward, alibi_slopes, True))
     else:
         out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
@@ -212,11 +209,9 @@ def attention(
 def make_spec(
     causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None
 ) -> Spec:
-    """What is computed, in the plain numbers of `Spec`."""
-    left, right = (
-        UNBOUNDED if left is None else min(left, UNBOUNDED),
-        UNBOUNDED if right is None else min(right, UNBOUNDED),
-    )
+    """Return the spec of a call, with `UNBOUNDED` for None and the causal mask in the window."""
+    left = UNBOUNDED if left is None else min(left, UNBOUNDED)
+    right = UNBOUNDED if right is None else min(right, UNBOUNDED)
     return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
 
 
