@@ -4,6 +4,8 @@ The kernels for Hopper are written in Gluon, which has no interpreter. This file
 they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 """
 
+import importlib
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import autotune, launch_configs
+from scree_triton.attention import arguments, autotune, launch_configs
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
@@ -159,6 +161,33 @@ def test_select_config_on_hopper_returns_documented_kernels(
         torch.device("cuda", 0), dtype, layouts, **{**CAUSAL, **change}
     )
     assert type(config).__name__ == expected
+
+
+ARGUMENTS = {
+    "portable.forward_kernel": "PortableForwardPointers PortableForwardStrides ForwardNumbers",
+    "portable.dq_kernel": "PortableDqPointers PortableDqStrides DqNumbers",
+    "portable.dkdv_kernel": "PortableDkdvPointers PortableDkdvStrides BackwardNumbers",
+    "forward_sm90.forward_kernel": "ForwardTensors ForwardPointers ForwardStrides ForwardNumbers",
+    "backward_sm90.dq_kernel": "DqTensors DqPointers DqStrides DqNumbers",
+    "backward_sm90.dkdv_kernel": "BackwardTensors DkdvPointers DkdvStrides BackwardNumbers",
+    "float32_sm90.forward_kernel": "Float32ForwardTensors ForwardPointers Float32ForwardStrides "
+    "ForwardNumbers",
+    "float32_sm90.dq_kernel": "BackwardTensors Float32DqPointers Float32DqStrides BackwardNumbers",
+    "float32_sm90.dkdv_kernel": "BackwardTensors DkdvPointers Float32DkdvStrides BackwardNumbers",
+    "bf16x3.split_kernel": "SplitPointers SplitStrides SplitNumbers",
+    "bf16x3.split_dout_kernel": "SplitDoutPointers SplitDoutStrides SplitDoutNumbers",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_match_kernel_parameters(name):
+    """The fields of the named tuples have the names and the order of the kernel's parameters."""
+    module, kernel = name.split(".")
+    kernel = getattr(importlib.import_module(f"scree_triton.attention.{module}"), kernel)
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    expected = [p.name.lower() for p in parameters if "constexpr" not in str(p.annotation)]
+    groups = [getattr(arguments, group) for group in ARGUMENTS[name].split()]
+    assert [field for group in groups for field in group._fields] == expected
 
 
 def test_get_launch_config_few_short_rows_selects_small_batch(monkeypatch):

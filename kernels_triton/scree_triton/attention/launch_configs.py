@@ -17,6 +17,37 @@ import triton
 from ..runtime.autograd import on_device
 from ..runtime.launch import Launch, contiguous, empty, ragged
 from . import portable
+from .arguments import (
+    BackwardNumbers,
+    BackwardTensors,
+    DkdvPointers,
+    DkdvStrides,
+    DqNumbers,
+    DqPointers,
+    DqStrides,
+    DqTensors,
+    Float32DkdvStrides,
+    Float32DqPointers,
+    Float32DqStrides,
+    Float32ForwardStrides,
+    Float32ForwardTensors,
+    ForwardNumbers,
+    ForwardPointers,
+    ForwardStrides,
+    ForwardTensors,
+    PortableDkdvPointers,
+    PortableDkdvStrides,
+    PortableDqPointers,
+    PortableDqStrides,
+    PortableForwardPointers,
+    PortableForwardStrides,
+    SplitDoutNumbers,
+    SplitDoutPointers,
+    SplitDoutStrides,
+    SplitNumbers,
+    SplitPointers,
+    SplitStrides,
+)
 from .tile_configs import (
     FEW_QUERIES,
     SHORT_SEQLEN,
@@ -232,6 +263,11 @@ def _sm90_tiles(
         (itemsize, max(width, width_v))
     )
     return SM90_SMALL_BATCH_TILES.get(tiles, tiles) if small_batch else tiles
+
+
+def _descriptor(layout: HeadLayout) -> Any:
+    """Return the ragged descriptor of values with this layout, in parts of a head."""
+    return ragged(*layout, *_head_parts(layout.head_dim))
 
 
 def _initial_registers(ctas_per_sm: int, consumers: int) -> int:
@@ -494,70 +530,66 @@ class PortableConfig(LaunchConfig):
 
     def _forward(self, layout, total_q, spec):
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
-        launch, strides = self.forward_launch, (*self.strides, self.out_stride)
-        numbers = total_q, *self._head_counts(self.heads, total_q), *spec
-        return lambda q, k, v, slopes, out, lse: launch(
-            ctas, (q, k, v, slopes, out, lse, tiles), strides, numbers
-        )
+        launch = self.forward_launch
+        strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
+        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
+
+        def run(q, k, v, slopes, out, lse):
+            pointers = PortableForwardPointers(q, k, v, slopes, out, lse, tiles)
+            launch(ctas, pointers, strides, numbers)
+
+        return run
 
     def _backward(self, layout, total_q, total_k, spec):
         stats_stride = self.heads * total_q
-        query_tiles, dq_ctas = (
-            self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
-            if total_q > 0
-            else (None, 0)
-        )
-        key_tiles, dkdv_ctas = (
-            self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-            if total_k > 0
-            else (None, 0)
-        )
-        dkdv_launch, dkdv_numbers = (
-            self.dkdv_launch,
-            (total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec),
+        query_tiles, key_tiles, dq_ctas, dkdv_ctas = None, None, 0, 0
+        if total_q > 0:
+            query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
+        if total_k > 0:
+            key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        dkdv_launch = self.dkdv_launch
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec
         )
 
         def prepare(dout_strides, dlse_strides):
-            dlse_head, dlse_stride = dlse_strides or (0, 0)
+            stride_dom, stride_doh, _ = dout_strides
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
             dq_launch = self.dq_launches[dlse_strides is not None]
-            dq_strides = (
+            dq_strides = PortableDqStrides(
                 *self.strides,
-                self.out_stride,
-                *dout_strides[:2],
-                self.heads * self.q.head_dim,
+                stride_om=self.out_stride,
+                stride_dom=stride_dom,
+                stride_doh=stride_doh,
+                stride_dqm=self.heads * self.q.head_dim,
             )
-            dq_numbers = (
-                dlse_stride,
-                dlse_head,
+            dq_numbers = DqNumbers(
+                stride_dlsem,
+                stride_dlseh,
                 total_q,
                 stats_stride,
                 *self._head_counts(self.heads, total_k),
                 *spec,
             )
-            dkdv_strides = (
+            dkdv_strides = PortableDkdvStrides(
                 *self.strides,
-                *dout_strides[:2],
-                self.k_heads * self.q.head_dim,
-                self.k_heads * self.v.head_dim,
+                stride_dom=stride_dom,
+                stride_doh=stride_doh,
+                stride_dkn=self.k_heads * self.q.head_dim,
+                stride_dvn=self.k_heads * self.v.head_dim,
             )
 
-            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 if query_tiles is not None:
-                    dq_launch(
-                        dq_ctas,
-                        (q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles),
-                        dq_strides,
-                        dq_numbers,
+                    pointers = PortableDqPointers(
+                        q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles
                     )
+                    dq_launch(dq_ctas, pointers, dq_strides, dq_numbers)
                 if key_tiles is not None:
-                    dkdv_launch(
-                        dkdv_ctas,
-                        (q, k, v, slopes, dout, stats, dk, dv, key_tiles),
-                        dkdv_strides,
-                        dkdv_numbers,
-                    )
+                    pointers = PortableDkdvPointers(q, k, v, slopes, dout, stats, dk, dv, key_tiles)
+                    dkdv_launch(dkdv_ctas, pointers, dkdv_strides, dkdv_numbers)
 
-            return launch
+            return run
 
         return prepare
 
@@ -592,21 +624,17 @@ class Sm90Config(LaunchConfig):
         from . import backward_sm90, forward_sm90
 
         super().__init__(device, dtype, layouts)
-        (block_d, parts), (block_dv, parts_v) = (
-            _head_parts(self.q.head_dim),
-            _head_parts(self.v.head_dim),
-        )
+        block_d, parts = _head_parts(self.q.head_dim)
+        block_dv, parts_v = _head_parts(self.v.head_dim)
         width = max(block_d * parts, block_dv * parts_v)
         # Softcap and ALiBi are compiled only together with a window, which may be unbounded.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter, self.tiles = (
-            pipeline.tile_counter,
-            _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch),
-        )
+        self.counter = pipeline.tile_counter
+        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch)
         self.max_ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        self.tma_tensors = tuple(ragged(*x, *_head_parts(x.head_dim)) for x in layouts)
-        self.columns = self.q.head_stride, self.k.head_stride, self.v.head_stride
+        self.descriptors = tuple(_descriptor(x) for x in layouts)
+        self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
         values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         self.forward_counts = (
@@ -678,108 +706,76 @@ class Sm90Config(LaunchConfig):
         ]
 
     def _reads_in_place(self, dout: torch.Tensor) -> bool:
-        stride, head, last = dout.stride()
+        token_stride, head_stride, last_stride = dout.stride()
         return (
-            last == 1
+            last_stride == 1
             and dout.data_ptr() & 15 == 0
-            and _is_tma_addressable(stride, head, self.heads)
+            and _is_tma_addressable(token_stride, head_stride, self.heads)
         )
 
     def _forward(self, layout, total_q, spec):
-        counter, device = self.counter, self.device
-        tma_tensors = (
-            *self.tma_tensors,
-            ragged(
-                self.heads,
-                self.v.head_dim,
-                self.out_stride,
-                self.v.head_dim,
-                *_head_parts(self.v.head_dim),
-            ),
-        )
-        launch = self.forward_launch
+        counter, device, launch = self.counter, self.device, self.forward_launch
+        out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
+        descriptors = *self.descriptors, _descriptor(out_layout)
         tiles, ctas = self._query_tiles(
             layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
         )
-        strides, numbers = (
-            (*self.columns, self.out_stride),
-            (total_q, *self.forward_counts, *_base2_spec(spec)),
-        )
-        return lambda q, k, v, slopes, out, lse: launch(
-            ctas,
-            (slopes, out, lse, tiles, counter(device)),
-            strides,
-            numbers,
-            (q, k, v, out),
-            tma_tensors,
-        )
+        strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
+        numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
+
+        def run(q, k, v, slopes, out, lse):
+            pointers = ForwardPointers(slopes, out, lse, tiles, counter(device))
+            launch(ctas, pointers, strides, numbers, ForwardTensors(q, k, v, out), descriptors)
+
+        return run
 
     def _backward(self, layout, total_q, total_k, spec):
-        stats_stride, numbers, counter, device = (
-            self.heads * total_q,
-            _base2_spec(spec),
-            self.counter,
-            self.device,
-        )
+        stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
+        counter, device, dkdv_launches = self.counter, self.device, self.dkdv_launches
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dkdv_launches, dkdv_numbers = (
-            self.dkdv_launches,
-            (total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *numbers),
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
         )
 
         def prepare(dout_strides, dlse_strides):
-            stride, head, _ = dout_strides
-            shapes = (
-                *self.tma_tensors,
-                ragged(self.heads, self.v.head_dim, stride, head, *_head_parts(self.v.head_dim)),
+            stride_dom, stride_doh, _ = dout_strides
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
+            heads, head_dim = self.heads, self.q.head_dim
+            dout_layout = HeadLayout(heads, self.v.head_dim, stride_dom, stride_doh)
+            descriptors = *self.descriptors, _descriptor(dout_layout)
+            dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
+            dq_descriptors = *descriptors, _descriptor(dq_layout)
+            dq_launch = self.dq_launches[dlse_strides is not None]
+            dq_strides = DqStrides(
+                *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
             )
-            dq_shapes = (
-                *shapes,
-                ragged(
-                    self.heads,
-                    self.q.head_dim,
-                    self.heads * self.q.head_dim,
-                    self.q.head_dim,
-                    *_head_parts(self.q.head_dim),
-                ),
-            )
-            columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
-            dq_launch, dq_strides = (
-                self.dq_launches[dlse_strides is not None],
-                (*columns, self.out_stride),
-            )
-            dq_numbers = (
-                dlse_stride,
-                dlse_head,
+            dq_numbers = DqNumbers(
+                stride_dlsem,
+                stride_dlseh,
                 total_q,
                 stats_stride,
-                *self._head_counts(self.heads, total_k),
-                *numbers,
+                *self._head_counts(heads, total_k),
+                *base2_spec,
             )
-            dkdv_strides = *columns, self.k_heads * self.q.head_dim, self.k_heads * self.v.head_dim
+            dkdv_strides = DkdvStrides(
+                *self.head_strides,
+                stride_doh=stride_doh,
+                stride_dkn=self.k_heads * head_dim,
+                stride_dvn=self.k_heads * self.v.head_dim,
+            )
 
-            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                tma_tensors, count = (q, k, v, dout), counter(device)
-                dq_launch(
-                    dq_ctas,
-                    (slopes, out, lse, dlse, stats, query_tiles, count),
-                    dq_strides,
-                    dq_numbers,
-                    (*tma_tensors, dq),
-                    dq_shapes,
-                )
-                for dkdv_launch in dkdv_launches:
-                    dkdv_launch(
-                        dkdv_ctas,
-                        (slopes, stats, dk, dv, key_tiles, count),
-                        dkdv_strides,
-                        dkdv_numbers,
-                        tma_tensors,
-                        shapes,
-                    )
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                count = counter(device)
+                pointers = DqPointers(slopes, out, lse, dlse, stats, query_tiles, count)
+                tensors = DqTensors(q, k, v, dout, dq)
+                dq_launch(dq_ctas, pointers, dq_strides, dq_numbers, tensors, dq_descriptors)
+                pointers = DkdvPointers(slopes, stats, dk, dv, key_tiles, count)
+                tensors = BackwardTensors(q, k, v, dout)
+                for launch in dkdv_launches:
+                    launch(dkdv_ctas, pointers, dkdv_strides, dkdv_numbers, tensors, descriptors)
 
-            return launch
+            return run
 
         return prepare
 
@@ -807,15 +803,16 @@ class Bf16x3Config(LaunchConfig):
         self.counter, self.terms = pipeline.tile_counter, count
         self.tiles = SM90_TILES[4, dim]
         self.max_ctas = torch.cuda.get_device_properties(device).multi_processor_count
-        tma_tensors = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in layouts]
-        self.tma_tensors = *tma_tensors, tma_tensors[0]
-        self.tma_tensors_q = ragged(*self.q)
+        # The terms of a head are adjacent. dout has the layout of q.
+        split = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in layouts]
+        self.descriptors = *split, split[0]
+        self.forward_descriptors = ragged(*self.q), *split[1:]
         window = window or softcap or alibi
         features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        split, options = dict(HEAD_DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
-        self.split_launch = Launch(bf16x3.split_kernel, split, options)
+        constants, options = dict(HEAD_DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
+        self.split_launch = Launch(bf16x3.split_kernel, constants, options)
         self.split_dout_launches = [
-            Launch(bf16x3.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
+            Launch(bf16x3.split_dout_kernel, dict(**constants, HAS_DLSE=x), options)
             for x in (False, True)
         ]
         options = dict(num_warps=4, maxnreg=_initial_registers(1, 2))
@@ -847,76 +844,68 @@ class Bf16x3Config(LaunchConfig):
         return self.empty((total, heads, dim), (heads * dim, dim, 1), torch.bfloat16)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the bfloat16 terms of a float32 tensor."""
         terms, (total, heads, _) = self._empty_terms(x), x.shape
         self.split_launch(
-            triton.cdiv(total * heads, self.BLOCK), (x, terms), x.stride()[:2], (total, heads)
+            triton.cdiv(total * heads, self.BLOCK),
+            SplitPointers(x, terms),
+            SplitStrides(*x.stride()[:2]),
+            SplitNumbers(total, heads),
         )
         return terms
 
     def _forward(self, layout, total_q, spec):
         counter, device, split = self.counter, self.device, self._split
-        launch, shapes = self.forward_launch, (self.tma_tensors_q, *self.tma_tensors[1:3])
+        launch, descriptors = self.forward_launch, self.forward_descriptors
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
-        strides, numbers = (
-            (self.q.head_stride, self.out_stride),
-            (total_q, *self._head_counts(self.heads, total_q), *_base2_spec(spec)),
+        strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
+        numbers = ForwardNumbers(
+            total_q, *self._head_counts(self.heads, total_q), *_base2_spec(spec)
         )
-        return lambda q, k, v, slopes, out, lse: launch(
-            ctas,
-            (slopes, out, lse, tiles, counter(device)),
-            strides,
-            numbers,
-            (q, split(k), split(v)),
-            shapes,
-        )
+
+        def run(q, k, v, slopes, out, lse):
+            pointers = ForwardPointers(slopes, out, lse, tiles, counter(device))
+            tensors = Float32ForwardTensors(q, split(k), split(v))
+            launch(ctas, pointers, strides, numbers, tensors, descriptors)
+
+        return run
 
     def _backward(self, layout, total_q, total_k, spec):
-        stats_stride, numbers, counter, device, split = (
-            self.heads * total_q,
-            _base2_spec(spec),
-            self.counter,
-            self.device,
-            self._split,
-        )
+        stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
+        counter, device, split = self.counter, self.device, self._split
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dq_numbers = total_q, stats_stride, *self._head_counts(self.heads, total_k), *numbers
-        dkdv_numbers = total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *numbers
+        dq_strides = Float32DqStrides(self.out_stride)
+        dq_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.heads, total_k), *base2_spec
+        )
+        dkdv_strides = Float32DkdvStrides(self.k_heads * self.q.head_dim)
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
+        )
 
         def prepare(dout_strides, dlse_strides):
-            dlse_head, dlse_stride = dlse_strides or (0, 0)
-            split_dout_launch, split_ctas = (
-                self.split_dout_launches[dlse_strides is not None],
-                triton.cdiv(stats_stride, self.BLOCK),
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
+            split_dout_launch = self.split_dout_launches[dlse_strides is not None]
+            split_ctas = triton.cdiv(stats_stride, self.BLOCK)
+            split_strides = SplitDoutStrides(*dout_strides[:2])
+            split_numbers = SplitDoutNumbers(
+                stride_dlsem, stride_dlseh, total_q, stats_stride, self.heads
             )
-            split_numbers = dlse_stride, dlse_head, total_q, stats_stride, self.heads
 
-            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 split_dout = self._empty_terms(dout)
-                split_dout_launch(
-                    split_ctas,
-                    (out, dout, lse, dlse, stats, split_dout),
-                    dout_strides[:2],
-                    split_numbers,
-                )
-                tma_tensors, count = (split(q), split(k), split(v), split_dout), counter(device)
-                self.dq_launch(
-                    dq_ctas,
-                    (slopes, stats, dq, query_tiles, count),
-                    (self.out_stride,),
-                    dq_numbers,
-                    tma_tensors,
-                    self.tma_tensors,
-                )
+                pointers = SplitDoutPointers(out, dout, lse, dlse, stats, split_dout)
+                split_dout_launch(split_ctas, pointers, split_strides, split_numbers)
+                tensors = BackwardTensors(split(q), split(k), split(v), split_dout)
+                count, descriptors = counter(device), self.descriptors
+                pointers = Float32DqPointers(slopes, stats, dq, query_tiles, count)
+                self.dq_launch(dq_ctas, pointers, dq_strides, dq_numbers, tensors, descriptors)
+                pointers = DkdvPointers(slopes, stats, dk, dv, key_tiles, count)
                 self.dkdv_launch(
-                    dkdv_ctas,
-                    (slopes, stats, dk, dv, key_tiles, count),
-                    (self.k_heads * self.q.head_dim,),
-                    dkdv_numbers,
-                    tma_tensors,
-                    self.tma_tensors,
+                    dkdv_ctas, pointers, dkdv_strides, dkdv_numbers, tensors, descriptors
                 )
 
-            return launch
+            return run
 
         return prepare
