@@ -163,31 +163,32 @@ def test_select_config_on_hopper_returns_documented_kernels(
     assert type(config).__name__ == expected
 
 
-ARGUMENTS = {
-    "portable.forward_kernel": "PortableForwardPointers PortableForwardStrides ForwardNumbers",
-    "portable.dq_kernel": "PortableDqPointers PortableDqStrides DqNumbers",
-    "portable.dkdv_kernel": "PortableDkdvPointers PortableDkdvStrides BackwardNumbers",
-    "forward_sm90.forward_kernel": "ForwardTensors ForwardPointers ForwardStrides ForwardNumbers",
-    "backward_sm90.dq_kernel": "DqTensors DqPointers DqStrides DqNumbers",
-    "backward_sm90.dkdv_kernel": "BackwardTensors DkdvPointers DkdvStrides BackwardNumbers",
-    "float32_sm90.forward_kernel": "Float32ForwardTensors ForwardPointers Float32ForwardStrides "
-    "ForwardNumbers",
-    "float32_sm90.dq_kernel": "BackwardTensors Float32DqPointers Float32DqStrides BackwardNumbers",
-    "float32_sm90.dkdv_kernel": "BackwardTensors DkdvPointers Float32DkdvStrides BackwardNumbers",
-    "bf16x3.split_kernel": "SplitPointers SplitStrides SplitNumbers",
-    "bf16x3.split_dout_kernel": "SplitDoutPointers SplitDoutStrides SplitDoutNumbers",
+GROUPS = {
+    "portable.forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers",
+    "portable.dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers",
+    "portable.dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers",
+    "forward_sm90.forward_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
+    "backward_sm90.dq_kernel": "DqArgs DqStrides DqNumbers",
+    "backward_sm90.dkdv_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
+    "float32_sm90.forward_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
+    "float32_sm90.dq_kernel": "Float32DqArgs BackwardNumbers",
+    "float32_sm90.dkdv_kernel": "Float32DkdvArgs BackwardNumbers",
+    "bf16x3.split_kernel": "SplitArgs",
+    "bf16x3.split_dout_kernel": "SplitDoutArgs",
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", GROUPS)
 def test_arguments_match_kernel_parameters(name):
-    """The fields of the named tuples have the names and the order of the kernel's parameters."""
+    """Arguments, and the tuples of strides and numbers, are in the order of the parameters."""
     module, kernel = name.split(".")
     kernel = getattr(importlib.import_module(f"scree_triton.attention.{module}"), kernel)
-    parameters = inspect.signature(kernel.fn).parameters.values()
-    expected = [p.name.lower() for p in parameters if "constexpr" not in str(p.annotation)]
-    groups = [getattr(arguments, group) for group in ARGUMENTS[name].split()]
-    assert [field for group in groups for field in group._fields] == expected
+    args, *groups = (getattr(arguments, group) for group in GROUPS[name].split())
+    assert args.fields == tuple(kernel.arg_names[: len(args.fields)])
+    parameters = list(inspect.signature(kernel.fn).parameters.values())
+    assert "constexpr" in str(parameters[len(args.fields)].annotation)
+    last = [field for group in groups for field in group._fields]
+    assert args.fields[len(args.fields) - len(last) :] == tuple(last)
 
 
 def test_get_launch_config_few_short_rows_selects_small_batch(monkeypatch):

@@ -1,16 +1,15 @@
 """Named arguments of the attention kernels, in the order of the kernels' parameters.
 
-A kernel takes tensors that TMA reads or writes through descriptors, then pointers, strides and
-other numbers. Each group is a named tuple, because the kernels have up to 44 parameters. Strides
-are named as in FlashAttention's Triton kernels: `m` counts queries, `n` keys and `h` heads.
+Strides are named as in FlashAttention's Triton kernels: `m` counts queries, `n` keys and `h` heads.
+Strides and numbers are known before a launch; the named tuples here hold them until then.
 """
 
 from typing import NamedTuple
 
-import torch
+from ..runtime.launch import Descriptor, Number, Pointer, Stride, launch_args
 
 
-# --- Numbers of all kernels
+# --- Strides and numbers that several kernels or launches share
 class ForwardNumbers(NamedTuple):
     """Numbers of the forward kernels."""
 
@@ -55,18 +54,6 @@ class DqNumbers(NamedTuple):
 
 
 # --- Portable kernels
-class PortableForwardPointers(NamedTuple):
-    """Pointers of `portable.forward_kernel`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    slopes: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    tiles: torch.Tensor
-
-
 class PortableForwardStrides(NamedTuple):
     """Strides of `portable.forward_kernel`."""
 
@@ -79,20 +66,32 @@ class PortableForwardStrides(NamedTuple):
     stride_om: int
 
 
-class PortableDqPointers(NamedTuple):
-    """Pointers of `portable.dq_kernel`."""
+@launch_args
+class PortableForwardArgs:
+    """Arguments of `portable.forward_kernel`."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    slopes: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    do: torch.Tensor
-    dlse: torch.Tensor
-    stats: torch.Tensor
-    dq: torch.Tensor
-    tiles: torch.Tensor
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    TILES: Pointer
+    stride_qm: Stride
+    stride_qh: Stride
+    stride_kn: Stride
+    stride_kh: Stride
+    stride_vn: Stride
+    stride_vh: Stride
+    stride_om: Stride
+    total_q: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
 
 
 class PortableDqStrides(NamedTuple):
@@ -110,18 +109,42 @@ class PortableDqStrides(NamedTuple):
     stride_dqm: int
 
 
-class PortableDkdvPointers(NamedTuple):
-    """Pointers of `portable.dkdv_kernel`."""
+@launch_args
+class PortableDqArgs:
+    """Arguments of `portable.dq_kernel`."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    slopes: torch.Tensor
-    do: torch.Tensor
-    stats: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-    tiles: torch.Tensor
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    DO: Pointer
+    DLSE: Pointer
+    STATS: Pointer
+    DQ: Pointer
+    TILES: Pointer
+    stride_qm: Stride
+    stride_qh: Stride
+    stride_kn: Stride
+    stride_kh: Stride
+    stride_vn: Stride
+    stride_vh: Stride
+    stride_om: Stride
+    stride_dom: Stride
+    stride_doh: Stride
+    stride_dqm: Stride
+    stride_dlsem: Number
+    stride_dlseh: Number
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
 
 
 class PortableDkdvStrides(NamedTuple):
@@ -139,26 +162,41 @@ class PortableDkdvStrides(NamedTuple):
     stride_dvn: int
 
 
+@launch_args
+class PortableDkdvArgs:
+    """Arguments of `portable.dkdv_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    SLOPES: Pointer
+    DO: Pointer
+    STATS: Pointer
+    DK: Pointer
+    DV: Pointer
+    TILES: Pointer
+    stride_qm: Stride
+    stride_qh: Stride
+    stride_kn: Stride
+    stride_kh: Stride
+    stride_vn: Stride
+    stride_vh: Stride
+    stride_dom: Stride
+    stride_doh: Stride
+    stride_dkn: Stride
+    stride_dvn: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
 # --- Hopper, half precision
-class ForwardTensors(NamedTuple):
-    """TMA tensors of `forward_sm90.forward_kernel`."""
-
-    q_desc: torch.Tensor
-    k_desc: torch.Tensor
-    v_desc: torch.Tensor
-    o_desc: torch.Tensor
-
-
-class ForwardPointers(NamedTuple):
-    """Pointers of the forward kernels on Hopper."""
-
-    slopes: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    tiles: torch.Tensor
-    counter: torch.Tensor
-
-
 class ForwardStrides(NamedTuple):
     """Strides of `forward_sm90.forward_kernel`."""
 
@@ -168,26 +206,31 @@ class ForwardStrides(NamedTuple):
     stride_om: int
 
 
-class DqTensors(NamedTuple):
-    """TMA tensors of `backward_sm90.dq_kernel`."""
+@launch_args
+class ForwardArgs:
+    """Arguments of `forward_sm90.forward_kernel`."""
 
-    q_desc: torch.Tensor
-    k_desc: torch.Tensor
-    v_desc: torch.Tensor
-    do_desc: torch.Tensor
-    dq_desc: torch.Tensor
-
-
-class DqPointers(NamedTuple):
-    """Pointers of `backward_sm90.dq_kernel`."""
-
-    slopes: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dlse: torch.Tensor
-    stats: torch.Tensor
-    tiles: torch.Tensor
-    counter: torch.Tensor
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    o_desc: Descriptor
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    stride_om: Stride
+    total_q: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
 
 
 class DqStrides(NamedTuple):
@@ -200,24 +243,38 @@ class DqStrides(NamedTuple):
     stride_om: int
 
 
-class BackwardTensors(NamedTuple):
-    """TMA tensors of the kernels of dK and dV, and of dQ in float32."""
+@launch_args
+class DqArgs:
+    """Arguments of `backward_sm90.dq_kernel`."""
 
-    q_desc: torch.Tensor
-    k_desc: torch.Tensor
-    v_desc: torch.Tensor
-    do_desc: torch.Tensor
-
-
-class DkdvPointers(NamedTuple):
-    """Pointers of the kernels of dK and dV on Hopper."""
-
-    slopes: torch.Tensor
-    stats: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-    tiles: torch.Tensor
-    counter: torch.Tensor
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    dq_desc: Descriptor
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    DLSE: Pointer
+    STATS: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    stride_doh: Stride
+    stride_om: Stride
+    stride_dlsem: Number
+    stride_dlseh: Number
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
 
 
 class DkdvStrides(NamedTuple):
@@ -231,15 +288,38 @@ class DkdvStrides(NamedTuple):
     stride_dvn: int
 
 
+@launch_args
+class DkdvArgs:
+    """Arguments of `backward_sm90.dkdv_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    SLOPES: Pointer
+    STATS: Pointer
+    DK: Pointer
+    DV: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    stride_doh: Stride
+    stride_dkn: Stride
+    stride_dvn: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
 # --- Hopper, float32
-class Float32ForwardTensors(NamedTuple):
-    """TMA tensors of `float32_sm90.forward_kernel`."""
-
-    q_desc: torch.Tensor
-    k_desc: torch.Tensor
-    v_desc: torch.Tensor
-
-
 class Float32ForwardStrides(NamedTuple):
     """Strides of `float32_sm90.forward_kernel`."""
 
@@ -247,72 +327,107 @@ class Float32ForwardStrides(NamedTuple):
     stride_om: int
 
 
-class Float32DqPointers(NamedTuple):
-    """Pointers of `float32_sm90.dq_kernel`."""
+@launch_args
+class Float32ForwardArgs:
+    """Arguments of `float32_sm90.forward_kernel`."""
 
-    slopes: torch.Tensor
-    stats: torch.Tensor
-    dq: torch.Tensor
-    tiles: torch.Tensor
-    counter: torch.Tensor
-
-
-class Float32DqStrides(NamedTuple):
-    """Strides of `float32_sm90.dq_kernel`."""
-
-    stride_dqm: int
-
-
-class Float32DkdvStrides(NamedTuple):
-    """Strides of `float32_sm90.dkdv_kernel`."""
-
-    stride_dkn: int
-
-
-class SplitPointers(NamedTuple):
-    """Pointers of `bf16x3.split_kernel`."""
-
-    x: torch.Tensor
-    split: torch.Tensor
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_om: Stride
+    total_q: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
 
 
-class SplitStrides(NamedTuple):
-    """Strides of `bf16x3.split_kernel`."""
+@launch_args
+class Float32DqArgs:
+    """Arguments of `float32_sm90.dq_kernel`."""
 
-    stride_xt: int
-    stride_xh: int
-
-
-class SplitNumbers(NamedTuple):
-    """Numbers of `bf16x3.split_kernel`."""
-
-    total: int
-    heads: int
-
-
-class SplitDoutPointers(NamedTuple):
-    """Pointers of `bf16x3.split_dout_kernel`."""
-
-    out: torch.Tensor
-    do: torch.Tensor
-    lse: torch.Tensor
-    dlse: torch.Tensor
-    stats: torch.Tensor
-    split: torch.Tensor
-
-
-class SplitDoutStrides(NamedTuple):
-    """Strides of `bf16x3.split_dout_kernel`."""
-
-    stride_dom: int
-    stride_doh: int
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    SLOPES: Pointer
+    STATS: Pointer
+    DQ: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_dqm: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
 
 
-class SplitDoutNumbers(NamedTuple):
-    """Numbers of `bf16x3.split_dout_kernel`."""
+@launch_args
+class Float32DkdvArgs:
+    """Arguments of `float32_sm90.dkdv_kernel`."""
 
-    stride_dlsem: int
-    stride_dlseh: int
-    total_q: int
-    stats_stride: int
-    heads: int
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    SLOPES: Pointer
+    STATS: Pointer
+    DK: Pointer
+    DV: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_dkn: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+@launch_args
+class SplitArgs:
+    """Arguments of `bf16x3.split_kernel`."""
+
+    X: Pointer
+    SPLIT: Pointer
+    stride_xt: Stride
+    stride_xh: Stride
+    total: Number
+    heads: Number
+
+
+@launch_args
+class SplitDoutArgs:
+    """Arguments of `bf16x3.split_dout_kernel`."""
+
+    OUT: Pointer
+    DO: Pointer
+    LSE: Pointer
+    DLSE: Pointer
+    STATS: Pointer
+    SPLIT: Pointer
+    stride_dom: Stride
+    stride_doh: Stride
+    stride_dlsem: Number
+    stride_dlseh: Number
+    total_q: Number
+    stats_stride: Number
+    heads: Number

@@ -19,34 +19,26 @@ from ..runtime.launch import Launch, contiguous, empty, ragged
 from . import portable
 from .arguments import (
     BackwardNumbers,
-    BackwardTensors,
-    DkdvPointers,
+    DkdvArgs,
     DkdvStrides,
+    DqArgs,
     DqNumbers,
-    DqPointers,
     DqStrides,
-    DqTensors,
-    Float32DkdvStrides,
-    Float32DqPointers,
-    Float32DqStrides,
+    Float32DkdvArgs,
+    Float32DqArgs,
+    Float32ForwardArgs,
     Float32ForwardStrides,
-    Float32ForwardTensors,
+    ForwardArgs,
     ForwardNumbers,
-    ForwardPointers,
     ForwardStrides,
-    ForwardTensors,
-    PortableDkdvPointers,
+    PortableDkdvArgs,
     PortableDkdvStrides,
-    PortableDqPointers,
+    PortableDqArgs,
     PortableDqStrides,
-    PortableForwardPointers,
+    PortableForwardArgs,
     PortableForwardStrides,
-    SplitDoutNumbers,
-    SplitDoutPointers,
-    SplitDoutStrides,
-    SplitNumbers,
-    SplitPointers,
-    SplitStrides,
+    SplitArgs,
+    SplitDoutArgs,
 )
 from .tile_configs import (
     FEW_QUERIES,
@@ -470,7 +462,7 @@ class PortableConfig(LaunchConfig):
         self.tiles = tiles or portable_tiles(capability, *self.kind)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
-        def launch(kernel: Any, tile: Tile, **constants: Any) -> Launch:
+        def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
             return Launch(
                 kernel,
                 dict(
@@ -488,13 +480,17 @@ class PortableConfig(LaunchConfig):
                     **constants,
                 ),
                 dict(num_warps=tile.num_warps, num_stages=tile.num_stages),
+                args=args,
             )
 
-        self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
+        self.forward_launch = launch(
+            portable.forward_kernel, PortableForwardArgs, self.tiles.forward
+        )
         self.dq_launches = [
-            launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)
+            launch(portable.dq_kernel, PortableDqArgs, self.tiles.dq, HAS_DLSE=x)
+            for x in (False, True)
         ]
-        self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv)
+        self.dkdv_launch = launch(portable.dkdv_kernel, PortableDkdvArgs, self.tiles.dkdv)
 
     def autotuned(
         self,
@@ -535,8 +531,8 @@ class PortableConfig(LaunchConfig):
         numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
 
         def run(q, k, v, slopes, out, lse):
-            pointers = PortableForwardPointers(q, k, v, slopes, out, lse, tiles)
-            launch(ctas, pointers, strides, numbers)
+            args = PortableForwardArgs(q, k, v, slopes, out, lse, tiles, *strides, *numbers)
+            launch(ctas, args)
 
         return run
 
@@ -581,13 +577,37 @@ class PortableConfig(LaunchConfig):
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 if query_tiles is not None:
-                    pointers = PortableDqPointers(
-                        q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles
+                    args = PortableDqArgs(
+                        q,
+                        k,
+                        v,
+                        slopes,
+                        out,
+                        lse,
+                        dout,
+                        dlse,
+                        stats,
+                        dq,
+                        query_tiles,
+                        *dq_strides,
+                        *dq_numbers,
                     )
-                    dq_launch(dq_ctas, pointers, dq_strides, dq_numbers)
+                    dq_launch(dq_ctas, args)
                 if key_tiles is not None:
-                    pointers = PortableDkdvPointers(q, k, v, slopes, dout, stats, dk, dv, key_tiles)
-                    dkdv_launch(dkdv_ctas, pointers, dkdv_strides, dkdv_numbers)
+                    args = PortableDkdvArgs(
+                        q,
+                        k,
+                        v,
+                        slopes,
+                        dout,
+                        stats,
+                        dk,
+                        dv,
+                        key_tiles,
+                        *dkdv_strides,
+                        *dkdv_numbers,
+                    )
+                    dkdv_launch(dkdv_ctas, args)
 
             return run
 
@@ -658,6 +678,7 @@ class Sm90Config(LaunchConfig):
             ),
             dict(num_warps=4, maxnreg=_initial_registers(self.ctas_per_sm, m // 64)),
             (64, n, n, 64),
+            args=ForwardArgs,
         )
         values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
         m, n, stages, own_stages, _ = self.tiles.dq
@@ -676,6 +697,7 @@ class Sm90Config(LaunchConfig):
                 ),
                 dict(num_warps=4, maxnreg=_initial_registers(1, m // 64), launch_pdl=True),
                 (64, n, n, 64, 64),
+                args=DqArgs,
             )
             for x in (False, True)
         ]
@@ -699,6 +721,7 @@ class Sm90Config(LaunchConfig):
                 ),
                 dict(num_warps=4, maxnreg=_initial_registers(1, n // 64), launch_pdl=True),
                 (m, 64, 64, m),
+                args=DkdvArgs,
             )
             for dk, dv in (
                 [(True, False), (False, True)] if self.tiles.split_dkdv else [(True, True)]
@@ -716,7 +739,8 @@ class Sm90Config(LaunchConfig):
     def _forward(self, layout, total_q, spec):
         counter, device, launch = self.counter, self.device, self.forward_launch
         out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
-        descriptors = *self.descriptors, _descriptor(out_layout)
+        q_desc, k_desc, v_desc = self.descriptors
+        o_desc = _descriptor(out_layout)
         tiles, ctas = self._query_tiles(
             layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
         )
@@ -724,8 +748,20 @@ class Sm90Config(LaunchConfig):
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
 
         def run(q, k, v, slopes, out, lse):
-            pointers = ForwardPointers(slopes, out, lse, tiles, counter(device))
-            launch(ctas, pointers, strides, numbers, ForwardTensors(q, k, v, out), descriptors)
+            args = ForwardArgs(
+                (q, q_desc),
+                (k, k_desc),
+                (v, v_desc),
+                (out, o_desc),
+                slopes,
+                out,
+                lse,
+                tiles,
+                counter(device),
+                *strides,
+                *numbers,
+            )
+            launch(ctas, args)
 
         return run
 
@@ -743,9 +779,9 @@ class Sm90Config(LaunchConfig):
             stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
             heads, head_dim = self.heads, self.q.head_dim
             dout_layout = HeadLayout(heads, self.v.head_dim, stride_dom, stride_doh)
-            descriptors = *self.descriptors, _descriptor(dout_layout)
             dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
-            dq_descriptors = *descriptors, _descriptor(dq_layout)
+            q_desc, k_desc, v_desc = self.descriptors
+            do_desc, dq_desc = _descriptor(dout_layout), _descriptor(dq_layout)
             dq_launch = self.dq_launches[dlse_strides is not None]
             dq_strides = DqStrides(
                 *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
@@ -767,13 +803,40 @@ class Sm90Config(LaunchConfig):
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 count = counter(device)
-                pointers = DqPointers(slopes, out, lse, dlse, stats, query_tiles, count)
-                tensors = DqTensors(q, k, v, dout, dq)
-                dq_launch(dq_ctas, pointers, dq_strides, dq_numbers, tensors, dq_descriptors)
-                pointers = DkdvPointers(slopes, stats, dk, dv, key_tiles, count)
-                tensors = BackwardTensors(q, k, v, dout)
+                q_tma, k_tma, v_tma, do_tma = (q, q_desc), (k, k_desc), (v, v_desc), (dout, do_desc)
+                args = DqArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    (dq, dq_desc),
+                    slopes,
+                    out,
+                    lse,
+                    dlse,
+                    stats,
+                    query_tiles,
+                    count,
+                    *dq_strides,
+                    *dq_numbers,
+                )
+                dq_launch(dq_ctas, args)
+                args = DkdvArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    slopes,
+                    stats,
+                    dk,
+                    dv,
+                    key_tiles,
+                    count,
+                    *dkdv_strides,
+                    *dkdv_numbers,
+                )
                 for launch in dkdv_launches:
-                    launch(dkdv_ctas, pointers, dkdv_strides, dkdv_numbers, tensors, descriptors)
+                    launch(dkdv_ctas, args)
 
             return run
 
@@ -810,9 +873,11 @@ class Bf16x3Config(LaunchConfig):
         window = window or softcap or alibi
         features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         constants, options = dict(HEAD_DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
-        self.split_launch = Launch(bf16x3.split_kernel, constants, options)
+        self.split_launch = Launch(bf16x3.split_kernel, constants, options, args=SplitArgs)
         self.split_dout_launches = [
-            Launch(bf16x3.split_dout_kernel, dict(**constants, HAS_DLSE=x), options)
+            Launch(
+                bf16x3.split_dout_kernel, dict(**constants, HAS_DLSE=x), options, args=SplitDoutArgs
+            )
             for x in (False, True)
         ]
         options = dict(num_warps=4, maxnreg=_initial_registers(1, 2))
@@ -822,6 +887,7 @@ class Bf16x3Config(LaunchConfig):
             dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m // 2, n, n),
+            args=Float32ForwardArgs,
         )
         m, n, stages, *_ = self.tiles.dq
         self.dq_launch = Launch(
@@ -829,6 +895,7 @@ class Bf16x3Config(LaunchConfig):
             dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m // 2, n, n, m // 2),
+            args=Float32DqArgs,
         )
         m, n, stages, *_ = self.tiles.dkdv
         self.dkdv_launch = Launch(
@@ -836,6 +903,7 @@ class Bf16x3Config(LaunchConfig):
             dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m, n // 2, n // 2, m),
+            args=Float32DkdvArgs,
         )
 
     def _empty_terms(self, x: torch.Tensor) -> torch.Tensor:
@@ -848,15 +916,20 @@ class Bf16x3Config(LaunchConfig):
         terms, (total, heads, _) = self._empty_terms(x), x.shape
         self.split_launch(
             triton.cdiv(total * heads, self.BLOCK),
-            SplitPointers(x, terms),
-            SplitStrides(*x.stride()[:2]),
-            SplitNumbers(total, heads),
+            SplitArgs(
+                X=x,
+                SPLIT=terms,
+                stride_xt=x.stride(0),
+                stride_xh=x.stride(1),
+                total=total,
+                heads=heads,
+            ),
         )
         return terms
 
     def _forward(self, layout, total_q, spec):
         counter, device, split = self.counter, self.device, self._split
-        launch, descriptors = self.forward_launch, self.forward_descriptors
+        launch, (q_desc, k_desc, v_desc) = self.forward_launch, self.forward_descriptors
         tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
         strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
         numbers = ForwardNumbers(
@@ -864,9 +937,19 @@ class Bf16x3Config(LaunchConfig):
         )
 
         def run(q, k, v, slopes, out, lse):
-            pointers = ForwardPointers(slopes, out, lse, tiles, counter(device))
-            tensors = Float32ForwardTensors(q, split(k), split(v))
-            launch(ctas, pointers, strides, numbers, tensors, descriptors)
+            args = Float32ForwardArgs(
+                (q, q_desc),
+                (split(k), k_desc),
+                (split(v), v_desc),
+                slopes,
+                out,
+                lse,
+                tiles,
+                counter(device),
+                *strides,
+                *numbers,
+            )
+            launch(ctas, args)
 
         return run
 
@@ -875,11 +958,10 @@ class Bf16x3Config(LaunchConfig):
         counter, device, split = self.counter, self.device, self._split
         query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
         key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
-        dq_strides = Float32DqStrides(self.out_stride)
+        stride_dqm, stride_dkn = self.out_stride, self.k_heads * self.q.head_dim
         dq_numbers = BackwardNumbers(
             total_q, stats_stride, *self._head_counts(self.heads, total_k), *base2_spec
         )
-        dkdv_strides = Float32DkdvStrides(self.k_heads * self.q.head_dim)
         dkdv_numbers = BackwardNumbers(
             total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
         )
@@ -888,23 +970,58 @@ class Bf16x3Config(LaunchConfig):
             stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
             split_dout_launch = self.split_dout_launches[dlse_strides is not None]
             split_ctas = triton.cdiv(stats_stride, self.BLOCK)
-            split_strides = SplitDoutStrides(*dout_strides[:2])
-            split_numbers = SplitDoutNumbers(
-                stride_dlsem, stride_dlseh, total_q, stats_stride, self.heads
-            )
+            stride_dom, stride_doh, _ = dout_strides
+            q_desc, k_desc, v_desc, do_desc = self.descriptors
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 split_dout = self._empty_terms(dout)
-                pointers = SplitDoutPointers(out, dout, lse, dlse, stats, split_dout)
-                split_dout_launch(split_ctas, pointers, split_strides, split_numbers)
-                tensors = BackwardTensors(split(q), split(k), split(v), split_dout)
-                count, descriptors = counter(device), self.descriptors
-                pointers = Float32DqPointers(slopes, stats, dq, query_tiles, count)
-                self.dq_launch(dq_ctas, pointers, dq_strides, dq_numbers, tensors, descriptors)
-                pointers = DkdvPointers(slopes, stats, dk, dv, key_tiles, count)
-                self.dkdv_launch(
-                    dkdv_ctas, pointers, dkdv_strides, dkdv_numbers, tensors, descriptors
+                args = SplitDoutArgs(
+                    out,
+                    dout,
+                    lse,
+                    dlse,
+                    stats,
+                    split_dout,
+                    stride_dom,
+                    stride_doh,
+                    stride_dlsem,
+                    stride_dlseh,
+                    total_q,
+                    stats_stride,
+                    self.heads,
                 )
+                split_dout_launch(split_ctas, args)
+                q_tma, k_tma, v_tma = (split(q), q_desc), (split(k), k_desc), (split(v), v_desc)
+                do_tma, count = (split_dout, do_desc), counter(device)
+                args = Float32DqArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    slopes,
+                    stats,
+                    dq,
+                    query_tiles,
+                    count,
+                    stride_dqm,
+                    *dq_numbers,
+                )
+                self.dq_launch(dq_ctas, args)
+                args = Float32DkdvArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    slopes,
+                    stats,
+                    dk,
+                    dv,
+                    key_tiles,
+                    count,
+                    stride_dkn,
+                    *dkdv_numbers,
+                )
+                self.dkdv_launch(dkdv_ctas, args)
 
             return run
 
