@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..runtime.autograd import Function, differentiated, once_differentiable
+from ..runtime.autograd import differentiable, needs_gradient
+from ..runtime.compile import define_operator
 from ..runtime.launch import INTERPRETED
 from .launch_configs import Rows, Spec, aligned, capturing, plan, tf32
 from .tile_scheduler import UNBOUNDED
@@ -122,9 +123,11 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         if not (wanted and torch.is_grad_enabled()):
             out, lse = forward(*arrays, slopes)
         elif return_lse:
-            out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
+            out, lse = _differentiable_attention(*arrays, (forward, backward, slopes, True))
         else:
-            return q._of(_Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout)
+            return q._of(
+                _differentiable_attention(*arrays, (forward, backward, slopes, False)), q.layout
+            )
         return (
             (q._of(out, q.layout), q._of(lse.t(), q.layout)) if return_lse else q._of(out, q.layout)
         )
@@ -193,8 +196,10 @@ def attention(
         (rows, q.shape[0], k.shape[0], spec),
     )
     forward = way.forward_on(*on)
-    if differentiated(q, k, v):
-        out, lse = _Attention.apply(q, k, v, (forward, way.backward_on(*on), alibi_slopes, True))
+    if needs_gradient(q, k, v):
+        out, lse = _differentiable_attention(
+            q, k, v, (forward, way.backward_on(*on), alibi_slopes, True)
+        )
     else:
         out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
@@ -211,22 +216,20 @@ def spec_of(
     return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
 
 
-class _Attention(Function):
-    """`constants`, one argument because each costs: what runs forward and backward, the slopes, and whether the lse is given."""
+def _record_attention(ctx, q, k, v, constants):
+    run, ctx.run_back, ctx.slopes, return_lse = constants
+    out, lse = run(q, k, v, ctx.slopes)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.set_materialize_grads(False)
+    return (out, lse) if return_lse else out
 
-    @staticmethod
-    def forward(ctx, q, k, v, constants):
-        run, ctx.run_back, ctx.slopes, return_lse = constants
-        out, lse = run(q, k, v, ctx.slopes)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if return_lse else out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse=None):
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+def _attention_gradient(ctx, dout, dlse=None):
+    q, k, v, out, lse = ctx.saved_tensors
+    return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+
+
+_differentiable_attention = differentiable("Attention", _record_attention, _attention_gradient)
 
 
 def _traced(
@@ -247,8 +250,7 @@ def _traced(
 _MEMOS: Any = WeakIdKeyDictionary()
 
 
-@torch.library.custom_op("scree_triton::rows", mutates_args=())
-def _rows_op(offsets: torch.Tensor) -> torch.Tensor:
+def _rows_operator(offsets: torch.Tensor) -> torch.Tensor:
     """A copy of offsets that nobody else holds, so that tile maps can be kept for it.
 
     What a compiler hands to an operator may be memory that it uses anew. Compilers merge equal calls, so all layers of a
@@ -259,9 +261,11 @@ def _rows_op(offsets: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-@_rows_op.register_fake
-def _(offsets):
+def _rows_fake(offsets):
     return torch.empty_like(offsets)
+
+
+_rows_op = define_operator("rows", _rows_operator, _rows_fake)
 
 
 def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
@@ -272,8 +276,7 @@ def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
     return Rows(cu_q, cu_q if same else cu_k, _MEMOS.get(cu_q))
 
 
-@torch.library.custom_op("scree_triton::attention", mutates_args=())
-def _forward_op(
+def _forward_operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -289,14 +292,12 @@ def _forward_op(
     return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
 
 
-@_forward_op.register_fake
-def _(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
+def _forward_fake(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
     total, heads, _ = q.shape
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
 
-@torch.library.custom_op("scree_triton::attention_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -318,9 +319,11 @@ def _backward_op(
     )
 
 
-@_backward_op.register_fake
-def _(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
+def _backward_fake(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+_backward_op = define_operator("attention_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -334,4 +337,6 @@ def _differentiate(ctx, dout, dlse):
     return *_backward_op(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, *ctx.spec), *(None,) * 7
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+_forward_op = define_operator(
+    "attention", _forward_operator, _forward_fake, save=_save, backward=_differentiate
+)
