@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scree
 from scree_triton.attention import launch_configs
-from scree_triton.attention.interface import _MEMOS, _forward_op, _rows_op, attention
+from scree_triton.attention.interface import SCHEDULES, attention, attention_op, offsets_op
 from scree_triton.attention.tile_scheduler import UNBOUNDED, schedule_tiles
 from scree_triton.runtime.launch import INTERPRETED
 
@@ -169,7 +169,7 @@ def test_compiled_layers_share_tile_schedules(monkeypatch):
         )
         assert len(made) <= 3  # forward, dq and dkdv; without sharing 6
         gc.collect()
-        kept.append(len(_MEMOS))
+        kept.append(len(SCHEDULES))
     assert kept[1] == kept[2]  # schedules do not outlive their offsets
 
 
@@ -201,8 +201,8 @@ def test_operators_pass_opcheck(dtype, dim):
         for _ in range(3)
     )
     cu = offsets(LENGTHS, DEVICE)
-    torch.library.opcheck(_rows_op, (cu,))
-    torch.library.opcheck(_forward_op, (q, k, v, None, cu, cu, UNBOUNDED, 0, 0.1, 0.0))
+    torch.library.opcheck(offsets_op, (cu,))
+    torch.library.opcheck(attention_op, (q, k, v, None, cu, cu, UNBOUNDED, 0, 0.1, 0.0))
 
 
 def test_gradients_of_some_inputs_match_full_gradients():

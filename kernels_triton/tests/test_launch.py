@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scree_triton.runtime import autograd
 from scree_triton.runtime import launch as module
 from scree_triton.runtime.launch import Descriptor, Launch, Number, Pointer, Stride, launch_args
 
@@ -39,7 +38,7 @@ class Jit:
         return run
 
     def launch(self, *args):
-        if not module._CUTS and any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
+        if not module._TRUNCATES and any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
             raise OverflowError
         self.launched.append(args)
 
@@ -47,8 +46,8 @@ class Jit:
 @pytest.fixture
 def jit(monkeypatch):
     monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(module, "_VERSION", (3, 6))
-    monkeypatch.setattr(module, "_CUTS", False)
+    monkeypatch.setattr(module, "TRITON_VERSION", (3, 6))
+    monkeypatch.setattr(module, "_TRUNCATES", False)
     monkeypatch.setattr(module, "current_stream", lambda index: "stream")
     return Jit
 
@@ -116,7 +115,7 @@ def test_a_stride_of_one_is_a_variant_of_its_own(jit):
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize(("stride", "number"), [(16, 1 << 31), (1 << 31, 3)])
 def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, number):
-    monkeypatch.setattr(module, "_CUTS", cuts)
+    monkeypatch.setattr(module, "_TRUNCATES", cuts)
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(2):
@@ -130,7 +129,7 @@ def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, n
 
 
 def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
-    monkeypatch.setattr(module, "_VERSION", (3, 7))
+    monkeypatch.setattr(module, "TRITON_VERSION", (3, 7))
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(2):
@@ -174,7 +173,7 @@ def test_kernels_that_need_scratch_memory_go_through_the_jit(jit):
 
 
 def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
-    monkeypatch.setattr(module, "_VERSION", (4, 0))
+    monkeypatch.setattr(module, "TRITON_VERSION", (4, 0))
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(3):
@@ -215,14 +214,14 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
         def __init__(self, index):
             self.index = index
 
-        @autograd.on_its_device
+        @module.method_on_device
         def run(self, x):
             return x, [*entered]
 
-    monkeypatch.setattr(autograd, "current_device", lambda: 1)
+    monkeypatch.setattr(module, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", Device)
     for devices in (1, 2):
-        monkeypatch.setattr(autograd, "_device_count", lambda devices=devices: devices)
+        monkeypatch.setattr(module, "device_count", lambda devices=devices: devices)
         assert (
             Plan(None).run(3) == Plan(1).run(3) == (3, [])
         )  # in host memory, and on the current one

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..runtime.autograd import Function, differentiated, once_differentiable
-from ..runtime.launch import INTERPRETED
-from .launch_configs import AttentionSpec as Spec
-from .launch_configs import VarlenLayout as Rows
-from .launch_configs import allows_tf32, is_capturing, is_tma_aligned
-from .launch_configs import get_launch_config as plan
+from ..runtime.autograd import differentiable, needs_gradient
+from ..runtime.compile import define_operator
+from ..runtime.device import INTERPRETED
+from .launch_configs import (
+    AttentionSpec,
+    VarlenLayout,
+    allows_tf32,
+    get_launch_config,
+    is_capturing,
+    is_tma_aligned,
+)
 from .tile_scheduler import UNBOUNDED
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -111,8 +116,8 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         q: Any, k: Any, values: tuple[torch.Tensor, ...], key: Any
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         max_seqlen = max(q.layout.bound, k.layout.bound)
-        layout = Rows(q.offsets, k.offsets, q.layout.beside(k.layout), max_seqlen)
-        config = plan(*values, layout, spec, alibi)
+        layout = VarlenLayout(q.offsets, k.offsets, q.layout.beside(k.layout), max_seqlen)
+        config = get_launch_config(*values, layout, spec, alibi)
         total_q, total_k = values[0].shape[0], values[1].shape[0]
         forward = config.prepare_forward(layout, total_q, total_k, spec)
         backward = config.prepare_backward(layout, total_q, total_k, spec) if needs_grad else None
@@ -128,9 +133,11 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         if not (needs_grad and torch.is_grad_enabled()):
             out, lse = forward(*values, slopes)
         elif return_lse:
-            out, lse = _Attention.apply(*values, (forward, backward, slopes, True))
+            out, lse = _differentiable_attention(*values, (forward, backward, slopes, True))
         else:
-            return q._of(_Attention.apply(*values, (forward, backward, slopes, False)), q.layout)
+            return q._of(
+                _differentiable_attention(*values, (forward, backward, slopes, False)), q.layout
+            )
         if return_lse:
             return q._of(out, q.layout), q._of(lse.t(), q.layout)
         return q._of(out, q.layout)
@@ -142,7 +149,7 @@ def _as_float32(slopes: torch.Tensor) -> torch.Tensor:
     return slopes.to(torch.float32).contiguous()
 
 
-def _call_spec(call: Any) -> Spec:
+def _call_spec(call: Any) -> AttentionSpec:
     return make_spec(call.causal, *call.window, call.scale, call.softcap)
 
 
@@ -195,12 +202,12 @@ def attention(
     if torch.compiler.is_compiling():
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
-    layout = Rows(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
-    config = plan(q, k, v, layout, spec, alibi_slopes is not None)
+    layout = VarlenLayout(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
+    config = get_launch_config(q, k, v, layout, spec, alibi_slopes is not None)
     forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
-    if differentiated(q, k, v):
+    if needs_gradient(q, k, v):
         backward = config.prepare_backward(layout, q.shape[0], k.shape[0], spec)
-        out, lse = _Attention.apply(q, k, v, (forward, backward, alibi_slopes, True))
+        out, lse = _differentiable_attention(q, k, v, (forward, backward, alibi_slopes, True))
     else:
         out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
@@ -208,29 +215,30 @@ def attention(
 
 def make_spec(
     causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None
-) -> Spec:
+) -> AttentionSpec:
     """Return the spec of a call, with `UNBOUNDED` for None and the causal mask in the window."""
     left = UNBOUNDED if left is None else min(left, UNBOUNDED)
     right = UNBOUNDED if right is None else min(right, UNBOUNDED)
-    return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
+    return AttentionSpec(
+        left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0)
+    )
 
 
-class _Attention(Function):
-    """`constants`, one argument because each costs: what runs forward and backward, the slopes, and whether the lse is given."""
+def _record_attention(ctx, q, k, v, constants):
+    # The constants are one tuple, because every argument of an autograd function costs time.
+    run, ctx.run_back, ctx.slopes, return_lse = constants
+    out, lse = run(q, k, v, ctx.slopes)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.set_materialize_grads(False)
+    return (out, lse) if return_lse else out
 
-    @staticmethod
-    def forward(ctx, q, k, v, constants):
-        run, ctx.run_back, ctx.slopes, return_lse = constants
-        out, lse = run(q, k, v, ctx.slopes)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if return_lse else out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse=None):
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+def _attention_gradient(ctx, dout, dlse=None):
+    q, k, v, out, lse = ctx.saved_tensors
+    return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+
+
+_differentiable_attention = differentiable("Attention", _record_attention, _attention_gradient)
 
 
 def _traced(
@@ -239,45 +247,50 @@ def _traced(
     v: torch.Tensor,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
-    spec: Spec,
+    spec: AttentionSpec,
     slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total), as a compiler shall see it."""
-    rows_q = _rows_op(cu_q)
-    return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
+    """Return the output and the log-sum-exp (num_heads, total) through operators, for compilers."""
+    copied_q = offsets_op(cu_q)
+    return attention_op(
+        q, k, v, slopes, copied_q, copied_q if cu_k is cu_q else offsets_op(cu_k), *spec
+    )
 
 
-#: Offsets that `_rows_op` made in a compiled function -> their tile maps.
-_MEMOS: Any = WeakIdKeyDictionary()
+#: Offsets that `offsets_op` copied in a compiled function -> their tile schedules.
+SCHEDULES: Any = WeakIdKeyDictionary()
 
 
-@torch.library.custom_op("scree_triton::rows", mutates_args=())
-def _rows_op(offsets: torch.Tensor) -> torch.Tensor:
-    """A copy of offsets that nobody else holds, so that tile maps can be kept for it.
+def _rows_operator(offsets: torch.Tensor) -> torch.Tensor:
+    """Return a copy of offsets that no other code holds, for which schedules can be cached.
 
-    What a compiler hands to an operator may be memory that it uses anew. Compilers merge equal
-    calls, so all layers of a model share one copy, and with it the maps.
+    A compiler may pass memory that it reuses to an operator. Compilers merge equal calls, so all
+    layers of a model share one copy, and with it the schedules.
     """
-    rows = offsets.clone()
-    _MEMOS[rows] = {}
-    return rows
+    copy = offsets.clone()
+    SCHEDULES[copy] = {}
+    return copy
 
 
-@_rows_op.register_fake
-def _(offsets):
+def _rows_fake(offsets):
     return torch.empty_like(offsets)
 
 
-def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
-    """An operator's arguments lose their identity, so the same offsets are told by their memory."""
+offsets_op = define_operator("rows", _rows_operator, _rows_fake)
+
+
+def _layout(cu_q: torch.Tensor, cu_k: torch.Tensor) -> VarlenLayout:
+    """Return the layout of an operator's arguments.
+
+    They lose their identity, so equal memory identifies the same offsets.
+    """
     same = (
         cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
     )
-    return Rows(cu_q, cu_q if same else cu_k, _MEMOS.get(cu_q))
+    return VarlenLayout(cu_q, cu_q if same else cu_k, SCHEDULES.get(cu_q))
 
 
-@torch.library.custom_op("scree_triton::attention", mutates_args=())
-def _forward_op(
+def _forward_operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -289,18 +302,19 @@ def _forward_op(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
+    layout = _layout(cu_q, cu_k)
+    spec = AttentionSpec(left, right, scale, softcap)
+    return get_launch_config(q, k, v, layout, spec, slopes is not None).forward(
+        q, k, v, slopes, layout, spec
+    )
 
 
-@_forward_op.register_fake
-def _(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
+def _forward_fake(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
     total, heads, _ = q.shape
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
 
-@torch.library.custom_op("scree_triton::attention_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -316,15 +330,18 @@ def _backward_op(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    return plan(q, k, v, rows, spec, slopes is not None).backward(
-        q, k, v, slopes, out, lse, dout, dlse, rows, spec
+    layout = _layout(cu_q, cu_k)
+    spec = AttentionSpec(left, right, scale, softcap)
+    return get_launch_config(q, k, v, layout, spec, slopes is not None).backward(
+        q, k, v, slopes, out, lse, dout, dlse, layout, spec
     )
 
 
-@_backward_op.register_fake
-def _(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
+def _backward_fake(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+_backward_op = define_operator("attention_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -338,4 +355,6 @@ def _differentiate(ctx, dout, dlse):
     return *_backward_op(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, *ctx.spec), *(None,) * 7
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+attention_op = define_operator(
+    "attention", _forward_operator, _forward_fake, save=_save, backward=_differentiate
+)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..runtime.autograd import on_device
-from ..runtime.launch import Launch, contiguous, empty, ragged
+from ..runtime.device import GLUON_KNOWN
+from ..runtime.launch import Launch, contiguous, empty, on_device, ragged
 from . import portable
 from .arguments import (
     BackwardNumbers,
@@ -58,8 +58,6 @@ _MAX_CONFIGS = 1024
 _L2_NUMBERS = 40_000_000
 #: Whether the first call of a kind measures the tiles of the portable kernels.
 AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"
-# Gluon's interface and the code that it compiles to change from version to version.
-GLUON_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
 
 
 class AttentionSpec(NamedTuple):

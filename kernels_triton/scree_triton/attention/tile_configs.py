@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from ..runtime.device import LARGE_SHARED_MEMORY
+
 
 class Tile(NamedTuple):
     """Queries and keys of a tile of a portable kernel, and the kernel's compile options."""
@@ -98,10 +100,6 @@ _SMALL_SMEM = {
 }
 
 
-#: Compute capabilities of devices where a CTA may have 227 KB of shared memory.
-ROOMY = ((9, 0), (10, 0), (10, 3))
-
-
 def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
     """Return the tiles of the portable kernels.
 
@@ -114,4 +112,4 @@ def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> 
     block_d
         The wider padded head_dim of q and v, at least 32.
     """
-    return (_LARGE_SMEM if capability in ROOMY else _SMALL_SMEM)[itemsize, block_d]
+    return (_LARGE_SMEM if capability in LARGE_SHARED_MEMORY else _SMALL_SMEM)[itemsize, block_d]

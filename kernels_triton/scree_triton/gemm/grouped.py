@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.launch_configs import GLUON_KNOWN
-from ..attention.tile_configs import ROOMY
-from ..runtime.autograd import Function, multiprocessors, once_differentiable, refuses, start
+from ..runtime.autograd import differentiable, multiprocessors, refuses, start
+from ..runtime.compile import define_operator
+from ..runtime.device import GLUON_KNOWN, LARGE_SHARED_MEMORY
 from ..runtime.launch import INTERPRETED, Launch, ragged_shape, tiled
 
 _MOST_COUNTED = 1024  # rows whose tiles a program counts at once
@@ -303,7 +303,7 @@ def _tiled_weight_launch(
 
 @cache
 def _copies_tiles(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device) in ROOMY
+    return INTERPRETED or torch.cuda.get_device_capability(device) in LARGE_SHARED_MEMORY
 
 
 @cache
@@ -402,38 +402,37 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
     return dw
 
 
-class _Product(Function):
-    @staticmethod
-    def forward(ctx, x, weight, offsets):
-        ctx.save_for_backward(x, weight, offsets)
-        return product(x, weight, offsets)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, offsets = ctx.saved_tensors
-        dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
-        return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
-
-
-@torch.library.custom_op("scree_triton::grouped_product", mutates_args=())
-def _op(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _record_product(ctx, x, weight, offsets):
+    ctx.save_for_backward(x, weight, offsets)
     return product(x, weight, offsets)
 
 
-@_op.register_fake
-def _(x, weight, offsets):
+def _product_gradient(ctx, dy):
+    x, weight, offsets = ctx.saved_tensors
+    dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
+    return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+_differentiable_product = differentiable("Product", _record_product, _product_gradient)
+
+
+def _run_operator(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return product(x, weight, offsets)
+
+
+def _fake(x, weight, offsets):
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-@torch.library.custom_op("scree_triton::grouped_weight_gradient", mutates_args=())
-def _weight_op(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _weight_operator(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return weight_gradient(x, dy, offsets)
 
 
-@_weight_op.register_fake
-def _(x, dy, offsets):
+def _weight_fake(x, dy, offsets):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
+
+
+_weight_op = define_operator("grouped_weight_gradient", _weight_operator, _weight_fake)
 
 
 def _differentiate(ctx, dy):
@@ -441,8 +440,12 @@ def _differentiate(ctx, dy):
     return _op(dy, weight.mT, offsets), _weight_op(x, dy, offsets), None
 
 
-_op.register_autograd(
-    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+_op = define_operator(
+    "grouped_product",
+    _run_operator,
+    _fake,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=_differentiate,
 )
 
 
@@ -468,7 +471,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
     wanted = call.x.values.requires_grad or call.weight.requires_grad
 
     def multiply(x: Any, weight: torch.Tensor) -> Any:
-        run = _Product.apply if wanted and torch.is_grad_enabled() else product
+        run = _differentiable_product if wanted and torch.is_grad_enabled() else product
         return x._of(run(x.values, weight, x.offsets.contiguous()), x.layout)
 
     return multiply

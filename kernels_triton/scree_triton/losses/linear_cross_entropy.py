@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import Function, once_differentiable, start
+from ..runtime.autograd import differentiable, start
+from ..runtime.compile import define_operator
 from ..runtime.launch import Launch
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit
@@ -246,41 +247,35 @@ def _even(total: int, most: int) -> int:
     return -(-total // -(-total // max(most, 1))) if total else 1
 
 
-class _Fused(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, targets, reduction):
-        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
-        found, gradients = fused(x, weight, bias, targets, reduction, early)
-        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
-        ctx.ignored, ctx.reduction, ctx.gradients = (
-            targets.ignored,
-            reduction,
-            gradients if any(early) else None,
-        )
-        return found
+def _record_fused(ctx, x, weight, bias, targets, reduction):
+    early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
+    found, gradients = fused(x, weight, bias, targets, reduction, early)
+    ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
+    ctx.ignored, ctx.reduction, ctx.gradients = (
+        targets.ignored,
+        reduction,
+        gradients if any(early) else None,
+    )
+    return found
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        x, weight, bias, classes, offsets = ctx.saved_tensors
-        # Those of the forward pass are given away; who wants them once more waits for others.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            targets, wanted = (
-                Targets(classes, offsets, ctx.ignored),
-                Wanted(*ctx.needs_input_grad[:3]),
-            )
-            gradients = fused(
-                x,
-                weight,
-                bias,
-                targets,
-                ctx.reduction,
-                wanted,
-                of_each(dloss, targets, ctx.reduction),
-            )[1]
-            dloss = None
-        return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+def _fused_gradient(ctx, dloss):
+    x, weight, bias, classes, offsets = ctx.saved_tensors
+    # Those of the forward pass are given away; who wants them once more waits for others.
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        targets, wanted = (
+            Targets(classes, offsets, ctx.ignored),
+            Wanted(*ctx.needs_input_grad[:3]),
+        )
+        gradients = fused(
+            x, weight, bias, targets, ctx.reduction, wanted, of_each(dloss, targets, ctx.reduction)
+        )[1]
+        dloss = None
+    return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+
+_differentiable_fused = differentiable("Fused", _record_fused, _fused_gradient)
 
 
 def _early(x: torch.Tensor, reduction: str) -> bool:
@@ -313,8 +308,7 @@ def _or_empty(
     return tuple(like.new_empty((0,)) if g is None else g.to(like.dtype) for g in gradients)
 
 
-@torch.library.custom_op("scree_triton::linear_cross_entropy", mutates_args=())
-def _fused_op(
+def _fused_operator(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -331,8 +325,7 @@ def _fused_op(
     return losses, *_or_empty(gradients, x)
 
 
-@_fused_op.register_fake
-def _(x, weight, bias, classes, offsets, ignored, reduction, early):
+def _fused_fake(x, weight, bias, classes, offsets, ignored, reduction, early):
     shape = (
         ()
         if reduction in SUMMED
@@ -346,8 +339,7 @@ def _(x, weight, bias, classes, offsets, ignored, reduction, early):
     )
 
 
-@torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
-def _fused_backward_op(
+def _fused_backward_operator(
     dloss: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -363,9 +355,13 @@ def _fused_backward_op(
     )
 
 
-@_fused_backward_op.register_fake
-def _(dloss, x, weight, bias, classes, offsets, ignored, reduction):
+def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, reduction):
     return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
+
+
+_fused_backward_op = define_operator(
+    "linear_cross_entropy_backward", _fused_backward_operator, _fused_backward_fake
+)
 
 
 def _save_fused(ctx, inputs, output):
@@ -384,7 +380,13 @@ def _differentiate_fused(ctx, dloss, *_):
     return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
 
 
-_fused_op.register_autograd(_differentiate_fused, setup_context=_save_fused)
+_fused_op = define_operator(
+    "linear_cross_entropy",
+    _fused_operator,
+    _fused_fake,
+    save=_save_fused,
+    backward=_differentiate_fused,
+)
 
 
 def rejects(call: Any) -> str | None:
@@ -403,5 +405,5 @@ def run(call: Any) -> torch.Tensor:
             x, weight, bias, *targets, call.reduction, wants and _early(x, call.reduction)
         )[0]
     if wants:
-        return _Fused.apply(x, weight, bias, targets, call.reduction)
+        return _differentiable_fused(x, weight, bias, targets, call.reduction)
     return fused(x, weight, bias, targets, call.reduction)[0]

@@ -16,14 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..runtime.autograd import (
-    Function,
-    follows,
-    multiprocessors,
-    on_its_device,
-    once_differentiable,
-    refuses,
-)
+from ..runtime.autograd import differentiable, follows, multiprocessors, on_its_device, refuses
+from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, contiguous, empty
 
 _WIDEST = 16384
@@ -451,28 +445,27 @@ def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, x.stride(0)
 
 
-class _Norm(Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, plan):
-        y, total = plan.forward(x, residual, weight, bias)
-        ctx.save_for_backward(total, weight)
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        return y if residual is None else (y, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dsum=None):
-        _, residual_too, weight_too, bias_too, _ = ctx.needs_input_grad
-        if dy is None:
-            return dsum, dsum, None, None, None
-        total, weight = ctx.saved_tensors
-        dx, dw, db = ctx.plan.backward(total, weight, dy, dsum, weight_too, bias_too)
-        return dx, dx if residual_too else None, dw, db, None
+def _record_norm(ctx, x, residual, weight, bias, plan):
+    y, total = plan.forward(x, residual, weight, bias)
+    ctx.save_for_backward(total, weight)
+    ctx.plan = plan
+    ctx.set_materialize_grads(False)
+    return y if residual is None else (y, total)
 
 
-@torch.library.custom_op("scree_triton::norm", mutates_args=())
-def _op(
+def _norm_gradient(ctx, dy, dsum=None):
+    _, residual_too, weight_too, bias_too, _ = ctx.needs_input_grad
+    if dy is None:
+        return dsum, dsum, None, None, None
+    total, weight = ctx.saved_tensors
+    dx, dw, db = ctx.plan.backward(total, weight, dy, dsum, weight_too, bias_too)
+    return dx, dx if residual_too else None, dw, db, None
+
+
+_differentiable_norm = differentiable("Norm", _record_norm, _norm_gradient)
+
+
+def _run_operator(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
@@ -485,13 +478,11 @@ def _op(
     ]
 
 
-@_op.register_fake
-def _(x, residual, weight, bias, eps, centre):
+def _fake(x, residual, weight, bias, eps, centre):
     return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
 
 
-@torch.library.custom_op("scree_triton::norm_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -506,11 +497,13 @@ def _backward_op(
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 
-@_backward_op.register_fake
-def _(x, weight, bias, dy, dsum, eps, centre):
+def _backward_fake(x, weight, bias, dy, dsum, eps, centre):
     return x.new_empty(x.shape), *(
         x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias)
     )
+
+
+_backward_op = define_operator("norm_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -534,7 +527,7 @@ def _differentiate(ctx, grads):
     )
 
 
-_op.register_autograd(_differentiate, setup_context=_save)
+_op = define_operator("norm", _run_operator, _fake, save=_save, backward=_differentiate)
 
 
 def norm(
@@ -548,7 +541,7 @@ def norm(
     """What `plan.forward` gives; `wanted` is whether one of the arrays requires a gradient. Weight and bias are contiguous."""
     if not (wanted and torch.is_grad_enabled()):
         return plan.forward(x, residual, weight, bias)
-    found = _Norm.apply(x, residual, weight, bias, plan)
+    found = _differentiable_norm(x, residual, weight, bias, plan)
     return (found, x) if residual is None else found
 
 

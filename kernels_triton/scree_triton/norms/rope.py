@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from ..layout.offsets import row_of
-from ..runtime.autograd import Function, on_its_device, once_differentiable, refuses
+from ..runtime.autograd import differentiable, on_its_device, refuses
+from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, contiguous, empty
 
 _FEWEST, _MOST = 2048, 8192  # elements of a program at least, and that it turns at a time,
@@ -386,24 +387,23 @@ def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     return x, strides
 
 
-class _Rope(Function):
-    @staticmethod
-    def forward(ctx, q, k, how, plan):
-        ctx.how = how
-        ctx.set_materialize_grads(False)
-        q, k = plan.turn(q, k, how, 1)
-        return q if k is None else (q, k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk=None):
-        if dq is None:
-            return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
-        return *turn(dq, dk, ctx.how, -1), None, None
+def _record_rope(ctx, q, k, how, plan):
+    ctx.how = how
+    ctx.set_materialize_grads(False)
+    q, k = plan.turn(q, k, how, 1)
+    return q if k is None else (q, k)
 
 
-@torch.library.custom_op("scree_triton::rope", mutates_args=())
-def _op(
+def _rope_gradient(ctx, dq, dk=None):
+    if dq is None:
+        return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
+    return *turn(dq, dk, ctx.how, -1), None, None
+
+
+_differentiable_rope = differentiable("Rope", _record_rope, _rope_gradient)
+
+
+def _run_operator(
     q: torch.Tensor,
     k: torch.Tensor | None,
     offsets: torch.Tensor,
@@ -415,8 +415,7 @@ def _op(
     return [x for x in turn(q, k, Turn(offsets, start, base, interleaved), sign) if x is not None]
 
 
-@_op.register_fake
-def _(q, k, offsets, start, base, interleaved, sign):
+def _fake(q, k, offsets, start, base, interleaved, sign):
     return [x.new_empty(x.shape) for x in (q, k) if x is not None]
 
 
@@ -431,7 +430,7 @@ def _differentiate(ctx, grads):
     return dq, dk[0] if dk else None, *(None,) * 5
 
 
-_op.register_autograd(_differentiate, setup_context=_save)
+_op = define_operator("rope", _run_operator, _fake, save=_save, backward=_differentiate)
 
 
 def rejects(call: Any) -> str | None:
@@ -466,7 +465,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         )
         arrays = x.values, None if k is None else k.values, how
         found = (
-            _Rope.apply(*arrays, plan)
+            _differentiable_rope(*arrays, plan)
             if wanted and torch.is_grad_enabled()
             else plan.turn(*arrays, 1)
         )

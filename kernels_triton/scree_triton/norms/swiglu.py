@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import Function, differentiated, on_its_device, once_differentiable, refuses
+from ..runtime.autograd import differentiable, needs_gradient, on_its_device, refuses
+from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, contiguous, empty
 from .norms import even
 
@@ -115,41 +116,43 @@ def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return _plan(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
 
 
-class _Swiglu(Function):
-    @staticmethod
-    def forward(ctx, x, plan):
-        ctx.save_for_backward(x)
-        return plan.run(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return backward(*ctx.saved_tensors, dy), None
+def _record_swiglu(ctx, x, plan):
+    ctx.save_for_backward(x)
+    return plan.run(x)
 
 
-@torch.library.custom_op("scree_triton::swiglu", mutates_args=())
-def _op(x: torch.Tensor) -> torch.Tensor:
+def _swiglu_gradient(ctx, dy):
+    return backward(*ctx.saved_tensors, dy), None
+
+
+_differentiable_swiglu = differentiable("Swiglu", _record_swiglu, _swiglu_gradient)
+
+
+def _run_operator(x: torch.Tensor) -> torch.Tensor:
     return forward(x)
 
 
-@_op.register_fake
-def _(x):
+def _fake(x):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.custom_op("scree_triton::swiglu_backward", mutates_args=())
-def _backward_op(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def _backward_operator(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return backward(x, dy)
 
 
-@_backward_op.register_fake
-def _(x, dy):
+def _backward_fake(x, dy):
     return x.new_empty(x.shape)
 
 
-_op.register_autograd(
-    lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+_backward_op = define_operator("swiglu_backward", _backward_operator, _backward_fake)
+
+
+_op = define_operator(
+    "swiglu",
+    _run_operator,
+    _fake,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
 )
 
 
@@ -164,8 +167,8 @@ def run(call: Any) -> Any:
     if torch.compiler.is_compiling():
         return call.result(_op(x))
     return call.result(
-        _Swiglu.apply(x, _plan(x.device, x.dtype, None, x.shape))
-        if differentiated(x)
+        _differentiable_swiglu(x, _plan(x.device, x.dtype, None, x.shape))
+        if needs_gradient(x)
         else forward(x)
     )
 
@@ -177,7 +180,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
 
     def gate(x: Any) -> Any:
         out = (
-            _Swiglu.apply(x.values, plan)
+            _differentiable_swiglu(x.values, plan)
             if wanted and torch.is_grad_enabled()
             else plan.run(x.values)
         )

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..runtime.launch import current_stream
+from ..runtime.device import current_stream
 
 #: The extent of a ragged descriptor's token dimension.
 RAGGED_EXTENT = gl.constexpr(1 << 30)
