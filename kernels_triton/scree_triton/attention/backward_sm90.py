@@ -64,6 +64,7 @@ def dq_producer(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
+    """Load queries and dout once per tile, then each key and value block."""
     q_smem, k_smem, v_smem, do_smem, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
     (
         q_desc,
@@ -726,6 +727,7 @@ def dkdv_producer(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
+    """Load keys and values once per tile, then each query block of every query head."""
     (
         q_smem,
         k_smem,
