@@ -10,8 +10,9 @@ import torch
 
 from scree.ops.cross_entropy import given
 
-from ..runtime.autograd import differentiable, refuses
+from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
+from ..runtime.device import unsupported_dtype
 from .cross_entropy_kernels import rowwise, visit
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
 
@@ -120,10 +121,10 @@ def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
     if abs(call.ignore_index) >= 1 << 31:
         return f"the Triton kernels take an ignore_index of 32 bits, not {call.ignore_index}"
-    return refuses(call.values)
+    return unsupported_dtype(call.values)
 
 
-def run(call: Any) -> torch.Tensor:
+def cross_entropy(call: Any) -> torch.Tensor:
     """Run a `CrossEntropyCall`."""
     x, targets = call.values, targets_of(call)
     if torch.compiler.is_compiling():
@@ -137,7 +138,7 @@ def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) ->
     return forward(x, targets, reduction, save=False)[0]
 
 
-def prepare_run(call: Any) -> Callable[..., torch.Tensor] | None:
+def prepare_cross_entropy(call: Any) -> Callable[..., torch.Tensor] | None:
     """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone.
 
     None in host memory, where the targets are looked at each time.

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import differentiable, start
+from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
@@ -50,6 +50,16 @@ def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr)
     )
 
 
+@launch_args
+class ScaleArgs:
+    """Arguments of `scale_kernel`."""
+
+    X: Pointer
+    FACTOR: Pointer
+    OUT: Pointer
+    count: Stride
+
+
 _BLOCK = 8192
 
 
@@ -57,7 +67,9 @@ _BLOCK = 8192
 def _scale_launch(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, factor: torch.dtype
 ) -> Launch:
-    return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
+    return Launch(
+        scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8), args=ScaleArgs
+    )
 
 
 @triton.jit(do_not_specialize=("n", "first", "ignored"))
@@ -89,6 +101,21 @@ def known_kernel(
         tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
 
 
+@launch_args
+class KnownArgs:
+    """Arguments of `known_kernel`."""
+
+    X: Pointer
+    TARGETS: Pointer
+    OFFSETS: Pointer
+    OUT: Pointer
+    x_stride: Stride
+    out_stride: Stride
+    n: Number
+    first: Number
+    ignored: Number
+
+
 @cache
 def _known_launch(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int
@@ -98,6 +125,7 @@ def _known_launch(
         known_kernel,
         dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None),
         dict(num_warps=max(1, block // 512)),
+        args=KnownArgs,
     )
 
 
@@ -135,12 +163,20 @@ class _Head(NamedTuple):
     def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
         """On `out`, x from the token `first` on, with 0 for what does not count, so that it meets no gradient."""
         x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
-        start(
+        launch_on_device(
             _known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
             x.shape[0],
-            (x, self.targets.classes, offsets, out),
-            (x.stride(0), out.stride(0)),
-            (n, first, self.targets.ignored),
+            KnownArgs(
+                X=x,
+                TARGETS=self.targets.classes,
+                OFFSETS=offsets,
+                OUT=out,
+                x_stride=x.stride(0),
+                out_stride=out.stride(0),
+                n=n,
+                first=first,
+                ignored=self.targets.ignored,
+            ),
         )
         return out
 
@@ -298,7 +334,8 @@ def _finished(
         return out.copy_(gradient)
     if out.numel():
         launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
-        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), ())
+        args = ScaleArgs(X=gradient, FACTOR=factor, OUT=out, count=out.numel())
+        launch_on_device(launch, -(-out.numel() // _BLOCK), args)
     return out
 
 
@@ -394,7 +431,7 @@ def rejects(call: Any) -> str | None:
     return cross_entropy.rejects(call)
 
 
-def run(call: Any) -> torch.Tensor:
+def linear_cross_entropy(call: Any) -> torch.Tensor:
     """Run a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
     wants = torch.is_grad_enabled() and any(

@@ -15,9 +15,19 @@ import triton
 import triton.language as tl
 
 from ..layout.offsets import row_of
-from ..runtime.autograd import differentiable, on_its_device, refuses
+from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.device import unsupported_dtype
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 
 _FEWEST, _MOST = 2048, 8192  # elements of a program at least, and that it turns at a time,
 _WARP = 1024  # of which a warp has so many
@@ -260,6 +270,26 @@ def rope_kernel(
         )
 
 
+@launch_args
+class RopeArgs:
+    """Arguments of `rope_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    Q_OUT: Pointer
+    K_OUT: Pointer
+    OFFSETS: Pointer
+    START: Pointer
+    q_stride: Stride
+    q_head: Stride
+    k_stride: Stride
+    k_head: Stride
+    n: Number
+    total: Number
+    bisections: Number
+    sign: Number
+
+
 @cache
 def _launch(
     device: torch.device,
@@ -288,7 +318,8 @@ def _launch(
         INTERLEAVED=interleaved,
         HAS_START=start_dtype is not None,
     )
-    return Launch(rope_kernel, constants, dict(num_warps=wide * tokens // _WARP)), tokens
+    options = dict(num_warps=wide * tokens // _WARP)
+    return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
 
 
 class Turn(NamedTuple):
@@ -340,7 +371,7 @@ class _Plan:
         self.numbers = n, total, n.bit_length()
         self.new = empty(device.type)
 
-    @on_its_device
+    @method_on_device
     def turn(
         self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -350,19 +381,24 @@ class _Plan:
             q, q_strides = _heads(q)
             k, k_strides = (q, q_strides) if k is None else _heads(k)
             offsets, start = how.offsets, how.start
-            self.launch(
-                self.programs,
-                (
-                    q,
-                    k,
-                    q_out,
-                    q_out if k_out is None else k_out,
-                    offsets,
-                    offsets if start is None else start,
-                ),
-                (*q_strides, *k_strides),
-                (*self.numbers, sign),
+            n, total, bisections = self.numbers
+            args = RopeArgs(
+                Q=q,
+                K=k,
+                Q_OUT=q_out,
+                K_OUT=q_out if k_out is None else k_out,
+                OFFSETS=offsets,
+                START=offsets if start is None else start,
+                q_stride=q_strides[0],
+                q_head=q_strides[1],
+                k_stride=k_strides[0],
+                k_head=k_strides[1],
+                n=n,
+                total=total,
+                bisections=bisections,
+                sign=sign,
             )
+            self.launch(self.programs, args)
         return q_out, k_out
 
 
@@ -438,13 +474,13 @@ def rejects(call: Any) -> str | None:
     dim = call.x.values.shape[-1]
     if not 2 <= dim <= 1024:
         return f"the Triton kernels take a head_dim of 2 to 1024, not {dim}"
-    return refuses(call.x.values)
+    return unsupported_dtype(call.x.values)
 
 
-def run(call: Any) -> Any:
+def rope(call: Any) -> Any:
     """Run a `RopeCall`."""
     if not torch.compiler.is_compiling():
-        return prepare_run(call)(call.x, call.k, call.start)
+        return prepare_rope(call)(call.x, call.k, call.start)
     q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
     return (
         call.x.with_values(q)
@@ -453,7 +489,7 @@ def run(call: Any) -> Any:
     )
 
 
-def prepare_run(call: Any) -> Callable[..., Any]:
+def prepare_rope(call: Any) -> Callable[..., Any]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
     _, _, base, interleaved = how = _how(call)
     q, k = call.x.values, None if call.k is None else call.k.values

@@ -10,9 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import differentiable, needs_gradient, on_its_device, refuses
+from ..runtime.autograd import differentiable, needs_gradient
 from ..runtime.compile import define_operator
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.device import unsupported_dtype
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 from .norms import even
 
 _BLOCK = 1024  # columns of a program, or more tokens of fewer
@@ -55,6 +65,18 @@ def swiglu_kernel(
         )
 
 
+@launch_args
+class SwigluArgs:
+    """Arguments of `swiglu_kernel`."""
+
+    X: Pointer
+    DY: Pointer
+    OUT: Pointer
+    x_stride: Stride
+    dy_stride: Stride
+    count: Number
+
+
 @cache
 def _launch(
     device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int
@@ -66,6 +88,7 @@ def _launch(
         swiglu_kernel,
         dict(D=width, BLOCK=block, TOKENS=tokens, BACKWARD=dy is not None),
         dict(num_warps=4),
+        args=SwigluArgs,
     )
     return launch, -(-width // block), tokens
 
@@ -81,14 +104,17 @@ class _Plan:
     programs: int
     count: int
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, dy: torch.Tensor | None = None) -> torch.Tensor:
         """(..., D) of x, or with dy the gradient of x."""
         out = self.new(*self.out)
         if self.programs:
             x, x_stride = even(x)
             dy, dy_stride = (x, x_stride) if dy is None else even(dy)
-            self.launch(self.programs, (x, dy, out), (x_stride, dy_stride), (self.count,))
+            args = SwigluArgs(
+                X=x, DY=dy, OUT=out, x_stride=x_stride, dy_stride=dy_stride, count=self.count
+            )
+            self.launch(self.programs, args)
         return out
 
 
@@ -158,10 +184,10 @@ _op = define_operator(
 
 def rejects(call: Any) -> str | None:
     """Why the kernel does not take a `SwigluCall`; None if it does."""
-    return refuses(call.values)
+    return unsupported_dtype(call.values)
 
 
-def run(call: Any) -> Any:
+def swiglu(call: Any) -> Any:
     """Run a `SwigluCall`."""
     x = call.values
     if torch.compiler.is_compiling():
@@ -173,7 +199,7 @@ def run(call: Any) -> Any:
     )
 
 
-def prepare_run(call: Any) -> Callable[..., Any]:
+def prepare_swiglu(call: Any) -> Callable[..., Any]:
     """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
     x = call.values
     plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
