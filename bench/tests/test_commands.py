@@ -365,8 +365,8 @@ def test_tiles_of_the_triton_kernels_can_be_set():
         assert launch_configs.portable_tiles((9, 0), 2, 64).forward == tile_configs.Tile(
             32, 64, 4, 2
         )
-        assert not launch_configs.GLUON
-    assert launch_configs.portable_tiles is before and launch_configs.GLUON
+        assert not launch_configs.SM90_TILES
+    assert launch_configs.portable_tiles is before and launch_configs.SM90_TILES
 
 
 def test_limits_fail_the_run(monkeypatch):

@@ -2,64 +2,85 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-#: Operation -> the module and function that run it, and the values of a call. The module's `rejects` answers for it; where the
-#: module has a function `prepare_<name>`, that function prepares a call for later calls with the same guard.
-KERNELS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "attention": ("attention.interface", "run", lambda call: call.q.values),
-    "cross_entropy": ("losses.cross_entropy", "run", lambda call: call.values),
-    "gather": ("layout.interface", "run_gather", lambda call: call.x),
-    "grouped_matmul": ("gemm.grouped", "run", lambda call: call.x.values),
-    "join": ("layout.interface", "run_join", lambda call: call.arrays[0].values),
-    "layer_norm": ("norms.norms", "layer_norm", lambda call: call.values),
-    "linear_cross_entropy": ("losses.linear_cross_entropy", "run", lambda call: call.values),
-    "log_softmax": ("segments.softmax", "log_softmax", lambda call: call.x.values),
-    "logsumexp": ("segments.softmax", "logsumexp", lambda call: call.x.values),
-    "mark": ("layout.scatter_indices", "run", lambda call: call.mask),
-    "offsets": ("layout.offsets", "run", lambda call: call.lengths),
-    "pad": ("layout.interface", "run_pad", lambda call: call.x.values),
-    "rms_norm": ("norms.norms", "rms_norm", lambda call: call.values),
-    "rope": ("norms.rope", "run", lambda call: call.x.values),
-    "scatter": ("layout.interface", "run_scatter", lambda call: call.x),
-    "segment_arg": ("segments.argmax", "run", lambda call: call.values),
-    "segment_mean": ("segments.interface", "run", lambda call: call.values),
-    "segment_reduce": ("segments.interface", "run", lambda call: call.values),
-    "segment_scan": ("segments.scan", "run", lambda call: call.values),
-    "select": ("layout.interface", "run_select", lambda call: call.x.values),
-    "softmax": ("segments.softmax", "softmax", lambda call: call.x.values),
-    "swiglu": ("norms.swiglu", "run", lambda call: call.values),
-    "unpad": ("layout.interface", "run_unpad", lambda call: call.x),
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """Location of the kernel of one operation.
+
+    The module offers three functions. ``rejects(call)`` returns why the kernel does not support a
+    call, or None. ``<function>(call)`` computes it. ``prepare_<function>(call)`` is optional. It
+    returns a function for later calls with the same guard.
+    """
+
+    module: str
+    """Name of the module, relative to this package."""
+    values: Callable[[Any], Any]
+    """Returns the array of a call whose type and device decide whether the kernel can run."""
+    function: str | None = None
+    """Name of the function in the module; by default the name of the operation."""
+
+
+#: The kernel of each operation.
+KERNELS: dict[str, KernelEntry] = {
+    "attention": KernelEntry("attention.interface", lambda call: call.q.values, "run"),
+    "cross_entropy": KernelEntry("losses.cross_entropy", lambda call: call.values),
+    "gather": KernelEntry("layout.interface", lambda call: call.x, "run_gather"),
+    "grouped_matmul": KernelEntry("gemm.grouped", lambda call: call.x.values),
+    "join": KernelEntry("layout.interface", lambda call: call.arrays[0].values, "run_join"),
+    "layer_norm": KernelEntry("norms.norms", lambda call: call.values),
+    "linear_cross_entropy": KernelEntry("losses.linear_cross_entropy", lambda call: call.values),
+    "log_softmax": KernelEntry("segments.softmax", lambda call: call.x.values),
+    "logsumexp": KernelEntry("segments.softmax", lambda call: call.x.values),
+    "mark": KernelEntry("layout.scatter_indices", lambda call: call.mask, "run"),
+    "offsets": KernelEntry("layout.offsets", lambda call: call.lengths, "run"),
+    "pad": KernelEntry("layout.interface", lambda call: call.x.values, "run_pad"),
+    "rms_norm": KernelEntry("norms.norms", lambda call: call.values),
+    "rope": KernelEntry("norms.rope", lambda call: call.x.values),
+    "scatter": KernelEntry("layout.interface", lambda call: call.x, "run_scatter"),
+    "segment_arg": KernelEntry("segments.argmax", lambda call: call.values, "run"),
+    "segment_mean": KernelEntry("segments.interface", lambda call: call.values, "run"),
+    "segment_reduce": KernelEntry("segments.interface", lambda call: call.values, "run"),
+    "segment_scan": KernelEntry("segments.scan", lambda call: call.values, "run"),
+    "select": KernelEntry("layout.interface", lambda call: call.x.values, "run_select"),
+    "softmax": KernelEntry("segments.softmax", lambda call: call.x.values),
+    "swiglu": KernelEntry("norms.swiglu", lambda call: call.values),
+    "unpad": KernelEntry("layout.interface", lambda call: call.x, "run_unpad"),
 }
 
 
 def register() -> None:
-    """Register the kernels with scree where they can run; called through the entry-point group ``scree.kernels``.
+    """Register the kernels with scree, if they can run.
 
-    They run on CUDA devices, and with the environment variable ``TRITON_INTERPRET=1`` on the CPU.
+    scree calls this function through the entry-point group ``scree.kernels``. The kernels run on
+    CUDA devices, and with the environment variable ``TRITON_INTERPRET=1`` on the CPU.
     """
     import torch
 
     if not find_spec("triton") or not (torch.cuda.is_available() or _interpreted()):
         return
-    for operation, (module, function, values) in KERNELS.items():
-        # Imported now, because the first call may stand in a compiled function.
-        _register(operation, import_module(f".{module}", __name__), function, values)
+    for operation, entry in KERNELS.items():
+        # Imported now, because the first call may be inside a compiled function.
+        _register(operation, entry, import_module(f".{entry.module}", __name__))
 
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _register(operation: str, kernels: Any, function: str, values: Callable[[Any], Any]) -> None:
+def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
     import torch
 
     from scree import register_kernel
 
+    function = entry.function or operation
+
     def rejects(call: Any) -> str | None:
-        x = values(call)
+        x = entry.values(call)
         if not isinstance(x, torch.Tensor):
             return "the Triton kernels take torch tensors"
         if not (x.is_cuda or _interpreted()):

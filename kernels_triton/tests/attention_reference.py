@@ -1,4 +1,4 @@
-"""Attention by its definition, a row and a head group at a time, in any precision; what the kernels are held against."""
+"""Reference attention by its definition, one row at a time, in any precision."""
 
 import math
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 
 class Case(NamedTuple):
-    """One attention problem: dtype and layout, shapes, and what is asked for."""
+    """One attention problem: dtype, shapes, layout and options."""
 
     dtype: torch.dtype
     dim: int
@@ -20,12 +20,12 @@ class Case(NamedTuple):
     window: tuple[int | None, int | None] = (None, None)
     softcap: float | None = None
     packed: bool = False  # q, k and v are slices of one tensor
-    slack: int = 0  # tokens behind the last row
+    slack: int = 0  # tokens after the last row
     alibi: bool = False
 
     @property
     def name(self) -> str:
-        """A readable test id."""
+        """Return a readable test id."""
         mask = ("causal" if self.causal else "full") + (
             f"-w{self.window[0]},{self.window[1]}"
             if any(side is not None for side in self.window)
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Inputs and gradients of a case on a device. Tokens behind the last row hold NaN."""
+    """Inputs and gradients of a case on a device. Tokens after the last row hold NaN."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
 
 def problem(case: Case, device: str, seed: int = 0) -> Problem:
-    """Random inputs for a case."""
+    """Return random inputs for a case."""
     generator = torch.Generator(device=device).manual_seed(seed)
     k_lengths = case.q_lengths if case.k_lengths is None else case.k_lengths
     total_q, total_k = sum(case.q_lengths), sum(k_lengths)
@@ -90,12 +90,15 @@ def problem(case: Case, device: str, seed: int = 0) -> Problem:
 
 
 def offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:
-    """Cumulative lengths, int32."""
+    """Return the cumulative lengths, int32."""
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
 
 
 def reference(case: Case, p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Output, log-sum-exp, dq, dk and dv, computed in `dtype`; what no row holds is 0, or -inf for the log-sum-exp."""
+    """Return the output, log-sum-exp, dq, dk and dv, computed in `dtype`.
+
+    Tokens outside the rows have 0, or -inf in the log-sum-exp.
+    """
     q, k, v, dout = (x.detach().to(dtype) for x in (p.q, p.k, p.v, p.dout))
     stats = torch.promote_types(dtype, torch.float32)
     out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=dtype, device=q.device)
@@ -113,23 +116,23 @@ def reference(case: Case, p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
         x = (one[0] @ keys.transpose(1, 2)).to(stats) * case.dim**-0.5
         if case.softcap:
             x = case.softcap * torch.tanh(x / case.softcap)
-        own = torch.arange(b - a, device=q.device)[:, None] + (d - c) - (b - a)
+        diagonal = torch.arange(b - a, device=q.device)[:, None] + (d - c) - (b - a)
         key = torch.arange(d - c, device=q.device)
         if p.slopes is not None:
-            x = x - p.slopes.to(stats)[:, None, None] * (own - key).abs()
-        valid = torch.ones_like(own * key, dtype=torch.bool)
+            x = x - p.slopes.to(stats)[:, None, None] * (diagonal - key).abs()
+        valid = torch.ones_like(diagonal * key, dtype=torch.bool)
         if left is not None:
-            valid &= key >= own - left
+            valid &= key >= diagonal - left
         if right is not None:
-            valid &= key <= own + right
-        some = valid.any(1)[None, :, None]
-        x = x.masked_fill(~valid, -math.inf).masked_fill(~some, 0)
-        p_row = x.softmax(2) * (valid & some)
+            valid &= key <= diagonal + right
+        has_key = valid.any(1)[None, :, None]
+        x = x.masked_fill(~valid, -math.inf).masked_fill(~has_key, 0)
+        p_row = x.softmax(2) * (valid & has_key)
         o = p_row.to(dtype) @ values
         row_lse = x.logsumexp(2)
         out[a:b] = o.detach().transpose(0, 1)
-        lse[a:b] = row_lse.detach().masked_fill(~some[..., 0], -math.inf).t()
-        slope = p.dlse[a:b].t().to(stats) * some[..., 0]
+        lse[a:b] = row_lse.detach().masked_fill(~has_key[..., 0], -math.inf).t()
+        slope = p.dlse[a:b].t().to(stats) * has_key[..., 0]
         loss = (o * dout[a:b].transpose(0, 1)).to(stats).sum() + (row_lse * slope).sum()
         for grad, x, start, end in zip(grads, torch.autograd.grad(loss, one), (a, c, c), (b, d, d)):
             grad[start:end] = x.transpose(0, 1)
@@ -137,7 +140,10 @@ def reference(case: Case, p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error in the 2-norm over finite entries; infinite if the others differ or any entry is NaN."""
+    """Return the relative error in the 2-norm over the finite entries of `exact`.
+
+    It is infinite if the other entries differ, or if any entry of `x` is NaN.
+    """
     x, exact = x.detach().double(), exact.detach()
     finite = exact.isfinite()
     if x.isnan().any() or not torch.equal(x[~finite], exact[~finite]):
@@ -149,7 +155,10 @@ def distance(x: torch.Tensor, exact: torch.Tensor) -> float:
 def check_public_call(
     device: str, dtype: torch.dtype, dim: int, options: dict, bound: float
 ) -> None:
-    """`scree.attention` on these kernels against the standard path in float64, with slopes, sinks and their gradients."""
+    """Compare `scree.attention` on these kernels with the standard path in float64.
+
+    The calls have slopes and sinks, and the gradients of the sinks are compared too.
+    """
     import scree
     import scree_triton
 
@@ -160,16 +169,16 @@ def check_public_call(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    given = [draw(sum(lengths), 4, dim), draw(sum(keys), 2, dim), draw(sum(keys), 2, dim), draw(4)]
+    inputs = [draw(sum(lengths), 4, dim), draw(sum(keys), 2, dim), draw(sum(keys), 2, dim), draw(4)]
     slopes, dout, dlse = (
         torch.rand(4, generator=generator, device=device),
         draw(sum(lengths), 4, dim),
         draw(sum(lengths), 4),
     )
-    given = [x.to(dtype) for x in given[:3]] + given[3:]
+    inputs = [x.to(dtype) for x in inputs[:3]] + inputs[3:]
 
     def run(kernel: str, wide: torch.dtype | None) -> list[torch.Tensor]:
-        q, k, v, sinks = (x.to(wide or x.dtype).detach().requires_grad_() for x in given)
+        q, k, v, sinks = (x.to(wide or x.dtype).detach().requires_grad_() for x in inputs)
         cu = [offsets(n, device) for n in (lengths, keys)]
         q_rows = scree.from_cu_seqlens(q, cu[0], max_length=30)
         k_rows = scree.from_cu_seqlens(k, cu[1], max_length=40)

@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run in Triton's interpreter: here, and in no other test of the same process."""
+"""Run the kernels in Triton's interpreter where there is no GPU, in the tests of this directory only."""
 
 import importlib
 import os
@@ -13,15 +13,16 @@ SWITCH = "TRITON_INTERPRET"
 
 
 def gpu() -> bool:
-    """Whether there is a device."""
+    """Return whether a CUDA device is available."""
     import torch
 
     return torch.cuda.is_available()
 
 
-if find_spec("triton") and not gpu():  # what the kernels are is settled when they are imported
+# The import of a kernel decides whether it is interpreted.
+if find_spec("triton") and not gpu():
     os.environ[SWITCH] = "1"
-    for module in {module for module, *_ in scree_triton.KERNELS.values()}:
+    for module in {entry.module for entry in scree_triton.KERNELS.values()}:
         importlib.import_module(f"scree_triton.{module}")
     del os.environ[SWITCH]
 
@@ -33,7 +34,10 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels():
-    """Registered for the tests of a module; where scree is not installed no entry point does it."""
+    """Register the kernels for the tests of one module.
+
+    Without an installed scree no entry point registers them.
+    """
     import torch
 
     interpreted = not gpu()

@@ -1,6 +1,7 @@
-"""Attention and its gradients on a few short rows, by every kind of kernels, for compute-sanitizer: `nox -s sanitize`.
+"""Run attention and its gradients under compute-sanitizer: `nox -s sanitize`.
 
-Arguments are the numbers of cases; all run without.
+The cases cover every kind of kernel on a few short rows. Arguments are indices of cases; without
+arguments all cases run.
 """
 
 import sys
@@ -8,8 +9,8 @@ import sys
 import torch
 from attention_reference import Case, problem
 
-from scree_triton.attention.interface import spec_of
-from scree_triton.attention.launch_configs import Rows, plan
+from scree_triton.attention.interface import make_spec
+from scree_triton.attention.launch_configs import VarlenLayout, get_launch_config
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 ROWS, OTHERS = (165, 0, 130, 7), (70, 5, 164, 1)
@@ -44,18 +45,16 @@ CASES = [
 
 
 def main() -> None:
-    """Run the cases."""
+    """Run the cases given as arguments."""
     for case in [CASES[int(i)] for i in sys.argv[1:]] or CASES:
         p = problem(case, "cuda")
-        rows, spec = (
-            Rows(p.cu_q, p.cu_k, {}),
-            spec_of(case.causal, *case.window, case.dim**-0.5, case.softcap),
-        )
-        way = plan(p.q, p.k, p.v, rows, spec, case.alibi)
-        out, lse = way.forward(p.q, p.k, p.v, p.slopes, rows, spec)
-        way.backward(p.q, p.k, p.v, p.slopes, out, lse, p.dout, p.dlse.t(), rows, spec)
+        layout = VarlenLayout(p.cu_q, p.cu_k, {})
+        spec = make_spec(case.causal, *case.window, case.dim**-0.5, case.softcap)
+        config = get_launch_config(p.q, p.k, p.v, layout, spec, case.alibi)
+        out, lse = config.forward(p.q, p.k, p.v, p.slopes, layout, spec)
+        config.backward(p.q, p.k, p.v, p.slopes, out, lse, p.dout, p.dlse.t(), layout, spec)
         torch.cuda.synchronize()
-        print(case.name, type(way).__name__, flush=True)
+        print(case.name, type(config).__name__, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Every kernel on a GPU: features x dtypes x head_dims x hard layouts against float64.
+"""Every attention kernel on a GPU: features x dtypes x head_dims x hard layouts against float64.
 
-On Hopper most of them run in Gluon; head_dim 16, and above 64 in float32, run in the portable kernels everywhere.
+On Hopper most cases run in Gluon. head_dim 16, and float32 above head_dim 64, run in the portable
+kernels on all devices.
 """
 
 import itertools
@@ -27,7 +28,7 @@ MASKS = [
     dict(causal=True, window=(100, None), softcap=30.0),
 ]
 CASES = [
-    # Every head_dim and dtype, by mask and heads, on rows of the same and of other lengths.
+    # Every head_dim and dtype, by mask and heads; q and k with equal and with different lengths.
     *(
         Case(dtype, dim, dim, heads, k_heads, MIXED, k_lengths, **mask)
         for dtype, dim, (heads, k_heads), k_lengths, mask in itertools.product(
@@ -75,7 +76,7 @@ CASES = [
             (f16, bf16, f32), (64, 128), (None, LONGER), MASKS[:4] + MASKS[5:]
         )
     ),
-    # Heads that the copy engine fills up to 32, 64 and 128 numbers.
+    # Heads that TMA pads to 32, 64 and 128 numbers.
     *(
         Case(dtype, dim, dim, 4, 2, MIXED, k_lengths, **mask)
         for (dtype, dim), k_lengths, mask in itertools.product(
@@ -90,7 +91,7 @@ CASES = [
             ((f16, 96), (bf16, 80)), (False, True), (MASKS[1], MASKS[3])
         )
     ),
-    # Heads of several parts, and of v of another width.
+    # Heads of several parts, and v with another head_dim.
     *(
         Case(dtype, dim, dim_v, 4, 2, MIXED, k_lengths, **mask)
         for (dtype, dim, dim_v), k_lengths, mask in itertools.product(
@@ -153,7 +154,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def poison():
-    """Fill free memory with NaN, so that whatever a kernel does not write shows."""
+    """Fill free memory with NaN, which reveals what a kernel does not write."""
     blocks = [
         torch.full((n,), math.nan, device="cuda")
         for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
@@ -183,18 +184,20 @@ def run(case, p, max_length=None):
 
 
 def check(case, max_length=None):
-    """As near to float64 as what PyTorch computes in the same precision, and the same every time."""
+    """Check that results are reproducible, and as near to float64 as PyTorch in this precision."""
     p = problem(case, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = run(case, p, max_length)
-        again = run(case, p, max_length)
+        results = run(case, p, max_length)
+        repeated = run(case, p, max_length)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     exact = reference(case, p, torch.float64)
     eager = reference(case, p, case.dtype)
-    for name, x, y, e, other in zip(("out", "lse", "dq", "dk", "dv"), found, again, exact, eager):
-        # Three TF32 products keep about 21 bits, and the backward takes the difference of two sums of them.
+    for name, x, y, e, other in zip(
+        ("out", "lse", "dq", "dk", "dv"), results, repeated, exact, eager
+    ):
+        # Three TF32 products keep about 21 bits, and the backward subtracts two sums of them.
         floor = (
             {f16: 2e-4, bf16: 1.6e-3, f32: 2e-6 if name == "out" else 1e-5}[case.dtype]
             if name != "lse"
@@ -222,7 +225,7 @@ def test_error(case):
     ids=lambda c: c.name,
 )
 def test_few_short_rows(case):
-    """Rows that are known to be short, and few, take smaller tiles."""
+    """Few rows with a known short bound take smaller tiles."""
     check(case, max_length=500)
 
 
@@ -245,7 +248,7 @@ def test_few_short_rows(case):
     ids=lambda c: c.name,
 )
 def test_float32_products(case):
-    """What Hopper makes of six products of bfloat16 is as good as float32 itself."""
+    """Six bfloat16 products on Hopper are as precise as float32 itself."""
     p = problem(case, "cuda")
     exact, eager = reference(case, p, torch.float64), reference(case, p, f32)
     for name, x, e, other in zip(("out", "lse", "dq", "dk", "dv"), run(case, p), exact, eager):
@@ -285,7 +288,7 @@ def test_rows_do_not_leak(dtype, dim, causal):
 
 @pytest.mark.parametrize("dtype, dim", [(bf16, 64), (f16, 128), (f16, 96), (bf16, 192), (f32, 64)])
 def test_negative_slopes(dtype, dim):
-    """With them weights grow with the distance, and must not where a tile ends behind its row."""
+    """Weights then grow with the distance, but not where a tile ends after its row."""
     case = Case(dtype, dim, dim, 4, 2, MIXED, LONGER, causal=True, alibi=True)
     p = problem(case, "cuda")
     p = p._replace(slopes=torch.full_like(p.slopes, -0.5))
@@ -300,12 +303,12 @@ def test_negative_slopes(dtype, dim):
     "lengths", [(7,) * 10000, (131072, *(64,) * 255)], ids=["10000 rows", "one long row"]
 )
 def test_large_layouts(lengths):
-    """Against the same rows computed by themselves."""
+    """Compare with the same rows computed alone."""
     from scree_triton.attention.interface import attention
 
     case = Case(bf16, 64, 64, 1, 1, lengths, causal=True)
     p = problem(case, "cuda")
-    found = run(case, p)
+    results = run(case, p)
     tail = Case(bf16, 64, 64, 1, 1, lengths[-40:], causal=True)
     n = sum(tail.q_lengths)
     part = p._replace(
@@ -313,14 +316,14 @@ def test_large_layouts(lengths):
         cu_q=offsets(tail.q_lengths, "cuda"),
         cu_k=offsets(tail.q_lengths, "cuda"),
     )
-    for x, e in zip(found, reference(tail, part, torch.float64)):
+    for x, e in zip(results, reference(tail, part, torch.float64)):
         assert not x.isnan().any()
         assert distance(x[-n:], e) < 5e-3
     if len(lengths) < 1000:  # the long row's last queries
         q, k, v = (x[: lengths[0]] for x in (p.q, p.k, p.v))
         cu = offsets((64,), "cuda"), offsets((lengths[0],), "cuda")
         out, _ = attention(q[-64:], k, v, *cu, causal=True, scale=0.125)
-        assert distance(found[0][: lengths[0]][-64:], out.double()) < 5e-3
+        assert distance(results[0][: lengths[0]][-64:], out.double()) < 5e-3
 
 
 @pytest.mark.parametrize("dtype, dim", [(f16, 64), (f16, 80), (f16, 160)])
@@ -376,18 +379,18 @@ def test_compiled(dim):
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_operator(dim):
-    """The operators' fakes, autograd and schema."""
-    from scree_triton.attention.interface import _forward_op
+    """The operators' fakes, autograd and schemas pass opcheck."""
+    from scree_triton.attention.interface import attention_op
     from scree_triton.attention.tile_scheduler import UNBOUNDED
 
     p = problem(Case(f32 if dim == 80 else f16, dim, dim, 2, 1, (30, 0, 70)), "cuda")
     args = tuple(x.detach().requires_grad_() for x in (p.q, p.k, p.v))
-    torch.library.opcheck(_forward_op, (*args, None, p.cu_q, p.cu_k, UNBOUNDED, 0, 0.1, 0.0))
+    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, UNBOUNDED, 0, 0.1, 0.0))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 160])
 def test_graph(dim):
-    """A captured graph, replayed on fresh inputs while eager calls run beside it."""
+    """Replay a captured graph on fresh inputs while eager calls run concurrently."""
     case = Case(bf16, dim, dim, 4, 2, LONG, causal=True)
     p = problem(case, "cuda")
     run(case, p)
@@ -411,7 +414,7 @@ def test_graph(dim):
 
 @pytest.mark.parametrize("dim", [64, 160])
 def test_graph_follows_offsets(dim):
-    """A graph that makes its ragged array cuts the rows that it finds when it is replayed."""
+    """A graph that makes its ragged array uses the offsets at the time of the replay."""
     import scree
 
     case = Case(f16, dim, dim, 2, 2, LONG, causal=True)
@@ -443,9 +446,9 @@ def test_overlapping_launches():
     expected = run(case, p)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for i in range(40):
         with torch.cuda.stream(streams[i % 4]):
-            found.append(run(case, p))
+            results.append(run(case, p))
     torch.cuda.synchronize()
-    assert all(torch.equal(x, y) for result in found for x, y in zip(expected, result))
+    assert all(torch.equal(x, y) for result in results for x, y in zip(expected, result))

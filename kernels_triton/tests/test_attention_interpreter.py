@@ -1,9 +1,11 @@
-"""The portable kernels on a small fixed set; without a GPU in Triton's interpreter.
+"""The portable attention kernels on a small fixed set; without a GPU in Triton's interpreter.
 
-The kernels for Hopper are written in Gluon, which no interpreter runs: here is tested which calls they get, and what they compute
-where there is such a GPU, in `test_attention_gpu`.
+The kernels for Hopper are written in Gluon, which has no interpreter. This file tests which calls
+they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 """
 
+import importlib
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -17,10 +19,10 @@ from attention_reference import Case, check_public_call, distance, offsets, prob
 
 import scree
 import scree_triton
-from scree_triton.attention import autotune, launch_configs
+from scree_triton.attention import arguments, autotune, launch_configs
 from scree_triton.attention.interface import attention
-from scree_triton.attention.launch_configs import Rows, Spec, plan
-from scree_triton.attention.tile_scheduler import UNBOUNDED, tile_bound, tile_map
+from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
+from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
 from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -45,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_attention(case):
+def test_attention_matches_float64(case):
     p = problem(case, DEVICE)
     q, k, v = (x.detach().requires_grad_() for x in (p.q, p.k, p.v))
     out, lse = attention(
@@ -71,13 +73,13 @@ def test_attention(case):
 @pytest.mark.parametrize(
     "options", [dict(window=(4, 6)), dict(causal=True, softcap=3.0, deterministic=True)], ids=str
 )
-def test_public_call(options):
-    """Through scree, with slopes and sinks, against the standard path; gradients of sinks and log-sum-exp too."""
+def test_public_call_matches_standard_path(options):
+    """The call has slopes and sinks, and gradients of the sinks and of the log-sum-exp."""
     check_public_call(DEVICE, f32, 16, options, BOUND[f32])
 
 
-def test_negative_slopes():
-    """With them weights grow with the distance, and must not where a tile ends behind its row."""
+def test_attention_negative_slopes_matches_float64():
+    """Weights then grow with the distance, but not where a tile ends after its row."""
     case = Case(f32, 16, 16, 2, 1, (40, 3), (33, 50), alibi=True)
     p = problem(case, DEVICE)
     p = p._replace(slopes=torch.full_like(p.slopes, -4))
@@ -91,15 +93,15 @@ def test_negative_slopes():
 
 
 CAUSAL = dict(
-    left=False,
-    right=True,
+    has_left=False,
+    has_right=True,
     causal=True,
     softcap=False,
     alibi=False,
-    aligned=True,
-    same=True,
+    tma_aligned=True,
+    same_offsets=True,
     tf32=False,
-    few=False,
+    small_batch=False,
 )
 
 
@@ -107,44 +109,46 @@ CAUSAL = dict(
     "dtype, dims, change, expected",
     [
         *(
-            (torch.float16, (dim, dim), {}, "HopperPlan")
+            (torch.float16, (dim, dim), {}, "Sm90Config")
             for dim in (24, 32, 64, 80, 96, 128, 136, 192, 256)
         ),
         *(
-            (torch.bfloat16, dims, {}, "HopperPlan")
+            (torch.bfloat16, dims, {}, "Sm90Config")
             for dims in ((192, 128), (128, 192), (64, 128), (40, 24), (256, 64))
         ),
         *(
-            (torch.bfloat16, (64, 64), change, "HopperPlan")
+            (torch.bfloat16, (64, 64), change, "Sm90Config")
             for change in (
-                dict(right=False, causal=False),
-                dict(left=True),
-                dict(left=True, causal=False),
-                dict(left=True, right=False, causal=False),
+                dict(has_right=False, causal=False),
+                dict(has_left=True),
+                dict(has_left=True, causal=False),
+                dict(has_left=True, has_right=False, causal=False),
                 dict(causal=False),
                 dict(softcap=True),
                 dict(alibi=True),
-                dict(left=True, softcap=True, alibi=True),
-                dict(same=False),
+                dict(has_left=True, softcap=True, alibi=True),
+                dict(same_offsets=False),
             )
         ),
         *(
-            (torch.float16, dims, {}, "PortablePlan")
+            (torch.float16, dims, {}, "PortableConfig")
             for dims in ((16, 16), (64, 16), (16, 64), (28, 28))
         ),
-        (torch.float16, (64, 64), dict(aligned=False), "PortablePlan"),
-        *((f32, (dim, dim), {}, "SplitPlan") for dim in (32, 64)),
-        *((f32, (dim, dim), {}, "PortablePlan") for dim in (16, 48, 128)),
+        (torch.float16, (64, 64), dict(tma_aligned=False), "PortableConfig"),
+        *((f32, (dim, dim), {}, "Bf16x3Config") for dim in (32, 64)),
+        *((f32, (dim, dim), {}, "PortableConfig") for dim in (16, 48, 128)),
         *(
-            (f32, (64, 64), change, "SplitPlan")
-            for change in (dict(left=True), dict(causal=False), dict(softcap=True, alibi=True))
+            (f32, (64, 64), change, "Bf16x3Config")
+            for change in (dict(has_left=True), dict(causal=False), dict(softcap=True, alibi=True))
         ),
-        (f32, (64, 64), dict(tf32=True), "PortablePlan"),
+        (f32, (64, 64), dict(tf32=True), "PortableConfig"),
     ],
     ids=str,
 )
-def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
-    """As the table in the documentation says."""
+def test_select_config_on_hopper_returns_documented_kernels(
+    dtype, dims, change, expected, monkeypatch
+):
+    """The documentation has the same table."""
     monkeypatch.setattr(launch_configs, "GLUON_KNOWN", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(
@@ -152,66 +156,102 @@ def test_what_runs_on_hopper(dtype, dims, change, expected, monkeypatch):
         "get_device_properties",
         lambda device: SimpleNamespace(multi_processor_count=132),
     )
-    shapes = tuple(launch_configs._Shape(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
-    found = launch_configs._plan(torch.device("cuda", 0), dtype, shapes, **{**CAUSAL, **change})
-    assert type(found).__name__ == expected
+    layouts = tuple(launch_configs.HeadLayout(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
+    config = launch_configs.select_config(
+        torch.device("cuda", 0), dtype, layouts, **{**CAUSAL, **change}
+    )
+    assert type(config).__name__ == expected
 
 
-def test_few_short_rows(monkeypatch):
-    """Small tiles are for rows that are known to be short, and few."""
-    monkeypatch.setattr(launch_configs, "_PLANS", {})
-    monkeypatch.setattr(launch_configs, "_plan", lambda *args: args[-1])
+GROUPS = {
+    "portable.forward_kernel": "PortableForwardArgs PortableForwardStrides ForwardNumbers",
+    "portable.dq_kernel": "PortableDqArgs PortableDqStrides DqNumbers",
+    "portable.dkdv_kernel": "PortableDkdvArgs PortableDkdvStrides BackwardNumbers",
+    "forward_sm90.forward_kernel": "ForwardArgs ForwardStrides ForwardNumbers",
+    "backward_sm90.dq_kernel": "DqArgs DqStrides DqNumbers",
+    "backward_sm90.dkdv_kernel": "DkdvArgs DkdvStrides BackwardNumbers",
+    "float32_sm90.forward_kernel": "Float32ForwardArgs Float32ForwardStrides ForwardNumbers",
+    "float32_sm90.dq_kernel": "Float32DqArgs BackwardNumbers",
+    "float32_sm90.dkdv_kernel": "Float32DkdvArgs BackwardNumbers",
+    "bf16x3.split_kernel": "SplitArgs",
+    "bf16x3.split_dout_kernel": "SplitDoutArgs",
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_arguments_match_kernel_parameters(name):
+    """Arguments, and the tuples of strides and numbers, are in the order of the parameters."""
+    module, kernel = name.split(".")
+    kernel = getattr(importlib.import_module(f"scree_triton.attention.{module}"), kernel)
+    args, *groups = (getattr(arguments, group) for group in GROUPS[name].split())
+    assert args.fields == tuple(kernel.arg_names[: len(args.fields)])
+    parameters = list(inspect.signature(kernel.fn).parameters.values())
+    assert "constexpr" in str(parameters[len(args.fields)].annotation)
+    last = [field for group in groups for field in group._fields]
+    assert args.fields[len(args.fields) - len(last) :] == tuple(last)
+
+
+def test_get_launch_config_few_short_rows_selects_small_batch(monkeypatch):
+    """Only few rows with a known short bound are a small batch."""
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
+    monkeypatch.setattr(launch_configs, "select_config", lambda *args: args[-1])
     x, cu, spec = (
         torch.randn((40, 1, 16), device=DEVICE),
         offsets((40,), DEVICE),
-        Spec(UNBOUNDED, 0, 0.25, 0.0),
+        AttentionSpec(UNBOUNDED, 0, 0.25, 0.0),
     )
-    for heads, longest, few in (
+    for heads, max_seqlen, small in (
         (1, 40, True),
         (1, UNBOUNDED, False),
         (1, 1601, False),
         (2000, 40, False),
     ):
-        assert plan(*[x.expand(40, heads, 16)] * 3, Rows(cu, cu, None, longest), spec, False) is few
+        layout = VarlenLayout(cu, cu, None, max_seqlen)
+        values = [x.expand(40, heads, 16)] * 3
+        assert get_launch_config(*values, layout, spec, False) is small
 
 
-def test_tf32_is_a_choice(monkeypatch):
-    """Plans are kept apart by it, and the default is full precision."""
+def test_get_launch_config_distinguishes_tf32(monkeypatch):
+    """The setting is part of the cache key; the default is full precision."""
     x, cu = torch.randn((40, 1, 16), device=DEVICE), offsets((40,), DEVICE)
-    plans = []
+    configs = []
     for precision in ("highest", "high"):
         monkeypatch.setattr(
             torch, "get_float32_matmul_precision", lambda precision=precision: precision
         )
-        plans.append(plan(x, x, x, Rows(cu, cu, None), Spec(UNBOUNDED, 0, 0.25, 0.0), False))
-    assert [one.forward_launch.constants["PRECISION"] for one in plans] == ["tf32x3", "tf32"]
+        spec = AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
+        configs.append(get_launch_config(x, x, x, VarlenLayout(cu, cu, None), spec, False))
+    assert [c.forward_launch.constants["PRECISION"] for c in configs] == ["tf32x3", "tf32"]
 
 
-def test_autotune(monkeypatch, capsys):
-    """The tiles that are measured to be the fastest are used from then on, and printed; each kind is measured once."""
+def test_autotune_measures_each_kind_once(monkeypatch, capsys):
+    """The fastest tiles are printed and used from then on; each kind is measured once."""
     case = Case(f32, 16, 16, 1, 1, (9, 0, 20), causal=True)
     p = problem(case, DEVICE)
-    asked = []
+    measured = []
 
-    def measure(
-        call, plan
-    ):  # no clock in an interpreter: the more queries and the fewer stages, the better
-        asked.append(plan.tiles)
-        return sum(-t.m + abs(t.n - 32) + t.stages + t.warps / 100 for t in plan.tiles)
+    # The interpreter has no clock: more queries and fewer stages count as faster.
+    def measure(call, config):
+        measured.append(config.tiles)
+        return sum(
+            -t.block_m + abs(t.block_n - 32) + t.num_stages + t.num_warps / 100
+            for t in config.tiles
+        )
 
     monkeypatch.setattr(launch_configs, "AUTOTUNE", True)
     monkeypatch.setattr(autotune, "milliseconds", measure)
-    monkeypatch.setattr(autotune, "_FOUND", {})
-    monkeypatch.setattr(launch_configs, "_PLANS", {})
+    monkeypatch.setattr(autotune, "RESULTS", {})
+    monkeypatch.setattr(launch_configs, "CONFIG_CACHE", {})
     for _ in range(2):
-        rows, spec = Rows(p.cu_q, p.cu_k, None), Spec(UNBOUNDED, 0, 0.25, 0.0)
-        found = plan(p.q, p.k, p.v, rows, spec, False)
-        assert all(tile[:3] == (128, 32, 4) and tile.stages == 1 for tile in found.tiles)
-        count = len(asked)
-        launch_configs._PLANS.clear()
+        layout, spec = VarlenLayout(p.cu_q, p.cu_k, None), AttentionSpec(UNBOUNDED, 0, 0.25, 0.0)
+        config = get_launch_config(p.q, p.k, p.v, layout, spec, False)
+        assert all(tile[:3] == (128, 32, 4) and tile.num_stages == 1 for tile in config.tiles)
+        count = len(measured)
+        launch_configs.CONFIG_CACHE.clear()
     assert (
-        count == len(asked)
-        and capsys.readouterr().out.count(f"(4, 32): {found.tiles!r},  # torch.float32, right") == 1
+        count == len(measured)
+        and capsys.readouterr().out.count(f"(4, 32): {config.tiles!r},  # torch.float32, right")
+        == 1
     )
 
 
@@ -225,8 +265,8 @@ def test_autotune(monkeypatch, capsys):
         (dict(strided=True), "contiguous"),
     ],
 )
-def test_rejects(change, reason):
-    """Every refusal says why, and the standard path takes the call."""
+def test_rejects_unsupported_call_returns_reason(change, reason):
+    """Every rejection gives its reason, and the standard path serves the call."""
     change = dict(change)
     width, dtype = change.pop("width", 16), change.pop("dtype", f32)
     values = torch.zeros((5, 2, width), dtype=dtype, device=DEVICE)
@@ -241,26 +281,28 @@ def test_rejects(change, reason):
     "lengths, slack", [((300, 0, 64, 1, 129), 0), ((1,) * 40, 7), ((), 0), ((0, 0), 65)]
 )
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("few", [2048, 0])
-def test_tile_map(lengths, slack, causal, few, monkeypatch):
-    """As it is made of few slots, and of many."""
-    monkeypatch.setattr("scree_triton.attention.tile_scheduler._FEW", few)
+@pytest.mark.parametrize("max_counted", [2048, 0])
+def test_schedule_tiles_covers_all_tokens_longest_first(
+    lengths, slack, causal, max_counted, monkeypatch
+):
+    """The schedule is the same whether slots are counted or sorted."""
+    monkeypatch.setattr("scree_triton.attention.tile_scheduler.MAX_COUNTED_SLOTS", max_counted)
     cu = offsets(lengths, DEVICE)
     total = sum(lengths) + slack
-    tiles = tile_map(cu, cu, total, 64, UNBOUNDED, 0 if causal else UNBOUNDED)
+    tiles = schedule_tiles(cu, cu, total, 64, UNBOUNDED, 0 if causal else UNBOUNDED)
     count = int(tiles[0, 0])
-    assert tiles.shape[0] == tile_bound(total, len(lengths), 64) + 1
+    assert tiles.shape[0] == max_tiles(total, len(lengths), 64) + 1
     tail = (sum(lengths), slack)
     rows = [*zip(cu.tolist(), lengths), tail]
     expected = {(start, n, first) for start, n in rows for first in range(0, n, 64)}
-    found = [(start, n, first) for start, n, _, _, first, *_ in tiles[1 : count + 1].tolist()]
-    assert len(found) == count and set(found) == expected
+    scheduled = [(start, n, first) for start, n, _, _, first, *_ in tiles[1 : count + 1].tolist()]
+    assert len(scheduled) == count and set(scheduled) == expected
     assert all(
         other == (0 if (start, n) == tail and slack else n)
         for start, n, _, other, *_ in tiles[1 : count + 1].tolist()
     )
     work = [
         0 if (start, n) == tail else min(first + 64, n) if causal else n
-        for start, n, first in found
+        for start, n, first in scheduled
     ]
     assert all(a // 32 >= b // 32 for a, b in zip(work, work[1:]))

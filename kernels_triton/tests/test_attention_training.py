@@ -1,4 +1,7 @@
-"""Attention as a part of training: a module's step, checkpoints, autocast, compilers, export. Without a GPU interpreted."""
+"""Attention in training: steps of a module, checkpoints, autocast, compilers and export.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
 
 import copy
 import gc
@@ -16,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import scree
 from scree_triton.attention import launch_configs
-from scree_triton.attention.interface import _MEMOS, _forward_op, _rows_op, attention
-from scree_triton.attention.tile_scheduler import UNBOUNDED, tile_map
+from scree_triton.attention.interface import SCHEDULES, attention, attention_op, offsets_op
+from scree_triton.attention.tile_scheduler import UNBOUNDED, schedule_tiles
 from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -25,9 +28,11 @@ pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 f16, f32, f64 = torch.float16, torch.float32, torch.float64
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LENGTHS = (9, 0, 21, 1)
-# The interpreter knows no Hopper; on a Hopper GPU float16 with head_dim 64 runs there, and the others on the portable kernels.
+# The interpreter has no Hopper kernels. On a Hopper GPU float16 with head_dim 64 uses them, and the
+# other kinds use the portable kernels.
 KINDS = [(f32, 16)] if INTERPRETED else [(f32, 16), (f16, 64), (f16, 80)]
-# Some units in the last place, as gradients go through three products; on a GPU float32 is three products of TF32, 21 bits.
+# Some units in the last place, as gradients go through three products. On a GPU a float32 product
+# is three TF32 products, 21 bits.
 BOUND = {f32: 1e-5 if INTERPRETED else 5e-5, f16: 1e-2}
 
 
@@ -43,7 +48,7 @@ class Block(torch.nn.Module):
         self.to(DEVICE)
 
     def forward(self, x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-        """`x` (total, 2 * dim), with what each token gathers in its row."""
+        """Return `x` (total, 2 * dim) plus the attention output of each token."""
         rows = scree.from_cu_seqlens(x, cu, max_length=max(LENGTHS))
         q, k, v = (rows.with_values(y) for y in self.qkv(x).view(-1, 3, 2, self.dim).unbind(1))
         y = scree.attention(q, k, v, causal=True, kernel=self.kernel)
@@ -60,15 +65,18 @@ def batch(dtype, dim, seed=1):
 
 
 def gradients(run, block, x, *rest):
-    """The output of `run`, and the gradients of the sum of its squares for the input and the block's parameters."""
+    """Return the output of `run`, and the gradients of the sum of its squares.
+
+    The gradients are those of the input and of the block's parameters.
+    """
     x = x.detach().requires_grad_()
     y = run(x, *rest)
     return [y, *torch.autograd.grad((y.float() ** 2).sum(), [x, *block.parameters()])]
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
-def test_steps(dtype, dim):
-    """Forward, backward and optimizer steps that never wait for the device, against the standard path in float64."""
+def test_training_steps_match_float64(dtype, dim):
+    """Optimizer steps never wait for the device, and match the standard path in float64."""
     x, cu, target = batch(dtype, dim)
     ours = Block(dtype, dim)
     exact = copy.deepcopy(ours).to(f64)
@@ -99,8 +107,8 @@ def test_steps(dtype, dim):
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
-def test_checkpoint(dtype, dim):
-    """Activations that are computed again in the backward give the same gradients."""
+def test_checkpoint_matches_plain_gradients(dtype, dim):
+    """Activations that are recomputed in the backward give the same gradients."""
     x, cu, _ = batch(dtype, dim)
     block = Block(dtype, dim)
     plain = gradients(block, block, x, cu)
@@ -108,8 +116,8 @@ def test_checkpoint(dtype, dim):
     assert all(distance(b, a.detach().to(f64)) < BOUND[dtype] for a, b in zip(plain, again))
 
 
-def test_autocast():
-    """Projections in float16 hand float16 to attention; gradients come back in float32."""
+def test_autocast_matches_float32():
+    """Attention receives float16 from the projections; gradients are float32."""
     dim = KINDS[-1][1]
     x, cu, _ = batch(f32, dim)
     block = Block(f32, dim)
@@ -123,8 +131,8 @@ def test_autocast():
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
-def test_compiled_module(dtype, dim):
-    """One graph, through the operators and their fakes, and the gradients of eager calls."""
+def test_compiled_module_matches_eager(dtype, dim):
+    """The compiled module is one graph and has the gradients of eager calls."""
     x, cu, _ = batch(dtype, dim)
     block = Block(dtype, dim)
     compiled = torch.compile(
@@ -134,13 +142,15 @@ def test_compiled_module(dtype, dim):
         assert distance(b, a.detach().to(f64)) < BOUND[dtype]
 
 
-def test_compiled_layers_share_the_tile_maps(monkeypatch):
-    """Layers and their backward passes cut the rows once for the queries and once for the keys."""
+def test_compiled_layers_share_tile_schedules(monkeypatch):
+    """All layers and their backward passes share the schedules of forward, dq and dkdv."""
     x, cu, _ = batch(f32, 16)
     block = Block(f32, 16)
     made = []
     monkeypatch.setattr(
-        launch_configs, "tile_map", lambda *args: made.append(args[3]) or tile_map(*args)
+        launch_configs,
+        "schedule_tiles",
+        lambda *args: made.append(args[3]) or schedule_tiles(*args),
     )
 
     def layers(x, cu):
@@ -157,14 +167,14 @@ def test_compiled_layers_share_the_tile_maps(monkeypatch):
             distance(b, a.detach().to(f64)) < BOUND[f32]
             for a, b in zip(plain, gradients(compiled, block, x, cu))
         )
-        assert len(made) <= 3  # those of forward, dq, dkdv; each layer its own would make 6
+        assert len(made) <= 3  # forward, dq and dkdv; without sharing 6
         gc.collect()
-        kept.append(len(_MEMOS))
-    assert kept[1] == kept[2]  # they live no longer than what they belong to
+        kept.append(len(SCHEDULES))
+    assert kept[1] == kept[2]  # schedules do not outlive their offsets
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
-def test_exported(dtype, dim):
+def test_exported_program_runs_on_other_sizes(dtype, dim):
     """An exported program runs on another number of tokens and rows."""
     x, cu, _ = batch(dtype, dim)
     block = Block(dtype, dim)
@@ -181,7 +191,7 @@ def test_exported(dtype, dim):
 
 
 @pytest.mark.parametrize("dtype, dim", KINDS)
-def test_operator(dtype, dim):
+def test_operators_pass_opcheck(dtype, dim):
     """The operators' schemas, fakes and autograd."""
     generator = torch.Generator(device=DEVICE).manual_seed(2)
     q, k, v = (
@@ -191,12 +201,12 @@ def test_operator(dtype, dim):
         for _ in range(3)
     )
     cu = offsets(LENGTHS, DEVICE)
-    torch.library.opcheck(_rows_op, (cu,))
-    torch.library.opcheck(_forward_op, (q, k, v, None, cu, cu, UNBOUNDED, 0, 0.1, 0.0))
+    torch.library.opcheck(offsets_op, (cu,))
+    torch.library.opcheck(attention_op, (q, k, v, None, cu, cu, UNBOUNDED, 0, 0.1, 0.0))
 
 
-def test_what_needs_a_gradient():
-    """Gradients of some inputs, of the log-sum-exp alone, and none of gradients."""
+def test_gradients_of_some_inputs_match_full_gradients():
+    """Check gradients of some inputs and of the log-sum-exp alone; double backward raises."""
     generator = torch.Generator(device=DEVICE).manual_seed(2)
     q, k, v = (
         torch.randn((sum(LENGTHS), 2, 16), generator=generator, device=DEVICE) for _ in range(3)
@@ -226,7 +236,7 @@ def test_what_needs_a_gradient():
         once[0].sum().backward()
 
 
-def test_what_is_kept_goes_with_the_rows():
+def test_cached_schedules_die_with_the_layout():
     gc.collect()
     gc.disable()
     try:

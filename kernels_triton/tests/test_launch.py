@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scree_triton.runtime import autograd
 from scree_triton.runtime import launch as module
-from scree_triton.runtime.launch import Launch
+from scree_triton.runtime.launch import Descriptor, Launch, Number, Pointer, Stride, launch_args
 
 
 class Jit:
@@ -39,7 +38,7 @@ class Jit:
         return run
 
     def launch(self, *args):
-        if not module._CUTS and any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
+        if not module._TRUNCATES and any(isinstance(x, int) and x >= 1 << 31 for x in args[-3:-1]):
             raise OverflowError
         self.launched.append(args)
 
@@ -47,8 +46,8 @@ class Jit:
 @pytest.fixture
 def jit(monkeypatch):
     monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(module, "_VERSION", (3, 6))
-    monkeypatch.setattr(module, "_CUTS", False)
+    monkeypatch.setattr(module, "TRITON_VERSION", (3, 6))
+    monkeypatch.setattr(module, "_TRUNCATES", False)
     monkeypatch.setattr(module, "current_stream", lambda index: "stream")
     return Jit
 
@@ -116,7 +115,7 @@ def test_a_stride_of_one_is_a_variant_of_its_own(jit):
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize(("stride", "number"), [(16, 1 << 31), (1 << 31, 3)])
 def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, number):
-    monkeypatch.setattr(module, "_CUTS", cuts)
+    monkeypatch.setattr(module, "_TRUNCATES", cuts)
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(2):
@@ -130,7 +129,7 @@ def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, n
 
 
 def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
-    monkeypatch.setattr(module, "_VERSION", (3, 7))
+    monkeypatch.setattr(module, "TRITON_VERSION", (3, 7))
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(2):
@@ -174,7 +173,7 @@ def test_kernels_that_need_scratch_memory_go_through_the_jit(jit):
 
 
 def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
-    monkeypatch.setattr(module, "_VERSION", (4, 0))
+    monkeypatch.setattr(module, "TRITON_VERSION", (4, 0))
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(3):
@@ -215,16 +214,69 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
         def __init__(self, index):
             self.index = index
 
-        @autograd.on_its_device
+        @module.method_on_device
         def run(self, x):
             return x, [*entered]
 
-    monkeypatch.setattr(autograd, "current_device", lambda: 1)
+    monkeypatch.setattr(module, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", Device)
     for devices in (1, 2):
-        monkeypatch.setattr(autograd, "_device_count", lambda devices=devices: devices)
+        monkeypatch.setattr(module, "device_count", lambda devices=devices: devices)
         assert (
             Plan(None).run(3) == Plan(1).run(3) == (3, [])
         )  # in host memory, and on the current one
     other = Plan(0)
     assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None
+
+
+@launch_args
+class NamedArgs:
+    Q: Descriptor
+    X: Pointer
+    x_stride: Stride
+    count: Number
+
+
+def named_kernel(jit, *names):
+    kernel = jit()
+    kernel.arg_names = [*names]
+    return kernel
+
+
+def test_launch_with_named_args_passes_them_in_the_order_of_the_kernel(jit):
+    @launch_args
+    class Args:
+        X: Pointer
+        x_stride: Stride
+        count: Number
+
+    kernel = named_kernel(jit, "X", "x_stride", "count", "BLOCK")
+    launch = Launch(kernel, dict(BLOCK=64), {}, args=Args)
+    for _ in range(2):
+        launch(5, Args(count=3, x_stride=16, X=X))
+    assert kernel.asked[0][1] == (X, 16, 3)
+    assert kernel.launched[0][-4:] == (X.data_ptr(), 16, 3, 64)
+
+
+def test_launch_args_groups_the_fields_by_kind():
+    args = NamedArgs(Q=("tensor", "shape"), X="x", x_stride=1, count=2)
+    assert args == (("x",), (1,), (2,), ("tensor",), ("shape",))
+    with pytest.raises(TypeError, match="x_stride"):
+        NamedArgs(Q=("tensor", "shape"), X="x", count=2)
+
+
+@pytest.mark.parametrize(
+    "names", [("Q", "Y", "x_stride", "count", "BLOCK"), ("Q", "X", "x_stride", "count")]
+)
+def test_launch_with_fields_unlike_the_parameters_raises(jit, names):
+    with pytest.raises(TypeError, match="NamedArgs"):
+        Launch(named_kernel(jit, *names), dict(BLOCK=64), {}, (16,), args=NamedArgs)
+
+
+def test_launch_args_with_fields_out_of_order_raises():
+    with pytest.raises(TypeError, match="ordered"):
+
+        @launch_args
+        class Args:
+            count: Number
+            X: Pointer

@@ -319,9 +319,9 @@ def _triton(m: int, n: int) -> Iterator[None]:
     tile = tuned.Tile(m, n, 8 if m * n > 8192 else 4, 2)
     with ExitStack() as stack:
         for name, value in (
-            ("GLUON", {}),
+            ("SM90_TILES", {}),
             ("portable_tiles", lambda *_: tuned.Tiles(tile, tile, tile)),
-            ("_PLANS", {}),
+            ("CONFIG_CACHE", {}),
         ):
             stack.enter_context(patch.object(plans, name, value))
         yield

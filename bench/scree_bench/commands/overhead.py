@@ -142,15 +142,15 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
     """FlashAttention-2 in PyTorch, on values and on leaves of autograd; and our two halves without autograd."""
     import torch
 
-    from scree_triton.attention.interface import spec_of
-    from scree_triton.attention.launch_configs import Rows, plan
+    from scree_triton.attention.interface import make_spec
+    from scree_triton.attention.launch_configs import VarlenLayout, get_launch_config
 
     aten, offsets, longest = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
     rows, spec = (
-        Rows(q.offsets, q.offsets, q.layout.cache),
-        spec_of(True, None, None, WIDTH**-0.5, None),
+        VarlenLayout(q.offsets, q.offsets, q.layout.cache),
+        make_spec(True, None, None, WIDTH**-0.5, None),
     )
-    backward = plan(*plain, rows, spec, False).backward_on(
+    backward = get_launch_config(*plain, rows, spec, False).prepare_backward(
         rows, q.total_length, q.total_length, spec
     )
     others = [q.with_values(x) for x in plain[1:]]

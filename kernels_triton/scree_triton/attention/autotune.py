@@ -1,8 +1,9 @@
-"""Measuring the tiles of the portable kernels on the device at hand: what ``SCREE_AUTOTUNE=1`` asks for.
+"""Autotuning of the portable kernels' tiles on the current device, with ``SCREE_AUTOTUNE=1``.
 
-The tables of `tuned` know the devices that they were measured on. Elsewhere the first call of a kind tries the candidates
-below on its own arguments and prints the best in the form of a line of those tables. So the first call should be a typical
-one; it takes minutes, most of them compilation.
+The tables of `tile_configs` cover the devices on which they were measured. On other devices the
+first call of a kind tries the candidates below on its own arguments. It prints the best tiles as a
+line of those tables. So the first call should be a typical one. It takes minutes, most of them
+compilation.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from triton.testing import do_bench
 
 from .tile_configs import Tile, Tiles
 
-#: Queries, keys and warps; the stages are tried on the best of them.
+#: Queries, keys and warps; the stages are tried on the best of these.
 SHAPES = (
     (32, 32, 4),
     (64, 32, 4),
@@ -29,67 +30,64 @@ SHAPES = (
     (128, 128, 8),
 )
 STAGES = (1, 2, 3)
-_FOUND: dict[tuple, Tiles] = {}
+#: Kind of call -> best tiles.
+RESULTS: dict[tuple, Tiles] = {}
 
 
-def milliseconds(call: Callable[[Any], Any], plan: Any) -> float:
-    """Device time of a call of a plan; infinite for what does not compile or fit."""
+def milliseconds(call: Callable[[Any], Any], config: Any) -> float:
+    """Return the device time of a call; infinity if its config does not compile or fit."""
     try:
-        return do_bench(lambda: call(plan), warmup=5, rep=20, return_mode="median")  # type: ignore[no-any-return]
-    except (
-        CompilationError,
-        OutOfResources,
-    ):  # tiles that the device cannot hold are never the fastest
+        time: float = do_bench(lambda: call(config), warmup=5, rep=20, return_mode="median")
+        return time
+    except (CompilationError, OutOfResources):
+        # Tiles that the device cannot hold are never the fastest.
         return float("inf")
 
 
-def measured(
+def autotune_tiles(
     kind: tuple,
-    make: Callable[[Tiles], Any],
-    start: Tiles,
+    make_config: Callable[[Tiles], Any],
+    initial: Tiles,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    rows: Any,
+    layout: Any,
     spec: Any,
     alibi: bool,
 ) -> Tiles:
-    """The best tiles for calls of a kind.
+    """Return the fastest tiles for calls of a kind.
 
     Parameters
     ----------
     kind
-        What the tiles are for: device, dtype, padded head_dim, features. Measured once.
-    make
-        Makes a plan of tiles.
-    start
-        The tiles to begin with.
-    q, k, v, rows, spec, alibi
+        The key of the result: device, itemsize, padded head_dim, dtype, features. Each kind is
+        measured once.
+    make_config
+        Makes the launch config with given tiles.
+    initial
+        The tiles to start from.
+    q, k, v, layout, spec, alibi
         The call to measure.
     """
-    if kind in _FOUND:
-        return _FOUND[kind]
+    if kind in RESULTS:
+        return RESULTS[kind]
     q, k, v = q.detach(), k.detach(), v.detach()
     slopes = torch.ones(q.shape[1], device=q.device) if alibi else None
-    out, lse = make(start).forward(q, k, v, slopes, rows, spec)
+    out, lse = make_config(initial).forward(q, k, v, slopes, layout, spec)
 
-    def forward(plan: Any) -> Any:
-        return plan.forward(q, k, v, slopes, rows, spec)
+    def forward(config: Any) -> Any:
+        return config.forward(q, k, v, slopes, layout, spec)
 
-    def backward(plan: Any) -> Any:
-        return plan.backward(q, k, v, slopes, out, lse, out, None, rows, spec)
+    def backward(config: Any) -> Any:
+        return config.backward(q, k, v, slopes, out, lse, out, None, layout, spec)
 
-    best = start
+    best = initial
     for name, call in (("forward", forward), ("dq", backward), ("dkdv", backward)):
-        best = _fastest(make, call, best, name, [Tile(*shape, 2) for shape in SHAPES])
-        best = _fastest(
-            make,
-            call,
-            best,
-            name,
-            [getattr(best, name)._replace(stages=stages) for stages in STAGES],
-        )
-    _FOUND[kind] = best
+        shapes = [Tile(*shape, 2) for shape in SHAPES]
+        best = _fastest(make_config, call, best, name, shapes)
+        stages = [getattr(best, name)._replace(num_stages=stages) for stages in STAGES]
+        best = _fastest(make_config, call, best, name, stages)
+    RESULTS[kind] = best
     print(
         f"scree: measured on {q.device}: {kind[1:3]}: {best},  # {', '.join(map(str, kind[3:]))}",
         flush=True,
@@ -98,12 +96,12 @@ def measured(
 
 
 def _fastest(
-    make: Callable[[Tiles], Any],
+    make_config: Callable[[Tiles], Any],
     call: Callable[[Any], Any],
     best: Tiles,
     name: str,
     candidates: list[Tile],
 ) -> Tiles:
-    """`best` with the candidate for one kernel that makes it faster than all others, if one does."""
-    every = dict.fromkeys([best, *(best._replace(**{name: tile}) for tile in candidates)])
-    return min(every, key=lambda tiles: milliseconds(call, make(tiles)))
+    """Return `best`, with the tile of kernel `name` replaced if a candidate is faster."""
+    tried = dict.fromkeys([best, *(best._replace(**{name: tile}) for tile in candidates)])
+    return min(tried, key=lambda tiles: milliseconds(call, make_config(tiles)))

@@ -1,4 +1,7 @@
-"""The backward of attention on Hopper, float16 and bfloat16, head_dim up to 256: one kernel for dq, one for dk and dv."""
+"""The backward of attention on Hopper, float16 and bfloat16, head_dim up to 256.
+
+One kernel computes dQ, another dK and dV.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,44 +14,46 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..sm90.pipeline import (
-    _COUNTS,
-    LOG2E,
-    _barriers,
-    _biased,
-    _bytes,
-    _capped,
-    _claim,
-    _column,
-    _derivative,
-    _entry,
-    _fields,
-    _first_tile,
-    _follow,
-    _inside,
-    _key_bounds,
-    _key_tiles,
-    _let_follow,
-    _load,
-    _parts,
-    _post,
-    _queue,
-    _ring,
-    _start_scores,
-    _start_sums,
-    _store,
-    _store_tile,
-    _tile,
-    _wait_sums,
-    _zeros,
+    allocate_barriers,
+    allocate_ring,
+    allocate_tile_queue,
+    fetch_tile,
+    head_coordinate,
+    load_slot,
+    load_tile,
+    pdl_launch_dependents,
+    pdl_wait,
+    publish_tile,
+    receive_tile,
+    slot_bytes,
+    slot_parts,
+    start_mma,
+    start_mma_transposed,
+    store_slot,
+    store_tile,
+    tile_entry,
+    tile_mask,
+    wait_mma,
+    zero_accumulators,
+)
+from .constants import LOG2E, UNSPECIALIZED
+from .scores_sm90 import (
+    apply_alibi,
+    apply_softcap,
+    get_key_limits,
+    get_m_block_min_max,
+    get_n_block_max,
+    get_n_block_min,
+    score_derivative,
 )
 
 
 @gluon.jit
-def _dq_producer(
-    rings,
-    read,
-    left,
-    right,
+def dq_producer(
+    smem,
+    producer_args,
+    window_left,
+    window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr,
@@ -59,121 +64,145 @@ def _dq_producer(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
-    q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
-    qd, kd, vd, dod, TILES, COUNTER, q_head, k_head, v_head, do_head, heads, group_size, group = (
-        read
-    )
-    t = gl.program_id(0)
-    i = 0
-    c = 0
-    _follow(c)
-    _let_follow(c)  # in this order: when the next kernel begins, what ran before this one has ended
-    count = gl.load(TILES)
-    total_tiles = count * heads
-    while t >= 0:
-        tile, head = _tile(TILES, t, count, total_tiles, group)
-        start, length, other_start, other, first = _fields(tile)
-        qs = i % Q_STAGES
-        mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
-        _post(queue.index(i % 2), tile, t, total_tiles, head)
-        if t < total_tiles:
+    """Load queries and dout once per tile, then each key and value block."""
+    q_smem, k_smem, v_smem, do_smem, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
+    (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        TILES,
+        COUNTER,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        stride_doh,
+        heads,
+        qheads_per_khead,
+        heads_in_l2,
+    ) = producer_args
+    tile_id = gl.program_id(0)
+    work_idx = 0
+    step = 0
+    pdl_wait(step)
+    # After pdl_wait: when the next kernel begins, the kernel before this one has ended.
+    pdl_launch_dependents(step)
+    num_tiles = gl.load(TILES)
+    total_tiles = num_tiles * heads
+    while tile_id >= 0:
+        tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+        q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+        q_stage = work_idx % Q_STAGES
+        mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
+        publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
+        if tile_id < total_tiles:
             mbarrier.expect(
-                q_full.index(qs), CONSUMERS * (_bytes(q_s, PARTS) + _bytes(do_s, PARTS_V))
+                q_full.index(q_stage),
+                CONSUMERS * (slot_bytes(q_smem, PARTS) + slot_bytes(do_smem, PARTS_V)),
             )
-            for w in gl.static_range(CONSUMERS):
-                row = first + w * (BLOCK_M // CONSUMERS)
-                slot = qs * CONSUMERS + w
-                _load(
-                    qd,
-                    start,
-                    length,
-                    row,
-                    _column(head, q_head, q_s),
-                    q_full.index(qs),
-                    q_s,
+            for wg in gl.static_range(CONSUMERS):
+                wg_start_m = start_m + wg * (BLOCK_M // CONSUMERS)
+                slot = q_stage * CONSUMERS + wg
+                load_slot(
+                    q_desc,
+                    q_offset,
+                    seqlen_q,
+                    wg_start_m,
+                    head_coordinate(head, stride_qh, q_smem),
+                    q_full.index(q_stage),
+                    q_smem,
                     slot,
                     PARTS,
                 )
-                _load(
-                    dod,
-                    start,
-                    length,
-                    row,
-                    _column(head, do_head, do_s),
-                    q_full.index(qs),
-                    do_s,
+                load_slot(
+                    do_desc,
+                    q_offset,
+                    seqlen_q,
+                    wg_start_m,
+                    head_coordinate(head, stride_doh, do_smem),
+                    q_full.index(q_stage),
+                    do_smem,
                     slot,
                     PARTS_V,
                 )
-            t = _claim(COUNTER, total_tiles)
-            k_column = _column(head // group_size, k_head, k_s)
-            v_column = _column(head // group_size, v_head, v_s)
-            tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-            for j in range(
-                tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1
+            tile_id = fetch_tile(COUNTER, total_tiles)
+            k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
+            v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
+            n_block_max = get_n_block_max(
+                start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+            )
+            for n_block in range(
+                n_block_max - 1,
+                get_n_block_min(
+                    start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+                )
+                - 1,
+                -1,
             ):
-                stage = c % STAGES
-                phase = ((c // STAGES) & 1) ^ 1
+                stage = step % STAGES
+                phase = ((step // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), _bytes(k_s, PARTS))
-                _load(
-                    kd,
-                    other_start,
-                    other,
-                    j * BLOCK_N,
-                    k_column,
+                mbarrier.expect(k_full.index(stage), slot_bytes(k_smem, PARTS))
+                load_slot(
+                    k_desc,
+                    k_offset,
+                    seqlen_k,
+                    n_block * BLOCK_N,
+                    k_head,
                     k_full.index(stage),
-                    k_s,
+                    k_smem,
                     stage,
                     PARTS,
                 )
                 mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), _bytes(v_s, PARTS_V))
-                _load(
-                    vd,
-                    other_start,
-                    other,
-                    j * BLOCK_N,
-                    v_column,
+                mbarrier.expect(v_full.index(stage), slot_bytes(v_smem, PARTS_V))
+                load_slot(
+                    v_desc,
+                    k_offset,
+                    seqlen_k,
+                    n_block * BLOCK_N,
+                    v_head,
                     v_full.index(stage),
-                    v_s,
+                    v_smem,
                     stage,
                     PARTS_V,
                 )
-                c += 1
+                step += 1
         else:
-            mbarrier.arrive(q_full.index(qs), count=1)
-            t = -1
-        i += 1
+            mbarrier.arrive(q_full.index(q_stage), count=1)
+            tile_id = -1
+        work_idx += 1
 
 
 @gluon.jit
-def _scores(a, ring, full, c, PARTS: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr):
-    """Start a @ b^T with tile c of a ring, as soon as it is there."""
-    mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-    return _start_scores(a, ring, c % STAGES, PARTS, LAYOUT)
+def _start_mma_when_full(
+    a, ring, full, step, PARTS: gl.constexpr, LAYOUT: gl.constexpr, STAGES: gl.constexpr
+):
+    """Wait for block `step` of a ring, b, and start a @ b^T."""
+    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+    return start_mma_transposed(a, ring, step % STAGES, PARTS, LAYOUT)
 
 
 @gluon.jit
-def _pass_over(tiles, a_full, a_empty, b_full, b_empty, c, STAGES: gl.constexpr):
-    """Give back tiles that this warpgroup has no use for; where the ring then stands."""
-    for _ in range(tiles):
-        stage = c % STAGES
-        phase = (c // STAGES) & 1
+def _skip_blocks(blocks, a_full, a_empty, b_full, b_empty, step, STAGES: gl.constexpr):
+    """Release blocks that this warp group does not need, and return the next step."""
+    for _ in range(blocks):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
         mbarrier.wait(a_full.index(stage), phase)
         mbarrier.arrive(a_empty.index(stage), count=1)
         mbarrier.wait(b_full.index(stage), phase)
         mbarrier.arrive(b_empty.index(stage), count=1)
-        c += 1
-    return c
+        step += 1
+    return step
 
 
 @gluon.jit
 def _dq_step(
     q,
     do,
-    k_s,
-    v_s,
+    k_smem,
+    v_smem,
     k_full,
     k_empty,
     v_full,
@@ -181,10 +210,10 @@ def _dq_step(
     dq,
     lse,
     delta,
-    c,
-    limit,
-    own,
-    left,
+    step,
+    last_key,
+    diagonal,
+    window_left,
     offs_n,
     scale,
     softcap,
@@ -199,41 +228,41 @@ def _dq_step(
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
 ):
-    """Key tile c."""
-    stage = c % STAGES
-    x = _scores(q, k_s, k_full, c, PARTS, LAYOUT_S, STAGES)
-    dp = _scores(do, v_s, v_full, c, PARTS_V, LAYOUT_S, STAGES)
-    x = warpgroup_mma_wait(PARTS_V, deps=(x,))
-    capped, factor = _capped(x, scale, softcap, SOFTCAP)
-    x, factor = _biased(capped, factor, slope, own, offs_n, ALIBI)
-    p = gl.exp2(x * factor - lse[:, None])
+    """Add the contribution of key block `step` to dQ."""
+    stage = step % STAGES
+    scores = _start_mma_when_full(q, k_smem, k_full, step, PARTS, LAYOUT_S, STAGES)
+    dp = _start_mma_when_full(do, v_smem, v_full, step, PARTS_V, LAYOUT_S, STAGES)
+    scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
+    p = gl.exp2(scores * factor - lse[:, None])
     if SOFTCAP:
         p *= 1.0 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if masked:
-        ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
+        ds = gl.where(last_key[:, None] >= offs_n[None, :], ds, 0.0)
         if WINDOW:
-            ds = gl.where((own - left)[:, None] <= offs_n[None, :], ds, 0.0)
-    ds = gl.convert_layout(ds.to(k_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    dq = _wait_sums(0, _start_sums(ds, k_s, stage, dq, PARTS), ds, PARTS)
+            ds = gl.where((diagonal - window_left)[:, None] <= offs_n[None, :], ds, 0.0)
+    ds = gl.convert_layout(ds.to(k_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    dq = wait_mma(0, start_mma(ds, k_smem, stage, dq, PARTS), ds, PARTS)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
 
 @gluon.jit
 def _dq_consumer(
-    w: gl.constexpr,
-    rings,
-    written,
-    left,
-    right,
+    wg: gl.constexpr,
+    smem,
+    consumer_args,
+    window_left,
+    window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    DIM_V: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
@@ -246,93 +275,118 @@ def _dq_consumer(
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_OUT: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
     )
-    q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
+    q_smem, k_smem, v_smem, do_smem, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty = smem
     (
-        dqd,
+        dq_desc,
         SLOPES,
         OUT,
         LSE,
         DLSE,
         STATS,
-        out_stride,
-        dlse_stride,
-        dlse_head,
-        total,
-        plane,
+        stride_om,
+        stride_dlsem,
+        stride_dlseh,
+        total_q,
+        stats_stride,
         scale,
         softcap,
-    ) = written
+    ) = consumer_args
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
-    i = 0
-    c = 0
-    _follow(c)
+    work_idx = 0
+    step = 0
+    pdl_wait(step)
     mbarrier.wait(q_full.index(0), 0)
-    start, length, other, first, head = _entry(queue.index(0))
-    while length > 0:
-        slot = (i % Q_STAGES) * CONSUMERS + w
-        q = _parts(q_s, slot, PARTS)
-        do = _parts(do_s, slot, PARTS_V)
-        shift = other - length
-        row = first + w * ROWS
-        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        inside = query < length
-        place = head.to(gl.int64) * total + start + query
-        # delta = sum(out * dout) - dlse, a row each; queries beyond the row read zeros.
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_OUT))
-        cols = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
-        delta = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT_S))
+    q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
+    while seqlen_q > 0:
+        slot = (work_idx % Q_STAGES) * CONSUMERS + wg
+        q = slot_parts(q_smem, slot, PARTS)
+        do = slot_parts(do_smem, slot, PARTS_V)
+        diagonal_offset = seqlen_k - seqlen_q
+        wg_start_m = start_m + wg * WG_M
+        offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
+        mask_m = offs_m < seqlen_q
+        offset = head.to(gl.int64) * total_q + q_offset + offs_m
+        # delta = sum(out * dout) - dlse, one per query; queries after the end of the row read
+        # zeros.
+        offs_m_out = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_OUT))
+        offs_d_out = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT_OUT))
+        delta = gl.zeros([WG_M], gl.float32, gl.SliceLayout(1, LAYOUT_S))
         for p in gl.static_range(PARTS_V):
             out = gl.load(
                 OUT
-                + (start + rows)[:, None].to(gl.int64) * out_stride
-                + (head * DIM_V + p * BLOCK_DV + cols)[None, :],
-                mask=_inside(rows, length, cols, DIM_V - p * BLOCK_DV, BLOCK_DV),
+                + (q_offset + offs_m_out)[:, None].to(gl.int64) * stride_om
+                + (head * HEAD_DIM_V + p * BLOCK_DV + offs_d_out)[None, :],
+                mask=tile_mask(
+                    offs_m_out, seqlen_q, offs_d_out, HEAD_DIM_V - p * BLOCK_DV, BLOCK_DV
+                ),
                 other=0.0,
             )
             part = gl.sum(out.to(gl.float32) * do[p].load(LAYOUT_OUT).to(gl.float32), 1)
             delta += gl.convert_layout(part, gl.SliceLayout(1, LAYOUT_S))
         if HAS_DLSE:
             delta -= gl.load(
-                DLSE + (start + query).to(gl.int64) * dlse_stride + head.to(gl.int64) * dlse_head,
-                mask=inside,
+                DLSE
+                + (q_offset + offs_m).to(gl.int64) * stride_dlsem
+                + head.to(gl.int64) * stride_dlseh,
+                mask=mask_m,
                 other=0.0,
             )
-        lse = gl.load(LSE + place, mask=inside, other=0.0) * LOG2E
-        gl.store(STATS + place, lse, mask=inside)
-        gl.store(STATS + plane + place, delta, mask=inside)
-        if Q_STAGES > 1 and i > 0:
-            # By now the tile before has left the shared memory.
+        lse = gl.load(LSE + offset, mask=mask_m, other=0.0) * LOG2E
+        gl.store(STATS + offset, lse, mask=mask_m)
+        gl.store(STATS + stats_stride + offset, delta, mask=mask_m)
+        if Q_STAGES > 1 and work_idx > 0:
+            # By now the previous tile's store has read the shared memory.
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((i - 1) % Q_STAGES), count=1)
-        own = query + shift
+            mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
+        diagonal = offs_m + diagonal_offset
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        # Tiles behind this warpgroup's last key are passed over, and all where it has no queries.
-        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-        low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
-        most = low
-        if row < length:
-            most = gl.maximum(
-                _key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), low
+        # This warp group skips the blocks after its last key; without queries, all blocks.
+        n_block_max = get_n_block_max(
+            start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        )
+        n_block_min = get_n_block_min(
+            start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+        )
+        wg_n_block_max = n_block_min
+        if wg_start_m < seqlen_q:
+            wg_n_block_max = gl.maximum(
+                get_n_block_max(
+                    wg_start_m, seqlen_q, seqlen_k, window_right, WG_M, BLOCK_N, CAUSAL, WINDOW
+                ),
+                n_block_min,
             )
-        c = _pass_over(tiles - most, k_full, k_empty, v_full, v_empty, c, STAGES)
-        limit, full = _key_bounds(row + shift, own, other, right, most, BLOCK_N, CAUSAL, WINDOW)
-        # Tiles before `inner` begin before the first key of some query.
-        inner = 0
+        step = _skip_blocks(
+            n_block_max - wg_n_block_max, k_full, k_empty, v_full, v_empty, step, STAGES
+        )
+        last_key, full_blocks = get_key_limits(
+            wg_start_m + diagonal_offset,
+            diagonal,
+            seqlen_k,
+            window_right,
+            wg_n_block_max,
+            BLOCK_N,
+            CAUSAL,
+            WINDOW,
+        )
+        # Blocks before `window_mask_end` begin before the first key of some query.
+        window_mask_end = 0
         if WINDOW:
-            inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-        dq = _zeros(ROWS, PARTS, LAYOUT_O)
-        for j in range(most - 1, low - 1, -1):
+            window_mask_end = gl.cdiv(
+                gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
+            )
+        dq = zero_accumulators(WG_M, PARTS, LAYOUT_O)
+        for n_block in range(wg_n_block_max - 1, n_block_min - 1, -1):
             dq = _dq_step(
                 q,
                 do,
-                k_s,
-                v_s,
+                k_smem,
+                v_smem,
                 k_full,
                 k_empty,
                 v_full,
@@ -340,15 +394,15 @@ def _dq_consumer(
                 dq,
                 lse,
                 delta,
-                c,
-                limit - j * BLOCK_N,
-                own - j * BLOCK_N,
-                left,
+                step,
+                last_key - n_block * BLOCK_N,
+                diagonal - n_block * BLOCK_N,
+                window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
-                (j >= full) | (j < inner),
+                (n_block >= full_blocks) | (n_block < window_mask_end),
                 WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -358,27 +412,36 @@ def _dq_consumer(
                 LAYOUT_S,
                 LAYOUT_O,
             )
-            c += 1
+            step += 1
         for p in gl.static_range(PARTS):
-            q[p].store((dq[p] * _derivative(scale, softcap, SOFTCAP)).to(q_s.dtype))
+            q[p].store((dq[p] * score_derivative(scale, softcap, SOFTCAP)).to(q_smem.dtype))
         fence_async_shared()
-        _store(dqd, start, length, row, _column(head, DIM, q_s), q_s, slot, PARTS)
+        store_slot(
+            dq_desc,
+            q_offset,
+            seqlen_q,
+            wg_start_m,
+            head_coordinate(head, HEAD_DIM, q_smem),
+            q_smem,
+            slot,
+            PARTS,
+        )
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(0), count=1)
-        i += 1
-        mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
+        work_idx += 1
+        mbarrier.wait(q_full.index(work_idx % Q_STAGES), (work_idx // Q_STAGES) & 1)
+        q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(work_idx % 2))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=_COUNTS)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
-    qd,
-    kd,
-    vd,
-    dod,
-    dqd,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dq_desc,
     SLOPES,
     OUT,
     LSE,
@@ -386,27 +449,27 @@ def dq_kernel(
     STATS,
     TILES,
     COUNTER,
-    q_head,
-    k_head,
-    v_head,
-    do_head,
-    out_stride,
-    dlse_stride,
-    dlse_head,
-    total,
-    plane,
+    stride_qh,
+    stride_kh,
+    stride_vh,
+    stride_doh,
+    stride_om,
+    stride_dlsem,
+    stride_dlseh,
+    total_q,
+    stats_stride,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    DIM_V: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
@@ -419,50 +482,53 @@ def dq_kernel(
     ALIBI: gl.constexpr,
     HAS_DLSE: gl.constexpr,
 ):
-    """dQ, by its descriptor, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and delta."""
-    q_s = _ring(qd, CONSUMERS * Q_STAGES * PARTS)
-    do_s = _ring(dod, CONSUMERS * Q_STAGES * PARTS_V)
-    k_s = _ring(kd, STAGES * PARTS)
-    v_s = _ring(vd, STAGES * PARTS_V)
-    queue = _queue()
-    q_full = _barriers(Q_STAGES, 1)
-    q_empty = _barriers(Q_STAGES, CONSUMERS)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, CONSUMERS)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, CONSUMERS)
-    rings = q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty
-    read = (
-        qd,
-        kd,
-        vd,
-        dod,
+    """Compute dQ, stored through its descriptor, and STATS (2, heads, total_q) for `dkdv_kernel`.
+
+    STATS holds the log-sum-exp in base 2 and delta = sum(out * dout) - dlse.
+    """
+    q_smem = allocate_ring(q_desc, CONSUMERS * Q_STAGES * PARTS)
+    do_smem = allocate_ring(do_desc, CONSUMERS * Q_STAGES * PARTS_V)
+    k_smem = allocate_ring(k_desc, STAGES * PARTS)
+    v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
+    queue = allocate_tile_queue()
+    q_full = allocate_barriers(Q_STAGES, 1)
+    q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
+    k_full = allocate_barriers(STAGES, 1)
+    k_empty = allocate_barriers(STAGES, CONSUMERS)
+    v_full = allocate_barriers(STAGES, 1)
+    v_empty = allocate_barriers(STAGES, CONSUMERS)
+    smem = q_smem, k_smem, v_smem, do_smem, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty
+    producer_args = (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
         TILES,
         COUNTER,
-        q_head,
-        k_head,
-        v_head,
-        do_head,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        stride_doh,
         heads,
-        group_size,
-        group,
+        qheads_per_khead,
+        heads_in_l2,
     )
-    written = (
-        dqd,
+    consumer_args = (
+        dq_desc,
         SLOPES,
         OUT,
         LSE,
         DLSE,
         STATS,
-        out_stride,
-        dlse_stride,
-        dlse_head,
-        total,
-        plane,
+        stride_om,
+        stride_dlsem,
+        stride_dlseh,
+        total_q,
+        stats_stride,
         scale,
         softcap,
     )
-    right = 0 if CAUSAL else right
+    window_right = 0 if CAUSAL else window_right
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -470,15 +536,15 @@ def dq_kernel(
                     _dq_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -496,15 +562,15 @@ def dq_kernel(
                     _dq_consumer,
                     (
                         1,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -519,12 +585,12 @@ def dq_kernel(
                     ),
                 ),
                 (
-                    _dq_producer,
+                    dq_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,
@@ -547,15 +613,15 @@ def dq_kernel(
                     _dq_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -573,15 +639,15 @@ def dq_kernel(
                     _dq_consumer,
                     (
                         1,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -599,15 +665,15 @@ def dq_kernel(
                     _dq_consumer,
                     (
                         2,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -622,12 +688,12 @@ def dq_kernel(
                     ),
                 ),
                 (
-                    _dq_producer,
+                    dq_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,
@@ -646,33 +712,11 @@ def dq_kernel(
 
 
 @gluon.jit
-def _query_tiles(
-    first,
-    length,
-    other,
-    left,
-    right,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
-    """The query tiles, from low up to high, that attend the keys from `first` on."""
-    low = 0
-    end = other
-    if CAUSAL or WINDOW:
-        low = gl.maximum(first + other - length - right, 0) // BLOCK_M
-    if WINDOW:
-        end = gl.minimum(other, first + BLOCK_N + other - length + left)
-    return low, gl.maximum(gl.cdiv(end, BLOCK_M), low)
-
-
-@gluon.jit
-def _dkdv_producer(
-    rings,
-    read,
-    left,
-    right,
+def dkdv_producer(
+    smem,
+    producer_args,
+    window_left,
+    window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PARTS: gl.constexpr,
@@ -683,13 +727,14 @@ def _dkdv_producer(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
+    """Load keys and values once per tile, then each query block of every query head."""
     (
-        q_s,
-        k_s,
-        v_s,
-        do_s,
-        lse_s,
-        delta_s,
+        q_smem,
+        k_smem,
+        v_smem,
+        do_smem,
+        lse_smem,
+        delta_smem,
         queue,
         k_full,
         k_empty,
@@ -697,140 +742,152 @@ def _dkdv_producer(
         q_empty,
         do_full,
         do_empty,
-    ) = rings
+    ) = smem
     (
-        qd,
-        kd,
-        vd,
-        dod,
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
         STATS,
         TILES,
         COUNTER,
-        q_head,
-        k_head,
-        v_head,
-        do_head,
-        total,
-        plane,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        stride_doh,
+        total_q,
+        stats_stride,
         heads,
-        group_size,
-        group,
-    ) = read
+        qheads_per_khead,
+        heads_in_l2,
+    ) = producer_args
     LAYOUT_STATS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     offs_m = gl.arange(0, BLOCK_M, LAYOUT_STATS)
-    count = gl.load(TILES)
-    total_tiles = count * (heads // group_size)
-    t = gl.program_id(0)
-    i = 0
-    c = 0
-    while t >= 0:
-        tile, head = _tile(TILES, t, count, total_tiles, group)
-        start, length, other_start, other, first = _fields(tile)
-        ks = i % K_STAGES
-        mbarrier.wait(k_empty.index(ks), ((i // K_STAGES) & 1) ^ 1)
-        _post(queue.index(i % queue.shape[0]), tile, t, total_tiles, head)
-        if t < total_tiles:
+    num_tiles = gl.load(TILES)
+    total_tiles = num_tiles * (heads // qheads_per_khead)
+    tile_id = gl.program_id(0)
+    work_idx = 0
+    step = 0
+    while tile_id >= 0:
+        tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+        k_offset, seqlen_k, q_offset, seqlen_q, start_n = load_tile(tile)
+        k_stage = work_idx % K_STAGES
+        mbarrier.wait(k_empty.index(k_stage), ((work_idx // K_STAGES) & 1) ^ 1)
+        publish_tile(queue.index(work_idx % queue.shape[0]), tile, tile_id, total_tiles, head)
+        if tile_id < total_tiles:
             mbarrier.expect(
-                k_full.index(ks), CONSUMERS * (_bytes(k_s, PARTS) + _bytes(v_s, PARTS_V))
+                k_full.index(k_stage),
+                CONSUMERS * (slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V)),
             )
-            for w in gl.static_range(CONSUMERS):
-                row = first + w * (BLOCK_N // CONSUMERS)
-                slot = ks * CONSUMERS + w
-                _load(
-                    kd,
-                    start,
-                    length,
-                    row,
-                    _column(head, k_head, k_s),
-                    k_full.index(ks),
-                    k_s,
+            for wg in gl.static_range(CONSUMERS):
+                wg_start_n = start_n + wg * (BLOCK_N // CONSUMERS)
+                slot = k_stage * CONSUMERS + wg
+                load_slot(
+                    k_desc,
+                    k_offset,
+                    seqlen_k,
+                    wg_start_n,
+                    head_coordinate(head, stride_kh, k_smem),
+                    k_full.index(k_stage),
+                    k_smem,
                     slot,
                     PARTS,
                 )
-                _load(
-                    vd,
-                    start,
-                    length,
-                    row,
-                    _column(head, v_head, v_s),
-                    k_full.index(ks),
-                    v_s,
+                load_slot(
+                    v_desc,
+                    k_offset,
+                    seqlen_k,
+                    wg_start_n,
+                    head_coordinate(head, stride_vh, v_smem),
+                    k_full.index(k_stage),
+                    v_smem,
                     slot,
                     PARTS_V,
                 )
-            t = _claim(COUNTER + 1, total_tiles)
-            _follow(i)  # the statistics come from the kernel of dQ
-            low, high = _query_tiles(
-                first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+            tile_id = fetch_tile(COUNTER + 1, total_tiles)
+            pdl_wait(work_idx)  # dq_kernel computes STATS
+            m_block_min, m_block_max = get_m_block_min_max(
+                start_n,
+                seqlen_k,
+                seqlen_q,
+                window_left,
+                window_right,
+                BLOCK_M,
+                BLOCK_N,
+                CAUSAL,
+                WINDOW,
             )
-            for h in range(head * group_size, head * group_size + group_size):
-                stats = STATS + h.to(gl.int64) * total + other_start
-                for j in range(low, high):
-                    stage = c % STAGES
-                    phase = ((c // STAGES) & 1) ^ 1
-                    query = j * BLOCK_M + offs_m
-                    # Beyond the row the statistics are 0, and so are q and dout: such queries add nothing.
+            for q_head in range(
+                head * qheads_per_khead, head * qheads_per_khead + qheads_per_khead
+            ):
+                stats = STATS + q_head.to(gl.int64) * total_q + q_offset
+                for m_block in range(m_block_min, m_block_max):
+                    stage = step % STAGES
+                    phase = ((step // STAGES) & 1) ^ 1
+                    query = m_block * BLOCK_M + offs_m
+                    # After the end of the row STATS, q and dout read as 0, so such queries add
+                    # nothing.
                     mbarrier.wait(q_empty.index(stage), phase)
                     async_copy.async_copy_global_to_shared(
-                        lse_s.index(stage), stats + query, query < other
+                        lse_smem.index(stage), stats + query, query < seqlen_q
                     )
                     async_copy.mbarrier_arrive(q_full.index(stage))
-                    mbarrier.expect(q_full.index(stage), _bytes(q_s, PARTS))
-                    _load(
-                        qd,
-                        other_start,
-                        other,
-                        j * BLOCK_M,
-                        _column(h, q_head, q_s),
+                    mbarrier.expect(q_full.index(stage), slot_bytes(q_smem, PARTS))
+                    load_slot(
+                        q_desc,
+                        q_offset,
+                        seqlen_q,
+                        m_block * BLOCK_M,
+                        head_coordinate(q_head, stride_qh, q_smem),
                         q_full.index(stage),
-                        q_s,
+                        q_smem,
                         stage,
                         PARTS,
                     )
                     mbarrier.wait(do_empty.index(stage), phase)
                     async_copy.async_copy_global_to_shared(
-                        delta_s.index(stage), stats + plane + query, query < other
+                        delta_smem.index(stage), stats + stats_stride + query, query < seqlen_q
                     )
                     async_copy.mbarrier_arrive(do_full.index(stage))
-                    mbarrier.expect(do_full.index(stage), _bytes(do_s, PARTS_V))
-                    _load(
-                        dod,
-                        other_start,
-                        other,
-                        j * BLOCK_M,
-                        _column(h, do_head, do_s),
+                    mbarrier.expect(do_full.index(stage), slot_bytes(do_smem, PARTS_V))
+                    load_slot(
+                        do_desc,
+                        q_offset,
+                        seqlen_q,
+                        m_block * BLOCK_M,
+                        head_coordinate(q_head, stride_doh, do_smem),
                         do_full.index(stage),
-                        do_s,
+                        do_smem,
                         stage,
                         PARTS_V,
                     )
-                    c += 1
+                    step += 1
         else:
-            _follow(i)
-            mbarrier.arrive(k_full.index(ks), count=1)
-            t = -1
-        i += 1
+            pdl_wait(work_idx)
+            mbarrier.arrive(k_full.index(k_stage), count=1)
+            tile_id = -1
+        work_idx += 1
 
 
 @gluon.jit
 def _dkdv_step(
     k,
     v,
-    q_s,
-    do_s,
-    lse_s,
-    delta_s,
+    q_smem,
+    do_smem,
+    lse_smem,
+    delta_smem,
     q_full,
     q_empty,
     do_full,
     do_empty,
     dk,
     dv,
-    c,
-    own,
-    other,
-    left,
-    right,
+    step,
+    diagonal,
+    remaining_q,
+    window_left,
+    window_right,
     offs_m,
     scale,
     softcap,
@@ -841,62 +898,66 @@ def _dkdv_step(
     ALIBI: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
-    DK: gl.constexpr,
-    DV: gl.constexpr,
+    HAS_DK: gl.constexpr,
+    HAS_DV: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT_S: gl.constexpr,
 ):
-    """Query tile c, from whose first query on the row has `other`; scores lie keys by queries."""
+    """Add the contribution of query block `step` to dK and dV.
+
+    Scores are transposed: keys by queries. `remaining_q` is the number of queries from the block's
+    first query to the end of the row.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_S, 2)
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
-    stage = c % STAGES
-    x = _scores(k, q_s, q_full, c, PARTS, LAYOUT_S, STAGES)
-    if DK:
-        dp = _scores(v, do_s, do_full, c, PARTS_V, LAYOUT_S, STAGES)
-    lse = lse_s.index(stage).load(COLUMN)
-    x = warpgroup_mma_wait(PARTS_V if DK else 0, deps=(x,))
-    if ALIBI:  # queries behind the row have no scores, and so no bias
-        lse = gl.where(offs_m < other, lse, float("inf"))
-    capped, factor = _capped(x, scale, softcap, SOFTCAP)
-    x, factor = _biased(capped, factor, slope, own, offs_m, ALIBI)
-    p = gl.exp2(x * factor - lse[None, :])
+    stage = step % STAGES
+    scores = _start_mma_when_full(k, q_smem, q_full, step, PARTS, LAYOUT_S, STAGES)
+    if HAS_DK:
+        dp = _start_mma_when_full(v, do_smem, do_full, step, PARTS_V, LAYOUT_S, STAGES)
+    lse = lse_smem.index(stage).load(COLUMN)
+    scores = warpgroup_mma_wait(PARTS_V if HAS_DK else 0, deps=(scores,))
+    if ALIBI:  # queries after the end of the row have no scores, and so no bias
+        lse = gl.where(offs_m < remaining_q, lse, float("inf"))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_m, ALIBI)
+    p = gl.exp2(scores * factor - lse[None, :])
     if masked:
-        p = gl.where(offs_m[None, :] >= (own - right)[:, None], p, 0.0)
+        p = gl.where(offs_m[None, :] >= (diagonal - window_right)[:, None], p, 0.0)
         if WINDOW:
-            p = gl.where(offs_m[None, :] <= (own + left)[:, None], p, 0.0)
-    if DV:
-        if not DK:
-            mbarrier.wait(do_full.index(stage), (c // STAGES) & 1)
-        p16 = gl.convert_layout(p.to(q_s.dtype), OPERAND)
-        dv = _start_sums(p16, do_s, stage, dv, PARTS_V)
-    if DK:
+            p = gl.where(offs_m[None, :] <= (diagonal + window_left)[:, None], p, 0.0)
+    if HAS_DV:
+        if not HAS_DK:
+            mbarrier.wait(do_full.index(stage), (step // STAGES) & 1)
+        p_operand = gl.convert_layout(p.to(q_smem.dtype), OPERAND)
+        dv = start_mma(p_operand, do_smem, stage, dv, PARTS_V)
+    if HAS_DK:
         if SOFTCAP:
             p *= 1.0 - capped * capped
-        delta = delta_s.index(stage).load(COLUMN)
-        dp = warpgroup_mma_wait(PARTS_V if DV else 0, deps=(dp,))
-        ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_s.dtype), OPERAND)
-        dk = _start_sums(ds, q_s, stage, dk, PARTS)
-    if DV:
-        dv = _wait_sums(PARTS if DK else 0, dv, p16, PARTS_V)
+        delta = delta_smem.index(stage).load(COLUMN)
+        dp = warpgroup_mma_wait(PARTS_V if HAS_DV else 0, deps=(dp,))
+        ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_smem.dtype), OPERAND)
+        dk = start_mma(ds, q_smem, stage, dk, PARTS)
+    if HAS_DV:
+        dv = wait_mma(PARTS if HAS_DK else 0, dv, p_operand, PARTS_V)
     mbarrier.arrive(do_empty.index(stage), count=1)
-    if DK:
-        dk = _wait_sums(0, dk, ds, PARTS)
+    if HAS_DK:
+        dk = wait_mma(0, dk, ds, PARTS)
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
 
 
 @gluon.jit
 def _dkdv_consumer(
-    w: gl.constexpr,
-    rings,
-    written,
-    left,
-    right,
+    wg: gl.constexpr,
+    smem,
+    consumer_args,
+    window_left,
+    window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    DIM_V: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
@@ -909,10 +970,10 @@ def _dkdv_consumer(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
-    HELD: gl.constexpr,
-    PASS: gl.constexpr,
+    KV_IN_REGISTERS: gl.constexpr,
+    SKIP_BLOCKS: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
+    WG_N: gl.constexpr = BLOCK_N // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     LAYOUT_DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LAYOUT_DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -923,12 +984,12 @@ def _dkdv_consumer(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
     )
     (
-        q_s,
-        k_s,
-        v_s,
-        do_s,
-        lse_s,
-        delta_s,
+        q_smem,
+        k_smem,
+        v_smem,
+        do_smem,
+        lse_smem,
+        delta_smem,
         queue,
         k_full,
         k_empty,
@@ -936,76 +997,97 @@ def _dkdv_consumer(
         q_empty,
         do_full,
         do_empty,
-    ) = rings
-    DK, DV, SLOPES, dk_stride, dv_stride, group_size, scale, softcap = written
+    ) = smem
+    DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap = consumer_args
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
-    i = 0
-    c = 0
+    work_idx = 0
+    step = 0
     mbarrier.wait(k_full.index(0), 0)
-    start, length, other, first, head = _entry(queue.index(0))
-    while length > 0:
-        k = _parts(k_s, (i % K_STAGES) * CONSUMERS + w, PARTS)
-        v = _parts(v_s, (i % K_STAGES) * CONSUMERS + w, PARTS_V)
-        if HELD:
+    k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(0))
+    while seqlen_k > 0:
+        k = slot_parts(k_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS)
+        v = slot_parts(v_smem, (work_idx % K_STAGES) * CONSUMERS + wg, PARTS_V)
+        if KV_IN_REGISTERS:
             k = (k[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
             v = (v[0].load(gl.DotOperandLayout(0, LAYOUT_S, 2)),)
-        low, high = _query_tiles(
-            first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        m_block_min, m_block_max = get_m_block_min_max(
+            start_n, seqlen_k, seqlen_q, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
         )
-        row = first + w * ROWS
-        # Where each key stands among the queries, and the tiles, from `full` up to `end`, of which every query attends all keys
-        # of this warpgroup; before `begin` and from `stop` on none attends any.
-        own = row + (other - length) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        begin = low
-        stop = high
-        if PASS:
-            begin, stop = _query_tiles(
-                row, length, other, left, right, BLOCK_M, ROWS, CAUSAL, WINDOW
+        wg_start_n = start_n + wg * WG_N
+        # `diagonal` is the query position aligned with each key. In the blocks from
+        # `full_m_block_min` up to `full_m_block_max` every query attends all keys of this warp
+        # group. Before `wg_m_block_min` and from `wg_m_block_max` on, no query attends any of them.
+        diagonal = (
+            wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
+        )
+        wg_m_block_min = m_block_min
+        wg_m_block_max = m_block_max
+        if SKIP_BLOCKS:
+            wg_m_block_min, wg_m_block_max = get_m_block_min_max(
+                wg_start_n,
+                seqlen_k,
+                seqlen_q,
+                window_left,
+                window_right,
+                BLOCK_M,
+                WG_N,
+                CAUSAL,
+                WINDOW,
             )
-            begin = gl.where(row < length, gl.minimum(begin, high), high)
+            wg_m_block_min = gl.where(
+                wg_start_n < seqlen_k, gl.minimum(wg_m_block_min, m_block_max), m_block_max
+            )
             if WINDOW:
-                stop = gl.maximum(gl.minimum(stop, high), begin)
+                wg_m_block_max = gl.maximum(gl.minimum(wg_m_block_max, m_block_max), wg_m_block_min)
             else:
-                stop = high
-        full = begin
+                wg_m_block_max = m_block_max
+        full_m_block_min = wg_m_block_min
         if CAUSAL or WINDOW:
-            full = gl.maximum(
+            full_m_block_min = gl.maximum(
                 gl.minimum(
-                    gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high
+                    gl.cdiv(
+                        gl.maximum(wg_start_n + WG_N - 1 + seqlen_q - seqlen_k - window_right, 0),
+                        BLOCK_M,
+                    ),
+                    m_block_max,
                 ),
-                begin,
+                wg_m_block_min,
             )
-        end = gl.maximum(row + other - length + left + 1, 0) // BLOCK_M
-        dk = _zeros(ROWS, PARTS if HAS_DK else 0, LAYOUT_DK)
-        dv = _zeros(ROWS, PARTS_V if HAS_DV else 0, LAYOUT_DV)
-        for g in range(group_size):
-            slope = gl.load(SLOPES + head * group_size + g) * LOG2E if ALIBI else 0.0
-            c = _pass_over(begin - low, q_full, q_empty, do_full, do_empty, c, STAGES)
+        full_m_block_max = (
+            gl.maximum(wg_start_n + seqlen_q - seqlen_k + window_left + 1, 0) // BLOCK_M
+        )
+        dk = zero_accumulators(WG_N, PARTS if HAS_DK else 0, LAYOUT_DK)
+        dv = zero_accumulators(WG_N, PARTS_V if HAS_DV else 0, LAYOUT_DV)
+        for g in range(qheads_per_khead):
+            slope = gl.load(SLOPES + head * qheads_per_khead + g) * LOG2E if ALIBI else 0.0
+            step = _skip_blocks(
+                wg_m_block_min - m_block_min, q_full, q_empty, do_full, do_empty, step, STAGES
+            )
             if WINDOW:
-                for j in range(begin, stop):
+                for m_block in range(wg_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
                         k,
                         v,
-                        q_s,
-                        do_s,
-                        lse_s,
-                        delta_s,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
                         q_full,
                         q_empty,
                         do_full,
                         do_empty,
                         dk,
                         dv,
-                        c,
-                        own - j * BLOCK_M,
-                        other - j * BLOCK_M,
-                        left,
-                        right,
+                        step,
+                        diagonal - m_block * BLOCK_M,
+                        seqlen_q - m_block * BLOCK_M,
+                        window_left,
+                        window_right,
                         offs_m,
                         scale,
                         softcap,
                         slope,
-                        (j < full) | (j >= end),
+                        (m_block < full_m_block_min) | (m_block >= full_m_block_max),
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -1016,29 +1098,31 @@ def _dkdv_consumer(
                         STAGES,
                         LAYOUT_S,
                     )
-                    c += 1
-                c = _pass_over(high - stop, q_full, q_empty, do_full, do_empty, c, STAGES)
+                    step += 1
+                step = _skip_blocks(
+                    m_block_max - wg_m_block_max, q_full, q_empty, do_full, do_empty, step, STAGES
+                )
             else:
                 if CAUSAL:
-                    for j in range(begin, full):
+                    for m_block in range(wg_m_block_min, full_m_block_min):
                         dk, dv = _dkdv_step(
                             k,
                             v,
-                            q_s,
-                            do_s,
-                            lse_s,
-                            delta_s,
+                            q_smem,
+                            do_smem,
+                            lse_smem,
+                            delta_smem,
                             q_full,
                             q_empty,
                             do_full,
                             do_empty,
                             dk,
                             dv,
-                            c,
-                            own - j * BLOCK_M,
-                            other,
-                            left,
-                            right,
+                            step,
+                            diagonal - m_block * BLOCK_M,
+                            seqlen_q,
+                            window_left,
+                            window_right,
                             offs_m,
                             scale,
                             softcap,
@@ -1054,26 +1138,26 @@ def _dkdv_consumer(
                             STAGES,
                             LAYOUT_S,
                         )
-                        c += 1
-                for _ in range(full, stop):
+                        step += 1
+                for _ in range(full_m_block_min, wg_m_block_max):
                     dk, dv = _dkdv_step(
                         k,
                         v,
-                        q_s,
-                        do_s,
-                        lse_s,
-                        delta_s,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
                         q_full,
                         q_empty,
                         do_full,
                         do_empty,
                         dk,
                         dv,
-                        c,
-                        own,
-                        other,
-                        left,
-                        right,
+                        step,
+                        diagonal,
+                        seqlen_q,
+                        window_left,
+                        window_right,
                         offs_m,
                         scale,
                         softcap,
@@ -1089,69 +1173,69 @@ def _dkdv_consumer(
                         STAGES,
                         LAYOUT_S,
                     )
-                    c += 1
-        mbarrier.arrive(k_empty.index(i % K_STAGES), count=1)
+                    step += 1
+        mbarrier.arrive(k_empty.index(work_idx % K_STAGES), count=1)
         if HAS_DK:
-            place = start.to(gl.int64) * dk_stride + head * DIM
+            offset = k_offset.to(gl.int64) * stride_dkn + head * HEAD_DIM
             for p in gl.static_range(PARTS):
-                _store_tile(
-                    DK + place + p * BLOCK_D,
-                    dk[p] * _derivative(scale, softcap, SOFTCAP),
-                    row,
-                    length,
-                    dk_stride,
-                    DIM - p * BLOCK_D,
+                store_tile(
+                    DK + offset + p * BLOCK_D,
+                    dk[p] * score_derivative(scale, softcap, SOFTCAP),
+                    wg_start_n,
+                    seqlen_k,
+                    stride_dkn,
+                    HEAD_DIM - p * BLOCK_D,
                     LAYOUT_STORE,
                 )
         if HAS_DV:
-            place = start.to(gl.int64) * dv_stride + head * DIM_V
+            offset = k_offset.to(gl.int64) * stride_dvn + head * HEAD_DIM_V
             for p in gl.static_range(PARTS_V):
-                _store_tile(
-                    DV + place + p * BLOCK_DV,
+                store_tile(
+                    DV + offset + p * BLOCK_DV,
                     dv[p],
-                    row,
-                    length,
-                    dv_stride,
-                    DIM_V - p * BLOCK_DV,
+                    wg_start_n,
+                    seqlen_k,
+                    stride_dvn,
+                    HEAD_DIM_V - p * BLOCK_DV,
                     LAYOUT_STORE_V,
                 )
-        i += 1
-        mbarrier.wait(k_full.index(i % K_STAGES), (i // K_STAGES) & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
+        work_idx += 1
+        mbarrier.wait(k_full.index(work_idx % K_STAGES), (work_idx // K_STAGES) & 1)
+        k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(work_idx % 2))
 
 
-@gluon.jit(do_not_specialize=_COUNTS)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def dkdv_kernel(
-    qd,
-    kd,
-    vd,
-    dod,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
     SLOPES,
     STATS,
     DK,
     DV,
     TILES,
     COUNTER,
-    q_head,
-    k_head,
-    v_head,
-    do_head,
-    dk_stride,
-    dv_stride,
-    total,
-    plane,
+    stride_qh,
+    stride_kh,
+    stride_vh,
+    stride_doh,
+    stride_dkn,
+    stride_dvn,
+    total_q,
+    stats_stride,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    DIM_V: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
@@ -1164,35 +1248,39 @@ def dkdv_kernel(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
-    HELD: gl.constexpr,
-    PASS: gl.constexpr,
+    KV_IN_REGISTERS: gl.constexpr,
+    SKIP_BLOCKS: gl.constexpr,
 ):
-    """DK and DV, or one of them, one key tile and key head at a time, over all query heads that share the key head.
+    """Compute DK and DV, or one of them, for one key tile and key head at a time.
 
-    HELD: keys and values stay in registers, which spares the shared memory half of its reads for the scores. PASS: a warpgroup
-    passes over tiles of which it needs nothing.
+    Each tile sums over all query heads that share the key head.
+
+    KV_IN_REGISTERS
+        Keys and values stay in registers, which halves the shared-memory reads of the scores.
+    SKIP_BLOCKS
+        A warp group skips blocks of which it needs nothing.
     """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = _ring(qd, STAGES * PARTS)
-    do_s = _ring(dod, STAGES * PARTS_V)
-    k_s = _ring(kd, CONSUMERS * K_STAGES * PARTS)
-    v_s = _ring(vd, CONSUMERS * K_STAGES * PARTS_V)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = _queue()
-    k_full = _barriers(K_STAGES, 1)
-    k_empty = _barriers(K_STAGES, CONSUMERS)
-    q_full = _barriers(STAGES, 1)
-    q_empty = _barriers(STAGES, CONSUMERS)
-    do_full = _barriers(STAGES, 1)
-    do_empty = _barriers(STAGES, CONSUMERS)
-    rings = (
-        q_s,
-        k_s,
-        v_s,
-        do_s,
-        lse_s,
-        delta_s,
+    q_smem = allocate_ring(q_desc, STAGES * PARTS)
+    do_smem = allocate_ring(do_desc, STAGES * PARTS_V)
+    k_smem = allocate_ring(k_desc, CONSUMERS * K_STAGES * PARTS)
+    v_smem = allocate_ring(v_desc, CONSUMERS * K_STAGES * PARTS_V)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
+    queue = allocate_tile_queue()
+    k_full = allocate_barriers(K_STAGES, 1)
+    k_empty = allocate_barriers(K_STAGES, CONSUMERS)
+    q_full = allocate_barriers(STAGES, 1)
+    q_empty = allocate_barriers(STAGES, CONSUMERS)
+    do_full = allocate_barriers(STAGES, 1)
+    do_empty = allocate_barriers(STAGES, CONSUMERS)
+    smem = (
+        q_smem,
+        k_smem,
+        v_smem,
+        do_smem,
+        lse_smem,
+        delta_smem,
         queue,
         k_full,
         k_empty,
@@ -1201,26 +1289,26 @@ def dkdv_kernel(
         do_full,
         do_empty,
     )
-    read = (
-        qd,
-        kd,
-        vd,
-        dod,
+    producer_args = (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
         STATS,
         TILES,
         COUNTER,
-        q_head,
-        k_head,
-        v_head,
-        do_head,
-        total,
-        plane,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        stride_doh,
+        total_q,
+        stats_stride,
         heads,
-        group_size,
-        group,
+        qheads_per_khead,
+        heads_in_l2,
     )
-    written = DK, DV, SLOPES, dk_stride, dv_stride, group_size, scale, softcap
-    right = 0 if CAUSAL else right
+    consumer_args = DK, DV, SLOPES, stride_dkn, stride_dvn, qheads_per_khead, scale, softcap
+    window_right = 0 if CAUSAL else window_right
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -1228,15 +1316,15 @@ def dkdv_kernel(
                     _dkdv_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -1249,23 +1337,23 @@ def dkdv_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        HELD,
-                        PASS,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
                     ),
                 ),
                 (
                     _dkdv_consumer,
                     (
                         1,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -1278,17 +1366,17 @@ def dkdv_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        HELD,
-                        PASS,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
                     ),
                 ),
                 (
-                    _dkdv_producer,
+                    dkdv_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,
@@ -1311,15 +1399,15 @@ def dkdv_kernel(
                     _dkdv_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -1332,23 +1420,23 @@ def dkdv_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        HELD,
-                        PASS,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
                     ),
                 ),
                 (
                     _dkdv_consumer,
                     (
                         1,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -1361,23 +1449,23 @@ def dkdv_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        HELD,
-                        PASS,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
                     ),
                 ),
                 (
                     _dkdv_consumer,
                     (
                         2,
-                        rings,
-                        written,
-                        left,
-                        right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM,
+                        HEAD_DIM,
                         BLOCK_D,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
@@ -1390,17 +1478,17 @@ def dkdv_kernel(
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
-                        HELD,
-                        PASS,
+                        KV_IN_REGISTERS,
+                        SKIP_BLOCKS,
                     ),
                 ),
                 (
-                    _dkdv_producer,
+                    dkdv_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,

@@ -1,9 +1,12 @@
-"""float32 as planes of bfloat16: the passes that split it, and products of matrices of its precision on Hopper's tensor cores.
+"""float32 matrix products on Hopper's tensor cores, as six bfloat16 products (bf16x3 split).
 
-A float32 number is the sum of three bfloat16 numbers, its planes. Of the nine products of two operands' planes float32 can tell
-six from 0, so every product of matrices here is six of bfloat16, added up in float32, the least first. Planes of the inputs are
-written by one pass over them; those of the weights are made in registers. Sums over a tile are added to the result by ordinary
-additions, as the tensor cores' own round towards zero.
+A float32 number is the sum of three bfloat16 numbers, its terms. Of the nine products of two
+operands' terms, float32 can distinguish six from 0. So every matrix product here is six bfloat16
+products, added up in float32 from the smallest to the largest.
+
+One pass over the inputs writes their terms; the terms of the weights are made in registers.
+Ordinary additions add the sums over a tile to the result, because the tensor cores' own additions
+round towards zero.
 """
 
 import triton
@@ -12,34 +15,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..sm90.pipeline import _parts
+from ..sm90.pipeline import slot_parts
+from .constants import LOG2E
 
-LOG2E = tl.constexpr(1.4426950408889634)
-PLANES = gl.constexpr(3)
+TERMS = gl.constexpr(3)
 PRODUCTS = gl.constexpr(6)
 
 
 @triton.jit
-def _store_planes(SPLIT, x, i, d, inside, DIM: tl.constexpr):
-    out = SPLIT + (i * (PLANES * DIM))[:, None] + d[None, :]
-    for p in tl.static_range(PLANES):
+def _store_terms(SPLIT, x, i, offs_d, mask, HEAD_DIM: tl.constexpr):
+    out = SPLIT + (i * (TERMS * HEAD_DIM))[:, None] + offs_d[None, :]
+    for p in tl.static_range(TERMS):
         y = x.to(tl.bfloat16)
-        tl.store(out + p * DIM, y, mask=inside)
+        tl.store(out + p * HEAD_DIM, y, mask=mask)
         x -= y.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=("total", "heads"))
-def split_kernel(X, SPLIT, stride, head, total, heads, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """SPLIT (total, heads, PLANES, DIM) bfloat16, whose sum over the planes is X (total, heads, DIM)."""
+def split_kernel(
+    X, SPLIT, stride_xt, stride_xh, total, heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write SPLIT (total, heads, TERMS, HEAD_DIM) bfloat16: its sum over the terms is X."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, DIM)
-    t = i // heads
-    inside = (t < total)[:, None]
-    x = tl.load(X + (t * stride + i % heads * head)[:, None] + d[None, :], mask=inside, other=0.0)
-    _store_planes(SPLIT, x, i, d, inside, DIM)
+    offs_d = tl.arange(0, HEAD_DIM)
+    offs_t = i // heads
+    mask = (offs_t < total)[:, None]
+    x = tl.load(
+        X + (offs_t * stride_xt + i % heads * stride_xh)[:, None] + offs_d[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    _store_terms(SPLIT, x, i, offs_d, mask, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=("dlse_stride", "dlse_head", "total", "plane", "heads"))
+@triton.jit(do_not_specialize=("stride_dlsem", "stride_dlseh", "total_q", "stats_stride", "heads"))
 def split_dout_kernel(
     OUT,
     DO,
@@ -47,45 +56,54 @@ def split_dout_kernel(
     DLSE,
     STATS,
     SPLIT,
-    do_stride,
-    do_head,
-    dlse_stride,
-    dlse_head,
-    total,
-    plane,
+    stride_dom,
+    stride_doh,
+    stride_dlsem,
+    stride_dlseh,
+    total_q,
+    stats_stride,
     heads,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """The planes of DO, and STATS (2, heads, total): the LSE in base 2, and delta, the sum of OUT * DO less DLSE."""
+    """Write the terms of DO, and STATS (2, heads, total_q).
+
+    STATS holds the log-sum-exp in base 2 and delta = sum(OUT * DO) - DLSE.
+    """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, DIM)
-    t = i // heads
-    h = i % heads
-    one = t < total
-    inside = one[:, None]
-    x = tl.load(DO + (t * do_stride + h * do_head)[:, None] + d[None, :], mask=inside, other=0.0)
-    delta = tl.sum(x * tl.load(OUT + (i * DIM)[:, None] + d[None, :], mask=inside, other=0.0), 1)
+    offs_d = tl.arange(0, HEAD_DIM)
+    offs_m = i // heads
+    head = i % heads
+    mask_m = offs_m < total_q
+    mask = mask_m[:, None]
+    x = tl.load(
+        DO + (offs_m * stride_dom + head * stride_doh)[:, None] + offs_d[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    delta = tl.sum(
+        x * tl.load(OUT + (i * HEAD_DIM)[:, None] + offs_d[None, :], mask=mask, other=0.0), 1
+    )
     if HAS_DLSE:
-        delta -= tl.load(DLSE + t * dlse_stride + h * dlse_head, mask=one, other=0.0)
-    place = h * total + t
-    tl.store(STATS + place, tl.load(LSE + place, mask=one, other=0.0) * LOG2E, mask=one)
-    tl.store(STATS + plane + place, delta, mask=one)
-    _store_planes(SPLIT, x, i, d, inside, DIM)
+        delta -= tl.load(DLSE + offs_m * stride_dlsem + head * stride_dlseh, mask=mask_m, other=0.0)
+    offset = head * total_q + offs_m
+    tl.store(STATS + offset, tl.load(LSE + offset, mask=mask_m, other=0.0) * LOG2E, mask=mask_m)
+    tl.store(STATS + stats_stride + offset, delta, mask=mask_m)
+    _store_terms(SPLIT, x, i, offs_d, mask, HEAD_DIM)
 
 
 @gluon.jit
 def _widen(x):
-    """float32 of bfloat16, two at a time; an ordinary cast goes one by one through a slow pipe."""
+    """Convert bfloat16 to float32, two at a time; a plain cast converts singly in a slow pipe."""
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], gl.float32, True, 2
     )
 
 
 @gluon.jit
-def _split(x, LAYOUT: gl.constexpr):
-    """The planes of x, as left operands."""
+def split_bf16x3(x, LAYOUT: gl.constexpr):
+    """Return the terms of x, as left operands."""
     a = x.to(gl.bfloat16)
     x = x - _widen(a)
     b = x.to(gl.bfloat16)
@@ -94,12 +112,12 @@ def _split(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _product(a, ring, slot, LAYOUT: gl.constexpr, TURNED: gl.constexpr):
-    """Start a @ b, or a @ b^T if TURNED, with the planes of b in a slot of a ring: PRODUCTS of bfloat16."""
+def start_mma_bf16x3(a, ring, slot, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Start a @ b, or a @ b^T if TRANSPOSED, with the terms of b in a slot of a ring."""
     ROWS: gl.constexpr = a[0].shape[0]
     COLUMNS: gl.constexpr = LAYOUT.instr_shape[1]
-    b0, b1, b2 = _parts(ring, slot, PLANES)
-    if TURNED:
+    b0, b1, b2 = slot_parts(ring, slot, TERMS)
+    if TRANSPOSED:
         b0 = b0.permute((1, 0))
         b1 = b1.permute((1, 0))
         b2 = b2.permute((1, 0))
@@ -114,7 +132,9 @@ def _product(a, ring, slot, LAYOUT: gl.constexpr, TURNED: gl.constexpr):
 
 
 @gluon.jit
-def _plus_product(y, x, ring, slot, LAYOUT: gl.constexpr):
-    """Add x @ b to y, with the planes of b in a slot of a ring."""
-    a = _split(x, gl.DotOperandLayout(0, LAYOUT, 2))
-    return y + warpgroup_mma_wait(0, deps=(_product(a, ring, slot, LAYOUT, False),) + a)[0]
+def add_mma_bf16x3(acc, x, ring, slot, LAYOUT: gl.constexpr):
+    """Add x @ b to acc, with the terms of b in a slot of a ring."""
+    a = split_bf16x3(x, gl.DotOperandLayout(0, LAYOUT, 2))
+    return (
+        acc + warpgroup_mma_wait(0, deps=(start_mma_bf16x3(a, ring, slot, LAYOUT, False),) + a)[0]
+    )

@@ -1,8 +1,9 @@
-"""float32 attention on Hopper's tensor cores, forward and backward, head_dim 32 and 64, to the precision of float32 products.
+"""float32 attention on Hopper's tensor cores, forward and backward, head_dim 32 and 64.
 
-What a product is made of stands in `planes`. Everything else is that of `hopper_forward` and `hopper_backward`, whose producers
-load the planes. Six products hide all that a consumer does between them behind those of the other one, so that no step needs to
-run ahead of another.
+The precision is that of float32 products; `bf16x3` describes how a product is made of six bfloat16
+products. Everything else is as in `forward_sm90` and `backward_sm90`, whose producers load the
+bfloat16 terms. The six products of one consumer warp group hide all work between products of the
+other one, so no step needs to run ahead of another.
 """
 
 from triton.experimental import gluon
@@ -10,45 +11,49 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ..sm90.pipeline import (
-    _COUNTS,
-    LN2,
-    LOG2E,
-    LOWEST,
-    _barriers,
-    _biased,
-    _capped,
-    _derivative,
-    _entry,
-    _first_tile,
-    _key_bounds,
-    _key_tiles,
-    _parts,
-    _queue,
-    _ring,
-    _rows,
-    _store_tile,
+    allocate_barriers,
+    allocate_ring,
+    allocate_tile_queue,
+    as_matrix,
+    ping_pong_arrive,
+    ping_pong_wait,
+    receive_tile,
+    slot_parts,
+    store_tile,
 )
-from .backward_sm90 import _dkdv_producer, _dq_producer, _query_tiles
-from .bf16x3 import PLANES, PRODUCTS, _plus_product, _product, _split
-from .forward_sm90 import _attended, _forward_producer, _partial_sums, _pass_turn, _take_turn
+from .backward_sm90 import dkdv_producer, dq_producer
+from .bf16x3 import PRODUCTS, TERMS, add_mma_bf16x3, split_bf16x3, start_mma_bf16x3
+from .constants import INITIAL_MAX, LN2, LOG2E, UNSPECIALIZED
+from .forward_sm90 import forward_producer
+from .scores_sm90 import (
+    apply_alibi,
+    apply_softcap,
+    get_key_limits,
+    get_m_block_min_max,
+    get_n_block_max,
+    get_n_block_min,
+    mask_scores,
+    partial_row_sums,
+    score_derivative,
+)
 
 
 @gluon.jit
 def _forward_step(
-    w: gl.constexpr,
+    wg: gl.constexpr,
     q,
-    k_s,
-    v_s,
-    full,
-    empty,
+    k_smem,
+    v_smem,
+    kv_full,
+    kv_empty,
     acc,
-    p,
-    m,
-    l,
-    c,
-    limit,
-    own,
-    left,
+    p_terms,
+    row_max,
+    row_sum,
+    step,
+    last_key,
+    diagonal,
+    window_left,
     offs_n,
     scale,
     softcap,
@@ -61,120 +66,144 @@ def _forward_step(
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
 ):
-    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights are p, by its values."""
-    stage = c % STAGES
-    mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-    _take_turn(w, c, 2)
-    x = _product(q, k_s, stage, LAYOUT_S, True)
-    o = _product(p, v_s, stage, LAYOUT_O, False)
-    _pass_turn(w, c, 2)
-    x = warpgroup_mma_wait(PRODUCTS, deps=(x,))
-    x, factor = _capped(x, scale, softcap, SOFTCAP, True)
-    x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
+    """Run Q K^T of block `step` and P V of block `step - 1`, whose weights are already split."""
+    stage = step % STAGES
+    mbarrier.wait(kv_full.index(stage), (step // STAGES) & 1)
+    ping_pong_wait(wg, step, 2)
+    scores = start_mma_bf16x3(q, k_smem, stage, LAYOUT_S, True)
+    pv = start_mma_bf16x3(p_terms, v_smem, stage, LAYOUT_O, False)
+    ping_pong_arrive(wg, step, 2)
+    scores = warpgroup_mma_wait(PRODUCTS, deps=(scores,))
+    scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP, True)
+    scores, factor = apply_alibi(scores, factor, slope, diagonal, offs_n, ALIBI)
     if masked:
-        x = _attended(x, limit, own, left, offs_n, WINDOW)
-    m_new = gl.maximum(m, gl.max(x, 1) * factor)
-    alpha = gl.exp2(m - m_new)
-    y = gl.exp2(x * factor - m_new[:, None])
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
-    o = warpgroup_mma_wait(0, deps=(o,) + p)[0]
-    mbarrier.arrive(empty.index(stage), count=1)
-    acc = (acc + o) * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
-    return acc, _split(y, gl.DotOperandLayout(0, LAYOUT_O, 2)), m_new, l
+        scores = mask_scores(scores, last_key, diagonal, window_left, offs_n, WINDOW)
+    row_max_new = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    alpha = gl.exp2(row_max - row_max_new)
+    p = gl.exp2(scores * factor - row_max_new[:, None])
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[
+        :, None
+    ] + partial_row_sums(p)
+    pv = warpgroup_mma_wait(0, deps=(pv,) + p_terms)[0]
+    mbarrier.arrive(kv_empty.index(stage), count=1)
+    acc = (acc + pv) * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None]
+    return acc, split_bf16x3(p, gl.DotOperandLayout(0, LAYOUT_O, 2)), row_max_new, row_sum
 
 
 @gluon.jit
 def _forward_consumer(
-    w: gl.constexpr,
-    q_s,
-    k_s,
-    v_s,
+    wg: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
     queue,
     q_full,
     q_empty,
-    full,
-    empty,
+    kv_full,
+    kv_empty,
     SLOPES,
     OUT,
     LSE,
-    out_stride,
-    total,
-    left,
-    right,
+    stride_om,
+    total_q,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_M // 2
+    WG_M: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     OPERAND_S: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_S, 2)
     OPERAND_O: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_O, 2)
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [4, 1], [1, 0])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // HEAD_DIM, HEAD_DIM // 4], [4, 1], [1, 0]
+    )
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
-    i = 0
-    c = 0
-    if w == 1:
-        _pass_turn(w, c, 2)
+    work_idx = 0
+    step = 0
+    if wg == 1:
+        ping_pong_arrive(wg, step, 2)
     mbarrier.wait(q_full.index(0), 0)
-    start, length, other, first, head = _entry(queue.index(0))
-    while length > 0:
-        q = _split(_rows(q_s.index(w)).load(OPERAND_S), OPERAND_S)
+    q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
+    while seqlen_q > 0:
+        q = split_bf16x3(as_matrix(q_smem.index(wg)).load(OPERAND_S), OPERAND_S)
         mbarrier.arrive(q_empty.index(0), count=1)
-        shift = other - length
-        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-        row = first + w * ROWS
-        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        own = query + shift
+        diagonal_offset = seqlen_k - seqlen_q
+        n_block_max = get_n_block_max(
+            start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        )
+        wg_start_m = start_m + wg * WG_M
+        offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
+        diagonal = offs_m + diagonal_offset
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        limit, whole = _key_bounds(
-            row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW
+        last_key, full_blocks = get_key_limits(
+            wg_start_m + diagonal_offset,
+            diagonal,
+            seqlen_k,
+            window_right,
+            n_block_max - 1,
+            BLOCK_N,
+            CAUSAL,
+            WINDOW,
         )
-        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-        _take_turn(w, c, 2)
-        x = _product(q, k_s, c % STAGES, LAYOUT_S, True)
-        _pass_turn(w, c, 2)
-        x = warpgroup_mma_wait(0, deps=(x,))
-        mbarrier.arrive(empty.index(c % STAGES), count=1)
-        x, factor = _capped(x, scale, softcap, SOFTCAP, True)
-        x, factor = _biased(x, factor, slope, own - (tiles - 1) * BLOCK_N, offs_n, ALIBI)
-        x = _attended(
-            x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW
+        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        ping_pong_wait(wg, step, 2)
+        scores = start_mma_bf16x3(q, k_smem, step % STAGES, LAYOUT_S, True)
+        ping_pong_arrive(wg, step, 2)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+        scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP, True)
+        scores, factor = apply_alibi(
+            scores, factor, slope, diagonal - (n_block_max - 1) * BLOCK_N, offs_n, ALIBI
         )
-        m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
-        y = gl.exp2(x * factor - m[:, None])
-        l = _partial_sums(y)
-        p = _split(y, OPERAND_O)
-        acc = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        c += 1
-        low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
-        whole = gl.maximum(whole, low)
-        # Tiles before `inner` begin before the first key of some query. In one loop over all tiles ptxas would serialize
-        # the products.
-        inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-        for j in range(tiles - 2, whole - 1, -1):
-            acc, p, m, l = _forward_step(
-                w,
+        scores = mask_scores(
+            scores,
+            last_key - (n_block_max - 1) * BLOCK_N,
+            diagonal - (n_block_max - 1) * BLOCK_N,
+            window_left,
+            offs_n,
+            WINDOW,
+        )
+        row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
+        p = gl.exp2(scores * factor - row_max[:, None])
+        row_sum = partial_row_sums(p)
+        p_terms = split_bf16x3(p, OPERAND_O)
+        acc = gl.zeros([WG_M, HEAD_DIM], gl.float32, LAYOUT_O)
+        step += 1
+        n_block_min = get_n_block_min(
+            start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+        )
+        full_blocks = gl.maximum(full_blocks, n_block_min)
+        # Blocks before `window_mask_end` begin before the first key of some query. In one loop over
+        # all blocks ptxas would serialize the products.
+        window_mask_end = gl.cdiv(
+            gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
+        )
+        for n_block in range(n_block_max - 2, full_blocks - 1, -1):
+            acc, p_terms, row_max, row_sum = _forward_step(
+                wg,
                 q,
-                k_s,
-                v_s,
-                full,
-                empty,
+                k_smem,
+                v_smem,
+                kv_full,
+                kv_empty,
                 acc,
-                p,
-                m,
-                l,
-                c,
-                limit - j * BLOCK_N,
-                own - j * BLOCK_N,
-                left,
+                p_terms,
+                row_max,
+                row_sum,
+                step,
+                last_key - n_block * BLOCK_N,
+                diagonal - n_block * BLOCK_N,
+                window_left,
                 offs_n,
                 scale,
                 softcap,
@@ -187,28 +216,28 @@ def _forward_consumer(
                 LAYOUT_S,
                 LAYOUT_O,
             )
-            c += 1
-        for j in range(whole - 1, low - 1, -1):
-            acc, p, m, l = _forward_step(
-                w,
+            step += 1
+        for n_block in range(full_blocks - 1, n_block_min - 1, -1):
+            acc, p_terms, row_max, row_sum = _forward_step(
+                wg,
                 q,
-                k_s,
-                v_s,
-                full,
-                empty,
+                k_smem,
+                v_smem,
+                kv_full,
+                kv_empty,
                 acc,
-                p,
-                m,
-                l,
-                c,
-                limit - j * BLOCK_N,
-                own - j * BLOCK_N,
-                left,
+                p_terms,
+                row_max,
+                row_sum,
+                step,
+                last_key - n_block * BLOCK_N,
+                diagonal - n_block * BLOCK_N,
+                window_left,
                 offs_n,
                 scale,
                 softcap,
                 slope,
-                WINDOW and j < inner,
+                WINDOW and n_block < window_mask_end,
                 WINDOW,
                 SOFTCAP,
                 ALIBI,
@@ -216,94 +245,99 @@ def _forward_consumer(
                 LAYOUT_S,
                 LAYOUT_O,
             )
-            c += 1
-        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-        o = _product(p, v_s, c % STAGES, LAYOUT_O, False)
-        l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
-        nothing = gl.minimum(limit, other - 1) < 0
-        lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
-        factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
-        o = warpgroup_mma_wait(0, deps=(o,) + p)[0]
-        acc = gl.where(factor[:, None] == 0.0, 0.0, (acc + o) * factor[:, None])
-        _store_tile(
-            OUT + start.to(gl.int64) * out_stride + head * DIM,
+            step += 1
+        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        pv = start_mma_bf16x3(p_terms, v_smem, step % STAGES, LAYOUT_O, False)
+        row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
+        no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
+        lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
+        inv_row_sum = gl.convert_layout(
+            gl.where(no_valid_key, 0.0, 1.0 / row_sum_total), gl.SliceLayout(1, LAYOUT_O)
+        )
+        pv = warpgroup_mma_wait(0, deps=(pv,) + p_terms)[0]
+        acc = gl.where(inv_row_sum[:, None] == 0.0, 0.0, (acc + pv) * inv_row_sum[:, None])
+        store_tile(
+            OUT + q_offset.to(gl.int64) * stride_om + head * HEAD_DIM,
             acc,
-            row,
-            length,
-            out_stride,
-            DIM,
+            wg_start_m,
+            seqlen_q,
+            stride_om,
+            HEAD_DIM,
             LAYOUT_STORE,
         )
-        gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < length)
-        i += 1
-        mbarrier.wait(q_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
+        gl.store(LSE + head.to(gl.int64) * total_q + q_offset + offs_m, lse, mask=offs_m < seqlen_q)
+        work_idx += 1
+        mbarrier.wait(q_full.index(0), work_idx & 1)
+        q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(work_idx % 2))
 
 
-@gluon.jit(do_not_specialize=_COUNTS)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    qd,
-    kd,
-    vd,
+    q_desc,
+    k_desc,
+    v_desc,
     SLOPES,
     OUT,
     LSE,
     TILES,
     COUNTER,
-    q_head,
-    out_stride,
-    total,
+    stride_qh,
+    stride_om,
+    total_q,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    """OUT (total, heads, DIM) and LSE (heads, total), natural. The queries come whole."""
-    q_s = _ring(qd, 2)
-    k_s = _ring(kd, STAGES * PLANES)
-    v_s = _ring(vd, STAGES * PLANES)
-    queue = _queue()
-    q_full = _barriers(1, 1)
-    q_empty = _barriers(1, 2)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, 2)
+    """Compute OUT (total_q, heads, HEAD_DIM) and the natural log-sum-exp LSE (heads, total_q).
+
+    The queries are loaded as float32 and split in registers.
+    """
+    q_smem = allocate_ring(q_desc, 2)
+    k_smem = allocate_ring(k_desc, STAGES * TERMS)
+    v_smem = allocate_ring(v_desc, STAGES * TERMS)
+    queue = allocate_tile_queue()
+    q_full = allocate_barriers(1, 1)
+    q_empty = allocate_barriers(1, 2)
+    kv_full = allocate_barriers(STAGES, 1)
+    kv_empty = allocate_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (
                 _forward_consumer,
                 (
                     0,
-                    q_s,
-                    k_s,
-                    v_s,
+                    q_smem,
+                    k_smem,
+                    v_smem,
                     queue,
                     q_full,
                     q_empty,
-                    full,
-                    empty,
+                    kv_full,
+                    kv_empty,
                     SLOPES,
                     OUT,
                     LSE,
-                    out_stride,
-                    total,
-                    left,
-                    0 if CAUSAL else right,
+                    stride_om,
+                    total_q,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     scale,
                     softcap,
                     BLOCK_M,
                     BLOCK_N,
-                    DIM,
+                    HEAD_DIM,
                     STAGES,
                     CAUSAL,
                     WINDOW,
@@ -315,26 +349,26 @@ def forward_kernel(
                 _forward_consumer,
                 (
                     1,
-                    q_s,
-                    k_s,
-                    v_s,
+                    q_smem,
+                    k_smem,
+                    v_smem,
                     queue,
                     q_full,
                     q_empty,
-                    full,
-                    empty,
+                    kv_full,
+                    kv_empty,
                     SLOPES,
                     OUT,
                     LSE,
-                    out_stride,
-                    total,
-                    left,
-                    0 if CAUSAL else right,
+                    stride_om,
+                    total_q,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     scale,
                     softcap,
                     BLOCK_M,
                     BLOCK_N,
-                    DIM,
+                    HEAD_DIM,
                     STAGES,
                     CAUSAL,
                     WINDOW,
@@ -343,29 +377,29 @@ def forward_kernel(
                 ),
             ),
             (
-                _forward_producer,
+                forward_producer,
                 (
-                    (q_s, k_s, v_s, queue, q_full, q_empty, full, empty),
+                    (q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty),
                     (
-                        qd,
-                        kd,
-                        vd,
+                        q_desc,
+                        k_desc,
+                        v_desc,
                         TILES,
                         COUNTER,
-                        q_head,
-                        PLANES * DIM,
-                        PLANES * DIM,
+                        stride_qh,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
                         heads,
-                        group_size,
-                        group,
+                        qheads_per_khead,
+                        heads_in_l2,
                     ),
-                    left,
-                    0 if CAUSAL else right,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     BLOCK_M,
                     BLOCK_N,
                     1,
-                    PLANES,
-                    PLANES,
+                    TERMS,
+                    TERMS,
                     STAGES,
                     1,
                     CAUSAL,
@@ -383,8 +417,8 @@ def forward_kernel(
 def _dq_step(
     q,
     do,
-    k_s,
-    v_s,
+    k_smem,
+    v_smem,
     k_full,
     k_empty,
     v_full,
@@ -392,10 +426,10 @@ def _dq_step(
     dq,
     lse,
     delta,
-    c,
-    limit,
-    own,
-    left,
+    step,
+    last_key,
+    diagonal,
+    window_left,
     offs_n,
     scale,
     softcap,
@@ -408,37 +442,37 @@ def _dq_step(
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
 ):
-    stage = c % STAGES
-    phase = (c // STAGES) & 1
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
     mbarrier.wait(k_full.index(stage), phase)
-    x = _product(q, k_s, stage, LAYOUT_S, True)
+    scores = start_mma_bf16x3(q, k_smem, stage, LAYOUT_S, True)
     mbarrier.wait(v_full.index(stage), phase)
-    dp = _product(do, v_s, stage, LAYOUT_S, True)
-    x = warpgroup_mma_wait(PRODUCTS, deps=(x,))
-    capped, factor = _capped(x, scale, softcap, SOFTCAP, True)
-    x, factor = _biased(capped, factor, slope, own, offs_n, ALIBI)
-    p = gl.exp2(x * factor - lse[:, None])
+    dp = start_mma_bf16x3(do, v_smem, stage, LAYOUT_S, True)
+    scores = warpgroup_mma_wait(PRODUCTS, deps=(scores,))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP, True)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_n, ALIBI)
+    p = gl.exp2(scores * factor - lse[:, None])
     if SOFTCAP:
         p *= 1.0 - capped * capped
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(v_empty.index(stage), count=1)
     ds = p * (dp - delta[:, None])
     if masked:
-        ds = gl.where(limit[:, None] >= offs_n[None, :], ds, 0.0)
+        ds = gl.where(last_key[:, None] >= offs_n[None, :], ds, 0.0)
         if WINDOW:
-            ds = gl.where((own - left)[:, None] <= offs_n[None, :], ds, 0.0)
-    dq = _plus_product(dq, ds, k_s, stage, LAYOUT_O)
+            ds = gl.where((diagonal - window_left)[:, None] <= offs_n[None, :], ds, 0.0)
+    dq = add_mma_bf16x3(dq, ds, k_smem, stage, LAYOUT_O)
     mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
 
 @gluon.jit
 def _dq_consumer(
-    w: gl.constexpr,
-    q_s,
-    k_s,
-    v_s,
-    do_s,
+    wg: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
+    do_smem,
     queue,
     q_full,
     q_empty,
@@ -449,57 +483,77 @@ def _dq_consumer(
     SLOPES,
     STATS,
     DQ,
-    dq_stride,
-    total,
-    plane,
-    left,
-    right,
+    stride_dqm,
+    total_q,
+    stats_stride,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_M // 2
+    WG_M: gl.constexpr = BLOCK_M // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT_S, 2)
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [4, 1], [1, 0])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // HEAD_DIM, HEAD_DIM // 4], [4, 1], [1, 0]
+    )
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
-    i = 0
-    c = 0
+    work_idx = 0
+    step = 0
     mbarrier.wait(q_full.index(0), 0)
-    start, length, other, first, head = _entry(queue.index(0))
-    while length > 0:
-        q0, q1, q2 = _parts(q_s, w, PLANES)
+    q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
+    while seqlen_q > 0:
+        q0, q1, q2 = slot_parts(q_smem, wg, TERMS)
         q = q0.load(OPERAND), q1.load(OPERAND), q2.load(OPERAND)
-        do = _parts(do_s, w, PLANES)
-        shift = other - length
-        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-        row = first + w * ROWS
-        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        place = head.to(gl.int64) * total + start + query
-        lse = gl.load(STATS + place, mask=query < length, other=0.0)
-        delta = gl.load(STATS + plane + place, mask=query < length, other=0.0)
-        own = query + shift
+        do = slot_parts(do_smem, wg, TERMS)
+        diagonal_offset = seqlen_k - seqlen_q
+        n_block_max = get_n_block_max(
+            start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+        )
+        wg_start_m = start_m + wg * WG_M
+        offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
+        offset = head.to(gl.int64) * total_q + q_offset + offs_m
+        lse = gl.load(STATS + offset, mask=offs_m < seqlen_q, other=0.0)
+        delta = gl.load(STATS + stats_stride + offset, mask=offs_m < seqlen_q, other=0.0)
+        diagonal = offs_m + diagonal_offset
         slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        limit, full = _key_bounds(row + shift, own, other, right, tiles, BLOCK_N, CAUSAL, WINDOW)
-        dq = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
+        last_key, full_blocks = get_key_limits(
+            wg_start_m + diagonal_offset,
+            diagonal,
+            seqlen_k,
+            window_right,
+            n_block_max,
+            BLOCK_N,
+            CAUSAL,
+            WINDOW,
+        )
+        dq = gl.zeros([WG_M, HEAD_DIM], gl.float32, LAYOUT_O)
         if WINDOW:
-            inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-            for j in range(
-                tiles - 1, _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW) - 1, -1
+            window_mask_end = gl.cdiv(
+                gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
+            )
+            for n_block in range(
+                n_block_max - 1,
+                get_n_block_min(
+                    start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+                )
+                - 1,
+                -1,
             ):
                 dq = _dq_step(
                     q,
                     do,
-                    k_s,
-                    v_s,
+                    k_smem,
+                    v_smem,
                     k_full,
                     k_empty,
                     v_full,
@@ -507,15 +561,15 @@ def _dq_consumer(
                     dq,
                     lse,
                     delta,
-                    c,
-                    limit - j * BLOCK_N,
-                    own - j * BLOCK_N,
-                    left,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal - n_block * BLOCK_N,
+                    window_left,
                     offs_n,
                     scale,
                     softcap,
                     slope,
-                    (j >= full) | (j < inner),
+                    (n_block >= full_blocks) | (n_block < window_mask_end),
                     WINDOW,
                     SOFTCAP,
                     ALIBI,
@@ -523,14 +577,14 @@ def _dq_consumer(
                     LAYOUT_S,
                     LAYOUT_O,
                 )
-                c += 1
+                step += 1
         else:
-            for j in range(tiles - 1, full - 1, -1):
+            for n_block in range(n_block_max - 1, full_blocks - 1, -1):
                 dq = _dq_step(
                     q,
                     do,
-                    k_s,
-                    v_s,
+                    k_smem,
+                    v_smem,
                     k_full,
                     k_empty,
                     v_full,
@@ -538,10 +592,10 @@ def _dq_consumer(
                     dq,
                     lse,
                     delta,
-                    c,
-                    limit - j * BLOCK_N,
-                    own,
-                    left,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal,
+                    window_left,
                     offs_n,
                     scale,
                     softcap,
@@ -554,13 +608,13 @@ def _dq_consumer(
                     LAYOUT_S,
                     LAYOUT_O,
                 )
-                c += 1
-            for _ in range(full - 1, -1, -1):
+                step += 1
+            for _ in range(full_blocks - 1, -1, -1):
                 dq = _dq_step(
                     q,
                     do,
-                    k_s,
-                    v_s,
+                    k_smem,
+                    v_smem,
                     k_full,
                     k_empty,
                     v_full,
@@ -568,10 +622,10 @@ def _dq_consumer(
                     dq,
                     lse,
                     delta,
-                    c,
-                    limit,
-                    own,
-                    left,
+                    step,
+                    last_key,
+                    diagonal,
+                    window_left,
                     offs_n,
                     scale,
                     softcap,
@@ -584,74 +638,77 @@ def _dq_consumer(
                     LAYOUT_S,
                     LAYOUT_O,
                 )
-                c += 1
+                step += 1
         mbarrier.arrive(q_empty.index(0), count=1)
-        _store_tile(
-            DQ + start.to(gl.int64) * dq_stride + head * DIM,
-            dq * _derivative(scale, softcap, SOFTCAP),
-            row,
-            length,
-            dq_stride,
-            DIM,
+        store_tile(
+            DQ + q_offset.to(gl.int64) * stride_dqm + head * HEAD_DIM,
+            dq * score_derivative(scale, softcap, SOFTCAP),
+            wg_start_m,
+            seqlen_q,
+            stride_dqm,
+            HEAD_DIM,
             LAYOUT_STORE,
         )
-        i += 1
-        mbarrier.wait(q_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
+        work_idx += 1
+        mbarrier.wait(q_full.index(0), work_idx & 1)
+        q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(work_idx % 2))
 
 
-@gluon.jit(do_not_specialize=_COUNTS)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
-    qd,
-    kd,
-    vd,
-    dod,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
     SLOPES,
     STATS,
     DQ,
     TILES,
     COUNTER,
-    dq_stride,
-    total,
-    plane,
+    stride_dqm,
+    total_q,
+    stats_stride,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    """DQ. The planes of the queries stay in registers, which spares the shared memory half of its reads for the scores."""
-    q_s = _ring(qd, 2 * PLANES)
-    do_s = _ring(dod, 2 * PLANES)
-    k_s = _ring(kd, STAGES * PLANES)
-    v_s = _ring(vd, STAGES * PLANES)
-    queue = _queue()
-    q_full = _barriers(1, 1)
-    q_empty = _barriers(1, 2)
-    k_full = _barriers(STAGES, 1)
-    k_empty = _barriers(STAGES, 2)
-    v_full = _barriers(STAGES, 1)
-    v_empty = _barriers(STAGES, 2)
+    """Compute DQ.
+
+    The terms of the queries stay in registers, which halves the shared-memory reads of the scores.
+    """
+    q_smem = allocate_ring(q_desc, 2 * TERMS)
+    do_smem = allocate_ring(do_desc, 2 * TERMS)
+    k_smem = allocate_ring(k_desc, STAGES * TERMS)
+    v_smem = allocate_ring(v_desc, STAGES * TERMS)
+    queue = allocate_tile_queue()
+    q_full = allocate_barriers(1, 1)
+    q_empty = allocate_barriers(1, 2)
+    k_full = allocate_barriers(STAGES, 1)
+    k_empty = allocate_barriers(STAGES, 2)
+    v_full = allocate_barriers(STAGES, 1)
+    v_empty = allocate_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (
                 _dq_consumer,
                 (
                     0,
-                    q_s,
-                    k_s,
-                    v_s,
-                    do_s,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    do_smem,
                     queue,
                     q_full,
                     q_empty,
@@ -662,16 +719,16 @@ def dq_kernel(
                     SLOPES,
                     STATS,
                     DQ,
-                    dq_stride,
-                    total,
-                    plane,
-                    left,
-                    0 if CAUSAL else right,
+                    stride_dqm,
+                    total_q,
+                    stats_stride,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     scale,
                     softcap,
                     BLOCK_M,
                     BLOCK_N,
-                    DIM,
+                    HEAD_DIM,
                     STAGES,
                     CAUSAL,
                     WINDOW,
@@ -683,10 +740,10 @@ def dq_kernel(
                 _dq_consumer,
                 (
                     1,
-                    q_s,
-                    k_s,
-                    v_s,
-                    do_s,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    do_smem,
                     queue,
                     q_full,
                     q_empty,
@@ -697,16 +754,16 @@ def dq_kernel(
                     SLOPES,
                     STATS,
                     DQ,
-                    dq_stride,
-                    total,
-                    plane,
-                    left,
-                    0 if CAUSAL else right,
+                    stride_dqm,
+                    total_q,
+                    stats_stride,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     scale,
                     softcap,
                     BLOCK_M,
                     BLOCK_N,
-                    DIM,
+                    HEAD_DIM,
                     STAGES,
                     CAUSAL,
                     WINDOW,
@@ -715,30 +772,42 @@ def dq_kernel(
                 ),
             ),
             (
-                _dq_producer,
+                dq_producer,
                 (
-                    (q_s, k_s, v_s, do_s, queue, q_full, q_empty, k_full, k_empty, v_full, v_empty),
                     (
-                        qd,
-                        kd,
-                        vd,
-                        dod,
+                        q_smem,
+                        k_smem,
+                        v_smem,
+                        do_smem,
+                        queue,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                    ),
+                    (
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                        do_desc,
                         TILES,
                         COUNTER,
-                        PLANES * DIM,
-                        PLANES * DIM,
-                        PLANES * DIM,
-                        PLANES * DIM,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
                         heads,
-                        group_size,
-                        group,
+                        qheads_per_khead,
+                        heads_in_l2,
                     ),
-                    left,
-                    0 if CAUSAL else right,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     BLOCK_M,
                     BLOCK_N,
-                    PLANES,
-                    PLANES,
+                    TERMS,
+                    TERMS,
                     STAGES,
                     1,
                     2,
@@ -756,21 +825,21 @@ def dq_kernel(
 def _dkdv_step(
     k,
     v,
-    q_s,
-    do_s,
-    lse_s,
-    delta_s,
+    q_smem,
+    do_smem,
+    lse_smem,
+    delta_smem,
     q_full,
     q_empty,
     do_full,
     do_empty,
     dk,
     dv,
-    c,
-    own,
-    other,
-    left,
-    right,
+    step,
+    diagonal,
+    remaining_q,
+    window_left,
+    window_right,
     offs_m,
     scale,
     softcap,
@@ -783,43 +852,47 @@ def _dkdv_step(
     LAYOUT_S: gl.constexpr,
     LAYOUT_O: gl.constexpr,
 ):
-    """Query tile c, from whose first query on the row has `other`; scores lie keys by queries."""
+    """Add the contribution of query block `step` to dK and dV.
+
+    Scores are transposed: keys by queries. `remaining_q` is the number of queries from the block's
+    first query to the end of the row.
+    """
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT_S)
-    stage = c % STAGES
-    phase = (c // STAGES) & 1
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
     mbarrier.wait(q_full.index(stage), phase)
-    x = warpgroup_mma_wait(0, deps=(_product(k, q_s, stage, LAYOUT_S, True),))
-    lse = lse_s.index(stage).load(COLUMN)
-    if ALIBI:  # queries behind the row have no scores, and so no bias
-        lse = gl.where(offs_m < other, lse, float("inf"))
-    capped, factor = _capped(x, scale, softcap, SOFTCAP, True)
-    x, factor = _biased(capped, factor, slope, own, offs_m, ALIBI)
-    p = gl.exp2(x * factor - lse[None, :])
+    scores = warpgroup_mma_wait(0, deps=(start_mma_bf16x3(k, q_smem, stage, LAYOUT_S, True),))
+    lse = lse_smem.index(stage).load(COLUMN)
+    if ALIBI:  # queries after the end of the row have no scores, and so no bias
+        lse = gl.where(offs_m < remaining_q, lse, float("inf"))
+    capped, factor = apply_softcap(scores, scale, softcap, SOFTCAP, True)
+    scores, factor = apply_alibi(capped, factor, slope, diagonal, offs_m, ALIBI)
+    p = gl.exp2(scores * factor - lse[None, :])
     if masked:
-        p = gl.where(offs_m[None, :] >= (own - right)[:, None], p, 0.0)
+        p = gl.where(offs_m[None, :] >= (diagonal - window_right)[:, None], p, 0.0)
         if WINDOW:
-            p = gl.where(offs_m[None, :] <= (own + left)[:, None], p, 0.0)
+            p = gl.where(offs_m[None, :] <= (diagonal + window_left)[:, None], p, 0.0)
     mbarrier.wait(do_full.index(stage), phase)
-    dv = _plus_product(dv, p, do_s, stage, LAYOUT_O)
+    dv = add_mma_bf16x3(dv, p, do_smem, stage, LAYOUT_O)
     if SOFTCAP:
         p *= 1.0 - capped * capped
-    dp = warpgroup_mma_wait(0, deps=(_product(v, do_s, stage, LAYOUT_S, True),))
-    delta = delta_s.index(stage).load(COLUMN)
+    dp = warpgroup_mma_wait(0, deps=(start_mma_bf16x3(v, do_smem, stage, LAYOUT_S, True),))
+    delta = delta_smem.index(stage).load(COLUMN)
     mbarrier.arrive(do_empty.index(stage), count=1)
-    dk = _plus_product(dk, p * (dp - delta[None, :]), q_s, stage, LAYOUT_O)
+    dk = add_mma_bf16x3(dk, p * (dp - delta[None, :]), q_smem, stage, LAYOUT_O)
     mbarrier.arrive(q_empty.index(stage), count=1)
     return dk, dv
 
 
 @gluon.jit
 def _dkdv_consumer(
-    w: gl.constexpr,
-    q_s,
-    k_s,
-    v_s,
-    do_s,
-    lse_s,
-    delta_s,
+    wg: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
+    do_smem,
+    lse_smem,
+    delta_smem,
     queue,
     k_full,
     k_empty,
@@ -830,75 +903,86 @@ def _dkdv_consumer(
     SLOPES,
     DK,
     DV,
-    dk_stride,
-    group_size,
-    left,
-    right,
+    stride_dkn,
+    qheads_per_khead,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_N // 2
+    WG_N: gl.constexpr = BLOCK_N // 2
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout([1, 4], [128 // DIM, DIM // 4], [4, 1], [1, 0])
+    LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // HEAD_DIM, HEAD_DIM // 4], [4, 1], [1, 0]
+    )
     offs_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, LAYOUT_S))
-    i = 0
-    c = 0
+    work_idx = 0
+    step = 0
     mbarrier.wait(k_full.index(0), 0)
-    start, length, other, first, head = _entry(queue.index(0))
-    while length > 0:
-        k = _parts(k_s, w, PLANES)
-        v = _parts(v_s, w, PLANES)
-        low, high = _query_tiles(
-            first, length, other, left, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+    k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(0))
+    while seqlen_k > 0:
+        k = slot_parts(k_smem, wg, TERMS)
+        v = slot_parts(v_smem, wg, TERMS)
+        m_block_min, m_block_max = get_m_block_min_max(
+            start_n, seqlen_k, seqlen_q, window_left, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
         )
-        row = first + w * ROWS
-        # Where each key stands among the queries, and the tiles, from `full` up to `end`, of which every query attends all keys
-        # of this warpgroup.
-        own = row + (other - length) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        full = low
+        wg_start_n = start_n + wg * WG_N
+        # `diagonal` is the query position aligned with each key. In the blocks from
+        # `full_m_block_min` up to `full_m_block_max` every query attends all keys of this warp
+        # group.
+        diagonal = (
+            wg_start_n + (seqlen_q - seqlen_k) + gl.arange(0, WG_N, gl.SliceLayout(1, LAYOUT_S))
+        )
+        full_m_block_min = m_block_min
         if CAUSAL or WINDOW:
-            full = gl.minimum(
-                gl.cdiv(gl.maximum(row + ROWS - 1 + other - length - right, 0), BLOCK_M), high
+            full_m_block_min = gl.minimum(
+                gl.cdiv(
+                    gl.maximum(wg_start_n + WG_N - 1 + seqlen_q - seqlen_k - window_right, 0),
+                    BLOCK_M,
+                ),
+                m_block_max,
             )
-        end = gl.maximum(row + other - length + left + 1, 0) // BLOCK_M
-        dk = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        dv = gl.zeros([ROWS, DIM], gl.float32, LAYOUT_O)
-        for g in range(group_size):
-            slope = gl.load(SLOPES + head * group_size + g) * LOG2E if ALIBI else 0.0
+        full_m_block_max = (
+            gl.maximum(wg_start_n + seqlen_q - seqlen_k + window_left + 1, 0) // BLOCK_M
+        )
+        dk = gl.zeros([WG_N, HEAD_DIM], gl.float32, LAYOUT_O)
+        dv = gl.zeros([WG_N, HEAD_DIM], gl.float32, LAYOUT_O)
+        for g in range(qheads_per_khead):
+            slope = gl.load(SLOPES + head * qheads_per_khead + g) * LOG2E if ALIBI else 0.0
             if WINDOW:
-                for j in range(low, high):
+                for m_block in range(m_block_min, m_block_max):
                     dk, dv = _dkdv_step(
                         k,
                         v,
-                        q_s,
-                        do_s,
-                        lse_s,
-                        delta_s,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
                         q_full,
                         q_empty,
                         do_full,
                         do_empty,
                         dk,
                         dv,
-                        c,
-                        own - j * BLOCK_M,
-                        other - j * BLOCK_M,
-                        left,
-                        right,
+                        step,
+                        diagonal - m_block * BLOCK_M,
+                        seqlen_q - m_block * BLOCK_M,
+                        window_left,
+                        window_right,
                         offs_m,
                         scale,
                         softcap,
                         slope,
-                        (j < full) | (j >= end),
+                        (m_block < full_m_block_min) | (m_block >= full_m_block_max),
                         WINDOW,
                         SOFTCAP,
                         ALIBI,
@@ -906,28 +990,28 @@ def _dkdv_consumer(
                         LAYOUT_S,
                         LAYOUT_O,
                     )
-                    c += 1
+                    step += 1
             else:
                 if CAUSAL:
-                    for j in range(low, full):
+                    for m_block in range(m_block_min, full_m_block_min):
                         dk, dv = _dkdv_step(
                             k,
                             v,
-                            q_s,
-                            do_s,
-                            lse_s,
-                            delta_s,
+                            q_smem,
+                            do_smem,
+                            lse_smem,
+                            delta_smem,
                             q_full,
                             q_empty,
                             do_full,
                             do_empty,
                             dk,
                             dv,
-                            c,
-                            own - j * BLOCK_M,
-                            other,
-                            left,
-                            right,
+                            step,
+                            diagonal - m_block * BLOCK_M,
+                            seqlen_q,
+                            window_left,
+                            window_right,
                             offs_m,
                             scale,
                             softcap,
@@ -940,26 +1024,26 @@ def _dkdv_consumer(
                             LAYOUT_S,
                             LAYOUT_O,
                         )
-                        c += 1
-                for j in range(full, high):
+                        step += 1
+                for m_block in range(full_m_block_min, m_block_max):
                     dk, dv = _dkdv_step(
                         k,
                         v,
-                        q_s,
-                        do_s,
-                        lse_s,
-                        delta_s,
+                        q_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
                         q_full,
                         q_empty,
                         do_full,
                         do_empty,
                         dk,
                         dv,
-                        c,
-                        own,
-                        other,
-                        left,
-                        right,
+                        step,
+                        diagonal,
+                        seqlen_q,
+                        window_left,
+                        window_right,
                         offs_m,
                         scale,
                         softcap,
@@ -972,82 +1056,85 @@ def _dkdv_consumer(
                         LAYOUT_S,
                         LAYOUT_O,
                     )
-                    c += 1
+                    step += 1
         mbarrier.arrive(k_empty.index(0), count=1)
-        place = start.to(gl.int64) * dk_stride + head * DIM
-        _store_tile(
-            DK + place,
-            dk * _derivative(scale, softcap, SOFTCAP),
-            row,
-            length,
-            dk_stride,
-            DIM,
+        offset = k_offset.to(gl.int64) * stride_dkn + head * HEAD_DIM
+        store_tile(
+            DK + offset,
+            dk * score_derivative(scale, softcap, SOFTCAP),
+            wg_start_n,
+            seqlen_k,
+            stride_dkn,
+            HEAD_DIM,
             LAYOUT_STORE,
         )
-        _store_tile(DV + place, dv, row, length, dk_stride, DIM, LAYOUT_STORE)
-        i += 1
-        mbarrier.wait(k_full.index(0), i & 1)
-        start, length, other, first, head = _entry(queue.index(0))
+        store_tile(DV + offset, dv, wg_start_n, seqlen_k, stride_dkn, HEAD_DIM, LAYOUT_STORE)
+        work_idx += 1
+        mbarrier.wait(k_full.index(0), work_idx & 1)
+        k_offset, seqlen_k, seqlen_q, start_n, head = receive_tile(queue.index(0))
 
 
-@gluon.jit(do_not_specialize=_COUNTS)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def dkdv_kernel(
-    qd,
-    kd,
-    vd,
-    dod,
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
     SLOPES,
     STATS,
     DK,
     DV,
     TILES,
     COUNTER,
-    dk_stride,
-    total,
-    plane,
+    stride_dkn,
+    total_q,
+    stats_stride,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    """DK and DV, one key tile and key head at a time, over all query heads that share the key head."""
+    """Compute DK and DV for one key tile and key head at a time.
+
+    Each tile sums over all query heads that share the key head.
+    """
     STATS_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_s = _ring(qd, STAGES * PLANES)
-    do_s = _ring(dod, STAGES * PLANES)
-    k_s = _ring(kd, 2 * PLANES)
-    v_s = _ring(vd, 2 * PLANES)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
-    queue = _queue(1)  # there is no room for two
-    k_full = _barriers(1, 1)
-    k_empty = _barriers(1, 2)
-    q_full = _barriers(STAGES, 1)
-    q_empty = _barriers(STAGES, 2)
-    do_full = _barriers(STAGES, 1)
-    do_empty = _barriers(STAGES, 2)
+    q_smem = allocate_ring(q_desc, STAGES * TERMS)
+    do_smem = allocate_ring(do_desc, STAGES * TERMS)
+    k_smem = allocate_ring(k_desc, 2 * TERMS)
+    v_smem = allocate_ring(v_desc, 2 * TERMS)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], STATS_S)
+    queue = allocate_tile_queue(1)  # shared memory has no room for two slots
+    k_full = allocate_barriers(1, 1)
+    k_empty = allocate_barriers(1, 2)
+    q_full = allocate_barriers(STAGES, 1)
+    q_empty = allocate_barriers(STAGES, 2)
+    do_full = allocate_barriers(STAGES, 1)
+    do_empty = allocate_barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (
                 _dkdv_consumer,
                 (
                     0,
-                    q_s,
-                    k_s,
-                    v_s,
-                    do_s,
-                    lse_s,
-                    delta_s,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    do_smem,
+                    lse_smem,
+                    delta_smem,
                     queue,
                     k_full,
                     k_empty,
@@ -1058,15 +1145,15 @@ def dkdv_kernel(
                     SLOPES,
                     DK,
                     DV,
-                    dk_stride,
-                    group_size,
-                    left,
-                    0 if CAUSAL else right,
+                    stride_dkn,
+                    qheads_per_khead,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     scale,
                     softcap,
                     BLOCK_M,
                     BLOCK_N,
-                    DIM,
+                    HEAD_DIM,
                     STAGES,
                     CAUSAL,
                     WINDOW,
@@ -1078,12 +1165,12 @@ def dkdv_kernel(
                 _dkdv_consumer,
                 (
                     1,
-                    q_s,
-                    k_s,
-                    v_s,
-                    do_s,
-                    lse_s,
-                    delta_s,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    do_smem,
+                    lse_smem,
+                    delta_smem,
                     queue,
                     k_full,
                     k_empty,
@@ -1094,15 +1181,15 @@ def dkdv_kernel(
                     SLOPES,
                     DK,
                     DV,
-                    dk_stride,
-                    group_size,
-                    left,
-                    0 if CAUSAL else right,
+                    stride_dkn,
+                    qheads_per_khead,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     scale,
                     softcap,
                     BLOCK_M,
                     BLOCK_N,
-                    DIM,
+                    HEAD_DIM,
                     STAGES,
                     CAUSAL,
                     WINDOW,
@@ -1111,15 +1198,15 @@ def dkdv_kernel(
                 ),
             ),
             (
-                _dkdv_producer,
+                dkdv_producer,
                 (
                     (
-                        q_s,
-                        k_s,
-                        v_s,
-                        do_s,
-                        lse_s,
-                        delta_s,
+                        q_smem,
+                        k_smem,
+                        v_smem,
+                        do_smem,
+                        lse_smem,
+                        delta_smem,
                         queue,
                         k_full,
                         k_empty,
@@ -1129,29 +1216,29 @@ def dkdv_kernel(
                         do_empty,
                     ),
                     (
-                        qd,
-                        kd,
-                        vd,
-                        dod,
+                        q_desc,
+                        k_desc,
+                        v_desc,
+                        do_desc,
                         STATS,
                         TILES,
                         COUNTER,
-                        PLANES * DIM,
-                        PLANES * DIM,
-                        PLANES * DIM,
-                        PLANES * DIM,
-                        total,
-                        plane,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
+                        TERMS * HEAD_DIM,
+                        total_q,
+                        stats_stride,
                         heads,
-                        group_size,
-                        group,
+                        qheads_per_khead,
+                        heads_in_l2,
                     ),
-                    left,
-                    0 if CAUSAL else right,
+                    window_left,
+                    0 if CAUSAL else window_right,
                     BLOCK_M,
                     BLOCK_N,
-                    PLANES,
-                    PLANES,
+                    TERMS,
+                    TERMS,
                     STAGES,
                     1,
                     2,

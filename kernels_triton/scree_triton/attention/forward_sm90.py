@@ -1,9 +1,13 @@
 """The forward of attention on Hopper, float16 and bfloat16, head_dim up to 256.
 
-Each consumer issues the next Q K^T before the softmax of the current tile, and they take turns at the tensor cores, so that
-the softmax of one runs under the matrix products of the others. Two or three of them share what is read, as what the L2 cache
-can give bounds one. Short rows of narrow heads have one consumer a program instead, and three programs a multiprocessor, which
-hide each other's waits. The copy engine takes the output away, from where the queries were, while the next tile begins.
+Each consumer warp group starts the next Q K^T before the softmax of the current block. Named
+barriers alternate the warp groups on the tensor cores (FlashAttention-3's ping-pong), so the
+softmax of one warp group runs during the matrix products of the others. Two or three warp groups
+share each K and V tile, because the bandwidth of the L2 cache limits a single one.
+
+Short rows of narrow heads use one consumer warp group per CTA and three CTAs per SM instead; the
+CTAs hide each other's waits. TMA stores the output from the shared memory of the queries while the
+next tile begins.
 """
 
 from triton.experimental import gluon
@@ -16,56 +20,60 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..sm90.pipeline import (
-    _COUNTS,
-    LN2,
-    LOG2E,
-    LOWEST,
-    _barriers,
-    _biased,
-    _bytes,
-    _capped,
-    _claim,
-    _column,
-    _entry,
-    _fields,
-    _first_tile,
-    _key_bounds,
-    _key_tiles,
-    _let_follow,
-    _load,
-    _parts,
-    _post,
-    _queue,
-    _ring,
-    _rows,
-    _start_scores,
-    _start_sums,
-    _store,
-    _store_tile,
-    _tile,
-    _wait_sums,
-    _zeros,
+    allocate_barriers,
+    allocate_ring,
+    allocate_tile_queue,
+    as_matrix,
+    fetch_tile,
+    head_coordinate,
+    load_slot,
+    load_tile,
+    pdl_launch_dependents,
+    ping_pong_arrive,
+    ping_pong_wait,
+    publish_tile,
+    receive_tile,
+    slot_bytes,
+    slot_parts,
+    start_mma,
+    start_mma_transposed,
+    store_slot,
+    store_tile,
+    tile_entry,
+    wait_mma,
+    zero_accumulators,
+)
+from .constants import INITIAL_MAX, LN2, LOG2E, UNSPECIALIZED
+from .scores_sm90 import (
+    apply_alibi,
+    apply_softcap,
+    get_key_limits,
+    get_n_block_max,
+    get_n_block_min,
+    mask_scores,
+    partial_row_sums,
 )
 
 
 @gluon.jit
-def _begin(first, length, BLOCK_M: gl.constexpr):
-    """Where a tile of three warpgroups begins, at or before its place in the map: the last of a row ends with the row's last 64.
+def _shift_tile_start(start_m, seqlen_q, BLOCK_M: gl.constexpr):
+    """Move the tiles of three warp groups to the left, so that a row ends with its last 64 tokens.
 
-    So the warpgroups without queries are in the tile with the fewest keys. Two warpgroups would not gain by it.
+    The last tile is then full, and the warp groups without queries are in the first tile, which has
+    the fewest keys. Two warp groups would not gain from this.
     """
     if BLOCK_M > 128:
-        return first - (gl.cdiv(length, BLOCK_M) * BLOCK_M - gl.cdiv(length, 64) * 64)
+        return start_m - (gl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M - gl.cdiv(seqlen_q, 64) * 64)
     else:
-        return first
+        return start_m
 
 
 @gluon.jit
-def _forward_producer(
-    rings,
-    read,
-    left,
-    right,
+def forward_producer(
+    smem,
+    producer_args,
+    window_left,
+    window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PARTS_Q: gl.constexpr,
@@ -77,143 +85,141 @@ def _forward_producer(
     WINDOW: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Keys of a tile come with the values of the one before, as both are multiplied in one step; the last values come alone.
+    """Load queries once per tile, and each key block with the values of the previous block.
 
-    The next tile is claimed and looked up before the last keys of this one are waited for, so that nobody waits for that.
+    One step of the consumers multiplies both. The last values come alone. The producer fetches the
+    next tile and reads its entry before it waits for the slot of the last keys, which hides the
+    latency.
     """
-    q_s, k_s, v_s, queue, q_full, q_empty, full, empty = rings
-    qd, kd, vd, TILES, COUNTER, q_head, k_head, v_head, heads, group_size, group = read
-    count = gl.load(TILES)
-    total_tiles = count * heads
-    t = gl.program_id(0)
-    tile, head = _tile(TILES, t, count, total_tiles, group)
-    start, length, other_start, other, first = _fields(tile)
-    i = 0
-    c = 0
-    v_start = 0
-    v_length = 0
-    v_row = 0
-    v_column = 0
-    while t >= 0:
-        qs = i % Q_STAGES
-        mbarrier.wait(q_empty.index(qs), ((i // Q_STAGES) & 1) ^ 1)
-        _post(queue.index(i % 2), tile, t, total_tiles, head)
-        if t < total_tiles:
-            first = _begin(first, length, BLOCK_M)
-            mbarrier.expect(q_full.index(qs), CONSUMERS * _bytes(q_s, PARTS_Q))
-            for w in gl.static_range(CONSUMERS):
-                _load(
-                    qd,
-                    start,
-                    length,
-                    gl.maximum(first + w * (BLOCK_M // CONSUMERS), 0),
-                    _column(head, q_head, q_s),
-                    q_full.index(qs),
-                    q_s,
-                    qs * CONSUMERS + w,
+    q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
+    (
+        q_desc,
+        k_desc,
+        v_desc,
+        TILES,
+        COUNTER,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        heads,
+        qheads_per_khead,
+        heads_in_l2,
+    ) = producer_args
+    num_tiles = gl.load(TILES)
+    total_tiles = num_tiles * heads
+    tile_id = gl.program_id(0)
+    tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+    q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+    work_idx = 0
+    step = 0
+    prev_k_offset = 0
+    prev_seqlen_k = 0
+    prev_start_n = 0
+    prev_v_head = 0
+    while tile_id >= 0:
+        q_stage = work_idx % Q_STAGES
+        mbarrier.wait(q_empty.index(q_stage), ((work_idx // Q_STAGES) & 1) ^ 1)
+        publish_tile(queue.index(work_idx % 2), tile, tile_id, total_tiles, head)
+        if tile_id < total_tiles:
+            start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
+            mbarrier.expect(q_full.index(q_stage), CONSUMERS * slot_bytes(q_smem, PARTS_Q))
+            for wg in gl.static_range(CONSUMERS):
+                load_slot(
+                    q_desc,
+                    q_offset,
+                    seqlen_q,
+                    gl.maximum(start_m + wg * (BLOCK_M // CONSUMERS), 0),
+                    head_coordinate(head, stride_qh, q_smem),
+                    q_full.index(q_stage),
+                    q_smem,
+                    q_stage * CONSUMERS + wg,
                     PARTS_Q,
                 )
-            tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-            low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
-            k_start = other_start + 0
-            k_length = other + 0
-            k_column = _column(head // group_size, k_head, k_s)
-            next_v_column = _column(head // group_size, v_head, v_s)
-            for j in range(tiles - 1, low - 1, -1):
-                if j == low:
-                    t = _claim(COUNTER, total_tiles)
-                    tile, head = _tile(TILES, t, count, total_tiles, group)
-                    start, length, other_start, other, first = _fields(tile)
-                stage = c % STAGES
-                mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-                if c > 0:
-                    mbarrier.expect(full.index(stage), _bytes(k_s, PARTS) + _bytes(v_s, PARTS_V))
-                    _load(
-                        vd,
-                        v_start,
-                        v_length,
-                        v_row,
-                        v_column,
-                        full.index(stage),
-                        v_s,
+            n_block_max = get_n_block_max(
+                start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
+            )
+            n_block_min = get_n_block_min(
+                start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+            )
+            cur_k_offset = k_offset + 0
+            cur_seqlen_k = seqlen_k + 0
+            cur_k_head = head_coordinate(head // qheads_per_khead, stride_kh, k_smem)
+            cur_v_head = head_coordinate(head // qheads_per_khead, stride_vh, v_smem)
+            for n_block in range(n_block_max - 1, n_block_min - 1, -1):
+                if n_block == n_block_min:
+                    tile_id = fetch_tile(COUNTER, total_tiles)
+                    tile, head = tile_entry(TILES, tile_id, num_tiles, total_tiles, heads_in_l2)
+                    q_offset, seqlen_q, k_offset, seqlen_k, start_m = load_tile(tile)
+                stage = step % STAGES
+                mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                if step > 0:
+                    mbarrier.expect(
+                        kv_full.index(stage),
+                        slot_bytes(k_smem, PARTS) + slot_bytes(v_smem, PARTS_V),
+                    )
+                    load_slot(
+                        v_desc,
+                        prev_k_offset,
+                        prev_seqlen_k,
+                        prev_start_n,
+                        prev_v_head,
+                        kv_full.index(stage),
+                        v_smem,
                         stage,
                         PARTS_V,
                     )
                 else:
-                    mbarrier.expect(full.index(stage), _bytes(k_s, PARTS))
-                _load(
-                    kd,
-                    k_start,
-                    k_length,
-                    j * BLOCK_N,
-                    k_column,
-                    full.index(stage),
-                    k_s,
+                    mbarrier.expect(kv_full.index(stage), slot_bytes(k_smem, PARTS))
+                load_slot(
+                    k_desc,
+                    cur_k_offset,
+                    cur_seqlen_k,
+                    n_block * BLOCK_N,
+                    cur_k_head,
+                    kv_full.index(stage),
+                    k_smem,
                     stage,
                     PARTS,
                 )
-                v_start = k_start + 0
-                v_length = k_length + 0
-                v_row = j * BLOCK_N
-                v_column = next_v_column + 0
-                c += 1
+                prev_k_offset = cur_k_offset + 0
+                prev_seqlen_k = cur_seqlen_k + 0
+                prev_start_n = n_block * BLOCK_N
+                prev_v_head = cur_v_head + 0
+                step += 1
         else:
-            if c > 0:
-                stage = c % STAGES
-                mbarrier.wait(empty.index(stage), ((c // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(stage), _bytes(v_s, PARTS_V))
-                _load(
-                    vd, v_start, v_length, v_row, v_column, full.index(stage), v_s, stage, PARTS_V
+            if step > 0:
+                stage = step % STAGES
+                mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(kv_full.index(stage), slot_bytes(v_smem, PARTS_V))
+                load_slot(
+                    v_desc,
+                    prev_k_offset,
+                    prev_seqlen_k,
+                    prev_start_n,
+                    prev_v_head,
+                    kv_full.index(stage),
+                    v_smem,
+                    stage,
+                    PARTS_V,
                 )
-            mbarrier.arrive(q_full.index(qs), count=1)
-            _let_follow(i)  # sooner costs more than it saves
-            t = -1
-        i += 1
-
-
-@gluon.constexpr_function
-def _turn(kind, w, consumers):
-    return f"bar.{kind} {10 + w % consumers}, 256; mov.b32 $0, $1;"
+            mbarrier.arrive(q_full.index(q_stage), count=1)
+            pdl_launch_dependents(work_idx)  # an earlier start costs more than it saves
+            tile_id = -1
+        work_idx += 1
 
 
 @gluon.jit
-def _take_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
-    """Wait for this warpgroup's turn at the tensor cores. Named barriers are not in Gluon, so by inline assembly."""
-    if CONSUMERS > 1:
-        gl.inline_asm_elementwise(_turn("sync", w, CONSUMERS), "=r,r", [c], gl.int32, False, 1)
+def _rescale_accumulators(parts, factor, PARTS: gl.constexpr):
+    """Multiply the accumulators by a factor.
 
-
-@gluon.jit
-def _pass_turn(w: gl.constexpr, c, CONSUMERS: gl.constexpr):
-    if CONSUMERS > 1:
-        gl.inline_asm_elementwise(
-            _turn("arrive", w + 1, CONSUMERS), "=r,r", [c], gl.int32, False, 1
-        )
-
-
-@gluon.jit
-def _partial_sums(y):
-    """Row sums that leave the eight columns of a quad of threads unsummed, so that the loop needs no shuffles."""
-    return gl.sum(y.reshape([y.shape[0], y.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
-def _attended(x, limit, own, left, offs_n, WINDOW: gl.constexpr):
-    """Scores, -inf behind each query's last key and, with a window, before its first."""
-    x = gl.where(limit[:, None] >= offs_n[None, :], x, -float("inf"))
-    if WINDOW:
-        x = gl.where((own - left)[:, None] <= offs_n[None, :], x, -float("inf"))
-    return x
-
-
-@gluon.jit
-def _rescaled(parts, factor, PARTS: gl.constexpr):
-    """The parts of an output, each times a factor. Most factors are 1: then the predicate turns the product off."""
+    Most factors are 1; the predicate then skips the multiplication.
+    """
     products = ()
     for p in gl.static_range(PARTS):
         products += (
             gl.inline_asm_elementwise(
-                "{.reg .pred other; setp.neu.f32 other, $2, 0f3F800000; mov.b32 $0, $1; @other mul.f32 $0, $1, $2;}",
+                "{.reg .pred other; setp.neu.f32 other, $2, 0f3F800000; "
+                "mov.b32 $0, $1; @other mul.f32 $0, $1, $2;}",
                 "=f,f,f",
                 [parts[p], factor],
                 gl.float32,
@@ -226,20 +232,20 @@ def _rescaled(parts, factor, PARTS: gl.constexpr):
 
 @gluon.jit
 def _forward_step(
-    w: gl.constexpr,
+    wg: gl.constexpr,
     q,
-    k_s,
-    v_s,
-    full,
-    empty,
+    k_smem,
+    v_smem,
+    kv_full,
+    kv_empty,
     acc,
-    y,
-    m,
-    l,
-    c,
-    limit,
-    own,
-    left,
+    p,
+    row_max,
+    row_sum,
+    step,
+    last_key,
+    diagonal,
+    window_left,
     offs_n,
     scale,
     softcap,
@@ -255,146 +261,175 @@ def _forward_step(
     LAYOUT_O: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Multiply key tile c, and meanwhile finish tile c - 1, whose weights y are still float32, by its values."""
-    stage = c % STAGES
-    mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-    _take_turn(w, c, CONSUMERS)
-    x = _start_scores(q, k_s, stage, PARTS, LAYOUT_S)
-    p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-    acc = _start_sums(p, v_s, stage, acc, PARTS_V)
-    _pass_turn(w, c, CONSUMERS)
-    x = warpgroup_mma_wait(PARTS_V, deps=(x,))
-    x, factor = _capped(x, scale, softcap, SOFTCAP)
-    x, factor = _biased(x, factor, slope, own, offs_n, ALIBI)
+    """Run Q K^T of block `step` and P V of block `step - 1`, whose weights p are still float32."""
+    stage = step % STAGES
+    mbarrier.wait(kv_full.index(stage), (step // STAGES) & 1)
+    ping_pong_wait(wg, step, CONSUMERS)
+    scores = start_mma_transposed(q, k_smem, stage, PARTS, LAYOUT_S)
+    p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+    acc = start_mma(p_operand, v_smem, stage, acc, PARTS_V)
+    ping_pong_arrive(wg, step, CONSUMERS)
+    scores = warpgroup_mma_wait(PARTS_V, deps=(scores,))
+    scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+    scores, factor = apply_alibi(scores, factor, slope, diagonal, offs_n, ALIBI)
     if masked:
-        x = _attended(x, limit, own, left, offs_n, WINDOW)
-    # A maximum that grows by little stays, so that most sums need not be rescaled; weights are at most 2^8.
-    top = gl.max(x, 1) * factor
-    m_new = gl.where(top > m + 8.0, top, m)
-    alpha = gl.exp2(m - m_new)
-    y = gl.exp2(x * factor - m_new[:, None])
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _partial_sums(y)
-    acc = _wait_sums(0, acc, p, PARTS_V)
-    mbarrier.arrive(empty.index(stage), count=1)
-    acc = _rescaled(acc, gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None], PARTS_V)
-    return acc, y, m_new, l
+        scores = mask_scores(scores, last_key, diagonal, window_left, offs_n, WINDOW)
+    # Keep the running maximum while it grows by at most 8, so that most sums need no rescaling.
+    # Weights are then at most 2^8.
+    block_max = gl.max(scores, 1) * factor
+    row_max_new = gl.where(block_max > row_max + 8.0, block_max, row_max)
+    alpha = gl.exp2(row_max - row_max_new)
+    p = gl.exp2(scores * factor - row_max_new[:, None])
+    row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[
+        :, None
+    ] + partial_row_sums(p)
+    acc = wait_mma(0, acc, p_operand, PARTS_V)
+    mbarrier.arrive(kv_empty.index(stage), count=1)
+    acc = _rescale_accumulators(
+        acc, gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT_O))[:, None], PARTS_V
+    )
+    return acc, p, row_max_new, row_sum
 
 
 @gluon.jit
 def _forward_consumer(
-    w: gl.constexpr,
-    rings,
-    written,
-    left,
-    right,
+    wg: gl.constexpr,
+    smem,
+    consumer_args,
+    window_left,
+    window_right,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM_V: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
-    THROUGH: gl.constexpr,
-    SAME: gl.constexpr,
+    STORE_IN_Q_SMEM: gl.constexpr,
+    SAME_OFFSETS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    WG_M: gl.constexpr = BLOCK_M // CONSUMERS
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     LAYOUT_STORE: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // BLOCK_DV, BLOCK_DV // 8], [4, 1], [1, 0]
     )
-    q_s, k_s, v_s, queue, q_full, q_empty, full, empty = rings
-    od, OUT, LSE, SLOPES, out_stride, total, scale, softcap = written
+    q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty = smem
+    o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap = consumer_args
     offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT_S))
-    i = 0
-    c = 0
-    if w == CONSUMERS - 1:  # the first one begins
-        _pass_turn(w, c, CONSUMERS)
+    work_idx = 0
+    step = 0
+    if wg == CONSUMERS - 1:  # the first warp group starts
+        ping_pong_arrive(wg, step, CONSUMERS)
     mbarrier.wait(q_full.index(0), 0)
-    start, length, other, first, head = _entry(queue.index(0))
-    while length > 0:
-        slot = (i % Q_STAGES) * CONSUMERS + w
-        q = _parts(q_s, slot, PARTS)
-        first = _begin(first, length, BLOCK_M)
-        shift = other - length
-        tiles = _key_tiles(first, length, other, right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-        row = first + w * ROWS
-        query = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT_S))
-        own = query + shift
-        slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-        low = _first_tile(first, length, other, left, tiles, BLOCK_N, WINDOW)
-        # Tiles behind this warpgroup's last key are passed over, and all but one where it has no queries.
-        end = gl.where(row < 0, row, length)
-        most = low + 1
-        if row < end:
-            most = gl.maximum(
-                _key_tiles(row, length, other, right, ROWS, BLOCK_N, CAUSAL, WINDOW), most
-            )
-        for _ in range(tiles - most):
-            mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-            mbarrier.arrive(empty.index(c % STAGES), count=1)
-            _take_turn(w, c, CONSUMERS)
-            _pass_turn(w, c, CONSUMERS)
-            c += 1
-        tiles = most
-        # The last key of each query, and the tiles that all queries of this warpgroup attend in full: with rows of one
-        # length (and ROWS that divide BLOCK_N) all but the last.
-        if SAME:
-            limit = query
-            whole = tiles - 1
-        else:
-            limit, whole = _key_bounds(
-                row + shift, own, other, right, tiles - 1, BLOCK_N, CAUSAL, WINDOW
-            )
-        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-        _take_turn(w, c, CONSUMERS)
-        x = _start_scores(q, k_s, c % STAGES, PARTS, LAYOUT_S)
-        _pass_turn(w, c, CONSUMERS)
-        if THROUGH and i > 0:
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((i - 1) % Q_STAGES), count=1)
-        x = warpgroup_mma_wait(0, deps=(x,))
-        mbarrier.arrive(empty.index(c % STAGES), count=1)
-        x, factor = _capped(x, scale, softcap, SOFTCAP)
-        x, factor = _biased(x, factor, slope, own - (tiles - 1) * BLOCK_N, offs_n, ALIBI)
-        x = _attended(
-            x, limit - (tiles - 1) * BLOCK_N, own - (tiles - 1) * BLOCK_N, left, offs_n, WINDOW
+    q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(0))
+    while seqlen_q > 0:
+        slot = (work_idx % Q_STAGES) * CONSUMERS + wg
+        q = slot_parts(q_smem, slot, PARTS)
+        start_m = _shift_tile_start(start_m, seqlen_q, BLOCK_M)
+        diagonal_offset = seqlen_k - seqlen_q
+        n_block_max = get_n_block_max(
+            start_m, seqlen_q, seqlen_k, window_right, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
         )
-        m = gl.maximum(gl.max(x, 1) * factor, LOWEST)
-        y = gl.exp2(x * factor - m[:, None])
-        l = _partial_sums(y)
-        acc = _zeros(ROWS, PARTS_V, LAYOUT_O)
-        c += 1
+        wg_start_m = start_m + wg * WG_M
+        offs_m = wg_start_m + gl.arange(0, WG_M, gl.SliceLayout(1, LAYOUT_S))
+        diagonal = offs_m + diagonal_offset
+        slope = gl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
+        n_block_min = get_n_block_min(
+            start_m, seqlen_q, seqlen_k, window_left, n_block_max, BLOCK_N, WINDOW
+        )
+        # This warp group skips the blocks after its last key; without queries, all blocks but one.
+        wg_end_m = gl.where(wg_start_m < 0, wg_start_m, seqlen_q)
+        wg_n_block_max = n_block_min + 1
+        if wg_start_m < wg_end_m:
+            wg_n_block_max = gl.maximum(
+                get_n_block_max(
+                    wg_start_m, seqlen_q, seqlen_k, window_right, WG_M, BLOCK_N, CAUSAL, WINDOW
+                ),
+                wg_n_block_max,
+            )
+        for _ in range(n_block_max - wg_n_block_max):
+            mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+            mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+            ping_pong_wait(wg, step, CONSUMERS)
+            ping_pong_arrive(wg, step, CONSUMERS)
+            step += 1
+        n_block_max = wg_n_block_max
+        # The last key of each query, and the number of blocks that all queries of this warp group
+        # attend in full. With equal rows (and a BLOCK_N that WG_M divides) it is all but the last.
+        if SAME_OFFSETS:
+            last_key = offs_m
+            full_blocks = n_block_max - 1
+        else:
+            last_key, full_blocks = get_key_limits(
+                wg_start_m + diagonal_offset,
+                diagonal,
+                seqlen_k,
+                window_right,
+                n_block_max - 1,
+                BLOCK_N,
+                CAUSAL,
+                WINDOW,
+            )
+        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        ping_pong_wait(wg, step, CONSUMERS)
+        scores = start_mma_transposed(q, k_smem, step % STAGES, PARTS, LAYOUT_S)
+        ping_pong_arrive(wg, step, CONSUMERS)
+        if STORE_IN_Q_SMEM and work_idx > 0:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index((work_idx - 1) % Q_STAGES), count=1)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(kv_empty.index(step % STAGES), count=1)
+        scores, factor = apply_softcap(scores, scale, softcap, SOFTCAP)
+        scores, factor = apply_alibi(
+            scores, factor, slope, diagonal - (n_block_max - 1) * BLOCK_N, offs_n, ALIBI
+        )
+        scores = mask_scores(
+            scores,
+            last_key - (n_block_max - 1) * BLOCK_N,
+            diagonal - (n_block_max - 1) * BLOCK_N,
+            window_left,
+            offs_n,
+            WINDOW,
+        )
+        row_max = gl.maximum(gl.max(scores, 1) * factor, INITIAL_MAX)
+        p = gl.exp2(scores * factor - row_max[:, None])
+        row_sum = partial_row_sums(p)
+        acc = zero_accumulators(WG_M, PARTS_V, LAYOUT_O)
+        step += 1
         if WINDOW:
-            # Tiles before `inner` begin before the first key of some query. One loop over all tiles takes fewer registers.
-            inner = gl.cdiv(gl.maximum(row + ROWS - 1 + shift - left, 0), BLOCK_N)
-            for j in range(tiles - 2, low - 1, -1):
-                acc, y, m, l = _forward_step(
-                    w,
+            # Blocks before `window_mask_end` begin before the first key of some query. One loop
+            # over all blocks takes fewer registers.
+            window_mask_end = gl.cdiv(
+                gl.maximum(wg_start_m + WG_M - 1 + diagonal_offset - window_left, 0), BLOCK_N
+            )
+            for n_block in range(n_block_max - 2, n_block_min - 1, -1):
+                acc, p, row_max, row_sum = _forward_step(
+                    wg,
                     q,
-                    k_s,
-                    v_s,
-                    full,
-                    empty,
+                    k_smem,
+                    v_smem,
+                    kv_full,
+                    kv_empty,
                     acc,
-                    y,
-                    m,
-                    l,
-                    c,
-                    limit - j * BLOCK_N,
-                    own - j * BLOCK_N,
-                    left,
+                    p,
+                    row_max,
+                    row_sum,
+                    step,
+                    last_key - n_block * BLOCK_N,
+                    diagonal - n_block * BLOCK_N,
+                    window_left,
                     offs_n,
                     scale,
                     softcap,
                     slope,
-                    (j >= whole) | (j < inner),
+                    (n_block >= full_blocks) | (n_block < window_mask_end),
                     WINDOW,
                     SOFTCAP,
                     ALIBI,
@@ -405,25 +440,25 @@ def _forward_consumer(
                     LAYOUT_O,
                     CONSUMERS,
                 )
-                c += 1
+                step += 1
         else:
-            if CAUSAL and not SAME:
-                for j in range(tiles - 2, whole - 1, -1):
-                    acc, y, m, l = _forward_step(
-                        w,
+            if CAUSAL and not SAME_OFFSETS:
+                for n_block in range(n_block_max - 2, full_blocks - 1, -1):
+                    acc, p, row_max, row_sum = _forward_step(
+                        wg,
                         q,
-                        k_s,
-                        v_s,
-                        full,
-                        empty,
+                        k_smem,
+                        v_smem,
+                        kv_full,
+                        kv_empty,
                         acc,
-                        y,
-                        m,
-                        l,
-                        c,
-                        limit - j * BLOCK_N,
-                        own,
-                        left,
+                        p,
+                        row_max,
+                        row_sum,
+                        step,
+                        last_key - n_block * BLOCK_N,
+                        diagonal,
+                        window_left,
                         offs_n,
                         scale,
                         softcap,
@@ -439,23 +474,23 @@ def _forward_consumer(
                         LAYOUT_O,
                         CONSUMERS,
                     )
-                    c += 1
-            for _ in range(whole - 1, -1, -1):
-                acc, y, m, l = _forward_step(
-                    w,
+                    step += 1
+            for _ in range(full_blocks - 1, -1, -1):
+                acc, p, row_max, row_sum = _forward_step(
+                    wg,
                     q,
-                    k_s,
-                    v_s,
-                    full,
-                    empty,
+                    k_smem,
+                    v_smem,
+                    kv_full,
+                    kv_empty,
                     acc,
-                    y,
-                    m,
-                    l,
-                    c,
-                    limit,
-                    own,
-                    left,
+                    p,
+                    row_max,
+                    row_sum,
+                    step,
+                    last_key,
+                    diagonal,
+                    window_left,
                     offs_n,
                     scale,
                     softcap,
@@ -471,100 +506,128 @@ def _forward_consumer(
                     LAYOUT_O,
                     CONSUMERS,
                 )
-                c += 1
-        if not THROUGH:
-            mbarrier.arrive(q_empty.index(i % Q_STAGES), count=1)
-        p = gl.convert_layout(y.to(v_s.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
-        mbarrier.wait(full.index(c % STAGES), (c // STAGES) & 1)
-        acc = _start_sums(p, v_s, c % STAGES, acc, PARTS_V)
-        l_sum = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, LAYOUT_S))
-        nothing = gl.minimum(limit, other - 1) < 0
-        lse = gl.where(nothing, -float("inf"), (m + gl.log2(l_sum)) * LN2)
-        factor = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / l_sum), gl.SliceLayout(1, LAYOUT_O))
-        acc = _wait_sums(0, acc, p, PARTS_V)
+                step += 1
+        if not STORE_IN_Q_SMEM:
+            mbarrier.arrive(q_empty.index(work_idx % Q_STAGES), count=1)
+        p_operand = gl.convert_layout(p.to(v_smem.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2))
+        mbarrier.wait(kv_full.index(step % STAGES), (step // STAGES) & 1)
+        acc = start_mma(p_operand, v_smem, step % STAGES, acc, PARTS_V)
+        row_sum_total = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, LAYOUT_S))
+        no_valid_key = gl.minimum(last_key, seqlen_k - 1) < 0
+        lse = gl.where(no_valid_key, -float("inf"), (row_max + gl.log2(row_sum_total)) * LN2)
+        inv_row_sum = gl.convert_layout(
+            gl.where(no_valid_key, 0.0, 1.0 / row_sum_total), gl.SliceLayout(1, LAYOUT_O)
+        )
+        acc = wait_mma(0, acc, p_operand, PARTS_V)
         for n in gl.static_range(PARTS_V):
-            # What lies behind the rows may be NaN, so a factor of 0 would not do.
-            part = gl.where(factor[:, None] == 0.0, 0.0, acc[n] * factor[:, None])
-            if THROUGH:
-                _rows(q_s.index(slot * PARTS + n)).store(part.to(OUT.dtype.element_ty))
+            # Tokens after the end of the row may be NaN, so multiplying by 0 is not enough.
+            part = gl.where(inv_row_sum[:, None] == 0.0, 0.0, acc[n] * inv_row_sum[:, None])
+            if STORE_IN_Q_SMEM:
+                as_matrix(q_smem.index(slot * PARTS + n)).store(part.to(OUT.dtype.element_ty))
             else:
-                _store_tile(
-                    OUT + start.to(gl.int64) * out_stride + head * DIM_V + n * BLOCK_DV,
+                store_tile(
+                    OUT + q_offset.to(gl.int64) * stride_om + head * HEAD_DIM_V + n * BLOCK_DV,
                     part,
-                    row,
-                    end,
-                    out_stride,
-                    DIM_V - n * BLOCK_DV,
+                    wg_start_m,
+                    wg_end_m,
+                    stride_om,
+                    HEAD_DIM_V - n * BLOCK_DV,
                     LAYOUT_STORE,
                 )
-        if THROUGH:
+        if STORE_IN_Q_SMEM:
             fence_async_shared()
-            if row < end:
-                _store(od, start, length, row, _column(head, DIM_V, q_s), q_s, slot, PARTS)
-        gl.store(LSE + head.to(gl.int64) * total + start + query, lse, mask=query < end)
-        i += 1
-        mbarrier.wait(q_full.index(i % Q_STAGES), (i // Q_STAGES) & 1)
-        start, length, other, first, head = _entry(queue.index(i % 2))
-    if THROUGH:
+            if wg_start_m < wg_end_m:
+                store_slot(
+                    o_desc,
+                    q_offset,
+                    seqlen_q,
+                    wg_start_m,
+                    head_coordinate(head, HEAD_DIM_V, q_smem),
+                    q_smem,
+                    slot,
+                    PARTS,
+                )
+        gl.store(LSE + head.to(gl.int64) * total_q + q_offset + offs_m, lse, mask=offs_m < wg_end_m)
+        work_idx += 1
+        mbarrier.wait(q_full.index(work_idx % Q_STAGES), (work_idx // Q_STAGES) & 1)
+        q_offset, seqlen_q, seqlen_k, start_m, head = receive_tile(queue.index(work_idx % 2))
+    if STORE_IN_Q_SMEM:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=_COUNTS)
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    qd,
-    kd,
-    vd,
-    od,
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
     SLOPES,
     OUT,
     LSE,
     TILES,
     COUNTER,
-    q_head,
-    k_head,
-    v_head,
-    out_stride,
-    total,
+    stride_qh,
+    stride_kh,
+    stride_vh,
+    stride_om,
+    total_q,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    DIM_V: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     BLOCK_DV: gl.constexpr,
     PARTS: gl.constexpr,
     PARTS_V: gl.constexpr,
     STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr,
-    THROUGH: gl.constexpr,
+    STORE_IN_Q_SMEM: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    SAME: gl.constexpr,
+    SAME_OFFSETS: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ALIBI: gl.constexpr,
 ):
-    """OUT (total, heads, DIM_V) and LSE (heads, total), natural.
+    """Compute OUT (total_q, heads, HEAD_DIM_V) and the natural log-sum-exp LSE (heads, total_q).
 
-    CONSUMERS: 1, where programs share a multiprocessor, to 3, of 64 queries each. SAME: queries and keys of causal rows have
-    the same offsets. THROUGH: the output leaves through the slot of its queries, which are as wide. The other constants are those
-    that `hopper` tells of.
+    CONSUMERS
+        The number of consumer warp groups, of 64 queries each: 1 where CTAs share an SM, up to 3.
+    SAME_OFFSETS
+        Queries and keys of causal rows have the same offsets.
+    STORE_IN_Q_SMEM
+        The output goes through the shared memory of its queries, which are as wide.
+
+    `sm90.pipeline` and `scores_sm90` describe the other constants.
     """
-    q_s = _ring(qd, Q_STAGES * CONSUMERS * PARTS)
-    k_s = _ring(kd, STAGES * PARTS)
-    v_s = _ring(vd, STAGES * PARTS_V)
-    queue = _queue()
-    q_full = _barriers(Q_STAGES, 1)
-    q_empty = _barriers(Q_STAGES, CONSUMERS)
-    full = _barriers(STAGES, 1)
-    empty = _barriers(STAGES, CONSUMERS)
-    rings = q_s, k_s, v_s, queue, q_full, q_empty, full, empty
-    read = qd, kd, vd, TILES, COUNTER, q_head, k_head, v_head, heads, group_size, group
-    written = od, OUT, LSE, SLOPES, out_stride, total, scale, softcap
+    q_smem = allocate_ring(q_desc, Q_STAGES * CONSUMERS * PARTS)
+    k_smem = allocate_ring(k_desc, STAGES * PARTS)
+    v_smem = allocate_ring(v_desc, STAGES * PARTS_V)
+    queue = allocate_tile_queue()
+    q_full = allocate_barriers(Q_STAGES, 1)
+    q_empty = allocate_barriers(Q_STAGES, CONSUMERS)
+    kv_full = allocate_barriers(STAGES, 1)
+    kv_empty = allocate_barriers(STAGES, CONSUMERS)
+    smem = q_smem, k_smem, v_smem, queue, q_full, q_empty, kv_full, kv_empty
+    producer_args = (
+        q_desc,
+        k_desc,
+        v_desc,
+        TILES,
+        COUNTER,
+        stride_qh,
+        stride_kh,
+        stride_vh,
+        heads,
+        qheads_per_khead,
+        heads_in_l2,
+    )
+    consumer_args = o_desc, OUT, LSE, SLOPES, stride_om, total_q, scale, softcap
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -572,20 +635,20 @@ def forward_kernel(
                     _forward_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
                         STAGES,
                         Q_STAGES,
-                        THROUGH,
-                        SAME,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -594,12 +657,12 @@ def forward_kernel(
                     ),
                 ),
                 (
-                    _forward_producer,
+                    forward_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,
@@ -623,20 +686,20 @@ def forward_kernel(
                     _forward_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
                         STAGES,
                         Q_STAGES,
-                        THROUGH,
-                        SAME,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -648,20 +711,20 @@ def forward_kernel(
                     _forward_consumer,
                     (
                         1,
-                        rings,
-                        written,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
                         STAGES,
                         Q_STAGES,
-                        THROUGH,
-                        SAME,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -670,12 +733,12 @@ def forward_kernel(
                     ),
                 ),
                 (
-                    _forward_producer,
+                    forward_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,
@@ -699,20 +762,20 @@ def forward_kernel(
                     _forward_consumer,
                     (
                         0,
-                        rings,
-                        written,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
                         STAGES,
                         Q_STAGES,
-                        THROUGH,
-                        SAME,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -724,20 +787,20 @@ def forward_kernel(
                     _forward_consumer,
                     (
                         1,
-                        rings,
-                        written,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
                         STAGES,
                         Q_STAGES,
-                        THROUGH,
-                        SAME,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -749,20 +812,20 @@ def forward_kernel(
                     _forward_consumer,
                     (
                         2,
-                        rings,
-                        written,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        consumer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
-                        DIM_V,
+                        HEAD_DIM_V,
                         BLOCK_DV,
                         PARTS,
                         PARTS_V,
                         STAGES,
                         Q_STAGES,
-                        THROUGH,
-                        SAME,
+                        STORE_IN_Q_SMEM,
+                        SAME_OFFSETS,
                         CAUSAL,
                         WINDOW,
                         SOFTCAP,
@@ -771,12 +834,12 @@ def forward_kernel(
                     ),
                 ),
                 (
-                    _forward_producer,
+                    forward_producer,
                     (
-                        rings,
-                        read,
-                        left,
-                        0 if CAUSAL else right,
+                        smem,
+                        producer_args,
+                        window_left,
+                        0 if CAUSAL else window_right,
                         BLOCK_M,
                         BLOCK_N,
                         PARTS,

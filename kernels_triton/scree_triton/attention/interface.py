@@ -1,7 +1,7 @@
-"""The entrance to attention: what is taken, and how autograd and torch.compile see it.
+"""Attention calls: rejection of unsupported calls, autograd and torch.compile.
 
-Eager calls go through one `torch.autograd.Function` and launch compiled kernels directly; while torch.compile or
-torch.export trace, the same plans run behind custom operators.
+Eager calls use one `torch.autograd.Function` and launch compiled kernels directly. While
+torch.compile or torch.export traces, custom operators run the same launch configs.
 """
 
 from collections.abc import Callable
@@ -10,28 +10,37 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..runtime.autograd import Function, differentiated, once_differentiable
-from ..runtime.launch import INTERPRETED
-from .launch_configs import Rows, Spec, aligned, capturing, plan, tf32
+from ..runtime.autograd import differentiable, needs_gradient
+from ..runtime.compile import define_operator
+from ..runtime.device import INTERPRETED
+from .launch_configs import (
+    AttentionSpec,
+    VarlenLayout,
+    allows_tf32,
+    get_launch_config,
+    is_capturing,
+    is_tma_aligned,
+)
 from .tile_scheduler import UNBOUNDED
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_ROWS = 1 << 24
-_MOST_TOKENS = 1 << 26
-_UNFIT: dict[torch.device, str] = {}  # why no kernel runs on a device; empty for those that do
+_MAX_ROWS = 1 << 24
+_MAX_TOKENS = 1 << 26
+#: Device -> why no kernel runs on it; an empty string where kernels run.
+_DEVICE_REJECTIONS: dict[torch.device, str] = {}
 
 
 def rejects(call: Any) -> str | None:
-    """Why this package does not take `call`, from host metadata only; None if it does."""
+    """Return why the kernels cannot serve `call`, from host metadata only; None if they can."""
     q, k, v = call.q.values, call.k.values, call.v.values
     dtype, slopes = q.dtype, call.alibi_slopes
     if not (
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         return "the Triton kernels take torch tensors"
-    unfit = _unfit(q.device)
-    if unfit:
-        return unfit
+    reason = _rejects_device(q.device)
+    if reason:
+        return reason
     if dtype not in _DTYPES:
         return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
     if INTERPRETED and dtype == torch.bfloat16:
@@ -52,29 +61,34 @@ def rejects(call: Any) -> str | None:
         return f"the Triton kernels take ALiBi slopes on {q.device} that need no gradient"
     if not call.scale > 0:
         return f"the Triton kernels need a positive scale, not {call.scale}"
-    if call.q.offsets.shape[0] > _MOST_ROWS or total > _MOST_TOKENS or total_k > _MOST_TOKENS:
-        return f"the Triton kernels take up to {_MOST_ROWS - 1} rows and {_MOST_TOKENS} tokens"
+    if call.q.offsets.shape[0] > _MAX_ROWS or total > _MAX_TOKENS or total_k > _MAX_TOKENS:
+        return f"the Triton kernels take up to {_MAX_ROWS - 1} rows and {_MAX_TOKENS} tokens"
     return None
 
 
-def _unfit(device: torch.device) -> str:
-    if device not in _UNFIT:
+def _rejects_device(device: torch.device) -> str:
+    if device not in _DEVICE_REJECTIONS:
         if device.type != "cuda" and not INTERPRETED:
-            _UNFIT[device] = f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+            _DEVICE_REJECTIONS[device] = (
+                f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+            )
         elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            _UNFIT[device] = "the Triton kernels need compute capability 8.0 (Ampere) or later"
+            _DEVICE_REJECTIONS[device] = (
+                "the Triton kernels need compute capability 8.0 (Ampere) or later"
+            )
         else:
-            _UNFIT[device] = ""
-    return _UNFIT[device]
+            _DEVICE_REJECTIONS[device] = ""
+    return _DEVICE_REJECTIONS[device]
 
 
 def run(call: Any) -> Any:
-    """Run a call that `rejects` does not reject.
+    """Run a call that `rejects` accepts.
 
     Returns
     -------
     Array or tuple of Array
-        The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number a query and head.
+        The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number
+        per query and head.
     """
     if not torch.compiler.is_compiling():
         return prepare_run(call)(call.q, call.k, call.v, call.alibi_slopes)
@@ -85,66 +99,58 @@ def run(call: Any) -> Any:
         v.values,
         q.offsets,
         k.offsets,
-        _spec(call),
-        None if call.alibi_slopes is None else _float(call.alibi_slopes),
+        _call_spec(call),
+        None if call.alibi_slopes is None else _as_float32(call.alibi_slopes),
     )
     return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
 
 
 def prepare_run(call: Any) -> Callable[..., Any]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
-    spec, alibi, return_lse = _spec(call), call.alibi_slopes is not None, call.return_lse
-    wanted = any(x.values.requires_grad for x in (call.q, call.k, call.v))
-    found: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
+    """Return a function that runs calls with the same metadata as this one."""
+    spec, alibi, return_lse = _call_spec(call), call.alibi_slopes is not None, call.return_lse
+    needs_grad = any(x.values.requires_grad for x in (call.q, call.k, call.v))
+    # Alignment and precision setting -> functions that run forward and backward.
+    prepared: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
 
-    def ways(
-        q: Any, k: Any, arrays: tuple[torch.Tensor, ...], key: Any
+    def prepare(
+        q: Any, k: Any, values: tuple[torch.Tensor, ...], key: Any
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        rows = Rows(
-            q.offsets,
-            k.offsets,
-            q.layout.pair_cache(k.layout),
-            max(q.layout.max_length_bound, k.layout.max_length_bound),
-        )
-        way, tokens = plan(*arrays, rows, spec, alibi), (arrays[0].shape[0], arrays[1].shape[0])
-        made = (
-            way.forward_on(rows, *tokens, spec),
-            way.backward_on(rows, *tokens, spec) if wanted else None,
-        )
-        if not capturing(arrays[0]):
-            found[key] = made
-        return made
+        max_seqlen = max(q.layout.max_length_bound, k.layout.max_length_bound)
+        layout = VarlenLayout(q.offsets, k.offsets, q.layout.pair_cache(k.layout), max_seqlen)
+        config = get_launch_config(*values, layout, spec, alibi)
+        total_q, total_k = values[0].shape[0], values[1].shape[0]
+        forward = config.prepare_forward(layout, total_q, total_k, spec)
+        backward = config.prepare_backward(layout, total_q, total_k, spec) if needs_grad else None
+        if not is_capturing(values[0]):
+            prepared[key] = forward, backward
+        return forward, backward
 
-    def attend(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
-        arrays, slopes = (
-            (q.values, k.values, v.values),
-            None if alibi_slopes is None else _float(alibi_slopes),
-        )
-        key = aligned(*arrays), tf32(arrays[0].dtype)
-        forward, backward = found.get(key) or ways(q, k, arrays, key)
-        if not (wanted and torch.is_grad_enabled()):
-            out, lse = forward(*arrays, slopes)
+    def run_prepared(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
+        values = q.values, k.values, v.values
+        slopes = None if alibi_slopes is None else _as_float32(alibi_slopes)
+        key = is_tma_aligned(*values), allows_tf32(values[0].dtype)
+        forward, backward = prepared.get(key) or prepare(q, k, values, key)
+        if not (needs_grad and torch.is_grad_enabled()):
+            out, lse = forward(*values, slopes)
         elif return_lse:
-            out, lse = _Attention.apply(*arrays, (forward, backward, slopes, True))
+            out, lse = _differentiable_attention(*values, (forward, backward, slopes, True))
         else:
             return q.from_layout(
-                _Attention.apply(*arrays, (forward, backward, slopes, False)), q.layout
+                _differentiable_attention(*values, (forward, backward, slopes, False)), q.layout
             )
-        return (
-            (q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout))
-            if return_lse
-            else q.from_layout(out, q.layout)
-        )
+        if return_lse:
+            return q.from_layout(out, q.layout), q.from_layout(lse.t(), q.layout)
+        return q.from_layout(out, q.layout)
 
-    return attend
+    return run_prepared
 
 
-def _float(slopes: torch.Tensor) -> torch.Tensor:
+def _as_float32(slopes: torch.Tensor) -> torch.Tensor:
     return slopes.to(torch.float32).contiguous()
 
 
-def _spec(call: Any) -> Spec:
-    return spec_of(call.causal, *call.window, call.scale, call.softcap)
+def _call_spec(call: Any) -> AttentionSpec:
+    return make_spec(call.causal, *call.window, call.scale, call.softcap)
 
 
 def attention(
@@ -167,73 +173,72 @@ def attention(
     Parameters
     ----------
     q, k, v
-        Values of shape ``(total, num_heads, head_dim)``. The heads of k and v may be fewer, the head_dim of v other.
+        Values of shape ``(total, num_heads, head_dim)``. k and v may have fewer heads, v another
+        head_dim.
     cu_q, cu_k
         Offsets of the rows, int32 or int64.
     causal
-        Query ``i`` attends keys up to its own position, both rows aligned at their ends.
+        Whether a query attends only keys up to its own position; both rows are aligned at their
+        ends.
     window
-        How many keys before and after its own position a query attends, None for all.
+        The number of keys that a query attends before and after its own position; None for all.
     scale, softcap
         Scores are ``q @ k * scale``, and with a softcap ``softcap * tanh(scores / softcap)``.
     alibi_slopes
-        float32, shape ``(num_heads,)``: a slope times the distance of query and key is taken off each score, after the
-        softcap. Not differentiated.
+        float32, shape ``(num_heads,)``. The slope times the distance between query and key is
+        subtracted from each score, after the softcap. Not differentiated.
     memo
-        A dict that belongs to the rows of q and lives as long as they do; the tile maps are kept in it.
+        A dict that belongs to the rows of q and lives as long as they do. It caches tile schedules.
     max_length
-        A bound on the longest row of q and k, where one is known: few short rows take smaller tiles.
+        A bound on the longest row of q and k, if known. A few short rows take smaller tiles.
 
     Returns
     -------
     out, lse
-        The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query without a valid key
-        has output 0 and log-sum-exp -inf.
+        The output, contiguous, and the float32 log-sum-exp of shape ``(total, num_heads)``. A query
+        without a valid key has output 0 and log-sum-exp -inf.
     """
-    spec = spec_of(causal, *window, scale, softcap)
+    spec = make_spec(causal, *window, scale, softcap)
     if torch.compiler.is_compiling():
         out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
         return out, lse.t()
-    rows = Rows(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
-    way, on = (
-        plan(q, k, v, rows, spec, alibi_slopes is not None),
-        (rows, q.shape[0], k.shape[0], spec),
-    )
-    forward = way.forward_on(*on)
-    if differentiated(q, k, v):
-        out, lse = _Attention.apply(q, k, v, (forward, way.backward_on(*on), alibi_slopes, True))
+    layout = VarlenLayout(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
+    config = get_launch_config(q, k, v, layout, spec, alibi_slopes is not None)
+    forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
+    if needs_gradient(q, k, v):
+        backward = config.prepare_backward(layout, q.shape[0], k.shape[0], spec)
+        out, lse = _differentiable_attention(q, k, v, (forward, backward, alibi_slopes, True))
     else:
         out, lse = forward(q, k, v, alibi_slopes)
     return out, lse.t()
 
 
-def spec_of(
+def make_spec(
     causal: bool, left: int | None, right: int | None, scale: float, softcap: float | None
-) -> Spec:
-    """What is computed, in the plain numbers of `Spec`."""
-    left, right = (
-        UNBOUNDED if left is None else min(left, UNBOUNDED),
-        UNBOUNDED if right is None else min(right, UNBOUNDED),
+) -> AttentionSpec:
+    """Return the spec of a call, with `UNBOUNDED` for None and the causal mask in the window."""
+    left = UNBOUNDED if left is None else min(left, UNBOUNDED)
+    right = UNBOUNDED if right is None else min(right, UNBOUNDED)
+    return AttentionSpec(
+        left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0)
     )
-    return Spec(left, min(right, 0) if causal else right, float(scale), float(softcap or 0.0))
 
 
-class _Attention(Function):
-    """`constants`, one argument because each costs: what runs forward and backward, the slopes, and whether the lse is given."""
+def _record_attention(ctx, q, k, v, constants):
+    # The constants are one tuple, because every argument of an autograd function costs time.
+    run, ctx.run_back, ctx.slopes, return_lse = constants
+    out, lse = run(q, k, v, ctx.slopes)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.set_materialize_grads(False)
+    return (out, lse) if return_lse else out
 
-    @staticmethod
-    def forward(ctx, q, k, v, constants):
-        run, ctx.run_back, ctx.slopes, return_lse = constants
-        out, lse = run(q, k, v, ctx.slopes)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if return_lse else out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse=None):
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+def _attention_gradient(ctx, dout, dlse=None):
+    q, k, v, out, lse = ctx.saved_tensors
+    return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+
+
+_differentiable_attention = differentiable("Attention", _record_attention, _attention_gradient)
 
 
 def _traced(
@@ -242,45 +247,50 @@ def _traced(
     v: torch.Tensor,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
-    spec: Spec,
+    spec: AttentionSpec,
     slopes: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the log-sum-exp as the kernels lay it out, (num_heads, total), as a compiler shall see it."""
-    rows_q = _rows_op(cu_q)
-    return _forward_op(q, k, v, slopes, rows_q, rows_q if cu_k is cu_q else _rows_op(cu_k), *spec)
+    """Return the output and the log-sum-exp (num_heads, total) through operators, for compilers."""
+    copied_q = offsets_op(cu_q)
+    return attention_op(
+        q, k, v, slopes, copied_q, copied_q if cu_k is cu_q else offsets_op(cu_k), *spec
+    )
 
 
-#: Offsets that `_rows_op` made in a compiled function -> their tile maps.
-_MEMOS: Any = WeakIdKeyDictionary()
+#: Offsets that `offsets_op` copied in a compiled function -> their tile schedules.
+SCHEDULES: Any = WeakIdKeyDictionary()
 
 
-@torch.library.custom_op("scree_triton::rows", mutates_args=())
-def _rows_op(offsets: torch.Tensor) -> torch.Tensor:
-    """A copy of offsets that nobody else holds, so that tile maps can be kept for it.
+def _rows_operator(offsets: torch.Tensor) -> torch.Tensor:
+    """Return a copy of offsets that no other code holds, for which schedules can be cached.
 
-    What a compiler hands to an operator may be memory that it uses anew. Compilers merge equal calls, so all layers of a
-    model share one copy, and with it the maps.
+    A compiler may pass memory that it reuses to an operator. Compilers merge equal calls, so all
+    layers of a model share one copy, and with it the schedules.
     """
-    rows = offsets.clone()
-    _MEMOS[rows] = {}
-    return rows
+    copy = offsets.clone()
+    SCHEDULES[copy] = {}
+    return copy
 
 
-@_rows_op.register_fake
-def _(offsets):
+def _rows_fake(offsets):
     return torch.empty_like(offsets)
 
 
-def _rows(cu_q: torch.Tensor, cu_k: torch.Tensor) -> Rows:
-    """An operator's arguments lose their identity, so the same offsets are told by their memory."""
+offsets_op = define_operator("rows", _rows_operator, _rows_fake)
+
+
+def _layout(cu_q: torch.Tensor, cu_k: torch.Tensor) -> VarlenLayout:
+    """Return the layout of an operator's arguments.
+
+    They lose their identity, so equal memory identifies the same offsets.
+    """
     same = (
         cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
     )
-    return Rows(cu_q, cu_q if same else cu_k, _MEMOS.get(cu_q))
+    return VarlenLayout(cu_q, cu_q if same else cu_k, SCHEDULES.get(cu_q))
 
 
-@torch.library.custom_op("scree_triton::attention", mutates_args=())
-def _forward_op(
+def _forward_operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -292,18 +302,19 @@ def _forward_op(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    return plan(q, k, v, rows, spec, slopes is not None).forward(q, k, v, slopes, rows, spec)
+    layout = _layout(cu_q, cu_k)
+    spec = AttentionSpec(left, right, scale, softcap)
+    return get_launch_config(q, k, v, layout, spec, slopes is not None).forward(
+        q, k, v, slopes, layout, spec
+    )
 
 
-@_forward_op.register_fake
-def _(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
+def _forward_fake(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
     total, heads, _ = q.shape
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
 
-@torch.library.custom_op("scree_triton::attention_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -319,15 +330,18 @@ def _backward_op(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, spec = _rows(cu_q, cu_k), Spec(left, right, scale, softcap)
-    return plan(q, k, v, rows, spec, slopes is not None).backward(
-        q, k, v, slopes, out, lse, dout, dlse, rows, spec
+    layout = _layout(cu_q, cu_k)
+    spec = AttentionSpec(left, right, scale, softcap)
+    return get_launch_config(q, k, v, layout, spec, slopes is not None).backward(
+        q, k, v, slopes, out, lse, dout, dlse, layout, spec
     )
 
 
-@_backward_op.register_fake
-def _(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
+def _backward_fake(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+_backward_op = define_operator("attention_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -341,4 +355,6 @@ def _differentiate(ctx, dout, dlse):
     return *_backward_op(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, *ctx.spec), *(None,) * 7
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+attention_op = define_operator(
+    "attention", _forward_operator, _forward_fake, save=_save, backward=_differentiate
+)

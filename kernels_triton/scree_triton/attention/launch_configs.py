@@ -1,7 +1,8 @@
-"""What an attention call allocates and launches: the portable plan and the Hopper plan.
+"""Launch configs of attention: the allocations and kernel launches of a call.
 
-A plan holds what follows from a call's static facts (device, dtype, shapes but for the number of tokens, strides, kind of
-mask). Plans are cached. For given rows a plan makes functions that only allocate their results and launch.
+A launch config holds everything that follows from a call's static metadata: device, dtype, shapes
+except the number of tokens, strides and the kind of mask. Launch configs are cached. For a given
+pair of row layouts, a launch config prepares functions that only allocate their results and launch.
 """
 
 import os
@@ -13,235 +14,330 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..runtime.autograd import on_device
-from ..runtime.launch import Launch, contiguous, empty, ragged
+from ..runtime.device import GLUON_KNOWN
+from ..runtime.launch import Launch, contiguous, empty, on_device, ragged
 from . import portable
-from .tile_configs import FEW, GLUON, GLUON_FEW, SHORT, GluonTiles, Tile, Tiles, portable_tiles
-from .tile_scheduler import UNBOUNDED, tile_bound, tile_map
+from .arguments import (
+    BackwardNumbers,
+    DkdvArgs,
+    DkdvStrides,
+    DqArgs,
+    DqNumbers,
+    DqStrides,
+    Float32DkdvArgs,
+    Float32DqArgs,
+    Float32ForwardArgs,
+    Float32ForwardStrides,
+    ForwardArgs,
+    ForwardNumbers,
+    ForwardStrides,
+    PortableDkdvArgs,
+    PortableDkdvStrides,
+    PortableDqArgs,
+    PortableDqStrides,
+    PortableForwardArgs,
+    PortableForwardStrides,
+    SplitArgs,
+    SplitDoutArgs,
+)
+from .tile_configs import (
+    FEW_QUERIES,
+    SHORT_SEQLEN,
+    SM90_SMALL_BATCH_TILES,
+    SM90_TILES,
+    Sm90Tiles,
+    Tile,
+    Tiles,
+    portable_tiles,
+)
+from .tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
 
 LOG2E = 1.4426950408889634
-_MOST_PLANS = 1024
-_MOST_READ = (
-    40_000_000  # numbers of heads side by side, beyond which the L2 cache of an H100 loses them
-)
-AUTOTUNE = (
-    os.environ.get("SCREE_AUTOTUNE") == "1"
-)  # measure the tiles of portable kernels at the first call of a kind
-GLUON_KNOWN = triton.__version__.startswith(
-    ("3.6.", "3.7.")
-)  # Gluon changes, and so does what it compiles to
+_MAX_CONFIGS = 1024
+#: The L2 cache of an H100 holds the keys and values of this many numbers, summed over heads.
+_L2_NUMBERS = 40_000_000
+#: Whether the first call of a kind measures the tiles of the portable kernels.
+AUTOTUNE = os.environ.get("SCREE_AUTOTUNE") == "1"
 
 
-class Spec(NamedTuple):
-    """What is computed, in plain numbers: `UNBOUNDED` for an open side of the window, softcap 0 for none."""
+class AttentionSpec(NamedTuple):
+    """The window, the scale and the softcap in plain numbers.
 
-    left: int
-    right: int
+    An open side of the window is `UNBOUNDED`; softcap 0 means none.
+    """
+
+    window_left: int
+    window_right: int
     scale: float
     softcap: float
 
 
-class Rows(NamedTuple):
-    """The rows of queries and keys, the dict (or None) of the queries' rows in which the tile maps are kept, and a bound on the
-    rows' lengths that is known without reading them."""
+class VarlenLayout(NamedTuple):
+    """The rows of queries and keys.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    memo: dict | None
-    longest: int = UNBOUNDED
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k
+        The offsets of the rows of the queries and of the keys.
+    cache
+        The dict in which tile schedules are kept, which belongs to the rows of the queries, or
+        None.
+    max_seqlen
+        A bound on the rows' lengths that is known without reading the offsets.
+    """
 
-    def query_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
-        """The tiles of the queries."""
-        key = "q", id(self.k), total, block, spec[0], spec[1]
-        found = self.memo.get(key) if self.memo else None
-        return found[0] if found else self._tiles(key, self.q, self.k)
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    cache: dict | None
+    max_seqlen: int = UNBOUNDED
 
-    def key_tiles(self, total: int, block: int, spec: Spec) -> torch.Tensor:
-        """The tiles of the keys. Seen from a key, the window's sides change places."""
-        key = "k", id(self.k), total, block, spec[1], spec[0]
-        found = self.memo.get(key) if self.memo else None
-        return found[0] if found else self._tiles(key, self.k, self.q)
+    def query_tiles(self, total_q: int, block_m: int, spec: AttentionSpec) -> torch.Tensor:
+        """Return the schedule of query tiles."""
+        key = "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+        cached = self.cache.get(key) if self.cache else None
+        return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
-    def _tiles(self, key: tuple, offsets: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        tiles = tile_map(offsets, other, *key[2:])
-        if self.memo is not None and not capturing(offsets):
-            # The keys' offsets are kept beside the map, so that their id stays theirs.
-            self.memo[key] = tiles, None if self.k is self.q else self.k
+    def key_tiles(self, total_k: int, block_n: int, spec: AttentionSpec) -> torch.Tensor:
+        """Return the schedule of key tiles.
+
+        For keys, the left and right sides of the window are swapped.
+        """
+        key = "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+        cached = self.cache.get(key) if self.cache else None
+        return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
+
+    def _schedule(
+        self, key: tuple, cu_seqlens: torch.Tensor, other_cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        tiles = schedule_tiles(cu_seqlens, other_cu_seqlens, *key[2:])
+        if self.cache is not None and not is_capturing(cu_seqlens):
+            # The keys' offsets are kept with the schedule, so that no other object gets their id.
+            same = self.cu_seqlens_k is self.cu_seqlens_q
+            self.cache[key] = tiles, None if same else self.cu_seqlens_k
         return tiles
 
 
-def capturing(x: torch.Tensor) -> bool:
-    """Whether what is computed on the tensor's device becomes part of a graph: then it is not there before the graph runs."""
+def is_capturing(x: torch.Tensor) -> bool:
+    """Return whether computations on the tensor's device are being captured into a CUDA graph.
+
+    Their results do not exist before the graph runs.
+    """
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class _Shape(NamedTuple):
-    """A tensor's static facts: (heads, size of a head) and strides."""
+class HeadLayout(NamedTuple):
+    """The static part of a tensor's shape and strides: everything but the number of tokens."""
 
     heads: int
-    dim: int
-    stride: int
-    head: int
+    head_dim: int
+    token_stride: int
+    head_stride: int
 
 
-_PLANS: dict[tuple, "Plan"] = {}
+#: Static metadata of a call -> launch config.
+CONFIG_CACHE: dict[tuple, "LaunchConfig"] = {}
 
 
-def plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec, alibi: bool
-) -> "Plan":
-    """The plan for a call, from the cache or new."""
-    left, right, _, softcap = spec
-    total, heads, dim = q.shape
-    total_k, k_heads, dim_v = v.shape
-    some = total > 0 and total_k > 0
+def get_launch_config(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: VarlenLayout,
+    spec: AttentionSpec,
+    alibi: bool,
+) -> "LaunchConfig":
+    """Return the launch config of a call, from the cache or new."""
+    window_left, window_right, _, softcap = spec
+    total_q, heads, head_dim = q.shape
+    total_k, k_heads, head_dim_v = v.shape
+    has_tokens = total_q > 0 and total_k > 0
     key = (
         q.device,
         q.dtype,
         heads,
-        dim,
+        head_dim,
         k_heads,
-        dim_v,
+        head_dim_v,
         q.stride(),
         k.stride(),
         v.stride(),
-        left < UNBOUNDED,
-        right < UNBOUNDED,
-        right == 0,
+        window_left < UNBOUNDED,
+        window_right < UNBOUNDED,
+        window_right == 0,
         softcap > 0,
         alibi,
-        some and aligned(q, k, v),
-        rows.q is rows.k,
-        tf32(q.dtype),
-        rows.longest <= SHORT and total * heads <= FEW,
+        has_tokens and is_tma_aligned(q, k, v),
+        layout.cu_seqlens_q is layout.cu_seqlens_k,
+        allows_tf32(q.dtype),
+        layout.max_seqlen <= SHORT_SEQLEN and total_q * heads <= FEW_QUERIES,
     )
-    found = _PLANS.get(key)
-    if found is None:
-        if (
-            len(_PLANS) >= _MOST_PLANS
-        ):  # strides that change with the number of tokens make new keys for ever
-            _PLANS.clear()
-        shapes = tuple(_Shape(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
-        found = _plan(q.device, q.dtype, shapes, *key[9:])
-        if AUTOTUNE and isinstance(found, PortablePlan) and some:
-            found = found.tuned(q, k, v, rows, spec)
-        _PLANS[key] = found
-    return found
+    config = CONFIG_CACHE.get(key)
+    if config is None:
+        # Bounds the cache when strides change with the number of tokens.
+        if len(CONFIG_CACHE) >= _MAX_CONFIGS:
+            CONFIG_CACHE.clear()
+        heads_of = tuple(HeadLayout(*x.shape[1:], *x.stride()[:2]) for x in (q, k, v))
+        config = select_config(q.device, q.dtype, heads_of, *key[9:])
+        if AUTOTUNE and isinstance(config, PortableConfig) and has_tokens:
+            config = config.autotuned(q, k, v, layout, spec)
+        CONFIG_CACHE[key] = config
+    return config
 
 
-def aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the copy engine can read the tensors where they begin."""
+def is_tma_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether the tensors' addresses have the alignment that TMA needs."""
     return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
 
 
-def tf32(dtype: torch.dtype) -> bool:
-    """Whether products may round float32 to tf32."""
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Return whether products may round float32 to tf32."""
     return dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
-def _plan(
+def select_config(
     device: torch.device,
     dtype: torch.dtype,
-    shapes: tuple[_Shape, ...],
-    left: bool,
-    right: bool,
+    layouts: tuple[HeadLayout, ...],
+    has_left: bool,
+    has_right: bool,
     causal: bool,
     softcap: bool,
     alibi: bool,
-    aligned: bool,
-    same: bool,
+    tma_aligned: bool,
+    same_offsets: bool,
     tf32: bool,
-    few: bool,
-) -> "Plan":
-    q, _, v = shapes
-    window = left or (right and not causal)
+    small_batch: bool,
+) -> "LaunchConfig":
+    """Return a new launch config of the fastest kernels that can serve the call."""
+    q, _, v = layouts
+    window = has_left or (has_right and not causal)
     half = dtype != torch.float32
-    hopper = (
+    sm90 = (
         GLUON_KNOWN
         and device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and _gluon_tiles(dtype.itemsize, q.dim, v.dim) is not None
-        and aligned
-        and q.dim % 8 == v.dim % 8 == 0
-        and all(_reachable(x.stride, x.head, x.heads) for x in shapes)
+        and _sm90_tiles(dtype.itemsize, q.head_dim, v.head_dim) is not None
+        and tma_aligned
+        and q.head_dim % 8 == v.head_dim % 8 == 0
+        and all(_is_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts)
     )
-    if hopper and half:
-        return HopperPlan(device, dtype, shapes, causal, window, softcap, alibi, same, few)
-    if hopper and not tf32:
-        return SplitPlan(device, shapes, causal, window, softcap, alibi)
-    return PortablePlan(device, dtype, shapes, left, right, softcap, alibi, tf32)
+    if sm90 and half:
+        return Sm90Config(
+            device, dtype, layouts, causal, window, softcap, alibi, same_offsets, small_batch
+        )
+    if sm90 and not tf32:
+        return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
+    return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
 
 
-def _tiled(dim: int) -> tuple[int, int]:
-    """The width of a head's tiles in shared memory, and how many it has; the copy engine fills up the last one with zeros."""
-    if dim <= 128:
-        return triton.next_power_of_2(dim), 1
-    return (64, 3) if dim <= 192 else (128, 2)
+def _head_parts(head_dim: int) -> tuple[int, int]:
+    """Return the width of a head's parts in shared memory and their number.
+
+    TMA fills the last part with zeros.
+    """
+    if head_dim <= 128:
+        return triton.next_power_of_2(head_dim), 1
+    return (64, 3) if head_dim <= 192 else (128, 2)
 
 
-def _gluon_tiles(itemsize: int, dim: int, dim_v: int, few: bool = False) -> GluonTiles | None:
-    """The tiles of the Gluon kernels, if there are such for heads of these widths; and where there are few of them."""
+def _sm90_tiles(
+    itemsize: int, head_dim: int, head_dim_v: int, small_batch: bool = False
+) -> Sm90Tiles | None:
+    """Return the tiles of the Gluon kernels, or None if no Gluon kernel has these head_dims."""
     if itemsize == 4:
-        return GLUON.get((itemsize, dim)) if dim == dim_v else None
-    width, width_v = (prod(_tiled(x)) for x in (dim, dim_v))
+        return SM90_TILES.get((itemsize, head_dim)) if head_dim == head_dim_v else None
+    width, width_v = (prod(_head_parts(x)) for x in (head_dim, head_dim_v))
     if min(width, width_v) < 32:
         return None
-    found = GLUON.get((itemsize, width, width_v)) or GLUON.get((itemsize, max(width, width_v)))
-    return GLUON_FEW.get(found, found) if few else found
+    tiles = SM90_TILES.get((itemsize, width, width_v)) or SM90_TILES.get(
+        (itemsize, max(width, width_v))
+    )
+    return SM90_SMALL_BATCH_TILES.get(tiles, tiles) if small_batch else tiles
 
 
-def _registers(programs: int, consumers: int) -> int:
-    """Of a thread at first, where programs of some consumers and a producer, 4 warps each, share a multiprocessor."""
-    return 512 // (programs * (consumers + 1)) // 8 * 8
+def _descriptor(layout: HeadLayout) -> Any:
+    """Return the ragged descriptor of values with this layout, in parts of a head."""
+    return ragged(*layout, *_head_parts(layout.head_dim))
 
 
-def _reachable(stride: int, head: int, heads: int) -> bool:
-    """Whether the copy engine can address a tensor: strides of multiples of 16 bytes, in reach of its coordinates."""
-    return stride % 8 == 0 and head % 8 == 0 and 0 < stride < 1 << 31 and 0 < heads * head < 1 << 31
+def _initial_registers(ctas_per_sm: int, consumers: int) -> int:
+    """Return the registers per thread at launch.
+
+    `ctas_per_sm` CTAs share an SM, each with a producer and `consumers` consumers of 4 warps each.
+    """
+    return 512 // (ctas_per_sm * (consumers + 1)) // 8 * 8
 
 
-def _beside(heads: int, most: int) -> int:
-    """How many heads run side by side: what divides them evenly, at most `most`, as the L2 cache holds the keys of few."""
-    return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= most)
+def _is_tma_addressable(token_stride: int, head_stride: int, heads: int) -> bool:
+    """Return whether TMA can address a tensor.
+
+    Its strides must be multiples of 16 bytes and within the range of TMA coordinates.
+    """
+    return (
+        token_stride % 8 == 0
+        and head_stride % 8 == 0
+        and 0 < token_stride < 1 << 31
+        and 0 < heads * head_stride < 1 << 31
+    )
 
 
-class Plan:
-    """The common part: shapes, and what a forward and a backward allocate."""
+def _heads_in_l2(heads: int, limit: int) -> int:
+    """Return how many heads run concurrently: the largest divisor of `heads` up to `limit`.
 
-    programs = sys.maxsize  # at most, where each of them takes one tile after another
+    The L2 cache holds the keys of few heads.
+    """
+    return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= limit)
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: tuple[_Shape, ...]):
+
+class LaunchConfig:
+    """The common part of launch configs: shapes, and the allocations of forward and backward."""
+
+    #: The maximum number of CTAs; persistent CTAs take one tile after another.
+    max_ctas = sys.maxsize
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, layouts: tuple[HeadLayout, ...]):
         self.device, self.dtype = device, dtype
         self.index = device.index if device.type == "cuda" else None
-        self.q, self.k, self.v = shapes
+        self.q, self.k, self.v = layouts
         self.heads, self.k_heads = self.q.heads, self.k.heads
-        self.out_stride = self.heads * self.v.dim
+        self.out_stride = self.heads * self.v.head_dim
         self.empty = empty(device.type)
 
     def _query_tiles(
-        self, rows: Rows, total: int, block: int, spec: Spec, shared: int = 1
+        self,
+        layout: VarlenLayout,
+        total_q: int,
+        block_m: int,
+        spec: AttentionSpec,
+        ctas_per_sm: int = 1,
     ) -> tuple[torch.Tensor, int]:
-        """The tiles of the queries, and how many programs take them, `shared` on a multiprocessor."""
-        return rows.query_tiles(total, block, spec), min(
-            shared * self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.heads
-        )
+        """Return the schedule of query tiles and the number of CTAs."""
+        bound = max_tiles(total_q, layout.cu_seqlens_q.shape[0] - 1, block_m) * self.heads
+        tiles = layout.query_tiles(total_q, block_m, spec)
+        return tiles, min(ctas_per_sm * self.max_ctas, bound)
 
     def _key_tiles(
-        self, rows: Rows, total: int, block: int, spec: Spec
+        self, layout: VarlenLayout, total_k: int, block_n: int, spec: AttentionSpec
     ) -> tuple[torch.Tensor, int]:
-        """The same of the keys."""
-        return rows.key_tiles(total, block, spec), min(
-            self.programs, tile_bound(total, rows.q.shape[0] - 1, block) * self.k_heads
+        """Return the schedule of key tiles and the number of CTAs."""
+        bound = max_tiles(total_k, layout.cu_seqlens_q.shape[0] - 1, block_n) * self.k_heads
+        return layout.key_tiles(total_k, block_n, spec), min(self.max_ctas, bound)
+
+    def _head_counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
+        """Return the query heads, the query heads per key head, and the heads that share the L2.
+
+        The last number is for `heads` heads that read `tokens` tokens each.
+        """
+        fitting = _L2_NUMBERS // max(tokens * (self.q.head_dim + self.v.head_dim), 1)
+        limit = heads if max(self.q.head_dim, self.v.head_dim) < 128 else 8
+        return (
+            self.heads,
+            self.heads // self.k_heads,
+            _heads_in_l2(heads, max(min(fitting, limit), 4)),
         )
 
-    def _counts(self, heads: int, tokens: int) -> tuple[int, int, int]:
-        """Of heads that read so many tokens each: the queries', those that share a key's, and how many run side by side."""
-        room = _MOST_READ // max(tokens * (self.q.dim + self.v.dim), 1)
-        most = heads if max(self.q.dim, self.v.dim) < 128 else 8
-        return self.heads, self.heads // self.k_heads, _beside(heads, max(min(room, most), 4))
-
-    def _takes(self, dout: torch.Tensor) -> bool:
-        """Whether the kernels read a gradient of the output as it lies."""
+    def _reads_in_place(self, dout: torch.Tensor) -> bool:
+        """Return whether the kernels can read a gradient of the output without a copy."""
         return dout.stride(2) == 1
 
     def forward(
@@ -250,20 +346,21 @@ class Plan:
         k: torch.Tensor,
         v: torch.Tensor,
         slopes: torch.Tensor | None,
-        rows: Rows,
-        spec: Spec,
+        layout: VarlenLayout,
+        spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (total, heads, head_dim of v) and the natural log-sum-exp (heads, total)."""
-        found: tuple[torch.Tensor, torch.Tensor] = self.forward_on(
-            rows, q.shape[0], k.shape[0], spec
-        )(q, k, v, slopes)
-        return found
+        """Return the output (total_q, heads, head_dim_v) and the log-sum-exp (heads, total_q)."""
+        run = self.prepare_forward(layout, q.shape[0], k.shape[0], spec)
+        return run(q, k, v, slopes)  # type: ignore[no-any-return]
 
-    def forward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
-        """What computes `forward` of q, k, v and slopes on these rows, with so many tokens."""
-        new, out_like = self.empty, (*contiguous((total, self.heads, self.v.dim)), self.dtype)
-        lse_like = *contiguous((self.heads, total)), torch.float32
-        launch = self._forward(rows, total, spec) if total > 0 else lambda *_: None
+    def prepare_forward(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+    ) -> Callable[..., Any]:
+        """Return a function of q, k, v and slopes that computes `forward` on these rows."""
+        new = self.empty
+        out_like = *contiguous((total_q, self.heads, self.v.head_dim)), self.dtype
+        lse_like = *contiguous((self.heads, total_q)), torch.float32
+        launch = self._forward(layout, total_q, spec) if total_q > 0 else lambda *_: None
 
         def run(q, k, v, slopes):
             out, lse = new(*out_like), new(*lse_like)
@@ -282,27 +379,27 @@ class Plan:
         lse: torch.Tensor,
         dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
-        rows: Rows,
-        spec: Spec,
+        layout: VarlenLayout,
+        spec: AttentionSpec,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of q, k and v, contiguous; dlse has the shape of lse."""
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.backward_on(
-            rows, q.shape[0], k.shape[0], spec
-        )(q, k, v, slopes, out, lse, dout, dlse)
-        return found
+        """Return the gradients of q, k and v, contiguous; dlse has the shape of lse."""
+        run = self.prepare_backward(layout, q.shape[0], k.shape[0], spec)
+        return run(q, k, v, slopes, out, lse, dout, dlse)  # type: ignore[no-any-return]
 
-    def backward_on(self, rows: Rows, total: int, total_k: int, spec: Spec) -> Callable[..., Any]:
-        """What computes `backward` of its other arguments on these rows, with so many tokens."""
-        new, prepare = self.empty, self._backward(rows, total, total_k, spec)
+    def prepare_backward(
+        self, layout: VarlenLayout, total_q: int, total_k: int, spec: AttentionSpec
+    ) -> Callable[..., Any]:
+        """Return a function of the other arguments that computes `backward` on these rows."""
+        new, prepare = self.empty, self._backward(layout, total_q, total_k, spec)
         dq_like, dk_like, dv_like = (
             (*contiguous(shape), self.dtype)
             for shape in (
-                (total, self.heads, self.q.dim),
-                (total_k, self.k_heads, self.q.dim),
-                (total_k, self.k_heads, self.v.dim),
+                (total_q, self.heads, self.q.head_dim),
+                (total_k, self.k_heads, self.q.head_dim),
+                (total_k, self.k_heads, self.v.head_dim),
             )
         )
-        stats_like = *contiguous((2, self.heads, total)), torch.float32
+        stats_like = *contiguous((2, self.heads, total_q)), torch.float32
         launches: dict[Any, Callable[..., None]] = {}
 
         def run(q, k, v, slopes, out, lse, dout, dlse):
@@ -311,7 +408,7 @@ class Plan:
             strides = dout.stride(), None if dlse is None else dlse.stride()
             launch = launches.get((*strides, dout.data_ptr() & 15))
             if launch is None:
-                dout = dout if self._takes(dout) else dout.contiguous()
+                dout = dout if self._reads_in_place(dout) else dout.contiguous()
                 strides = dout.stride(), strides[1]
                 launch = launches[*strides, dout.data_ptr() & 15] = prepare(*strides)
             dq, dk, dv, stats = new(*dq_like), new(*dk_like), new(*dv_like), new(*stats_like)
@@ -334,191 +431,236 @@ class Plan:
         return on_device(self.index, run)
 
 
-class PortablePlan(Plan):
-    """Plain Triton: one program a tile and head."""
+class PortableConfig(LaunchConfig):
+    """Launch config of the kernels in plain Triton: one CTA per tile and head."""
 
     def __init__(
         self,
         device: torch.device,
         dtype: torch.dtype,
-        shapes: tuple[_Shape, ...],
-        left: bool,
-        right: bool,
+        layouts: tuple[HeadLayout, ...],
+        has_left: bool,
+        has_right: bool,
         softcap: bool,
         alibi: bool,
         tf32: bool,
         tiles: Tiles | None = None,
     ):
-        super().__init__(device, dtype, shapes)
-        self.features = dict(left=left, right=right, softcap=softcap, alibi=alibi, tf32=tf32)
+        super().__init__(device, dtype, layouts)
+        self.features = dict(
+            has_left=has_left, has_right=has_right, softcap=softcap, alibi=alibi, tf32=tf32
+        )
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-        block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.dim, self.v.dim))
-        if any(stride % 16 for x in shapes for stride in (x.stride, x.head)):
-            # Loads of such strides are not pipelined, and then Triton 3.6 gives too little shared memory to two widths.
+        block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.head_dim, self.v.head_dim))
+        if any(stride % 16 for x in layouts for stride in (x.token_stride, x.head_stride)):
+            # Triton does not pipeline loads with such strides, and then Triton 3.6 allocates too
+            # little shared memory if the two widths differ.
             block_d = block_dv = max(block_d, block_dv)
         self.kind = dtype.itemsize, max(block_d, block_dv, 32)
         self.tiles = tiles or portable_tiles(capability, *self.kind)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
-        def launch(kernel: Any, tile: Tile, **more: Any) -> Launch:
+        def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
             return Launch(
                 kernel,
                 dict(
-                    DIM=self.q.dim,
-                    DIM_V=self.v.dim,
+                    HEAD_DIM=self.q.head_dim,
+                    HEAD_DIM_V=self.v.head_dim,
                     BLOCK_D=block_d,
                     BLOCK_DV=block_dv,
-                    BLOCK_M=tile.m,
-                    BLOCK_N=tile.n,
-                    LEFT=left,
-                    RIGHT=right,
+                    BLOCK_M=tile.block_m,
+                    BLOCK_N=tile.block_n,
+                    HAS_LEFT=has_left,
+                    HAS_RIGHT=has_right,
                     SOFTCAP=softcap,
                     ALIBI=alibi,
                     PRECISION="tf32" if tf32 else "tf32x3",
-                    **more,
+                    **constants,
                 ),
-                dict(num_warps=tile.warps, num_stages=tile.stages),
+                dict(num_warps=tile.num_warps, num_stages=tile.num_stages),
+                args=args,
             )
 
-        self.forward_launch = launch(portable.forward_kernel, self.tiles.forward)
+        self.forward_launch = launch(
+            portable.forward_kernel, PortableForwardArgs, self.tiles.forward
+        )
         self.dq_launches = [
-            launch(portable.dq_kernel, self.tiles.dq, HAS_DLSE=x) for x in (False, True)
+            launch(portable.dq_kernel, PortableDqArgs, self.tiles.dq, HAS_DLSE=x)
+            for x in (False, True)
         ]
-        self.dkdv_launch = launch(portable.dkdv_kernel, self.tiles.dkdv)
+        self.dkdv_launch = launch(portable.dkdv_kernel, PortableDkdvArgs, self.tiles.dkdv)
 
-    def tuned(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, spec: Spec
-    ) -> "PortablePlan":
-        """The same plan with the tiles that are the fastest for these arguments."""
-        from .autotune import measured
+    def autotuned(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: VarlenLayout,
+        spec: AttentionSpec,
+    ) -> "PortableConfig":
+        """Return this launch config with the fastest tiles for these arguments."""
+        from .autotune import autotune_tiles
 
-        def make(tiles: Tiles) -> PortablePlan:
-            return PortablePlan(
+        def make_config(tiles: Tiles) -> PortableConfig:
+            return PortableConfig(
                 self.device, self.dtype, (self.q, self.k, self.v), **self.features, tiles=tiles
             )
 
-        features = tuple(name for name, has in self.features.items() if has)
-        return make(
-            measured(
-                (self.device, *self.kind, self.dtype, *features),
-                make,
-                self.tiles,
-                q,
-                k,
-                v,
-                rows,
-                spec,
-                self.features["alibi"],
-            )
+        features = tuple(
+            name.removeprefix("has_") for name, present in self.features.items() if present
         )
+        tiles = autotune_tiles(
+            (self.device, *self.kind, self.dtype, *features),
+            make_config,
+            self.tiles,
+            q,
+            k,
+            v,
+            layout,
+            spec,
+            self.features["alibi"],
+        )
+        return make_config(tiles)
 
-    def _forward(self, rows, total, spec):
-        tiles, programs = self._query_tiles(rows, total, self.tiles.forward.m, spec)
-        launch, strides = self.forward_launch, (*self.strides, self.out_stride)
-        numbers = total, *self._counts(self.heads, total), *spec
-        return lambda q, k, v, slopes, out, lse: launch(
-            programs, (q, k, v, slopes, out, lse, tiles), strides, numbers
-        )
+    def _forward(self, layout, total_q, spec):
+        tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
+        launch = self.forward_launch
+        strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
+        numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
 
-    def _backward(self, rows, total, total_k, spec):
-        plane = self.heads * total
-        query_tiles, dq_programs = (
-            self._query_tiles(rows, total, self.tiles.dq.m, spec) if total > 0 else (None, 0)
-        )
-        key_tiles, dkdv_programs = (
-            self._key_tiles(rows, total_k, self.tiles.dkdv.n, spec) if total_k > 0 else (None, 0)
-        )
-        dkdv_launch, dkdv_numbers = (
-            self.dkdv_launch,
-            (total, plane, *self._counts(self.k_heads, total), *spec),
+        def run(q, k, v, slopes, out, lse):
+            args = PortableForwardArgs(q, k, v, slopes, out, lse, tiles, *strides, *numbers)
+            launch(ctas, args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        stats_stride = self.heads * total_q
+        query_tiles, key_tiles, dq_ctas, dkdv_ctas = None, None, 0, 0
+        if total_q > 0:
+            query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
+        if total_k > 0:
+            key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        dkdv_launch = self.dkdv_launch
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *spec
         )
 
         def prepare(dout_strides, dlse_strides):
-            dlse_head, dlse_stride = dlse_strides or (0, 0)
+            stride_dom, stride_doh, _ = dout_strides
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
             dq_launch = self.dq_launches[dlse_strides is not None]
-            dq_strides = *self.strides, self.out_stride, *dout_strides[:2], self.heads * self.q.dim
-            dq_numbers = (
-                dlse_stride,
-                dlse_head,
-                total,
-                plane,
-                *self._counts(self.heads, total_k),
+            dq_strides = PortableDqStrides(
+                *self.strides,
+                stride_om=self.out_stride,
+                stride_dom=stride_dom,
+                stride_doh=stride_doh,
+                stride_dqm=self.heads * self.q.head_dim,
+            )
+            dq_numbers = DqNumbers(
+                stride_dlsem,
+                stride_dlseh,
+                total_q,
+                stats_stride,
+                *self._head_counts(self.heads, total_k),
                 *spec,
             )
-            dkdv_strides = (
+            dkdv_strides = PortableDkdvStrides(
                 *self.strides,
-                *dout_strides[:2],
-                self.k_heads * self.q.dim,
-                self.k_heads * self.v.dim,
+                stride_dom=stride_dom,
+                stride_doh=stride_doh,
+                stride_dkn=self.k_heads * self.q.head_dim,
+                stride_dvn=self.k_heads * self.v.head_dim,
             )
 
-            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 if query_tiles is not None:
-                    dq_launch(
-                        dq_programs,
-                        (q, k, v, slopes, out, lse, dout, dlse, stats, dq, query_tiles),
-                        dq_strides,
-                        dq_numbers,
+                    args = PortableDqArgs(
+                        q,
+                        k,
+                        v,
+                        slopes,
+                        out,
+                        lse,
+                        dout,
+                        dlse,
+                        stats,
+                        dq,
+                        query_tiles,
+                        *dq_strides,
+                        *dq_numbers,
                     )
+                    dq_launch(dq_ctas, args)
                 if key_tiles is not None:
-                    dkdv_launch(
-                        dkdv_programs,
-                        (q, k, v, slopes, dout, stats, dk, dv, key_tiles),
-                        dkdv_strides,
-                        dkdv_numbers,
+                    args = PortableDkdvArgs(
+                        q,
+                        k,
+                        v,
+                        slopes,
+                        dout,
+                        stats,
+                        dk,
+                        dv,
+                        key_tiles,
+                        *dkdv_strides,
+                        *dkdv_numbers,
                     )
+                    dkdv_launch(dkdv_ctas, args)
 
-            return launch
+            return run
 
         return prepare
 
 
-def _numbers(spec: Spec) -> tuple[int, int, float, float]:
-    """The window, and what scores are multiplied by before and after the softcap, log2(e) in the last factor of all."""
-    left, right, scale, softcap = spec
-    return (
-        (left, right, scale / softcap, softcap * LOG2E)
-        if softcap
-        else (left, right, scale * LOG2E, 0.0)
-    )
+def _base2_spec(spec: AttentionSpec) -> tuple[int, int, float, float]:
+    """Return the window, and the factors of the scores before and after the softcap.
+
+    The last factor that a kernel applies includes log2(e).
+    """
+    window_left, window_right, scale, softcap = spec
+    if softcap:
+        return window_left, window_right, scale / softcap, softcap * LOG2E
+    return window_left, window_right, scale * LOG2E, 0.0
 
 
-class HopperPlan(Plan):
-    """Gluon on Hopper: one persistent program a multiprocessor."""
+class Sm90Config(LaunchConfig):
+    """Launch config of the half-precision Gluon kernels on Hopper, with persistent CTAs."""
 
     def __init__(
         self,
         device: torch.device,
         dtype: torch.dtype,
-        shapes: tuple[_Shape, ...],
+        layouts: tuple[HeadLayout, ...],
         causal: bool,
         window: bool,
         softcap: bool,
         alibi: bool,
-        same: bool,
-        few: bool,
+        same_offsets: bool,
+        small_batch: bool,
     ):
         from ..sm90 import pipeline
         from . import backward_sm90, forward_sm90
 
-        super().__init__(device, dtype, shapes)
-        (block_d, parts), (block_dv, parts_v) = _tiled(self.q.dim), _tiled(self.v.dim)
+        super().__init__(device, dtype, layouts)
+        block_d, parts = _head_parts(self.q.head_dim)
+        block_dv, parts_v = _head_parts(self.v.head_dim)
         width = max(block_d * parts, block_dv * parts_v)
-        # What is not plain comes with a window, which may be endless.
+        # Softcap and ALiBi are compiled only together with a window, which may be unbounded.
         window = window or softcap or alibi
         causal = causal and not window
-        self.counter, self.tiles = pipeline.counter, _gluon_tiles(2, self.q.dim, self.v.dim, few)
-        self.programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self.described = tuple(ragged(*x, *_tiled(x.dim)) for x in shapes)
-        self.columns = self.q.head, self.k.head, self.v.head
-        values = dict(DIM_V=self.v.dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
+        self.counter = pipeline.tile_counter
+        self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch)
+        self.max_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        self.descriptors = tuple(_descriptor(x) for x in layouts)
+        self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
+        values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
         features = dict(CAUSAL=causal, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
         self.forward_counts = (
             self.heads,
             self.heads // self.k_heads,
-            _beside(self.heads, 4 if width >= 128 else 8),
+            _heads_in_l2(self.heads, 4 if width >= 128 else 8),
         )
-        m, n, stages, own, self.shared = self.tiles.forward
+        m, n, stages, own_stages, self.ctas_per_sm = self.tiles.forward
         self.forward_launch = Launch(
             forward_sm90.forward_kernel,
             dict(
@@ -526,17 +668,18 @@ class HopperPlan(Plan):
                 BLOCK_N=n,
                 **values,
                 STAGES=stages,
-                Q_STAGES=own,
-                THROUGH=own > 1 and self.q.dim == self.v.dim,
+                Q_STAGES=own_stages,
+                STORE_IN_Q_SMEM=own_stages > 1 and self.q.head_dim == self.v.head_dim,
                 CONSUMERS=m // 64,
-                SAME=same and causal,
+                SAME_OFFSETS=same_offsets and causal,
                 **features,
             ),
-            dict(num_warps=4, maxnreg=_registers(self.shared, m // 64)),
+            dict(num_warps=4, maxnreg=_initial_registers(self.ctas_per_sm, m // 64)),
             (64, n, n, 64),
+            args=ForwardArgs,
         )
-        values = dict(DIM=self.q.dim, BLOCK_D=block_d, **values)
-        m, n, stages, own = self.tiles.dq
+        values = dict(HEAD_DIM=self.q.head_dim, BLOCK_D=block_d, **values)
+        m, n, stages, own_stages, _ = self.tiles.dq
         self.dq_launches = [
             Launch(
                 backward_sm90.dq_kernel,
@@ -545,18 +688,19 @@ class HopperPlan(Plan):
                     BLOCK_N=n,
                     **values,
                     STAGES=stages,
-                    Q_STAGES=own,
+                    Q_STAGES=own_stages,
                     CONSUMERS=m // 64,
                     **features,
                     HAS_DLSE=x,
                 ),
-                dict(num_warps=4, maxnreg=_registers(1, m // 64), launch_pdl=True),
+                dict(num_warps=4, maxnreg=_initial_registers(1, m // 64), launch_pdl=True),
                 (64, n, n, 64, 64),
+                args=DqArgs,
             )
             for x in (False, True)
         ]
-        m, n, stages, own = self.tiles.dkdv
-        # To pass over tiles takes registers, which at head_dim 128 the loops need themselves.
+        m, n, stages, own_stages, _ = self.tiles.dkdv
+        # Skipping blocks takes registers, which at head_dim 128 the loops themselves need.
         self.dkdv_launches = [
             Launch(
                 backward_sm90.dkdv_kernel,
@@ -567,118 +711,146 @@ class HopperPlan(Plan):
                     HAS_DK=dk,
                     HAS_DV=dv,
                     STAGES=stages,
-                    K_STAGES=own,
+                    K_STAGES=own_stages,
                     CONSUMERS=n // 64,
                     **features,
-                    HELD=width == 64 and causal,
-                    PASS=width != 128,
+                    KV_IN_REGISTERS=width == 64 and causal,
+                    SKIP_BLOCKS=width != 128,
                 ),
-                dict(num_warps=4, maxnreg=_registers(1, n // 64), launch_pdl=True),
+                dict(num_warps=4, maxnreg=_initial_registers(1, n // 64), launch_pdl=True),
                 (m, 64, 64, m),
+                args=DkdvArgs,
             )
-            for dk, dv in ([(True, False), (False, True)] if self.tiles.apart else [(True, True)])
+            for dk, dv in (
+                [(True, False), (False, True)] if self.tiles.split_dkdv else [(True, True)]
+            )
         ]
 
-    def _takes(self, dout: torch.Tensor) -> bool:
-        stride, head, last = dout.stride()
-        return last == 1 and dout.data_ptr() & 15 == 0 and _reachable(stride, head, self.heads)
-
-    def _forward(self, rows, total, spec):
-        counter, device = self.counter, self.device
-        described = (
-            *self.described,
-            ragged(self.heads, self.v.dim, self.out_stride, self.v.dim, *_tiled(self.v.dim)),
-        )
-        launch = self.forward_launch
-        tiles, programs = self._query_tiles(rows, total, self.tiles.forward[0], spec, self.shared)
-        strides, numbers = (
-            (*self.columns, self.out_stride),
-            (total, *self.forward_counts, *_numbers(spec)),
-        )
-        return lambda q, k, v, slopes, out, lse: launch(
-            programs,
-            (slopes, out, lse, tiles, counter(device)),
-            strides,
-            numbers,
-            (q, k, v, out),
-            described,
+    def _reads_in_place(self, dout: torch.Tensor) -> bool:
+        token_stride, head_stride, last_stride = dout.stride()
+        return (
+            last_stride == 1
+            and dout.data_ptr() & 15 == 0
+            and _is_tma_addressable(token_stride, head_stride, self.heads)
         )
 
-    def _backward(self, rows, total, total_k, spec):
-        plane, numbers, counter, device = (
-            self.heads * total,
-            _numbers(spec),
-            self.counter,
-            self.device,
+    def _forward(self, layout, total_q, spec):
+        counter, device, launch = self.counter, self.device, self.forward_launch
+        out_layout = HeadLayout(self.heads, self.v.head_dim, self.out_stride, self.v.head_dim)
+        q_desc, k_desc, v_desc = self.descriptors
+        o_desc = _descriptor(out_layout)
+        tiles, ctas = self._query_tiles(
+            layout, total_q, self.tiles.forward.block_m, spec, self.ctas_per_sm
         )
-        query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq[0], spec)
-        key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv[1], spec)
-        dkdv_launches, dkdv_numbers = (
-            self.dkdv_launches,
-            (total, plane, *self._counts(self.k_heads, total), *numbers),
+        strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
+        numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
+
+        def run(q, k, v, slopes, out, lse):
+            args = ForwardArgs(
+                (q, q_desc),
+                (k, k_desc),
+                (v, v_desc),
+                (out, o_desc),
+                slopes,
+                out,
+                lse,
+                tiles,
+                counter(device),
+                *strides,
+                *numbers,
+            )
+            launch(ctas, args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
+        counter, device, dkdv_launches = self.counter, self.device, self.dkdv_launches
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
+        key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
         )
 
         def prepare(dout_strides, dlse_strides):
-            stride, head, _ = dout_strides
-            shapes = (
-                *self.described,
-                ragged(self.heads, self.v.dim, stride, head, *_tiled(self.v.dim)),
+            stride_dom, stride_doh, _ = dout_strides
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
+            heads, head_dim = self.heads, self.q.head_dim
+            dout_layout = HeadLayout(heads, self.v.head_dim, stride_dom, stride_doh)
+            dq_layout = HeadLayout(heads, head_dim, heads * head_dim, head_dim)
+            q_desc, k_desc, v_desc = self.descriptors
+            do_desc, dq_desc = _descriptor(dout_layout), _descriptor(dq_layout)
+            dq_launch = self.dq_launches[dlse_strides is not None]
+            dq_strides = DqStrides(
+                *self.head_strides, stride_doh=stride_doh, stride_om=self.out_stride
             )
-            dq_shapes = (
-                *shapes,
-                ragged(
-                    self.heads, self.q.dim, self.heads * self.q.dim, self.q.dim, *_tiled(self.q.dim)
-                ),
+            dq_numbers = DqNumbers(
+                stride_dlsem,
+                stride_dlseh,
+                total_q,
+                stats_stride,
+                *self._head_counts(heads, total_k),
+                *base2_spec,
             )
-            columns, (dlse_head, dlse_stride) = (*self.columns, head), dlse_strides or (0, 0)
-            dq_launch, dq_strides = (
-                self.dq_launches[dlse_strides is not None],
-                (*columns, self.out_stride),
+            dkdv_strides = DkdvStrides(
+                *self.head_strides,
+                stride_doh=stride_doh,
+                stride_dkn=self.k_heads * head_dim,
+                stride_dvn=self.k_heads * self.v.head_dim,
             )
-            dq_numbers = (
-                dlse_stride,
-                dlse_head,
-                total,
-                plane,
-                *self._counts(self.heads, total_k),
-                *numbers,
-            )
-            dkdv_strides = *columns, self.k_heads * self.q.dim, self.k_heads * self.v.dim
 
-            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                described, count = (q, k, v, dout), counter(device)
-                dq_launch(
-                    dq_programs,
-                    (slopes, out, lse, dlse, stats, query_tiles, count),
-                    dq_strides,
-                    dq_numbers,
-                    (*described, dq),
-                    dq_shapes,
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                count = counter(device)
+                q_tma, k_tma, v_tma, do_tma = (q, q_desc), (k, k_desc), (v, v_desc), (dout, do_desc)
+                args = DqArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    (dq, dq_desc),
+                    slopes,
+                    out,
+                    lse,
+                    dlse,
+                    stats,
+                    query_tiles,
+                    count,
+                    *dq_strides,
+                    *dq_numbers,
                 )
-                for dkdv_launch in dkdv_launches:
-                    dkdv_launch(
-                        dkdv_programs,
-                        (slopes, stats, dk, dv, key_tiles, count),
-                        dkdv_strides,
-                        dkdv_numbers,
-                        described,
-                        shapes,
-                    )
+                dq_launch(dq_ctas, args)
+                args = DkdvArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    slopes,
+                    stats,
+                    dk,
+                    dv,
+                    key_tiles,
+                    count,
+                    *dkdv_strides,
+                    *dkdv_numbers,
+                )
+                for launch in dkdv_launches:
+                    launch(dkdv_ctas, args)
 
-            return launch
+            return run
 
         return prepare
 
 
-class SplitPlan(Plan):
-    """float32 in Gluon on Hopper: every operand is split into planes of bfloat16 first."""
+class Bf16x3Config(LaunchConfig):
+    """Launch config of the float32 Gluon kernels on Hopper, which split operands into bfloat16."""
 
-    BLOCK = 32  # numbers of heads that a program of the kernels that split takes
+    #: Heads of tokens that one CTA of a splitting kernel takes.
+    BLOCK = 32
 
     def __init__(
         self,
         device: torch.device,
-        shapes: tuple[_Shape, ...],
+        layouts: tuple[HeadLayout, ...],
         causal: bool,
         window: bool,
         softcap: bool,
@@ -687,121 +859,168 @@ class SplitPlan(Plan):
         from ..sm90 import pipeline
         from . import bf16x3, float32_sm90
 
-        super().__init__(device, torch.float32, shapes)
-        dim, count = self.q.dim, bf16x3.PLANES.value
-        self.counter, self.planes = pipeline.counter, count
-        self.tiles = GLUON[4, dim]
-        self.programs = torch.cuda.get_device_properties(device).multi_processor_count
-        described = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in shapes]
-        self.described = *described, described[0]
-        self.described_q = ragged(*self.q)
+        super().__init__(device, torch.float32, layouts)
+        dim, count = self.q.head_dim, bf16x3.TERMS.value
+        self.counter, self.terms = pipeline.tile_counter, count
+        self.tiles = SM90_TILES[4, dim]
+        self.max_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        # The terms of a head are adjacent. dout has the layout of q.
+        split = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in layouts]
+        self.descriptors = *split, split[0]
+        self.forward_descriptors = ragged(*self.q), *split[1:]
         window = window or softcap or alibi
         features = dict(CAUSAL=causal and not window, WINDOW=window, SOFTCAP=softcap, ALIBI=alibi)
-        split, options = dict(DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
-        self.split_launch = Launch(bf16x3.split_kernel, split, options)
+        constants, options = dict(HEAD_DIM=dim, BLOCK=self.BLOCK), dict(num_warps=4)
+        self.split_launch = Launch(bf16x3.split_kernel, constants, options, args=SplitArgs)
         self.split_dout_launches = [
-            Launch(bf16x3.split_dout_kernel, dict(**split, HAS_DLSE=x), options)
+            Launch(
+                bf16x3.split_dout_kernel, dict(**constants, HAS_DLSE=x), options, args=SplitDoutArgs
+            )
             for x in (False, True)
         ]
-        options = dict(num_warps=4, maxnreg=_registers(1, 2))
+        options = dict(num_warps=4, maxnreg=_initial_registers(1, 2))
         m, n, stages, *_ = self.tiles.forward
         self.forward_launch = Launch(
             float32_sm90.forward_kernel,
-            dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features),
+            dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m // 2, n, n),
+            args=Float32ForwardArgs,
         )
-        m, n, stages, _ = self.tiles.dq
+        m, n, stages, *_ = self.tiles.dq
         self.dq_launch = Launch(
             float32_sm90.dq_kernel,
-            dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features),
+            dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m // 2, n, n, m // 2),
+            args=Float32DqArgs,
         )
-        m, n, stages, _ = self.tiles.dkdv
+        m, n, stages, *_ = self.tiles.dkdv
         self.dkdv_launch = Launch(
             float32_sm90.dkdv_kernel,
-            dict(BLOCK_M=m, BLOCK_N=n, DIM=dim, STAGES=stages, **features),
+            dict(BLOCK_M=m, BLOCK_N=n, HEAD_DIM=dim, STAGES=stages, **features),
             options,
             (m, n // 2, n // 2, m),
+            args=Float32DkdvArgs,
         )
 
-    def _empty_planes(self, x: torch.Tensor) -> torch.Tensor:
+    def _empty_terms(self, x: torch.Tensor) -> torch.Tensor:
         total, heads, dim = x.shape
-        heads *= self.planes
+        heads *= self.terms
         return self.empty((total, heads, dim), (heads * dim, dim, 1), torch.bfloat16)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        planes, (total, heads, _) = self._empty_planes(x), x.shape
+        """Return the bfloat16 terms of a float32 tensor."""
+        terms, (total, heads, _) = self._empty_terms(x), x.shape
         self.split_launch(
-            triton.cdiv(total * heads, self.BLOCK), (x, planes), x.stride()[:2], (total, heads)
+            triton.cdiv(total * heads, self.BLOCK),
+            SplitArgs(
+                X=x,
+                SPLIT=terms,
+                stride_xt=x.stride(0),
+                stride_xh=x.stride(1),
+                total=total,
+                heads=heads,
+            ),
         )
-        return planes
+        return terms
 
-    def _forward(self, rows, total, spec):
+    def _forward(self, layout, total_q, spec):
         counter, device, split = self.counter, self.device, self._split
-        launch, shapes = self.forward_launch, (self.described_q, *self.described[1:3])
-        tiles, programs = self._query_tiles(rows, total, self.tiles.forward[0], spec)
-        strides, numbers = (
-            (self.q.head, self.out_stride),
-            (total, *self._counts(self.heads, total), *_numbers(spec)),
-        )
-        return lambda q, k, v, slopes, out, lse: launch(
-            programs,
-            (slopes, out, lse, tiles, counter(device)),
-            strides,
-            numbers,
-            (q, split(k), split(v)),
-            shapes,
+        launch, (q_desc, k_desc, v_desc) = self.forward_launch, self.forward_descriptors
+        tiles, ctas = self._query_tiles(layout, total_q, self.tiles.forward.block_m, spec)
+        strides = Float32ForwardStrides(self.q.head_stride, self.out_stride)
+        numbers = ForwardNumbers(
+            total_q, *self._head_counts(self.heads, total_q), *_base2_spec(spec)
         )
 
-    def _backward(self, rows, total, total_k, spec):
-        plane, numbers, counter, device, split = (
-            self.heads * total,
-            _numbers(spec),
-            self.counter,
-            self.device,
-            self._split,
+        def run(q, k, v, slopes, out, lse):
+            args = Float32ForwardArgs(
+                (q, q_desc),
+                (split(k), k_desc),
+                (split(v), v_desc),
+                slopes,
+                out,
+                lse,
+                tiles,
+                counter(device),
+                *strides,
+                *numbers,
+            )
+            launch(ctas, args)
+
+        return run
+
+    def _backward(self, layout, total_q, total_k, spec):
+        stats_stride, base2_spec = self.heads * total_q, _base2_spec(spec)
+        counter, device, split = self.counter, self.device, self._split
+        query_tiles, dq_ctas = self._query_tiles(layout, total_q, self.tiles.dq.block_m, spec)
+        key_tiles, dkdv_ctas = self._key_tiles(layout, total_k, self.tiles.dkdv.block_n, spec)
+        stride_dqm, stride_dkn = self.out_stride, self.k_heads * self.q.head_dim
+        dq_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.heads, total_k), *base2_spec
         )
-        query_tiles, dq_programs = self._query_tiles(rows, total, self.tiles.dq[0], spec)
-        key_tiles, dkdv_programs = self._key_tiles(rows, total_k, self.tiles.dkdv[1], spec)
-        dq_numbers = total, plane, *self._counts(self.heads, total_k), *numbers
-        dkdv_numbers = total, plane, *self._counts(self.k_heads, total), *numbers
+        dkdv_numbers = BackwardNumbers(
+            total_q, stats_stride, *self._head_counts(self.k_heads, total_q), *base2_spec
+        )
 
         def prepare(dout_strides, dlse_strides):
-            dlse_head, dlse_stride = dlse_strides or (0, 0)
-            split_dout_launch, split_programs = (
-                self.split_dout_launches[dlse_strides is not None],
-                triton.cdiv(plane, self.BLOCK),
-            )
-            split_numbers = dlse_stride, dlse_head, total, plane, self.heads
+            stride_dlseh, stride_dlsem = dlse_strides or (0, 0)
+            split_dout_launch = self.split_dout_launches[dlse_strides is not None]
+            split_ctas = triton.cdiv(stats_stride, self.BLOCK)
+            stride_dom, stride_doh, _ = dout_strides
+            q_desc, k_desc, v_desc, do_desc = self.descriptors
 
-            def launch(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
-                split_dout = self._empty_planes(dout)
-                split_dout_launch(
-                    split_programs,
-                    (out, dout, lse, dlse, stats, split_dout),
-                    dout_strides[:2],
-                    split_numbers,
+            def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
+                split_dout = self._empty_terms(dout)
+                args = SplitDoutArgs(
+                    out,
+                    dout,
+                    lse,
+                    dlse,
+                    stats,
+                    split_dout,
+                    stride_dom,
+                    stride_doh,
+                    stride_dlsem,
+                    stride_dlseh,
+                    total_q,
+                    stats_stride,
+                    self.heads,
                 )
-                described, count = (split(q), split(k), split(v), split_dout), counter(device)
-                self.dq_launch(
-                    dq_programs,
-                    (slopes, stats, dq, query_tiles, count),
-                    (self.out_stride,),
-                    dq_numbers,
-                    described,
-                    self.described,
+                split_dout_launch(split_ctas, args)
+                q_tma, k_tma, v_tma = (split(q), q_desc), (split(k), k_desc), (split(v), v_desc)
+                do_tma, count = (split_dout, do_desc), counter(device)
+                args = Float32DqArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    slopes,
+                    stats,
+                    dq,
+                    query_tiles,
+                    count,
+                    stride_dqm,
+                    *dq_numbers,
                 )
-                self.dkdv_launch(
-                    dkdv_programs,
-                    (slopes, stats, dk, dv, key_tiles, count),
-                    (self.k_heads * self.q.dim,),
-                    dkdv_numbers,
-                    described,
-                    self.described,
+                self.dq_launch(dq_ctas, args)
+                args = Float32DkdvArgs(
+                    q_tma,
+                    k_tma,
+                    v_tma,
+                    do_tma,
+                    slopes,
+                    stats,
+                    dk,
+                    dv,
+                    key_tiles,
+                    count,
+                    stride_dkn,
+                    *dkdv_numbers,
                 )
+                self.dkdv_launch(dkdv_ctas, args)
 
-            return launch
+            return run
 
         return prepare

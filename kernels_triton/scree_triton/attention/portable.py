@@ -1,93 +1,105 @@
-"""Ragged attention in plain Triton, forward and backward: every feature, every GPU, and Triton's interpreter.
+"""Ragged attention in plain Triton, forward and backward.
 
-The forward is the online softmax of FlashAttention-2 (Dao, 2023, arXiv:2307.08691). The backward recomputes the
-probabilities from the log-sum-exp in two kernels: one owns query tiles and makes dQ, the other owns key tiles and makes
-dK and dV. No gradient is accumulated across programs, so equal inputs give equal bits.
+The kernels have every feature and run on every GPU and in Triton's interpreter.
 
-Queries and keys of a row are aligned at their ends: query ``i`` sits on key ``i + shift``, ``shift = k_len - q_len``, and
-attends keys ``i + shift - left`` to ``i + shift + right``. A causal mask is ``right = 0``.
+The forward is the online softmax of FlashAttention-2 (Dao, 2023, arXiv:2307.08691). The backward
+recomputes the probabilities from the log-sum-exp in two kernels. One owns query tiles and computes
+dQ; the other owns key tiles and computes dK and dV. No gradient is accumulated across CTAs, so
+equal inputs give equal bits.
 
-float32 operands are multiplied as three TF32 products ("tf32x3"), which together keep about the precision of float32, or, where
-`torch.set_float32_matmul_precision` allows it, as one ("tf32"); half precision ignores the setting.
+Queries and keys of a row are aligned at their ends. Query ``i`` is aligned with key
+``i + diagonal_offset``, where ``diagonal_offset = seqlen_k - seqlen_q``. It attends keys
+``i + diagonal_offset - window_left`` to ``i + diagonal_offset + window_right``. A causal mask is
+``window_right = 0``.
 
-Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 needs no multiplication of its own.
+float32 operands are multiplied as three TF32 products ("tf32x3"), which together keep about the
+precision of float32. Where `torch.set_float32_matmul_precision` allows it, one product is used
+("tf32"). Half precision ignores the setting.
 
-With ALiBi (Press et al., 2021, arXiv:2108.12409) a head's slope times the distance of query and key is taken off each score.
+Scores are kept in base 2: the factor log2(e) is folded into the scale, so exp2 needs no
+multiplication of its own.
+
+With ALiBi (Press et al., 2021, arXiv:2108.12409) the head's slope times the distance between query
+and key is subtracted from each score.
 """
 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-# Where a running maximum starts. Finite, so that a row without valid keys so far meets exp2(-inf - m) = 0, not NaN.
-LOWEST = tl.constexpr(-1.0e30)
-# Numbers that change from batch to batch: a kernel must not be compiled anew for a count that is 1 or a multiple of 16.
-_COUNTS = (
-    "dlse_stride",
-    "dlse_head",
-    "total",
-    "plane",
-    "heads",
-    "group_size",
-    "group",
-    "left",
-    "right",
-)
+from .constants import INITIAL_MAX, LN2, LOG2E, UNSPECIALIZED
 
 
 @triton.jit
-def _entry(TILES, heads, group):
-    """This program's tile and head: longest tiles first, `group` heads at a time so that their keys share the L2 cache."""
-    count = tl.load(TILES)
-    t = tl.program_id(0)
-    part = t // (count * group + (count == 0))
-    r = t - part * (count * group)
-    tile = TILES + 8 * (r // group + 1)
-    head = part * group + r % group
-    return tile, head, t < count * heads
+def _scheduled_tile(TILES, heads, heads_in_l2):
+    """Return this CTA's tile entry and head, and whether it has a tile.
+
+    Tiles come longest first, `heads_in_l2` heads at a time so that their keys share the L2 cache.
+    """
+    num_tiles = tl.load(TILES)
+    tile_id = tl.program_id(0)
+    head_block = tile_id // (num_tiles * heads_in_l2 + (num_tiles == 0))
+    r = tile_id - head_block * (num_tiles * heads_in_l2)
+    tile = TILES + 8 * (r // heads_in_l2 + 1)
+    head = head_block * heads_in_l2 + r % heads_in_l2
+    return tile, head, tile_id < num_tiles * heads
 
 
 @triton.jit
-def _load_rows(
+def _load_tile(
     base,
-    first,
-    length,
+    start,
+    seqlen,
     stride,
     ROWS: tl.constexpr,
-    DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """A (ROWS, BLOCK_D) tile from row `first` on; zeros beyond DIM and, with CHECK, beyond `length`."""
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_D)
-    pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
+    """Load a (ROWS, BLOCK_D) tile from token `start` on.
+
+    It is zero after HEAD_DIM and, with CHECK, after `seqlen`.
+    """
+    offs_t = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    pointers = (
+        base + tl.cast(start, tl.int64) * stride + (offs_t[:, None] * stride + offs_d[None, :])
+    )
     if CHECK:
-        if DIM == BLOCK_D:
-            return tl.load(pointers, mask=(first + rows < length)[:, None], other=0.0)
+        if HEAD_DIM == BLOCK_D:
+            return tl.load(pointers, mask=(start + offs_t < seqlen)[:, None], other=0.0)
         else:
             return tl.load(
-                pointers, mask=(first + rows < length)[:, None] & (cols < DIM)[None, :], other=0.0
+                pointers,
+                mask=(start + offs_t < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :],
+                other=0.0,
             )
     else:
-        if DIM == BLOCK_D:
+        if HEAD_DIM == BLOCK_D:
             return tl.load(pointers)
         else:
-            return tl.load(pointers, mask=(cols < DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _store_rows(
-    base, value, first, length, stride, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+def _store_tile(
+    base,
+    value,
+    start,
+    seqlen,
+    stride,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_D)
-    pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
+    offs_t = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    pointers = (
+        base + tl.cast(start, tl.int64) * stride + (offs_t[:, None] * stride + offs_d[None, :])
+    )
     tl.store(
         pointers,
         value.to(base.dtype.element_ty),
-        mask=(first + rows < length)[:, None] & (cols < DIM)[None, :],
+        mask=(start + offs_t < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :],
     )
 
 
@@ -97,108 +109,131 @@ def _tanh(x):
 
 
 @triton.jit
-def _attended(
-    first,
-    length,
-    other,
+def _block_range(
+    start,
+    seqlen,
+    other_seqlen,
     before,
     after,
     BEFORE: tl.constexpr,
     AFTER: tl.constexpr,
-    OWN: tl.constexpr,
-    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHER_BLOCK: tl.constexpr,
 ):
-    """The other side's tokens that a tile attends, in steps: [low, a) and [b, high) need a mask, [a, b) does not."""
-    shift = other - length
-    last = tl.minimum(first + OWN, length) - 1
-    low = 0
-    a = 0
-    high = other
-    b = other
+    """Return the range of the other side's tokens that a tile attends, in steps of OTHER_BLOCK.
+
+    [begin, full_begin) and [full_end, end) need a mask; [full_begin, full_end) does not.
+    """
+    diagonal_offset = other_seqlen - seqlen
+    last = tl.minimum(start + BLOCK, seqlen) - 1
+    begin = 0
+    full_begin = 0
+    end = other_seqlen
+    full_end = other_seqlen
     if BEFORE:
-        low = tl.maximum(first + shift - before, 0) // STEP * STEP
-        a = tl.cdiv(tl.maximum(last + shift - before, 0), STEP) * STEP
+        begin = tl.maximum(start + diagonal_offset - before, 0) // OTHER_BLOCK * OTHER_BLOCK
+        full_begin = (
+            tl.cdiv(tl.maximum(last + diagonal_offset - before, 0), OTHER_BLOCK) * OTHER_BLOCK
+        )
     if AFTER:
-        high = tl.minimum(other, tl.maximum(last + shift + after + 1, 0))
-        b = tl.minimum(other, tl.maximum(first + shift + after + 1, 0))
-    a = tl.minimum(a, tl.cdiv(high, STEP) * STEP)
-    b = tl.maximum(a, b // STEP * STEP)
-    return low, a, b, high
+        end = tl.minimum(other_seqlen, tl.maximum(last + diagonal_offset + after + 1, 0))
+        full_end = tl.minimum(other_seqlen, tl.maximum(start + diagonal_offset + after + 1, 0))
+    full_begin = tl.minimum(full_begin, tl.cdiv(end, OTHER_BLOCK) * OTHER_BLOCK)
+    full_end = tl.maximum(full_begin, full_end // OTHER_BLOCK * OTHER_BLOCK)
+    return begin, full_begin, full_end, end
 
 
 @triton.jit
-def _valid(query, key, k_len, shift, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    valid = key < k_len
-    if LEFT:
-        valid = valid & (key >= query + (shift - left))
-    if RIGHT:
-        valid = valid & (key <= query + (shift + right))
+def _valid_mask(
+    offs_m,
+    offs_n,
+    seqlen_k,
+    diagonal_offset,
+    window_left,
+    window_right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    valid = offs_n < seqlen_k
+    if HAS_LEFT:
+        valid = valid & (offs_n >= offs_m + (diagonal_offset - window_left))
+    if HAS_RIGHT:
+        valid = valid & (offs_n <= offs_m + (diagonal_offset + window_right))
     return valid
 
 
 @triton.jit
-def _distance(query, key, shift):
-    return tl.abs(query + shift - key).to(tl.float32)
+def _distance(offs_m, offs_n, diagonal_offset):
+    return tl.abs(offs_m + diagonal_offset - offs_n).to(tl.float32)
 
 
 @triton.jit
 def _forward_step(
     acc,
-    m,
-    l,
+    row_max,
+    row_sum,
     q,
     K,
     V,
-    j,
-    query,
-    k_len,
-    k_stride,
-    v_stride,
-    shift,
-    left,
-    right,
+    start_n,
+    offs_m,
+    seqlen_k,
+    stride_kn,
+    stride_vn,
+    diagonal_offset,
+    window_left,
+    window_right,
     scale,
     softcap,
     slope,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
-    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    k = _load_tile(K, start_n, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
-        x = _tanh(x * (scale / softcap))
+        qk = _tanh(qk * (scale / softcap))
         factor = softcap * LOG2E
     else:
         factor = scale * LOG2E
-    key = j + tl.arange(0, BLOCK_N)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
     if ALIBI:
-        x = x * factor - slope * _distance(query[:, None], key[None, :], shift)
+        qk = qk * factor - slope * _distance(offs_m[:, None], offs_n[None, :], diagonal_offset)
         factor = 1.0
     if MASK:
-        x = tl.where(
-            _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT),
-            x,
+        qk = tl.where(
+            _valid_mask(
+                offs_m[:, None],
+                offs_n[None, :],
+                seqlen_k,
+                diagonal_offset,
+                window_left,
+                window_right,
+                HAS_LEFT,
+                HAS_RIGHT,
+            ),
+            qk,
             -float("inf"),
         )
-    m_new = tl.maximum(m, tl.max(x, 1) * factor)
-    p = tl.exp2(x * factor - m_new[:, None])
-    alpha = tl.exp2(m - m_new)
-    l = l * alpha + tl.sum(p, 1)
-    v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
+    row_max_new = tl.maximum(row_max, tl.max(qk, 1) * factor)
+    p = tl.exp2(qk * factor - row_max_new[:, None])
+    alpha = tl.exp2(row_max - row_max_new)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    v = _load_tile(V, start_n, seqlen_k, stride_vn, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_new, l
+    return acc, row_max_new, row_sum
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
     Q,
     K,
@@ -207,176 +242,191 @@ def forward_kernel(
     OUT,
     LSE,
     TILES,
-    q_stride,
-    q_head,
-    k_stride,
-    k_head,
-    v_stride,
-    v_head,
-    out_stride,
-    total,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_om,
+    total_q,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """OUT (total, heads, DIM_V) and LSE (heads, total), one query tile and head a program."""
-    tile, head, exists = _entry(TILES, heads, group)
-    if not exists:
+    """Compute OUT (total_q, heads, HEAD_DIM_V) and LSE (heads, total_q).
+
+    Each CTA computes one query tile of one head.
+    """
+    tile, head, is_tile = _scheduled_tile(TILES, heads, heads_in_l2)
+    if not is_tile:
         return
-    q_start = tl.load(tile).to(tl.int64)
-    q_len = tl.load(tile + 1)
-    k_start = tl.load(tile + 2).to(tl.int64)
-    k_len = tl.load(tile + 3)
-    first = tl.load(tile + 4)
-    shift = k_len - q_len
+    q_offset = tl.load(tile).to(tl.int64)
+    seqlen_q = tl.load(tile + 1)
+    k_offset = tl.load(tile + 2).to(tl.int64)
+    seqlen_k = tl.load(tile + 3)
+    start_m = tl.load(tile + 4)
+    diagonal_offset = seqlen_k - seqlen_q
     head = head.to(tl.int64)
-    Q += q_start * q_stride + head * q_head
-    K += k_start * k_stride + head // group_size * k_head
-    V += k_start * v_stride + head // group_size * v_head
+    Q += q_offset * stride_qm + head * stride_qh
+    K += k_offset * stride_kn + head // qheads_per_khead * stride_kh
+    V += k_offset * stride_vn + head // qheads_per_khead * stride_vh
     slope = tl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-    query = first + tl.arange(0, BLOCK_M)
-    q = _load_rows(Q, first, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, True)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = _load_tile(Q, start_m, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    m = tl.full([BLOCK_M], LOWEST, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    low, a, b, high = _attended(first, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-    if LEFT:
-        for j in range(low, a, BLOCK_N):
-            acc, m, l = _forward_step(
+    row_max = tl.full([BLOCK_M], INITIAL_MAX, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    begin, full_begin, full_end, end = _block_range(
+        start_m,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    if HAS_LEFT:
+        for start_n in range(begin, full_begin, BLOCK_N):
+            acc, row_max, row_sum = _forward_step(
                 acc,
-                m,
-                l,
+                row_max,
+                row_sum,
                 q,
                 K,
                 V,
-                j,
-                query,
-                k_len,
-                k_stride,
-                v_stride,
-                shift,
-                left,
-                right,
+                start_n,
+                offs_m,
+                seqlen_k,
+                stride_kn,
+                stride_vn,
+                diagonal_offset,
+                window_left,
+                window_right,
                 scale,
                 softcap,
                 slope,
-                DIM,
-                DIM_V,
+                HEAD_DIM,
+                HEAD_DIM_V,
                 BLOCK_D,
                 BLOCK_DV,
                 BLOCK_N,
-                LEFT,
-                RIGHT,
+                HAS_LEFT,
+                HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
                 True,
                 PRECISION,
             )
-    for j in range(a, b, BLOCK_N):
-        acc, m, l = _forward_step(
+    for start_n in range(full_begin, full_end, BLOCK_N):
+        acc, row_max, row_sum = _forward_step(
             acc,
-            m,
-            l,
+            row_max,
+            row_sum,
             q,
             K,
             V,
-            j,
-            query,
-            k_len,
-            k_stride,
-            v_stride,
-            shift,
-            left,
-            right,
+            start_n,
+            offs_m,
+            seqlen_k,
+            stride_kn,
+            stride_vn,
+            diagonal_offset,
+            window_left,
+            window_right,
             scale,
             softcap,
             slope,
-            DIM,
-            DIM_V,
+            HEAD_DIM,
+            HEAD_DIM_V,
             BLOCK_D,
             BLOCK_DV,
             BLOCK_N,
-            LEFT,
-            RIGHT,
+            HAS_LEFT,
+            HAS_RIGHT,
             SOFTCAP,
             ALIBI,
             False,
             PRECISION,
         )
-    for j in range(b, high, BLOCK_N):
-        acc, m, l = _forward_step(
+    for start_n in range(full_end, end, BLOCK_N):
+        acc, row_max, row_sum = _forward_step(
             acc,
-            m,
-            l,
+            row_max,
+            row_sum,
             q,
             K,
             V,
-            j,
-            query,
-            k_len,
-            k_stride,
-            v_stride,
-            shift,
-            left,
-            right,
+            start_n,
+            offs_m,
+            seqlen_k,
+            stride_kn,
+            stride_vn,
+            diagonal_offset,
+            window_left,
+            window_right,
             scale,
             softcap,
             slope,
-            DIM,
-            DIM_V,
+            HEAD_DIM,
+            HEAD_DIM_V,
             BLOCK_D,
             BLOCK_DV,
             BLOCK_N,
-            LEFT,
-            RIGHT,
+            HAS_LEFT,
+            HAS_RIGHT,
             SOFTCAP,
             ALIBI,
             True,
             PRECISION,
         )
-    some = l > 0.0
-    acc = acc / tl.where(some, l, 1.0)[:, None]
-    lse = tl.where(some, (m + tl.log2(tl.where(some, l, 1.0))) * LN2, -float("inf"))
-    # A NaN in the scores must reach the LSE, though it compares as "no valid key".
-    lse = tl.where(l != l, l, lse)
-    _store_rows(
-        OUT + q_start * out_stride + head * DIM_V,
+    has_key = row_sum > 0.0
+    acc = acc / tl.where(has_key, row_sum, 1.0)[:, None]
+    lse = tl.where(
+        has_key, (row_max + tl.log2(tl.where(has_key, row_sum, 1.0))) * LN2, -float("inf")
+    )
+    # A NaN in the scores must reach the LSE, although it compares like "no valid key".
+    lse = tl.where(row_sum != row_sum, row_sum, lse)
+    _store_tile(
+        OUT + q_offset * stride_om + head * HEAD_DIM_V,
         acc,
-        first,
-        q_len,
-        out_stride,
+        start_m,
+        seqlen_q,
+        stride_om,
         BLOCK_M,
-        DIM_V,
+        HEAD_DIM_V,
         BLOCK_DV,
     )
-    tl.store(LSE + head * total + q_start + query, lse, mask=query < q_len)
+    tl.store(LSE + head * total_q + q_offset + offs_m, lse, mask=offs_m < seqlen_q)
 
 
 @triton.jit
 def _score_gradient(
-    x,
+    qk,
     dp,
     lse,
     delta,
-    query,
-    key,
+    offs_m,
+    offs_n,
     valid,
-    shift,
+    diagonal_offset,
     scale,
     softcap,
     slope,
@@ -384,23 +434,25 @@ def _score_gradient(
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Probabilities and the gradient of the scaled scores; query, key and statistics arrive ready to be broadcast."""
+    """Return the probabilities and the gradient of the scaled scores.
+
+    Positions, LSE and delta must have shapes that broadcast to the scores.
+    """
     if ALIBI:
-        lse += slope * _distance(query, key, shift)
+        lse += slope * _distance(offs_m, offs_n, diagonal_offset)
     if SOFTCAP:
-        x = _tanh(x * (scale / softcap))
-        p = tl.exp2(x * (softcap * LOG2E) - lse)
+        qk = _tanh(qk * (scale / softcap))
+        p = tl.exp2(qk * (softcap * LOG2E) - lse)
     else:
-        p = tl.exp2(x * (scale * LOG2E) - lse)
+        p = tl.exp2(qk * (scale * LOG2E) - lse)
     if MASK:
         p = tl.where(valid, p, 0.0)
     ds = p * (dp - delta)
     if SOFTCAP:
-        ds *= 1.0 - x * x
+        ds *= 1.0 - qk * qk
     if MASK:
-        ds = tl.where(
-            valid, ds, 0.0
-        )  # again: a query without valid keys may have any dout, also NaN
+        # Mask again: a query without valid keys may have any dout, also NaN.
+        ds = tl.where(valid, ds, 0.0)
     return p, ds
 
 
@@ -413,44 +465,53 @@ def _dq_step(
     delta,
     K,
     V,
-    j,
-    query,
-    k_len,
-    k_stride,
-    v_stride,
-    shift,
-    left,
-    right,
+    start_n,
+    offs_m,
+    seqlen_k,
+    stride_kn,
+    stride_vn,
+    diagonal_offset,
+    window_left,
+    window_right,
     scale,
     softcap,
     slope,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    k = _load_rows(K, j, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, MASK)
-    v = _load_rows(V, j, k_len, v_stride, BLOCK_N, DIM_V, BLOCK_DV, MASK)
-    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    k = _load_tile(K, start_n, seqlen_k, stride_kn, BLOCK_N, HEAD_DIM, BLOCK_D, MASK)
+    v = _load_tile(V, start_n, seqlen_k, stride_vn, BLOCK_N, HEAD_DIM_V, BLOCK_DV, MASK)
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    key = j + tl.arange(0, BLOCK_N)
-    valid = _valid(query[:, None], key[None, :], k_len, shift, left, right, LEFT, RIGHT)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    valid = _valid_mask(
+        offs_m[:, None],
+        offs_n[None, :],
+        seqlen_k,
+        diagonal_offset,
+        window_left,
+        window_right,
+        HAS_LEFT,
+        HAS_RIGHT,
+    )
     _, ds = _score_gradient(
-        x,
+        qk,
         dp,
         lse[:, None],
         delta[:, None],
-        query[:, None],
-        key[None, :],
+        offs_m[:, None],
+        offs_n[None, :],
         valid,
-        shift,
+        diagonal_offset,
         scale,
         softcap,
         slope,
@@ -461,7 +522,7 @@ def _dq_step(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
     Q,
     K,
@@ -474,92 +535,105 @@ def dq_kernel(
     STATS,
     DQ,
     TILES,
-    q_stride,
-    q_head,
-    k_stride,
-    k_head,
-    v_stride,
-    v_head,
-    out_stride,
-    do_stride,
-    do_head,
-    dq_stride,
-    dlse_stride,
-    dlse_head,
-    total,
-    plane,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_om,
+    stride_dom,
+    stride_doh,
+    stride_dqm,
+    stride_dlsem,
+    stride_dlseh,
+    total_q,
+    stats_stride,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """DQ, and STATS (2, heads, total) for the kernel of dK and dV: the LSE in base 2, and the softmax's row term
-    sum(out * dout) - dlse, through which the gradient of the LSE enters."""
-    tile, head, exists = _entry(TILES, heads, group)
-    if not exists:
+    """Compute DQ, and STATS (2, heads, total_q) for `dkdv_kernel`.
+
+    STATS holds the log-sum-exp in base 2 and delta = sum(out * dout) - dlse, through which the
+    gradient of the log-sum-exp enters.
+    """
+    tile, head, is_tile = _scheduled_tile(TILES, heads, heads_in_l2)
+    if not is_tile:
         return
-    q_start = tl.load(tile).to(tl.int64)
-    q_len = tl.load(tile + 1)
-    k_start = tl.load(tile + 2).to(tl.int64)
-    k_len = tl.load(tile + 3)
-    first = tl.load(tile + 4)
-    shift = k_len - q_len
+    q_offset = tl.load(tile).to(tl.int64)
+    seqlen_q = tl.load(tile + 1)
+    k_offset = tl.load(tile + 2).to(tl.int64)
+    seqlen_k = tl.load(tile + 3)
+    start_m = tl.load(tile + 4)
+    diagonal_offset = seqlen_k - seqlen_q
     head = head.to(tl.int64)
-    Q += q_start * q_stride + head * q_head
-    K += k_start * k_stride + head // group_size * k_head
-    V += k_start * v_stride + head // group_size * v_head
+    Q += q_offset * stride_qm + head * stride_qh
+    K += k_offset * stride_kn + head // qheads_per_khead * stride_kh
+    V += k_offset * stride_vn + head // qheads_per_khead * stride_vh
     slope = tl.load(SLOPES + head) * LOG2E if ALIBI else 0.0
-    query = first + tl.arange(0, BLOCK_M)
-    inside = query < q_len
-    q = _load_rows(Q, first, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, True)
-    do = _load_rows(
-        DO + q_start * do_stride + head * do_head,
-        first,
-        q_len,
-        do_stride,
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < seqlen_q
+    q = _load_tile(Q, start_m, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    do = _load_tile(
+        DO + q_offset * stride_dom + head * stride_doh,
+        start_m,
+        seqlen_q,
+        stride_dom,
         BLOCK_M,
-        DIM_V,
+        HEAD_DIM_V,
         BLOCK_DV,
         True,
     )
-    out = _load_rows(
-        OUT + q_start * out_stride + head * DIM_V,
-        first,
-        q_len,
-        out_stride,
+    out = _load_tile(
+        OUT + q_offset * stride_om + head * HEAD_DIM_V,
+        start_m,
+        seqlen_q,
+        stride_om,
         BLOCK_M,
-        DIM_V,
+        HEAD_DIM_V,
         BLOCK_DV,
         True,
     )
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(
-            DLSE + (q_start + query) * dlse_stride + head * dlse_head, mask=inside, other=0.0
+            DLSE + (q_offset + offs_m) * stride_dlsem + head * stride_dlseh, mask=mask_m, other=0.0
         )
-    lse = tl.load(LSE + head * total + q_start + query, mask=inside, other=0.0) * LOG2E
-    stats = STATS + head * total + q_start + query
-    tl.store(stats, lse, mask=inside)
-    tl.store(stats + plane, delta, mask=inside)
+    lse = tl.load(LSE + head * total_q + q_offset + offs_m, mask=mask_m, other=0.0) * LOG2E
+    stats = STATS + head * total_q + q_offset + offs_m
+    tl.store(stats, lse, mask=mask_m)
+    tl.store(stats + stats_stride, delta, mask=mask_m)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    low, a, b, high = _attended(first, q_len, k_len, left, right, LEFT, RIGHT, BLOCK_M, BLOCK_N)
-    if LEFT:
-        for j in range(low, a, BLOCK_N):
+    begin, full_begin, full_end, end = _block_range(
+        start_m,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        HAS_LEFT,
+        HAS_RIGHT,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    if HAS_LEFT:
+        for start_n in range(begin, full_begin, BLOCK_N):
             dq = _dq_step(
                 dq,
                 q,
@@ -568,30 +642,30 @@ def dq_kernel(
                 delta,
                 K,
                 V,
-                j,
-                query,
-                k_len,
-                k_stride,
-                v_stride,
-                shift,
-                left,
-                right,
+                start_n,
+                offs_m,
+                seqlen_k,
+                stride_kn,
+                stride_vn,
+                diagonal_offset,
+                window_left,
+                window_right,
                 scale,
                 softcap,
                 slope,
-                DIM,
-                DIM_V,
+                HEAD_DIM,
+                HEAD_DIM_V,
                 BLOCK_D,
                 BLOCK_DV,
                 BLOCK_N,
-                LEFT,
-                RIGHT,
+                HAS_LEFT,
+                HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
                 True,
                 PRECISION,
             )
-    for j in range(a, b, BLOCK_N):
+    for start_n in range(full_begin, full_end, BLOCK_N):
         dq = _dq_step(
             dq,
             q,
@@ -600,30 +674,30 @@ def dq_kernel(
             delta,
             K,
             V,
-            j,
-            query,
-            k_len,
-            k_stride,
-            v_stride,
-            shift,
-            left,
-            right,
+            start_n,
+            offs_m,
+            seqlen_k,
+            stride_kn,
+            stride_vn,
+            diagonal_offset,
+            window_left,
+            window_right,
             scale,
             softcap,
             slope,
-            DIM,
-            DIM_V,
+            HEAD_DIM,
+            HEAD_DIM_V,
             BLOCK_D,
             BLOCK_DV,
             BLOCK_N,
-            LEFT,
-            RIGHT,
+            HAS_LEFT,
+            HAS_RIGHT,
             SOFTCAP,
             ALIBI,
             False,
             PRECISION,
         )
-    for j in range(b, high, BLOCK_N):
+    for start_n in range(full_end, end, BLOCK_N):
         dq = _dq_step(
             dq,
             q,
@@ -632,37 +706,37 @@ def dq_kernel(
             delta,
             K,
             V,
-            j,
-            query,
-            k_len,
-            k_stride,
-            v_stride,
-            shift,
-            left,
-            right,
+            start_n,
+            offs_m,
+            seqlen_k,
+            stride_kn,
+            stride_vn,
+            diagonal_offset,
+            window_left,
+            window_right,
             scale,
             softcap,
             slope,
-            DIM,
-            DIM_V,
+            HEAD_DIM,
+            HEAD_DIM_V,
             BLOCK_D,
             BLOCK_DV,
             BLOCK_N,
-            LEFT,
-            RIGHT,
+            HAS_LEFT,
+            HAS_RIGHT,
             SOFTCAP,
             ALIBI,
             True,
             PRECISION,
         )
-    _store_rows(
-        DQ + q_start * dq_stride + head * DIM,
+    _store_tile(
+        DQ + q_offset * stride_dqm + head * HEAD_DIM,
         dq * scale,
-        first,
-        q_len,
-        dq_stride,
+        start_m,
+        seqlen_q,
+        stride_dqm,
         BLOCK_M,
-        DIM,
+        HEAD_DIM,
         BLOCK_D,
     )
 
@@ -676,53 +750,62 @@ def _dkdv_step(
     Q,
     DO,
     STATS,
-    plane,
-    i,
-    key,
-    q_len,
-    k_len,
-    q_stride,
-    do_stride,
-    shift,
-    left,
-    right,
+    stats_stride,
+    start_m,
+    offs_n,
+    seqlen_q,
+    seqlen_k,
+    stride_qm,
+    stride_dom,
+    diagonal_offset,
+    window_left,
+    window_right,
     scale,
     softcap,
     slope,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    query = i + tl.arange(0, BLOCK_M)
-    q = _load_rows(Q, i, q_len, q_stride, BLOCK_M, DIM, BLOCK_D, MASK)
-    x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    do = _load_rows(DO, i, q_len, do_stride, BLOCK_M, DIM_V, BLOCK_DV, MASK)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = _load_tile(Q, start_m, seqlen_q, stride_qm, BLOCK_M, HEAD_DIM, BLOCK_D, MASK)
+    qk = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    do = _load_tile(DO, start_m, seqlen_q, stride_dom, BLOCK_M, HEAD_DIM_V, BLOCK_DV, MASK)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if MASK:
-        # Queries beyond the row have weight 0, and no bias.
-        lse = tl.load(STATS + query, mask=query < q_len, other=float("inf"))
-        delta = tl.load(STATS + plane + query, mask=query < q_len, other=0.0)
+        # Queries after the end of the row have weight 0, and no bias.
+        lse = tl.load(STATS + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
+        delta = tl.load(STATS + stats_stride + offs_m, mask=offs_m < seqlen_q, other=0.0)
     else:
-        lse = tl.load(STATS + query)
-        delta = tl.load(STATS + plane + query)
-    valid = _valid(query[None, :], key[:, None], k_len, shift, left, right, LEFT, RIGHT)
+        lse = tl.load(STATS + offs_m)
+        delta = tl.load(STATS + stats_stride + offs_m)
+    valid = _valid_mask(
+        offs_m[None, :],
+        offs_n[:, None],
+        seqlen_k,
+        diagonal_offset,
+        window_left,
+        window_right,
+        HAS_LEFT,
+        HAS_RIGHT,
+    )
     p, ds = _score_gradient(
-        x,
+        qk,
         dp,
         lse[None, :],
         delta[None, :],
-        query[None, :],
-        key[:, None],
+        offs_m[None, :],
+        offs_n[:, None],
         valid,
-        shift,
+        diagonal_offset,
         scale,
         softcap,
         slope,
@@ -735,7 +818,7 @@ def _dkdv_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=_COUNTS)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def dkdv_kernel(
     Q,
     K,
@@ -746,184 +829,213 @@ def dkdv_kernel(
     DK,
     DV,
     TILES,
-    q_stride,
-    q_head,
-    k_stride,
-    k_head,
-    v_stride,
-    v_head,
-    do_stride,
-    do_head,
-    dk_stride,
-    dv_stride,
-    total,
-    plane,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_dom,
+    stride_doh,
+    stride_dkn,
+    stride_dvn,
+    total_q,
+    stats_stride,
     heads,
-    group_size,
-    group,
-    left,
-    right,
+    qheads_per_khead,
+    heads_in_l2,
+    window_left,
+    window_right,
     scale,
     softcap,
-    DIM: tl.constexpr,
-    DIM_V: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """DK and DV, one key tile and key head a program; it runs over all query heads that share the key head."""
-    tile, head, exists = _entry(TILES, heads // group_size, group)
-    if not exists:
+    """Compute DK and DV, one key tile and key head per CTA.
+
+    Each CTA sums over all query heads that share the key head.
+    """
+    tile, head, is_tile = _scheduled_tile(TILES, heads // qheads_per_khead, heads_in_l2)
+    if not is_tile:
         return
-    k_start = tl.load(tile).to(tl.int64)
-    k_len = tl.load(tile + 1)
-    q_start = tl.load(tile + 2).to(tl.int64)
-    q_len = tl.load(tile + 3)
-    first = tl.load(tile + 4)
-    shift = k_len - q_len
+    k_offset = tl.load(tile).to(tl.int64)
+    seqlen_k = tl.load(tile + 1)
+    q_offset = tl.load(tile + 2).to(tl.int64)
+    seqlen_q = tl.load(tile + 3)
+    start_n = tl.load(tile + 4)
+    diagonal_offset = seqlen_k - seqlen_q
     head = head.to(tl.int64)
-    key = first + tl.arange(0, BLOCK_N)
-    k = _load_rows(
-        K + k_start * k_stride + head * k_head, first, k_len, k_stride, BLOCK_N, DIM, BLOCK_D, True
-    )
-    v = _load_rows(
-        V + k_start * v_stride + head * v_head,
-        first,
-        k_len,
-        v_stride,
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = _load_tile(
+        K + k_offset * stride_kn + head * stride_kh,
+        start_n,
+        seqlen_k,
+        stride_kn,
         BLOCK_N,
-        DIM_V,
+        HEAD_DIM,
+        BLOCK_D,
+        True,
+    )
+    v = _load_tile(
+        V + k_offset * stride_vn + head * stride_vh,
+        start_n,
+        seqlen_k,
+        stride_vn,
+        BLOCK_N,
+        HEAD_DIM_V,
         BLOCK_DV,
         True,
     )
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    # Seen from a key, the window's sides change places.
-    low, a, b, high = _attended(first, k_len, q_len, right, left, RIGHT, LEFT, BLOCK_N, BLOCK_M)
-    for g in range(group_size):
-        q_one = head * group_size + g
-        Q1 = Q + q_start * q_stride + q_one * q_head
-        DO1 = DO + q_start * do_stride + q_one * do_head
-        STATS1 = STATS + q_one * total + q_start
-        slope = tl.load(SLOPES + q_one) * LOG2E if ALIBI else 0.0
-        if RIGHT:
-            for i in range(low, a, BLOCK_M):
+    # For keys, the left and right sides of the window are swapped.
+    begin, full_begin, full_end, end = _block_range(
+        start_n,
+        seqlen_k,
+        seqlen_q,
+        window_right,
+        window_left,
+        HAS_RIGHT,
+        HAS_LEFT,
+        BLOCK_N,
+        BLOCK_M,
+    )
+    for g in range(qheads_per_khead):
+        q_head = head * qheads_per_khead + g
+        Q_HEAD = Q + q_offset * stride_qm + q_head * stride_qh
+        DO_HEAD = DO + q_offset * stride_dom + q_head * stride_doh
+        STATS_HEAD = STATS + q_head * total_q + q_offset
+        slope = tl.load(SLOPES + q_head) * LOG2E if ALIBI else 0.0
+        if HAS_RIGHT:
+            for start_m in range(begin, full_begin, BLOCK_M):
                 dk, dv = _dkdv_step(
                     dk,
                     dv,
                     k,
                     v,
-                    Q1,
-                    DO1,
-                    STATS1,
-                    plane,
-                    i,
-                    key,
-                    q_len,
-                    k_len,
-                    q_stride,
-                    do_stride,
-                    shift,
-                    left,
-                    right,
+                    Q_HEAD,
+                    DO_HEAD,
+                    STATS_HEAD,
+                    stats_stride,
+                    start_m,
+                    offs_n,
+                    seqlen_q,
+                    seqlen_k,
+                    stride_qm,
+                    stride_dom,
+                    diagonal_offset,
+                    window_left,
+                    window_right,
                     scale,
                     softcap,
                     slope,
-                    DIM,
-                    DIM_V,
+                    HEAD_DIM,
+                    HEAD_DIM_V,
                     BLOCK_D,
                     BLOCK_DV,
                     BLOCK_M,
-                    LEFT,
-                    RIGHT,
+                    HAS_LEFT,
+                    HAS_RIGHT,
                     SOFTCAP,
                     ALIBI,
                     True,
                     PRECISION,
                 )
-        for i in range(a, b, BLOCK_M):
+        for start_m in range(full_begin, full_end, BLOCK_M):
             dk, dv = _dkdv_step(
                 dk,
                 dv,
                 k,
                 v,
-                Q1,
-                DO1,
-                STATS1,
-                plane,
-                i,
-                key,
-                q_len,
-                k_len,
-                q_stride,
-                do_stride,
-                shift,
-                left,
-                right,
+                Q_HEAD,
+                DO_HEAD,
+                STATS_HEAD,
+                stats_stride,
+                start_m,
+                offs_n,
+                seqlen_q,
+                seqlen_k,
+                stride_qm,
+                stride_dom,
+                diagonal_offset,
+                window_left,
+                window_right,
                 scale,
                 softcap,
                 slope,
-                DIM,
-                DIM_V,
+                HEAD_DIM,
+                HEAD_DIM_V,
                 BLOCK_D,
                 BLOCK_DV,
                 BLOCK_M,
-                LEFT,
-                RIGHT,
+                HAS_LEFT,
+                HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
                 False,
                 PRECISION,
             )
-        for i in range(b, high, BLOCK_M):
+        for start_m in range(full_end, end, BLOCK_M):
             dk, dv = _dkdv_step(
                 dk,
                 dv,
                 k,
                 v,
-                Q1,
-                DO1,
-                STATS1,
-                plane,
-                i,
-                key,
-                q_len,
-                k_len,
-                q_stride,
-                do_stride,
-                shift,
-                left,
-                right,
+                Q_HEAD,
+                DO_HEAD,
+                STATS_HEAD,
+                stats_stride,
+                start_m,
+                offs_n,
+                seqlen_q,
+                seqlen_k,
+                stride_qm,
+                stride_dom,
+                diagonal_offset,
+                window_left,
+                window_right,
                 scale,
                 softcap,
                 slope,
-                DIM,
-                DIM_V,
+                HEAD_DIM,
+                HEAD_DIM_V,
                 BLOCK_D,
                 BLOCK_DV,
                 BLOCK_M,
-                LEFT,
-                RIGHT,
+                HAS_LEFT,
+                HAS_RIGHT,
                 SOFTCAP,
                 ALIBI,
                 True,
                 PRECISION,
             )
-    row = k_start * dk_stride
-    _store_rows(DK + row + head * DIM, dk * scale, first, k_len, dk_stride, BLOCK_N, DIM, BLOCK_D)
-    _store_rows(
-        DV + k_start * dv_stride + head * DIM_V,
-        dv,
-        first,
-        k_len,
-        dv_stride,
+    dk_row = k_offset * stride_dkn
+    _store_tile(
+        DK + dk_row + head * HEAD_DIM,
+        dk * scale,
+        start_n,
+        seqlen_k,
+        stride_dkn,
         BLOCK_N,
-        DIM_V,
+        HEAD_DIM,
+        BLOCK_D,
+    )
+    _store_tile(
+        DV + k_offset * stride_dvn + head * HEAD_DIM_V,
+        dv,
+        start_n,
+        seqlen_k,
+        stride_dvn,
+        BLOCK_N,
+        HEAD_DIM_V,
         BLOCK_DV,
     )

@@ -1,15 +1,17 @@
-"""Measured tile sizes. A plain table, so that the first call compiles one kernel and times none."""
+"""Measured tile sizes: a plain table, so that the first call compiles one kernel and times none."""
 
 from typing import NamedTuple
 
+from ..runtime.device import LARGE_SHARED_MEMORY
+
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, and how a program is laid out."""
+    """Queries and keys of a tile of a portable kernel, and the kernel's compile options."""
 
-    m: int
-    n: int
-    warps: int
-    stages: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 class Tiles(NamedTuple):
@@ -20,42 +22,62 @@ class Tiles(NamedTuple):
     dkdv: Tile
 
 
-class GluonTiles(NamedTuple):
-    """Queries, keys and stages of the three Gluon kernels, and the stages of the side that a program owns.
+class Sm90Tile(NamedTuple):
+    """Queries and keys of a tile of a Gluon kernel, and the stages of its rings.
 
-    Further, of the forward the programs that share a multiprocessor. `apart`: dk and dv come from two launches, as registers have
-    no room for both.
+    `own_stages` are the stages of the side that the tile cuts: the queries in forward and dq, the
+    keys in dkdv. `ctas_per_sm` is the number of CTAs that share an SM.
     """
 
-    forward: tuple[int, int, int, int, int]
-    dq: tuple[int, int, int, int]
-    dkdv: tuple[int, int, int, int]
-    apart: bool = False
+    block_m: int
+    block_n: int
+    stages: int
+    own_stages: int
+    ctas_per_sm: int = 1
 
 
-# By bytes of an element and the width of a head in shared memory, or those of q and of v; measured on an H100.
-GLUON = {
-    (2, 32): GluonTiles((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
-    (2, 64): GluonTiles((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2)),
-    (2, 128): GluonTiles((192, 64, 3, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
-    (2, 192, 128): GluonTiles((192, 64, 3, 1, 1), (128, 64, 3, 1), (32, 128, 4, 1)),
-    (2, 192): GluonTiles((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 3, 1), apart=True),
-    (2, 256): GluonTiles((128, 64, 2, 1, 1), (128, 32, 2, 1), (32, 128, 2, 1), apart=True),
-    (4, 32): GluonTiles((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
-    (4, 64): GluonTiles((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
+class Sm90Tiles(NamedTuple):
+    """The tiles of the three Gluon kernels.
+
+    With `split_dkdv`, dk and dv come from two launches, because registers have no room for both.
+    """
+
+    forward: Sm90Tile
+    dq: Sm90Tile
+    dkdv: Sm90Tile
+    split_dkdv: bool = False
+
+
+def _sm90(forward: tuple, dq: tuple, dkdv: tuple, split_dkdv: bool = False) -> Sm90Tiles:
+    return Sm90Tiles(Sm90Tile(*forward), Sm90Tile(*dq), Sm90Tile(*dkdv), split_dkdv)
+
+
+#: By bytes per element and padded head_dim, or the padded head_dims of q and of v. Measured on an
+#: H100.
+SM90_TILES = {
+    (2, 32): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 192, 6, 2)),
+    (2, 64): _sm90((64, 64, 3, 2, 3), (192, 64, 6, 2), (64, 128, 4, 2)),
+    (2, 128): _sm90((192, 64, 3, 2, 1), (128, 64, 3, 2), (64, 128, 3, 1)),
+    (2, 192, 128): _sm90((192, 64, 3, 1, 1), (128, 64, 3, 1), (32, 128, 4, 1)),
+    (2, 192): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (32, 128, 3, 1), split_dkdv=True),
+    (2, 256): _sm90((128, 64, 2, 1, 1), (128, 32, 2, 1), (32, 128, 2, 1), split_dkdv=True),
+    (4, 32): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
+    (4, 64): _sm90((128, 64, 3, 1, 1), (128, 64, 2, 1), (64, 128, 2, 1)),
 }
 
-#: Rows are known to be short up to so many tokens, and few up to so many queries, those of all heads counted: 512 for each
-#: multiprocessor of an H100. Then the time of the last tile counts, and some kernels take smaller ones.
-SHORT, FEW = 1600, 512 * 132
-GLUON_FEW = {
-    GLUON[2, 32]: GLUON[2, 32]._replace(dkdv=(64, 128, 6, 2)),
-    GLUON[2, 64]: GLUON[2, 64]._replace(dq=(128, 64, 6, 2)),
-    GLUON[2, 128]: GLUON[2, 128]._replace(forward=(64, 64, 2, 2, 2)),
+#: A batch is a few short rows if its rows are known to have at most SHORT_SEQLEN tokens, and it has
+#: at most FEW_QUERIES queries summed over heads: 512 per SM of an H100. Then the time of the last
+#: tile matters, and some kernels take smaller tiles.
+SHORT_SEQLEN, FEW_QUERIES = 1600, 512 * 132
+#: Tiles of a table above -> tiles for a few short rows.
+SM90_SMALL_BATCH_TILES = {
+    SM90_TILES[2, 32]: SM90_TILES[2, 32]._replace(dkdv=Sm90Tile(64, 128, 6, 2)),
+    SM90_TILES[2, 64]: SM90_TILES[2, 64]._replace(dq=Sm90Tile(128, 64, 6, 2)),
+    SM90_TILES[2, 128]: SM90_TILES[2, 128]._replace(forward=Sm90Tile(64, 64, 2, 2, 2)),
 }
 
-# By bytes of an element and padded head_dim. Measured on Hopper.
-_HOPPER = {
+# By bytes per element and padded head_dim. Measured on Hopper.
+_LARGE_SMEM = {
     (2, 32): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 2, 3)),
     (2, 64): Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 128, 4, 2)),
     (2, 128): Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3)),
@@ -65,8 +87,8 @@ _HOPPER = {
     (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     (4, 256): Tiles(Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),
 }
-# Ada and consumer Blackwell have 99 KB of shared memory a program, Ampere 163 KB; these fit all.
-_SMALL = {
+# Ada and consumer Blackwell have 99 KB of shared memory per CTA, Ampere 163 KB; these fit all.
+_SMALL_SMEM = {
     (2, 32): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (2, 64): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     (2, 128): Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
@@ -78,10 +100,16 @@ _SMALL = {
 }
 
 
-#: Compute capabilities of devices where a program may have 227 KB of shared memory.
-ROOMY = ((9, 0), (10, 0), (10, 3))
-
-
 def portable_tiles(capability: tuple[int, int], itemsize: int, block_d: int) -> Tiles:
-    """The tiles of the portable kernels, by device, bytes of an element and the wider padded head_dim, at least 32."""
-    return (_HOPPER if capability in ROOMY else _SMALL)[itemsize, block_d]
+    """Return the tiles of the portable kernels.
+
+    Parameters
+    ----------
+    capability
+        The device's compute capability.
+    itemsize
+        Bytes per element.
+    block_d
+        The wider padded head_dim of q and v, at least 32.
+    """
+    return (_LARGE_SMEM if capability in LARGE_SHARED_MEMORY else _SMALL_SMEM)[itemsize, block_d]

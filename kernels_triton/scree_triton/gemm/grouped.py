@@ -20,10 +20,20 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.launch_configs import GLUON_KNOWN
-from ..attention.tile_configs import ROOMY
-from ..runtime.autograd import Function, multiprocessors, once_differentiable, refuses, start
-from ..runtime.launch import INTERPRETED, Launch, ragged_shape, tiled
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
+from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
+from ..runtime.launch import (
+    Descriptor,
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    launch_args,
+    launch_on_device,
+    ragged_shape,
+    tiled,
+)
 
 _MOST_COUNTED = 1024  # rows whose tiles a program counts at once
 _FAR = tl.constexpr(1 << 30)  # the end of every row, see `launch.Ragged`
@@ -223,6 +233,59 @@ def weight_kernel(
     tl.store(out, acc.to(DW.dtype.element_ty), mask=(k < K)[:, None] & (m < M)[None, :])
 
 
+@launch_args
+class TiledArgs:
+    """Arguments of `tiled_kernel`."""
+
+    X: Descriptor
+    W: Descriptor
+    OUT: Descriptor
+    OFFSETS: Pointer
+    n: Number
+    total: Number
+
+
+@launch_args
+class TiledWeightArgs:
+    """Arguments of `tiled_weight_kernel`."""
+
+    X: Descriptor
+    DY: Descriptor
+    DW: Pointer
+    OFFSETS: Pointer
+    unused: Number
+
+
+@launch_args
+class ProductArgs:
+    """Arguments of `product_kernel`."""
+
+    X: Pointer
+    W: Pointer
+    OUT: Pointer
+    OFFSETS: Pointer
+    x_stride: Stride
+    w_group: Stride
+    w_k: Stride
+    w_m: Stride
+    n: Number
+    total: Number
+    bisections: Number
+
+
+@launch_args
+class WeightArgs:
+    """Arguments of `weight_kernel`."""
+
+    X: Pointer
+    DY: Pointer
+    DW: Pointer
+    OFFSETS: Pointer
+    x_stride: Stride
+    dy_stride: Stride
+    unused: Number
+
+
 #: Tokens, columns and depth of a tile, warps and stages, by bytes of an element: of the product, and (depth, columns, tokens)
 #: of the gradient of the matrices.
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
@@ -244,12 +307,14 @@ def _launches(
         product_kernel,
         dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth, GROUP=GROUP),
         dict(num_warps=warps, num_stages=stages),
+        args=ProductArgs,
     )
     depth, columns, tokens, warps, stages = WEIGHT[dtype.itemsize]
     return product, Launch(
         weight_kernel,
         dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
         dict(num_warps=warps, num_stages=stages),
+        args=WeightArgs,
     )
 
 
@@ -279,6 +344,7 @@ def _tiled_launch(
         ),
         dict(num_warps=warps, num_stages=stages),
         (tokens, columns if turned else depth, tokens),
+        args=TiledArgs,
     )
 
 
@@ -298,18 +364,19 @@ def _tiled_weight_launch(
         dict(K=k, M=m, BLOCK_T=tokens, BLOCK_M=columns, BLOCK_K=depth),
         dict(num_warps=warps, num_stages=stages),
         (tokens, tokens),
+        args=TiledWeightArgs,
     )
 
 
 @cache
 def _copies_tiles(device: torch.device) -> bool:
-    return INTERPRETED or torch.cuda.get_device_capability(device) in ROOMY
+    return INTERPRETED or device_info(device).has_large_shared_memory
 
 
 @cache
 def _hopper(device: torch.device) -> Any:
     """The kernels of this device in Gluon, if there are any."""
-    if INTERPRETED or not GLUON_KNOWN or torch.cuda.get_device_capability(device) != (9, 0):
+    if not device_info(device).supports_sm90_gluon:
         return None
     from . import grouped_sm90
 
@@ -349,23 +416,34 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
             x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned
         )
         _, columns, depth, *_ = TILED_PRODUCT
-        shapes = (
-            tiled(tuple(x.shape), x.stride(), depth),
-            tiled(tuple(plain.shape), plain.stride(), depth if turned else columns),
-            tiled(*ragged_shape(1, m, m, m), columns // 2),
+        weight_columns = depth if turned else columns
+        args = TiledArgs(
+            X=(x, tiled(tuple(x.shape), x.stride(), depth)),
+            W=(plain, tiled(tuple(plain.shape), plain.stride(), weight_columns)),
+            OUT=(out, tiled(*ragged_shape(1, m, m, m), columns // 2)),
+            OFFSETS=offsets,
+            n=n,
+            total=total,
         )
-        start(
-            launch, multiprocessors(x.device), (offsets,), (), (n, total), (x, plain, out), shapes
-        )
+        launch_on_device(launch, device_info(x.device).sm_count, args)
     else:
         tokens, columns = PRODUCT[x.dtype.itemsize][:2]
-        start(
-            _launches(x.device, x.dtype, offsets.dtype, k, m)[0],
-            (total // tokens + n + 1) * -(-m // columns),
-            (x, weight, out, offsets),
-            (x.stride(0), *weight.stride()),
-            (n, total, (n + 1).bit_length()),
+        w_group, w_k, w_m = weight.stride()
+        args = ProductArgs(
+            X=x,
+            W=weight,
+            OUT=out,
+            OFFSETS=offsets,
+            x_stride=x.stride(0),
+            w_group=w_group,
+            w_k=w_k,
+            w_m=w_m,
+            n=n,
+            total=total,
+            bisections=(n + 1).bit_length(),
         )
+        launch = _launches(x.device, x.dtype, offsets.dtype, k, m)[0]
+        launch_on_device(launch, (total // tokens + n + 1) * -(-m // columns), args)
     return out
 
 
@@ -383,57 +461,60 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
         tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
         launch = _tiled_weight_launch(x.device, x.dtype, offsets.dtype, k, m, tile)
         depth, columns, *_ = tile
-        shapes = (
-            tiled(*ragged_shape(1, k, x.stride(0), k), depth),
-            tiled(*ragged_shape(1, m, dy.stride(0), m), columns),
-        )
-        start(
-            launch, n * -(-k // depth) * -(-m // columns), (dw, offsets), (), (0,), (x, dy), shapes
+        args = TiledWeightArgs(
+            X=(x, tiled(*ragged_shape(1, k, x.stride(0), k), depth)),
+            DY=(dy, tiled(*ragged_shape(1, m, dy.stride(0), m), columns)),
+            DW=dw,
+            OFFSETS=offsets,
+            unused=0,
         )
     else:
         depth, columns = WEIGHT[x.dtype.itemsize][:2]
-        start(
-            _launches(x.device, x.dtype, offsets.dtype, k, m)[1],
-            n * -(-k // depth) * -(-m // columns),
-            (x, dy, dw, offsets),
-            (x.stride(0), dy.stride(0)),
-            (0,),
+        launch = _launches(x.device, x.dtype, offsets.dtype, k, m)[1]
+        args = WeightArgs(
+            X=x,
+            DY=dy,
+            DW=dw,
+            OFFSETS=offsets,
+            x_stride=x.stride(0),
+            dy_stride=dy.stride(0),
+            unused=0,
         )
+    launch_on_device(launch, n * -(-k // depth) * -(-m // columns), args)
     return dw
 
 
-class _Product(Function):
-    @staticmethod
-    def forward(ctx, x, weight, offsets):
-        ctx.save_for_backward(x, weight, offsets)
-        return product(x, weight, offsets)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, offsets = ctx.saved_tensors
-        dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
-        return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
-
-
-@torch.library.custom_op("scree_triton::grouped_product", mutates_args=())
-def _op(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _record_product(ctx, x, weight, offsets):
+    ctx.save_for_backward(x, weight, offsets)
     return product(x, weight, offsets)
 
 
-@_op.register_fake
-def _(x, weight, offsets):
+def _product_gradient(ctx, dy):
+    x, weight, offsets = ctx.saved_tensors
+    dx = product(dy, weight.mT, offsets) if ctx.needs_input_grad[0] else None
+    return dx, weight_gradient(x, dy, offsets) if ctx.needs_input_grad[1] else None, None
+
+
+_differentiable_product = differentiable("Product", _record_product, _product_gradient)
+
+
+def _run_operator(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return product(x, weight, offsets)
+
+
+def _fake(x, weight, offsets):
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-@torch.library.custom_op("scree_triton::grouped_weight_gradient", mutates_args=())
-def _weight_op(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def _weight_operator(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return weight_gradient(x, dy, offsets)
 
 
-@_weight_op.register_fake
-def _(x, dy, offsets):
+def _weight_fake(x, dy, offsets):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
+
+
+_weight_op = define_operator("grouped_weight_gradient", _weight_operator, _weight_fake)
 
 
 def _differentiate(ctx, dy):
@@ -441,8 +522,12 @@ def _differentiate(ctx, dy):
     return _op(dy, weight.mT, offsets), _weight_op(x, dy, offsets), None
 
 
-_op.register_autograd(
-    _differentiate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+_op = define_operator(
+    "grouped_product",
+    _run_operator,
+    _fake,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=_differentiate,
 )
 
 
@@ -452,23 +537,23 @@ def rejects(call: Any) -> str | None:
         return f"the Triton kernels take matrices of at least one element, not {tuple(call.weight.shape)}"
     if call.x.ragged_dim:
         return "the Triton kernels take a grouped product with the ragged axis in front"
-    return refuses(call.x.values)
+    return unsupported_dtype(call.x.values)
 
 
-def run(call: Any) -> Any:
+def grouped_matmul(call: Any) -> Any:
     """Run a `GroupedCall`."""
     x, weight = call.x, call.weight
     if torch.compiler.is_compiling():
         return x.with_values(_op(x.values, weight, x.offsets.contiguous()))
-    return prepare_run(call)(x, weight)
+    return prepare_grouped_matmul(call)(x, weight)
 
 
-def prepare_run(call: Any) -> Callable[..., Any]:
+def prepare_grouped_matmul(call: Any) -> Callable[..., Any]:
     """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
     wanted = call.x.values.requires_grad or call.weight.requires_grad
 
     def multiply(x: Any, weight: torch.Tensor) -> Any:
-        run = _Product.apply if wanted and torch.is_grad_enabled() else product
+        run = _differentiable_product if wanted and torch.is_grad_enabled() else product
         return x.from_layout(run(x.values, weight, x.offsets.contiguous()), x.layout)
 
     return multiply

@@ -23,8 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..runtime.autograd import multiprocessors, start
-from ..runtime.launch import Launch, boxed, ragged_shape
+from ..runtime.device import device_info
+from ..runtime.launch import (
+    Descriptor,
+    Launch,
+    Number,
+    Pointer,
+    boxed,
+    launch_args,
+    launch_on_device,
+    ragged_shape,
+)
 from ..sm90.pipeline import BILLION, _barriers, _claim, _field, _queue, counter
 
 WIDE = gl.constexpr(256)  # the long side of a tile
@@ -437,6 +446,35 @@ def weight_kernel(xd, dyd, dwd, OFFSETS, COUNTER, n, k, m):
     )
 
 
+@launch_args
+class ProductArgs:
+    """Arguments of `product_kernel`."""
+
+    xd: Descriptor
+    wd: Descriptor
+    outd: Descriptor
+    OFFSETS: Pointer
+    COUNTER: Pointer
+    n: Number
+    total: Number
+    k: Number
+    m: Number
+
+
+@launch_args
+class WeightArgs:
+    """Arguments of `weight_kernel`."""
+
+    xd: Descriptor
+    dyd: Descriptor
+    dwd: Descriptor
+    OFFSETS: Pointer
+    COUNTER: Pointer
+    n: Number
+    k: Number
+    m: Number
+
+
 @cache
 def _launch(
     device: torch.device, dtype: torch.dtype, offsets: torch.dtype, turned: bool | None
@@ -444,10 +482,9 @@ def _launch(
     """The product with matrices that are turned over or not, or with None the gradient of the matrices."""
     options = dict(num_warps=4, maxnreg=168)
     if turned is None:
-        return Launch(weight_kernel, {}, options, (TOKENS.value, TOKENS.value, 64))
-    return Launch(
-        product_kernel, dict(TURNED=turned), options, (64, HALF.value if turned else DEEP.value, 64)
-    )
+        return Launch(weight_kernel, {}, options, (TOKENS.value, TOKENS.value, 64), args=WeightArgs)
+    tile_rows = 64, HALF.value if turned else DEEP.value, 64
+    return Launch(product_kernel, dict(TURNED=turned), options, tile_rows, args=ProductArgs)
 
 
 def product(
@@ -455,20 +492,19 @@ def product(
 ) -> None:
     """To out (total, m) the product of x (total, k) and the matrix of each row, weight (n, k, m), or if turned (n, m, k)."""
     (total, k), m = x.shape, out.shape[1]
-    shapes = (
-        boxed(tuple(x.shape), x.stride(), DEEP.value),
-        boxed(tuple(weight.shape), weight.stride(), DEEP.value if turned else HALF.value),
-        boxed(*ragged_shape(1, m, m, m), HALF.value),
+    args = ProductArgs(
+        xd=(x, boxed(tuple(x.shape), x.stride(), DEEP.value)),
+        wd=(weight, boxed(tuple(weight.shape), weight.stride(), (DEEP if turned else HALF).value)),
+        outd=(out, boxed(*ragged_shape(1, m, m, m), HALF.value)),
+        OFFSETS=offsets,
+        COUNTER=counter(x.device),
+        n=weight.shape[0],
+        total=total,
+        k=k,
+        m=m,
     )
-    start(
-        _launch(x.device, x.dtype, offsets.dtype, turned),
-        multiprocessors(x.device),
-        (offsets, counter(x.device)),
-        (),
-        (weight.shape[0], total, k, m),
-        (x, weight, out),
-        shapes,
-    )
+    launch = _launch(x.device, x.dtype, offsets.dtype, turned)
+    launch_on_device(launch, device_info(x.device).sm_count, args)
 
 
 def weight_gradient(
@@ -476,17 +512,15 @@ def weight_gradient(
 ) -> None:
     """To dw (n, k, m), of each row, x (tokens, k) turned over times dy (tokens, m)."""
     n, k, m = dw.shape
-    shapes = (
-        boxed(*ragged_shape(1, k, x.stride(0), k), 64),
-        boxed(*ragged_shape(1, m, dy.stride(0), m), HALF.value),
-        boxed(tuple(dw.shape), dw.stride(), HALF.value),
+    args = WeightArgs(
+        xd=(x, boxed(*ragged_shape(1, k, x.stride(0), k), 64)),
+        dyd=(dy, boxed(*ragged_shape(1, m, dy.stride(0), m), HALF.value)),
+        dwd=(dw, boxed(tuple(dw.shape), dw.stride(), HALF.value)),
+        OFFSETS=offsets,
+        COUNTER=counter(x.device),
+        n=n,
+        k=k,
+        m=m,
     )
-    start(
-        _launch(x.device, x.dtype, offsets.dtype, None),
-        multiprocessors(x.device),
-        (offsets, counter(x.device)),
-        (),
-        (n, k, m),
-        (x, dy, dw),
-        shapes,
-    )
+    launch = _launch(x.device, x.dtype, offsets.dtype, None)
+    launch_on_device(launch, device_info(x.device).sm_count, args)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.autograd import Function
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
 from .concat import join, unjoin
 from .gather import keep, put, select, take, unkeep, unselect
 from .padding import pad, unpad
@@ -94,29 +95,28 @@ _EAGER = (
 _OPERATORS = SimpleNamespace()  # and for compiled code
 
 
-class _Map(Function):
-    @staticmethod
-    def forward(ctx, x, name, *args):
-        ctx.set_materialize_grads(False)
-        ctx.name, ctx.shape, ctx.args = name, x.shape, args
-        out = LINEAR[name].run(x, *args)
-        if isinstance(out, tuple):
-            ctx.mark_non_differentiable(*out[1:])
-        return out
+def _record_map(ctx, x, name, *args):
+    ctx.set_materialize_grads(False)
+    ctx.name, ctx.shape, ctx.args = name, x.shape, args
+    out = LINEAR[name].run(x, *args)
+    if isinstance(out, tuple):
+        ctx.mark_non_differentiable(*out[1:])
+    return out
 
-    @staticmethod
-    def backward(ctx, dy, *_):
-        return (
-            LINEAR[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args),
-            None,
-            *(None,) * len(ctx.args),
-        )
+
+def _map_gradient(ctx, dy, *_):
+    return (
+        LINEAR[ctx.name].gradient(_EAGER, dy, ctx.shape, *ctx.args),
+        None,
+        *(None,) * len(ctx.args),
+    )
+
+
+_differentiable_map = differentiable("Map", _record_map, _map_gradient, twice_differentiable=True)
 
 
 def _make_operator(name: str) -> None:
     linear = LINEAR[name]
-    operator = torch.library.custom_op(f"scree_triton::{name}", linear.run, mutates_args=())
-    operator.register_fake(linear.empty)
 
     def keep(ctx, inputs, output):
         x, *args = inputs
@@ -131,16 +131,16 @@ def _make_operator(name: str) -> None:
         args = list(ctx.rest)
         for i, tensor in zip(ctx.tensors, ctx.saved_tensors):
             args[i] = tensor
-        return linear.gradient(_OPERATORS, dy, ctx.shape, *args), *(None,) * len(args)
+        return (linear.gradient(_OPERATORS, dy, ctx.shape, *args),)
 
-    operator.register_autograd(differentiate, setup_context=keep)
+    operator = define_operator(name, linear.run, linear.empty, save=keep, backward=differentiate)
     setattr(_OPERATORS, name, operator)
     setattr(_EAGER, name, partial(_eager, name))
 
 
 def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
     if x.requires_grad and torch.is_grad_enabled():
-        return _Map.apply(x, name, *args)
+        return _differentiable_map(x, name, *args)
     return LINEAR[name].run(x, *args)
 
 
@@ -157,39 +157,39 @@ for _name in LINEAR:
     _make_operator(_name)
 
 
-class _Join(Function):
-    @staticmethod
-    def forward(ctx, offsets, dim, *xs):
-        ctx.offsets, ctx.dim, ctx.totals = offsets, dim, [x.shape[dim] for x in xs]
-        return join(xs, offsets, dim)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None, None, *_Unjoin.apply(dy, ctx.offsets, ctx.totals, ctx.dim)
+def _record_join(ctx, offsets, dim, *xs):
+    ctx.offsets, ctx.dim, ctx.totals = offsets, dim, [x.shape[dim] for x in xs]
+    return join(xs, offsets, dim)
 
 
-class _Unjoin(Function):
-    @staticmethod
-    def forward(ctx, dy, offsets, totals, dim):
-        ctx.offsets, ctx.dim = offsets, dim
-        return tuple(unjoin(dy, offsets, totals, dim))
-
-    @staticmethod
-    def backward(ctx, *dxs):
-        return _Join.apply(ctx.offsets, ctx.dim, *dxs), None, None, None
+def _join_gradient(ctx, dy):
+    return None, None, *_differentiable_unjoin(dy, ctx.offsets, ctx.totals, ctx.dim)
 
 
-_join_op = torch.library.custom_op("scree_triton::join", join, mutates_args=())
-_unjoin_op = torch.library.custom_op("scree_triton::unjoin", unjoin, mutates_args=())
+_differentiable_join = differentiable(
+    "Join", _record_join, _join_gradient, twice_differentiable=True
+)
 
 
-@_join_op.register_fake
-def _(xs, offsets, dim):
+def _record_unjoin(ctx, dy, offsets, totals, dim):
+    ctx.offsets, ctx.dim = offsets, dim
+    return tuple(unjoin(dy, offsets, totals, dim))
+
+
+def _unjoin_gradient(ctx, *dxs):
+    return _differentiable_join(ctx.offsets, ctx.dim, *dxs), None, None, None
+
+
+_differentiable_unjoin = differentiable(
+    "Unjoin", _record_unjoin, _unjoin_gradient, twice_differentiable=True
+)
+
+
+def _join_fake(xs, offsets, dim):
     return xs[0].new_empty(resized(xs[0].shape, dim, sum(x.shape[dim] for x in xs)))
 
 
-@_unjoin_op.register_fake
-def _(dy, offsets, totals, dim):
+def _unjoin_fake(dy, offsets, totals, dim):
     return [dy.new_empty(resized(dy.shape, dim, total)) for total in totals]
 
 
@@ -199,14 +199,14 @@ def _keep_joined(ctx, inputs, output):
     ctx.save_for_backward(*offsets)
 
 
-_join_op.register_autograd(
-    lambda ctx, dy: (
-        _unjoin_op(dy, ctx.saved_tensors, ctx.totals, ctx.dim),
-        [None] * len(ctx.totals),
-        None,
-    ),
-    setup_context=_keep_joined,
+def _join_operator_gradient(ctx, dy):
+    return _unjoin_op(dy, ctx.saved_tensors, ctx.totals, ctx.dim), [None] * len(ctx.totals)
+
+
+_join_op = define_operator(
+    "join", join, _join_fake, save=_keep_joined, backward=_join_operator_gradient
 )
+_unjoin_op = define_operator("unjoin", unjoin, _unjoin_fake)
 
 
 def join_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -> torch.Tensor:
@@ -214,5 +214,5 @@ def join_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -> 
     if torch.compiler.is_compiling():
         return _join_op(xs, offsets, dim)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        return _Join.apply(offsets, dim, *xs)
+        return _differentiable_join(offsets, dim, *xs)
     return join(xs, offsets, dim)

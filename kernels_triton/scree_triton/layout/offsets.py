@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.autograd import start
+from ..runtime.compile import define_operator
 from ..runtime.launch import Launch
 
 _BLOCK = 1024  # rows of a program
@@ -68,12 +69,11 @@ def _launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
     return Launch(offsets_kernel, dict(BLOCK=_BLOCK, BEFORE=_BEFORE), dict(num_warps=16))
 
 
-_op = torch.library.custom_op("scree_triton::offsets", offsets, mutates_args=())
-
-
-@_op.register_fake
-def _(lengths, dtype):
+def _fake(lengths, dtype):
     return lengths.new_empty((lengths.shape[0] + 1,), dtype=dtype)
+
+
+_op = define_operator("offsets", offsets, _fake)
 
 
 def rejects(call: Any) -> str | None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..runtime.autograd import follows, on_its_device, start
+from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, contiguous, empty
 from .offsets import offsets
 
@@ -231,21 +232,21 @@ def last(index: torch.Tensor, size: int) -> torch.Tensor:
     return found
 
 
-mark_op = torch.library.custom_op("scree_triton::mark", mark, mutates_args=())
-last_op = torch.library.custom_op("scree_triton::last", last, mutates_args=())
-
-
-@mark_op.register_fake
-def _(mask, total, dtype):
+def _mark_fake(mask, total, dtype):
     total = mask.numel() if total is None else total
     return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty(
         (total,), dtype=_counter(max(mask.numel(), total))
     )
 
 
-@last_op.register_fake
-def _(index, size):
+mark_op = define_operator("mark", mark, _mark_fake)
+
+
+def _last_fake(index, size):
     return index.new_empty((size,), dtype=_counter(index.shape[0]))
+
+
+last_op = define_operator("last", last, _last_fake)
 
 
 def rejects(call: Any) -> str | None:

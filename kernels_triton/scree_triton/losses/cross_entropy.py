@@ -10,7 +10,9 @@ import torch
 
 from scree.ops.cross_entropy import given
 
-from ..runtime.autograd import Function, once_differentiable, refuses
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
+from ..runtime.device import unsupported_dtype
 from .cross_entropy_kernels import rowwise, visit
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
 
@@ -48,42 +50,37 @@ def backward(
     return out
 
 
-class _CrossEntropy(Function):
-    @staticmethod
-    def forward(ctx, x, targets, reduction):
-        found, stats, share = forward(x, targets, reduction)
-        ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
-        ctx.ignored, ctx.reduction = targets.ignored, reduction
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        x, stats, share, classes, offsets = ctx.saved_tensors
-        targets = Targets(classes, offsets, ctx.ignored)
-        return (
-            backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share),
-            None,
-            None,
-        )
+def _record_cross_entropy(ctx, x, targets, reduction):
+    found, stats, share = forward(x, targets, reduction)
+    ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
+    ctx.ignored, ctx.reduction = targets.ignored, reduction
+    return found
 
 
-@torch.library.custom_op("scree_triton::cross_entropy", mutates_args=())
-def _op(
+def _cross_entropy_gradient(ctx, dloss):
+    x, stats, share, classes, offsets = ctx.saved_tensors
+    targets = Targets(classes, offsets, ctx.ignored)
+    return (backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share), None, None)
+
+
+_differentiable_cross_entropy = differentiable(
+    "CrossEntropy", _record_cross_entropy, _cross_entropy_gradient
+)
+
+
+def _run_operator(
     x: torch.Tensor, classes: torch.Tensor, offsets: torch.Tensor | None, ignored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return forward(x, Targets(classes, offsets, ignored))[:2]
 
 
-@_op.register_fake
-def _(x, classes, offsets, ignored):
+def _fake(x, classes, offsets, ignored):
     return x.new_empty(x.shape[:1], dtype=torch.float32), x.new_empty(
         (2, x.shape[0]), dtype=torch.float32
     )
 
 
-@torch.library.custom_op("scree_triton::cross_entropy_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     dlosses: torch.Tensor,
     x: torch.Tensor,
     stats: torch.Tensor,
@@ -94,9 +91,11 @@ def _backward_op(
     return backward(dlosses, x, stats, Targets(classes, offsets, ignored))
 
 
-@_backward_op.register_fake
-def _(dlosses, x, stats, classes, offsets, ignored):
+def _backward_fake(dlosses, x, stats, classes, offsets, ignored):
     return x.new_empty(x.shape)
+
+
+_backward_op = define_operator("cross_entropy_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -104,14 +103,17 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, output[1], classes, offsets)
 
 
-_op.register_autograd(
-    lambda ctx, dlosses, _: (
+_op = define_operator(
+    "cross_entropy",
+    _run_operator,
+    _fake,
+    save=_save,
+    backward=lambda ctx, dlosses, _: (
         _backward_op(dlosses, *ctx.saved_tensors, ctx.ignored),
         None,
         None,
         None,
     ),
-    setup_context=_save,
 )
 
 
@@ -119,10 +121,10 @@ def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
     if abs(call.ignore_index) >= 1 << 31:
         return f"the Triton kernels take an ignore_index of 32 bits, not {call.ignore_index}"
-    return refuses(call.values)
+    return unsupported_dtype(call.values)
 
 
-def run(call: Any) -> torch.Tensor:
+def cross_entropy(call: Any) -> torch.Tensor:
     """Run a `CrossEntropyCall`."""
     x, targets = call.values, targets_of(call)
     if torch.compiler.is_compiling():
@@ -132,11 +134,11 @@ def run(call: Any) -> torch.Tensor:
 
 def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) -> torch.Tensor:
     if wanted and torch.is_grad_enabled():
-        return _CrossEntropy.apply(x, targets, reduction)
+        return _differentiable_cross_entropy(x, targets, reduction)
     return forward(x, targets, reduction, save=False)[0]
 
 
-def prepare_run(call: Any) -> Callable[..., torch.Tensor] | None:
+def prepare_cross_entropy(call: Any) -> Callable[..., torch.Tensor] | None:
     """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone.
 
     None in host memory, where the targets are looked at each time.

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..runtime.autograd import follows, multiprocessors, start
-from ..runtime.launch import INTERPRETED, Launch
+from ..runtime.device import INTERPRETED, device_info
+from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from .reductions import Targets
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -431,6 +431,30 @@ if INTERPRETED:  # a few numbers take every path
     HELD = 64
 
 
+@launch_args
+class CrossEntropyArgs:
+    """Arguments of `tokens_kernel` and of `classes_kernel`."""
+
+    X: Pointer
+    TARGETS: Pointer
+    OFFSETS: Pointer
+    LOSSES: Pointer
+    STATS: Pointer
+    PARTS: Pointer
+    DLOSSES: Pointer
+    SHARE: Pointer
+    OUT: Pointer
+    x_stride: Stride
+    out_stride: Stride
+    n: Number
+    first: Number
+    low: Number
+    count: Number
+    size: Number
+    ignored: Number
+    d_stride: Number
+
+
 class What(NamedTuple):
     """What a kernel reads and writes; see `visit`."""
 
@@ -453,7 +477,9 @@ def _launch(
 ) -> tuple[Launch, int, int]:
     """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
     flags: dict[str, Any] = dict(
-        ROWS=dtypes[2] is not None, **what._asdict(), CHAINED=what.SUM and follows(device)
+        ROWS=dtypes[2] is not None,
+        **what._asdict(),
+        CHAINED=what.SUM and device_info(device).supports_pdl,
     )
     both, power = (
         what.GRADIENT and (what.EACH or what.SUM),
@@ -471,11 +497,12 @@ def _launch(
             tokens_kernel,
             dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
             dict(num_warps=warps),
+            args=CrossEntropyArgs,
         )
         return (
             launch,
             tokens,
-            (32 if warps == 1 else 64) * multiprocessors(device) if what.SUM else 1 << 30,
+            (32 if warps == 1 else 64) * device_info(device).sm_count if what.SUM else 1 << 30,
         )
     tiles = BOTH if both else GRADIENT if what.GRADIENT else LOSSES
     lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
@@ -484,8 +511,9 @@ def _launch(
         classes_kernel,
         dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
         dict(num_warps=warps),
+        args=CrossEntropyArgs,
     )
-    return launch, 1, programs * multiprocessors(device)
+    return launch, 1, programs * device_info(device).sm_count
 
 
 def visit(
@@ -545,27 +573,27 @@ def visit(
     if not count:
         return
     offsets, n = targets.rows
-    start(
-        launch,
-        programs,
-        (
-            x,
-            targets.classes,
-            offsets,
-            *(x if p is None else p for p in (losses, stats, part, dlosses, share)),
-            onto,
-        ),
-        (x.stride(0), onto.stride(0)),
-        (
-            n,
-            first,
-            low,
-            count,
-            targets.classes.shape[0],
-            targets.ignored,
-            0 if dlosses is None else dlosses.stride(0),
-        ),
+    args = CrossEntropyArgs(
+        X=x,
+        TARGETS=targets.classes,
+        OFFSETS=offsets,
+        LOSSES=x if losses is None else losses,
+        STATS=x if stats is None else stats,
+        PARTS=x if part is None else part,
+        DLOSSES=x if dlosses is None else dlosses,
+        SHARE=x if share is None else share,
+        OUT=onto,
+        x_stride=x.stride(0),
+        out_stride=onto.stride(0),
+        n=n,
+        first=first,
+        low=low,
+        count=count,
+        size=targets.classes.shape[0],
+        ignored=targets.ignored,
+        d_stride=0 if dlosses is None else dlosses.stride(0),
     )
+    launch_on_device(launch, programs, args)
 
 
 def rowwise(x: torch.Tensor) -> torch.Tensor:

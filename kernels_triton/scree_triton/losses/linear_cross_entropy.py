@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import Function, once_differentiable, start
-from ..runtime.launch import Launch
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
+from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
@@ -49,6 +50,16 @@ def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr)
     )
 
 
+@launch_args
+class ScaleArgs:
+    """Arguments of `scale_kernel`."""
+
+    X: Pointer
+    FACTOR: Pointer
+    OUT: Pointer
+    count: Stride
+
+
 _BLOCK = 8192
 
 
@@ -56,7 +67,9 @@ _BLOCK = 8192
 def _scale_launch(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, factor: torch.dtype
 ) -> Launch:
-    return Launch(scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8))
+    return Launch(
+        scale_kernel, dict(SAME=dtype == out, BLOCK=_BLOCK), dict(num_warps=8), args=ScaleArgs
+    )
 
 
 @triton.jit(do_not_specialize=("n", "first", "ignored"))
@@ -88,6 +101,21 @@ def known_kernel(
         tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
 
 
+@launch_args
+class KnownArgs:
+    """Arguments of `known_kernel`."""
+
+    X: Pointer
+    TARGETS: Pointer
+    OFFSETS: Pointer
+    OUT: Pointer
+    x_stride: Stride
+    out_stride: Stride
+    n: Number
+    first: Number
+    ignored: Number
+
+
 @cache
 def _known_launch(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int
@@ -97,6 +125,7 @@ def _known_launch(
         known_kernel,
         dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None),
         dict(num_warps=max(1, block // 512)),
+        args=KnownArgs,
     )
 
 
@@ -134,12 +163,20 @@ class _Head(NamedTuple):
     def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
         """On `out`, x from the token `first` on, with 0 for what does not count, so that it meets no gradient."""
         x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
-        start(
+        launch_on_device(
             _known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
             x.shape[0],
-            (x, self.targets.classes, offsets, out),
-            (x.stride(0), out.stride(0)),
-            (n, first, self.targets.ignored),
+            KnownArgs(
+                X=x,
+                TARGETS=self.targets.classes,
+                OFFSETS=offsets,
+                OUT=out,
+                x_stride=x.stride(0),
+                out_stride=out.stride(0),
+                n=n,
+                first=first,
+                ignored=self.targets.ignored,
+            ),
         )
         return out
 
@@ -246,41 +283,35 @@ def _even(total: int, most: int) -> int:
     return -(-total // -(-total // max(most, 1))) if total else 1
 
 
-class _Fused(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, targets, reduction):
-        early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
-        found, gradients = fused(x, weight, bias, targets, reduction, early)
-        ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
-        ctx.ignored, ctx.reduction, ctx.gradients = (
-            targets.ignored,
-            reduction,
-            gradients if any(early) else None,
-        )
-        return found
+def _record_fused(ctx, x, weight, bias, targets, reduction):
+    early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
+    found, gradients = fused(x, weight, bias, targets, reduction, early)
+    ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
+    ctx.ignored, ctx.reduction, ctx.gradients = (
+        targets.ignored,
+        reduction,
+        gradients if any(early) else None,
+    )
+    return found
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dloss):
-        x, weight, bias, classes, offsets = ctx.saved_tensors
-        # Those of the forward pass are given away; who wants them once more waits for others.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            targets, wanted = (
-                Targets(classes, offsets, ctx.ignored),
-                Wanted(*ctx.needs_input_grad[:3]),
-            )
-            gradients = fused(
-                x,
-                weight,
-                bias,
-                targets,
-                ctx.reduction,
-                wanted,
-                of_each(dloss, targets, ctx.reduction),
-            )[1]
-            dloss = None
-        return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+def _fused_gradient(ctx, dloss):
+    x, weight, bias, classes, offsets = ctx.saved_tensors
+    # Those of the forward pass are given away; who wants them once more waits for others.
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        targets, wanted = (
+            Targets(classes, offsets, ctx.ignored),
+            Wanted(*ctx.needs_input_grad[:3]),
+        )
+        gradients = fused(
+            x, weight, bias, targets, ctx.reduction, wanted, of_each(dloss, targets, ctx.reduction)
+        )[1]
+        dloss = None
+    return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+
+
+_differentiable_fused = differentiable("Fused", _record_fused, _fused_gradient)
 
 
 def _early(x: torch.Tensor, reduction: str) -> bool:
@@ -303,7 +334,8 @@ def _finished(
         return out.copy_(gradient)
     if out.numel():
         launch = _scale_launch(out.device, gradient.dtype, dtype, factor.dtype)
-        start(launch, -(-out.numel() // _BLOCK), (gradient, factor, out), (out.numel(),), ())
+        args = ScaleArgs(X=gradient, FACTOR=factor, OUT=out, count=out.numel())
+        launch_on_device(launch, -(-out.numel() // _BLOCK), args)
     return out
 
 
@@ -313,8 +345,7 @@ def _or_empty(
     return tuple(like.new_empty((0,)) if g is None else g.to(like.dtype) for g in gradients)
 
 
-@torch.library.custom_op("scree_triton::linear_cross_entropy", mutates_args=())
-def _fused_op(
+def _fused_operator(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -331,8 +362,7 @@ def _fused_op(
     return losses, *_or_empty(gradients, x)
 
 
-@_fused_op.register_fake
-def _(x, weight, bias, classes, offsets, ignored, reduction, early):
+def _fused_fake(x, weight, bias, classes, offsets, ignored, reduction, early):
     shape = (
         ()
         if reduction in SUMMED
@@ -346,8 +376,7 @@ def _(x, weight, bias, classes, offsets, ignored, reduction, early):
     )
 
 
-@torch.library.custom_op("scree_triton::linear_cross_entropy_backward", mutates_args=())
-def _fused_backward_op(
+def _fused_backward_operator(
     dloss: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -363,9 +392,13 @@ def _fused_backward_op(
     )
 
 
-@_fused_backward_op.register_fake
-def _(dloss, x, weight, bias, classes, offsets, ignored, reduction):
+def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, reduction):
     return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
+
+
+_fused_backward_op = define_operator(
+    "linear_cross_entropy_backward", _fused_backward_operator, _fused_backward_fake
+)
 
 
 def _save_fused(ctx, inputs, output):
@@ -384,7 +417,13 @@ def _differentiate_fused(ctx, dloss, *_):
     return dx, dweight, dbias if ctx.biased else None, None, None, None, None, None
 
 
-_fused_op.register_autograd(_differentiate_fused, setup_context=_save_fused)
+_fused_op = define_operator(
+    "linear_cross_entropy",
+    _fused_operator,
+    _fused_fake,
+    save=_save_fused,
+    backward=_differentiate_fused,
+)
 
 
 def rejects(call: Any) -> str | None:
@@ -392,7 +431,7 @@ def rejects(call: Any) -> str | None:
     return cross_entropy.rejects(call)
 
 
-def run(call: Any) -> torch.Tensor:
+def linear_cross_entropy(call: Any) -> torch.Tensor:
     """Run a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
     wants = torch.is_grad_enabled() and any(
@@ -403,5 +442,5 @@ def run(call: Any) -> torch.Tensor:
             x, weight, bias, *targets, call.reduction, wants and _early(x, call.reduction)
         )[0]
     if wants:
-        return _Fused.apply(x, weight, bias, targets, call.reduction)
+        return _differentiable_fused(x, weight, bias, targets, call.reduction)
     return fused(x, weight, bias, targets, call.reduction)[0]

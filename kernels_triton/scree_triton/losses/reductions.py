@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..runtime.autograd import follows, start
-from ..runtime.launch import Launch
+from ..runtime.device import device_info
+from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
 SUMMED = ("mean", "sum")  # reductions to one number
 
@@ -115,13 +115,48 @@ def rows_kernel(
         tl.store(MEANS + row, tl.where(count > 0, tl.sum(totals, 0) * share, float("nan")))
 
 
+@launch_args
+class SumArgs:
+    """Arguments of `sum_kernel`."""
+
+    PARTS: Pointer
+    TOTAL: Pointer
+    SHARE: Pointer
+    parts: Number
+
+
+@launch_args
+class ShareArgs:
+    """Arguments of `share_kernel`."""
+
+    TARGETS: Pointer
+    OFFSETS: Pointer
+    SHARE: Pointer
+    n: Number
+    size: Number
+    ignored: Number
+
+
+@launch_args
+class RowMeansArgs:
+    """Arguments of `rows_kernel`."""
+
+    LOSSES: Pointer
+    TARGETS: Pointer
+    OFFSETS: Pointer
+    MEANS: Pointer
+    ignored: Number
+    stride: Number
+
+
 @cache
 def _sum_launch(device: torch.device, mean: bool) -> Launch:
-    chained = follows(device)
+    chained = device_info(device).supports_pdl
     return Launch(
         sum_kernel,
         dict(MEAN=mean, BLOCK=4096, CHAINED=chained),
         dict(num_warps=32, launch_pdl=chained),
+        args=SumArgs,
     )
 
 
@@ -129,19 +164,19 @@ def _sum_launch(device: torch.device, mean: bool) -> Launch:
 def _share_launch(
     device: torch.device, classes: torch.dtype, offsets: torch.dtype | None
 ) -> Launch:
-    return Launch(share_kernel, dict(ROWS=offsets is not None, BLOCK=4096), dict(num_warps=16))
+    return Launch(
+        share_kernel, dict(ROWS=offsets is not None, BLOCK=4096), dict(num_warps=16), args=ShareArgs
+    )
 
 
 def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The "sum" or "mean" of all losses, and what part of it a loss is; 0-d."""
     values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
-    start(
+    launch_on_device(
         _sum_launch(values.device, reduction == "mean"),
         1,
-        (values, total, share),
-        (),
-        (values.shape[1],),
+        SumArgs(PARTS=values, TOTAL=total, SHARE=share, parts=values.shape[1]),
     )
     return total, share
 
@@ -153,7 +188,12 @@ def _rows_launch(
     offsets: torch.dtype | None,
     back: torch.dtype | None,
 ) -> Launch:
-    return Launch(rows_kernel, dict(BLOCK=1024, BACKWARD=back is not None), dict(num_warps=4))
+    return Launch(
+        rows_kernel,
+        dict(BLOCK=1024, BACKWARD=back is not None),
+        dict(num_warps=4),
+        args=RowMeansArgs,
+    )
 
 
 def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
@@ -161,12 +201,17 @@ def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
     offsets, n = targets.rows
     means = torch.empty((n,), dtype=torch.float32, device=losses.device)
     if n:
-        start(
+        launch_on_device(
             _rows_launch(means.device, *targets.dtypes, None),
             n,
-            (losses, targets.classes, offsets, means),
-            (),
-            (targets.ignored, 1),
+            RowMeansArgs(
+                LOSSES=losses,
+                TARGETS=targets.classes,
+                OFFSETS=offsets,
+                MEANS=means,
+                ignored=targets.ignored,
+                stride=1,
+            ),
         )
     return means
 
@@ -179,12 +224,17 @@ def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tens
     offsets, n = targets.rows
     dlosses = torch.empty((total,), dtype=torch.float32, device=dloss.device)
     if n:
-        start(
+        launch_on_device(
             _rows_launch(dloss.device, *targets.dtypes, dloss.dtype),
             n,
-            (dlosses, targets.classes, offsets, dloss),
-            (),
-            (targets.ignored, dloss.stride(0)),
+            RowMeansArgs(
+                LOSSES=dlosses,
+                TARGETS=targets.classes,
+                OFFSETS=offsets,
+                MEANS=dloss,
+                ignored=targets.ignored,
+                stride=dloss.stride(0),
+            ),
         )
     return dlosses
 
@@ -193,11 +243,16 @@ def share_of(targets: Targets) -> torch.Tensor:
     """What part of the mean a loss is, before there are any; 0-d."""
     offsets, n = targets.rows
     share = torch.empty((), dtype=torch.float32, device=offsets.device)
-    start(
+    launch_on_device(
         _share_launch(share.device, *targets.dtypes),
         1,
-        (targets.classes, offsets, share),
-        (),
-        (n, targets.classes.shape[0], targets.ignored),
+        ShareArgs(
+            TARGETS=targets.classes,
+            OFFSETS=offsets,
+            SHARE=share,
+            n=n,
+            size=targets.classes.shape[0],
+            ignored=targets.ignored,
+        ),
     )
     return share

@@ -16,15 +16,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..runtime.autograd import (
-    Function,
-    follows,
-    multiprocessors,
-    on_its_device,
-    once_differentiable,
-    refuses,
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
+from ..runtime.device import device_info, unsupported_dtype
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
 )
-from ..runtime.launch import Launch, contiguous, empty
 
 _WIDEST = 16384
 _COLUMNS = 16  # of a program that adds up
@@ -239,6 +243,51 @@ def add_kernel(
         tl.store(DB + columns, total.to(DB.dtype.element_ty), mask=columns < D)
 
 
+@launch_args
+class ForwardArgs:
+    """Arguments of `forward_kernel`."""
+
+    X: Pointer
+    RESIDUAL: Pointer
+    W: Pointer
+    B: Pointer
+    Y: Pointer
+    SUM: Pointer
+    x_stride: Stride
+    residual_stride: Stride
+    y_stride: Stride
+    count: Number
+    eps: Number
+
+
+@launch_args
+class BackwardArgs:
+    """Arguments of `backward_kernel`."""
+
+    X: Pointer
+    W: Pointer
+    DY: Pointer
+    DSUM: Pointer
+    DX: Pointer
+    PARTS: Pointer
+    x_stride: Stride
+    dy_stride: Stride
+    dsum_stride: Stride
+    dx_stride: Stride
+    count: Number
+    eps: Number
+
+
+@launch_args
+class AddArgs:
+    """Arguments of `add_kernel`."""
+
+    PARTS: Pointer
+    DW: Pointer
+    DB: Pointer
+    parts: Number
+
+
 def _forward_shape(width: int, block: int, itemsize: int, centre: bool) -> tuple[int, int]:
     """By the width, the padded width and bytes of an element: tokens and warps of a program. Measured on an H100 and an H200."""
     warps = min(max(block // 1024, 4), 16)
@@ -267,6 +316,7 @@ def _forward_launch(
         forward_kernel,
         dict(D=width, BLOCK=block, ROWS=rows, CENTRE=centre, ADD=add, WEIGHT=weight, BIAS=bias),
         dict(num_warps=warps),
+        args=ForwardArgs,
     ), rows
 
 
@@ -302,8 +352,9 @@ def _backward_launches(
             **how,
         ),
         dict(num_warps=warps, maxnreg=128 if ahead else None),
+        args=BackwardArgs,
     )
-    most, chained = multiprocessors(device) * each, follows(device)
+    most, chained = device_info(device).sm_count * each, device_info(device).supports_pdl
     second = Launch(
         add_kernel,
         dict(
@@ -314,6 +365,7 @@ def _backward_launches(
             FOLLOWS=chained,
         ),
         dict(num_warps=8, launch_pdl=chained),
+        args=AddArgs,
     )
     return first, second, rows, most
 
@@ -339,7 +391,7 @@ class _Plan:
         self.new = empty(device.type)
         self.ways: dict[tuple[torch.dtype, bool, bool, bool], tuple[Any, ...]] = {}  # back
 
-    @on_its_device
+    @method_on_device
     def forward(
         self,
         x: torch.Tensor,
@@ -353,22 +405,24 @@ class _Plan:
         if self.programs:
             x, stride = even(x)
             residual, residual_stride = (x, stride) if residual is None else even(residual)
-            self.launch(
-                self.programs,
-                (
-                    x,
-                    residual,
-                    x if weight is None else weight,
-                    x if bias is None else bias,
-                    y,
-                    total,
-                ),
-                (stride, residual_stride, self.width),
-                self.numbers,
+            count, eps = self.numbers
+            args = ForwardArgs(
+                X=x,
+                RESIDUAL=residual,
+                W=x if weight is None else weight,
+                B=x if bias is None else bias,
+                Y=y,
+                SUM=total,
+                x_stride=stride,
+                residual_stride=residual_stride,
+                y_stride=self.width,
+                count=count,
+                eps=eps,
             )
+            self.launch(self.programs, args)
         return y, total
 
-    @on_its_device
+    @method_on_device
     def backward(
         self,
         x: torch.Tensor,
@@ -391,16 +445,30 @@ class _Plan:
             x, stride = even(x)
             dy, dy_stride = even(dy)
             dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
-            first(
-                programs,
-                (x, x if weight is None else weight, dy, dsum, dx, parts),
-                (stride, dy_stride, dsum_stride, self.width),
-                self.numbers,
+            count, eps = self.numbers
+            args = BackwardArgs(
+                X=x,
+                W=x if weight is None else weight,
+                DY=dy,
+                DSUM=dsum,
+                DX=dx,
+                PARTS=parts,
+                x_stride=stride,
+                dy_stride=dy_stride,
+                dsum_stride=dsum_stride,
+                dx_stride=self.width,
+                count=count,
+                eps=eps,
             )
+            first(programs, args)
         if parts_like:
-            second(
-                adding, (parts, dx if dw is None else dw, dx if db is None else db), (), (programs,)
+            args = AddArgs(
+                PARTS=parts,
+                DW=dx if dw is None else dw,
+                DB=dx if db is None else db,
+                parts=programs,
             )
+            second(adding, args)
         return dx, dw, db
 
     def _way(self, asked: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
@@ -451,28 +519,27 @@ def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, x.stride(0)
 
 
-class _Norm(Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, plan):
-        y, total = plan.forward(x, residual, weight, bias)
-        ctx.save_for_backward(total, weight)
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        return y if residual is None else (y, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dsum=None):
-        _, residual_too, weight_too, bias_too, _ = ctx.needs_input_grad
-        if dy is None:
-            return dsum, dsum, None, None, None
-        total, weight = ctx.saved_tensors
-        dx, dw, db = ctx.plan.backward(total, weight, dy, dsum, weight_too, bias_too)
-        return dx, dx if residual_too else None, dw, db, None
+def _record_norm(ctx, x, residual, weight, bias, plan):
+    y, total = plan.forward(x, residual, weight, bias)
+    ctx.save_for_backward(total, weight)
+    ctx.plan = plan
+    ctx.set_materialize_grads(False)
+    return y if residual is None else (y, total)
 
 
-@torch.library.custom_op("scree_triton::norm", mutates_args=())
-def _op(
+def _norm_gradient(ctx, dy, dsum=None):
+    _, residual_too, weight_too, bias_too, _ = ctx.needs_input_grad
+    if dy is None:
+        return dsum, dsum, None, None, None
+    total, weight = ctx.saved_tensors
+    dx, dw, db = ctx.plan.backward(total, weight, dy, dsum, weight_too, bias_too)
+    return dx, dx if residual_too else None, dw, db, None
+
+
+_differentiable_norm = differentiable("Norm", _record_norm, _norm_gradient)
+
+
+def _run_operator(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
@@ -485,13 +552,11 @@ def _op(
     ]
 
 
-@_op.register_fake
-def _(x, residual, weight, bias, eps, centre):
+def _fake(x, residual, weight, bias, eps, centre):
     return [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
 
 
-@torch.library.custom_op("scree_triton::norm_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -506,11 +571,13 @@ def _backward_op(
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 
-@_backward_op.register_fake
-def _(x, weight, bias, dy, dsum, eps, centre):
+def _backward_fake(x, weight, bias, dy, dsum, eps, centre):
     return x.new_empty(x.shape), *(
         x.new_empty((0,)) if p is None else p.new_empty(p.shape) for p in (weight, bias)
     )
+
+
+_backward_op = define_operator("norm_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -534,7 +601,7 @@ def _differentiate(ctx, grads):
     )
 
 
-_op.register_autograd(_differentiate, setup_context=_save)
+_op = define_operator("norm", _run_operator, _fake, save=_save, backward=_differentiate)
 
 
 def norm(
@@ -548,7 +615,7 @@ def norm(
     """What `plan.forward` gives; `wanted` is whether one of the arrays requires a gradient. Weight and bias are contiguous."""
     if not (wanted and torch.is_grad_enabled()):
         return plan.forward(x, residual, weight, bias)
-    found = _Norm.apply(x, residual, weight, bias, plan)
+    found = _differentiable_norm(x, residual, weight, bias, plan)
     return (found, x) if residual is None else found
 
 
@@ -558,7 +625,7 @@ def rejects(call: Any) -> str | None:
     if not 1 <= width <= _WIDEST:
         return f"the Triton kernels take a last axis of 1 to {_WIDEST} elements, not {width}"
     for x in (call.values, call.weight, call.bias):  # the residual has the dtype of the values
-        if x is not None and (reason := refuses(x)):
+        if x is not None and (reason := unsupported_dtype(x)):
             return reason
     return None
 

@@ -15,8 +15,19 @@ import triton
 import triton.language as tl
 
 from ..layout.offsets import row_of
-from ..runtime.autograd import Function, on_its_device, once_differentiable, refuses
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
+from ..runtime.device import unsupported_dtype
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 
 _FEWEST, _MOST = 2048, 8192  # elements of a program at least, and that it turns at a time,
 _WARP = 1024  # of which a warp has so many
@@ -259,6 +270,26 @@ def rope_kernel(
         )
 
 
+@launch_args
+class RopeArgs:
+    """Arguments of `rope_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    Q_OUT: Pointer
+    K_OUT: Pointer
+    OFFSETS: Pointer
+    START: Pointer
+    q_stride: Stride
+    q_head: Stride
+    k_stride: Stride
+    k_head: Stride
+    n: Number
+    total: Number
+    bisections: Number
+    sign: Number
+
+
 @cache
 def _launch(
     device: torch.device,
@@ -287,7 +318,8 @@ def _launch(
         INTERLEAVED=interleaved,
         HAS_START=start_dtype is not None,
     )
-    return Launch(rope_kernel, constants, dict(num_warps=wide * tokens // _WARP)), tokens
+    options = dict(num_warps=wide * tokens // _WARP)
+    return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
 
 
 class Turn(NamedTuple):
@@ -339,7 +371,7 @@ class _Plan:
         self.numbers = n, total, n.bit_length()
         self.new = empty(device.type)
 
-    @on_its_device
+    @method_on_device
     def turn(
         self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -349,19 +381,24 @@ class _Plan:
             q, q_strides = _heads(q)
             k, k_strides = (q, q_strides) if k is None else _heads(k)
             offsets, start = how.offsets, how.start
-            self.launch(
-                self.programs,
-                (
-                    q,
-                    k,
-                    q_out,
-                    q_out if k_out is None else k_out,
-                    offsets,
-                    offsets if start is None else start,
-                ),
-                (*q_strides, *k_strides),
-                (*self.numbers, sign),
+            n, total, bisections = self.numbers
+            args = RopeArgs(
+                Q=q,
+                K=k,
+                Q_OUT=q_out,
+                K_OUT=q_out if k_out is None else k_out,
+                OFFSETS=offsets,
+                START=offsets if start is None else start,
+                q_stride=q_strides[0],
+                q_head=q_strides[1],
+                k_stride=k_strides[0],
+                k_head=k_strides[1],
+                n=n,
+                total=total,
+                bisections=bisections,
+                sign=sign,
             )
+            self.launch(self.programs, args)
         return q_out, k_out
 
 
@@ -386,24 +423,23 @@ def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     return x, strides
 
 
-class _Rope(Function):
-    @staticmethod
-    def forward(ctx, q, k, how, plan):
-        ctx.how = how
-        ctx.set_materialize_grads(False)
-        q, k = plan.turn(q, k, how, 1)
-        return q if k is None else (q, k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk=None):
-        if dq is None:
-            return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
-        return *turn(dq, dk, ctx.how, -1), None, None
+def _record_rope(ctx, q, k, how, plan):
+    ctx.how = how
+    ctx.set_materialize_grads(False)
+    q, k = plan.turn(q, k, how, 1)
+    return q if k is None else (q, k)
 
 
-@torch.library.custom_op("scree_triton::rope", mutates_args=())
-def _op(
+def _rope_gradient(ctx, dq, dk=None):
+    if dq is None:
+        return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
+    return *turn(dq, dk, ctx.how, -1), None, None
+
+
+_differentiable_rope = differentiable("Rope", _record_rope, _rope_gradient)
+
+
+def _run_operator(
     q: torch.Tensor,
     k: torch.Tensor | None,
     offsets: torch.Tensor,
@@ -415,8 +451,7 @@ def _op(
     return [x for x in turn(q, k, Turn(offsets, start, base, interleaved), sign) if x is not None]
 
 
-@_op.register_fake
-def _(q, k, offsets, start, base, interleaved, sign):
+def _fake(q, k, offsets, start, base, interleaved, sign):
     return [x.new_empty(x.shape) for x in (q, k) if x is not None]
 
 
@@ -431,7 +466,7 @@ def _differentiate(ctx, grads):
     return dq, dk[0] if dk else None, *(None,) * 5
 
 
-_op.register_autograd(_differentiate, setup_context=_save)
+_op = define_operator("rope", _run_operator, _fake, save=_save, backward=_differentiate)
 
 
 def rejects(call: Any) -> str | None:
@@ -439,13 +474,13 @@ def rejects(call: Any) -> str | None:
     dim = call.x.values.shape[-1]
     if not 2 <= dim <= 1024:
         return f"the Triton kernels take a head_dim of 2 to 1024, not {dim}"
-    return refuses(call.x.values)
+    return unsupported_dtype(call.x.values)
 
 
-def run(call: Any) -> Any:
+def rope(call: Any) -> Any:
     """Run a `RopeCall`."""
     if not torch.compiler.is_compiling():
-        return prepare_run(call)(call.x, call.k, call.start)
+        return prepare_rope(call)(call.x, call.k, call.start)
     q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
     return (
         call.x.with_values(q)
@@ -454,7 +489,7 @@ def run(call: Any) -> Any:
     )
 
 
-def prepare_run(call: Any) -> Callable[..., Any]:
+def prepare_rope(call: Any) -> Callable[..., Any]:
     """What runs calls that differ from this one in the contents of their arrays alone."""
     _, _, base, interleaved = how = _how(call)
     q, k = call.x.values, None if call.k is None else call.k.values
@@ -466,7 +501,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         )
         arrays = x.values, None if k is None else k.values, how
         found = (
-            _Rope.apply(*arrays, plan)
+            _differentiable_rope(*arrays, plan)
             if wanted and torch.is_grad_enabled()
             else plan.turn(*arrays, 1)
         )

@@ -10,8 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import Function, differentiated, on_its_device, once_differentiable, refuses
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.autograd import differentiable, needs_gradient
+from ..runtime.compile import define_operator
+from ..runtime.device import unsupported_dtype
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 from .norms import even
 
 _BLOCK = 1024  # columns of a program, or more tokens of fewer
@@ -54,6 +65,18 @@ def swiglu_kernel(
         )
 
 
+@launch_args
+class SwigluArgs:
+    """Arguments of `swiglu_kernel`."""
+
+    X: Pointer
+    DY: Pointer
+    OUT: Pointer
+    x_stride: Stride
+    dy_stride: Stride
+    count: Number
+
+
 @cache
 def _launch(
     device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int
@@ -65,6 +88,7 @@ def _launch(
         swiglu_kernel,
         dict(D=width, BLOCK=block, TOKENS=tokens, BACKWARD=dy is not None),
         dict(num_warps=4),
+        args=SwigluArgs,
     )
     return launch, -(-width // block), tokens
 
@@ -80,14 +104,17 @@ class _Plan:
     programs: int
     count: int
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, dy: torch.Tensor | None = None) -> torch.Tensor:
         """(..., D) of x, or with dy the gradient of x."""
         out = self.new(*self.out)
         if self.programs:
             x, x_stride = even(x)
             dy, dy_stride = (x, x_stride) if dy is None else even(dy)
-            self.launch(self.programs, (x, dy, out), (x_stride, dy_stride), (self.count,))
+            args = SwigluArgs(
+                X=x, DY=dy, OUT=out, x_stride=x_stride, dy_stride=dy_stride, count=self.count
+            )
+            self.launch(self.programs, args)
         return out
 
 
@@ -115,69 +142,71 @@ def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return _plan(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
 
 
-class _Swiglu(Function):
-    @staticmethod
-    def forward(ctx, x, plan):
-        ctx.save_for_backward(x)
-        return plan.run(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return backward(*ctx.saved_tensors, dy), None
+def _record_swiglu(ctx, x, plan):
+    ctx.save_for_backward(x)
+    return plan.run(x)
 
 
-@torch.library.custom_op("scree_triton::swiglu", mutates_args=())
-def _op(x: torch.Tensor) -> torch.Tensor:
+def _swiglu_gradient(ctx, dy):
+    return backward(*ctx.saved_tensors, dy), None
+
+
+_differentiable_swiglu = differentiable("Swiglu", _record_swiglu, _swiglu_gradient)
+
+
+def _run_operator(x: torch.Tensor) -> torch.Tensor:
     return forward(x)
 
 
-@_op.register_fake
-def _(x):
+def _fake(x):
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.custom_op("scree_triton::swiglu_backward", mutates_args=())
-def _backward_op(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+def _backward_operator(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return backward(x, dy)
 
 
-@_backward_op.register_fake
-def _(x, dy):
+def _backward_fake(x, dy):
     return x.new_empty(x.shape)
 
 
-_op.register_autograd(
-    lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+_backward_op = define_operator("swiglu_backward", _backward_operator, _backward_fake)
+
+
+_op = define_operator(
+    "swiglu",
+    _run_operator,
+    _fake,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
 )
 
 
 def rejects(call: Any) -> str | None:
     """Why the kernel does not take a `SwigluCall`; None if it does."""
-    return refuses(call.values)
+    return unsupported_dtype(call.values)
 
 
-def run(call: Any) -> Any:
+def swiglu(call: Any) -> Any:
     """Run a `SwigluCall`."""
     x = call.values
     if torch.compiler.is_compiling():
         return call.result(_op(x))
     return call.result(
-        _Swiglu.apply(x, _plan(x.device, x.dtype, None, x.shape))
-        if differentiated(x)
+        _differentiable_swiglu(x, _plan(x.device, x.dtype, None, x.shape))
+        if needs_gradient(x)
         else forward(x)
     )
 
 
-def prepare_run(call: Any) -> Callable[..., Any]:
+def prepare_swiglu(call: Any) -> Callable[..., Any]:
     """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
     x = call.values
     plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
 
     def gate(x: Any) -> Any:
         out = (
-            _Swiglu.apply(x.values, plan)
+            _differentiable_swiglu(x.values, plan)
             if wanted and torch.is_grad_enabled()
             else plan.run(x.values)
         )

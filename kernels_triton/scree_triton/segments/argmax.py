@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..runtime.autograd import refuses
+from ..runtime.compile import define_operator
 from . import merge_path
 from .interface import Rows, over_rows, plan_of, rows_of, too_wide
 
@@ -22,14 +23,17 @@ def _find(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
     return over_rows(x.detach().contiguous(), rows, _OPS[op], dtype=rows.offsets.dtype)
 
 
-@torch.library.custom_op("scree_triton::segment_arg", mutates_args=())
-def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str) -> torch.Tensor:
+def _run_operator(
+    x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str
+) -> torch.Tensor:
     return _find(x, Rows(offsets, max_length), op)
 
 
-@_op.register_fake
-def _(x, offsets, max_length, op):
+def _fake(x, offsets, max_length, op):
     return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]), dtype=offsets.dtype)
+
+
+_op = define_operator("segment_arg", _run_operator, _fake)
 
 
 def rejects(call: Any) -> str | None:

@@ -13,16 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.launch_configs import GLUON_KNOWN
-from ..runtime.autograd import (
-    FLOATS,
-    Function,
-    follows,
-    on_its_device,
-    once_differentiable,
-    refuses,
-    start,
-)
+from ..runtime.autograd import FLOATS, differentiable, follows, on_its_device, refuses, start
+from ..runtime.compile import define_operator
+from ..runtime.device import GLUON_KNOWN
 from ..runtime.launch import INTERPRETED, Launch, contiguous, empty
 from . import merge_path, wide_features
 
@@ -447,34 +440,31 @@ def _gradient(
     return over_rows(x, rows, merge_path.EQUAL, merge_path.PICK, a=out, b=dout)
 
 
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx, x, rows, op, plan):
-        out = plan.run(x.contiguous(), rows)
-        ctx.save_for_backward(*((None, None) if op in _SPREAD else (x, out)))
-        ctx.constants = x.shape, x.dtype, rows, op
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        return _gradient(dout, *ctx.saved_tensors, *ctx.constants), None, None, None
+def _record_reduce(ctx, x, rows, op, plan):
+    out = plan.run(x.contiguous(), rows)
+    ctx.save_for_backward(*((None, None) if op in _SPREAD else (x, out)))
+    ctx.constants = x.shape, x.dtype, rows, op
+    return out
 
 
-@torch.library.custom_op("scree_triton::segment_reduce", mutates_args=())
-def _reduce_op(
+def _reduce_gradient(ctx, dout):
+    return _gradient(dout, *ctx.saved_tensors, *ctx.constants), None, None, None
+
+
+_differentiable_reduce = differentiable("Reduce", _record_reduce, _reduce_gradient)
+
+
+def _reduce_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str, dtype: torch.dtype
 ) -> torch.Tensor:
     return over_rows(x.contiguous(), Rows(offsets, max_length), OPS[op], dtype=dtype)
 
 
-@_reduce_op.register_fake
-def _(x, offsets, max_length, op, dtype):
+def _reduce_fake(x, offsets, max_length, op, dtype):
     return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]), dtype=dtype)
 
 
-@torch.library.custom_op("scree_triton::segment_reduce_backward", mutates_args=())
-def _reduce_backward_op(
+def _reduce_backward_operator(
     dout: torch.Tensor,
     x: torch.Tensor,
     out: torch.Tensor,
@@ -485,9 +475,13 @@ def _reduce_backward_op(
     return _gradient(dout, x, out, x.shape, x.dtype, Rows(offsets, max_length), op)
 
 
-@_reduce_backward_op.register_fake
-def _(dout, x, out, offsets, max_length, op):
+def _reduce_backward_fake(dout, x, out, offsets, max_length, op):
     return x.new_empty(x.shape)
+
+
+_reduce_backward_op = define_operator(
+    "segment_reduce_backward", _reduce_backward_operator, _reduce_backward_fake
+)
 
 
 def _save(ctx, inputs, output):
@@ -495,15 +489,18 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x, output, offsets)
 
 
-_reduce_op.register_autograd(
-    lambda ctx, dout: (
+_reduce_op = define_operator(
+    "segment_reduce",
+    _reduce_operator,
+    _reduce_fake,
+    save=_save,
+    backward=lambda ctx, dout: (
         _reduce_backward_op(dout, *ctx.saved_tensors, ctx.max_length, ctx.op),
         None,
         None,
         None,
         None,
     ),
-    setup_context=_save,
 )
 
 
@@ -534,7 +531,7 @@ def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
     def reduce(layout: Any, values: torch.Tensor) -> torch.Tensor:
         rows = rows_of(layout)
         if wanted and torch.is_grad_enabled():
-            return _Reduce.apply(values, rows, op, plan)
+            return _differentiable_reduce(values, rows, op, plan)
         return plan.run(values.contiguous(), rows)
 
     return reduce

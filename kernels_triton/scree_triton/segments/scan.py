@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ..runtime.autograd import Function, once_differentiable
+from ..runtime.autograd import differentiable
+from ..runtime.compile import define_operator
 from . import interface, merge_path
 from .interface import OPS, Rows, over_rows, plan_of, rows_of
 
@@ -20,20 +21,19 @@ def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) 
     )
 
 
-class _Scan(Function):
-    @staticmethod
-    def forward(ctx, x, rows, plan):
-        ctx.rows, ctx.dtype = rows, x.dtype
-        return plan.run(x.contiguous(), rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None
+def _record_scan(ctx, x, rows, plan):
+    ctx.rows, ctx.dtype = rows, x.dtype
+    return plan.run(x.contiguous(), rows)
 
 
-@torch.library.custom_op("scree_triton::segment_scan", mutates_args=())
-def _op(
+def _scan_gradient(ctx, dy):
+    return _scan(dy, ctx.rows, "sum", ctx.dtype, True), None, None
+
+
+_differentiable_scan = differentiable("Scan", _record_scan, _scan_gradient)
+
+
+def _run_operator(
     x: torch.Tensor,
     offsets: torch.Tensor,
     max_length: int | None,
@@ -44,8 +44,7 @@ def _op(
     return _scan(x, Rows(offsets, max_length), op, dtype, back)
 
 
-@_op.register_fake
-def _(x, offsets, max_length, op, dtype, back):
+def _fake(x, offsets, max_length, op, dtype, back):
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -55,12 +54,15 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(offsets)
 
 
-_op.register_autograd(
-    lambda ctx, dy: (
+_op = define_operator(
+    "segment_scan",
+    _run_operator,
+    _fake,
+    save=_save,
+    backward=lambda ctx, dy: (
         _op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.back),
         *(None,) * 5,
     ),
-    setup_context=_save,
 )
 
 
@@ -89,7 +91,7 @@ def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
     def scan(layout: Any, values: torch.Tensor) -> torch.Tensor:
         rows = rows_of(layout)
         return (
-            _Scan.apply(values, rows, plan)
+            _differentiable_scan(values, rows, plan)
             if wanted and torch.is_grad_enabled()
             else plan.run(values.contiguous(), rows)
         )

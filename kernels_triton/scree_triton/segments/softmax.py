@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from ..runtime.autograd import Function, once_differentiable, refuses
+from ..runtime.autograd import differentiable, refuses
+from ..runtime.compile import define_operator
 from . import merge_path
 from .interface import Rows, over_rows, plan_of, rows_of, too_wide
 
@@ -43,41 +44,42 @@ def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch
     return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **both)
 
 
-class _Softmax(Function):
-    @staticmethod
-    def forward(ctx, x, rows, kind, plan):
-        out = plan.run(x.contiguous(), rows)
-        ctx.save_for_backward(x if kind == "logsumexp" else out)
-        ctx.rows, ctx.kind = rows, kind
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None, None
+def _record_softmax(ctx, x, rows, kind, plan):
+    out = plan.run(x.contiguous(), rows)
+    ctx.save_for_backward(x if kind == "logsumexp" else out)
+    ctx.rows, ctx.kind = rows, kind
+    return out
 
 
-@torch.library.custom_op("scree_triton::softmax", mutates_args=())
-def _op(x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str) -> torch.Tensor:
+def _softmax_gradient(ctx, dy):
+    return _backward(dy, *ctx.saved_tensors, ctx.rows, ctx.kind), None, None, None
+
+
+_differentiable_softmax = differentiable("Softmax", _record_softmax, _softmax_gradient)
+
+
+def _run_operator(
+    x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
+) -> torch.Tensor:
     rows = Rows(offsets, max_length)
     return _plan(x, rows, kind).run(x.contiguous(), rows)
 
 
-@_op.register_fake
-def _(x, offsets, max_length, kind):
+def _fake(x, offsets, max_length, kind):
     return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]) if kind == "logsumexp" else x.shape)
 
 
-@torch.library.custom_op("scree_triton::softmax_backward", mutates_args=())
-def _backward_op(
+def _backward_operator(
     dy: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
 ) -> torch.Tensor:
     return _backward(dy, y, Rows(offsets, max_length), kind)
 
 
-@_backward_op.register_fake
-def _(dy, y, offsets, max_length, kind):
+def _backward_fake(dy, y, offsets, max_length, kind):
     return y.new_empty(y.shape)
+
+
+_backward_op = define_operator("softmax_backward", _backward_operator, _backward_fake)
 
 
 def _save(ctx, inputs, output):
@@ -85,14 +87,17 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(x if ctx.kind == "logsumexp" else output, offsets)
 
 
-_op.register_autograd(
-    lambda ctx, dy: (
+_op = define_operator(
+    "softmax",
+    _run_operator,
+    _fake,
+    save=_save,
+    backward=lambda ctx, dy: (
         _backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind),
         None,
         None,
         None,
     ),
-    setup_context=_save,
 )
 
 
@@ -117,7 +122,7 @@ def _prepare(call: Any, kind: str) -> Callable[..., Any]:
     def run(x: Any) -> Any:
         values, rows = x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout)
         if wanted and torch.is_grad_enabled():
-            out = _Softmax.apply(values, rows, kind, plan)
+            out = _differentiable_softmax(values, rows, kind, plan)
         else:
             out = plan.run(values.contiguous(), rows)
         if kind == "logsumexp":

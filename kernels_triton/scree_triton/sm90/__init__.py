@@ -1,1 +1,1 @@
-"""Building blocks of warp-specialized kernels for Hopper."""
+"""Building blocks of warp-specialized kernels on Hopper."""

@@ -1,0 +1,433 @@
+"""Named arguments of the attention kernels, in the order of the kernels' parameters.
+
+Strides are named as in FlashAttention's Triton kernels: `m` counts queries, `n` keys and `h` heads.
+Strides and numbers are known before a launch; the named tuples here hold them until then.
+"""
+
+from typing import NamedTuple
+
+from ..runtime.launch import Descriptor, Number, Pointer, Stride, launch_args
+
+
+# --- Strides and numbers that several kernels or launches share
+class ForwardNumbers(NamedTuple):
+    """Numbers of the forward kernels."""
+
+    total_q: int
+    heads: int
+    qheads_per_khead: int
+    heads_in_l2: int
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+
+
+class BackwardNumbers(NamedTuple):
+    """Numbers of the kernels of dK and dV, and of dQ in float32."""
+
+    total_q: int
+    stats_stride: int
+    heads: int
+    qheads_per_khead: int
+    heads_in_l2: int
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+
+
+class DqNumbers(NamedTuple):
+    """Numbers of the half-precision and portable kernels of dQ."""
+
+    stride_dlsem: int
+    stride_dlseh: int
+    total_q: int
+    stats_stride: int
+    heads: int
+    qheads_per_khead: int
+    heads_in_l2: int
+    window_left: int
+    window_right: int
+    scale: float
+    softcap: float
+
+
+# --- Portable kernels
+class PortableForwardStrides(NamedTuple):
+    """Strides of `portable.forward_kernel`."""
+
+    stride_qm: int
+    stride_qh: int
+    stride_kn: int
+    stride_kh: int
+    stride_vn: int
+    stride_vh: int
+    stride_om: int
+
+
+@launch_args
+class PortableForwardArgs:
+    """Arguments of `portable.forward_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    TILES: Pointer
+    stride_qm: Stride
+    stride_qh: Stride
+    stride_kn: Stride
+    stride_kh: Stride
+    stride_vn: Stride
+    stride_vh: Stride
+    stride_om: Stride
+    total_q: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+class PortableDqStrides(NamedTuple):
+    """Strides of `portable.dq_kernel`."""
+
+    stride_qm: int
+    stride_qh: int
+    stride_kn: int
+    stride_kh: int
+    stride_vn: int
+    stride_vh: int
+    stride_om: int
+    stride_dom: int
+    stride_doh: int
+    stride_dqm: int
+
+
+@launch_args
+class PortableDqArgs:
+    """Arguments of `portable.dq_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    DO: Pointer
+    DLSE: Pointer
+    STATS: Pointer
+    DQ: Pointer
+    TILES: Pointer
+    stride_qm: Stride
+    stride_qh: Stride
+    stride_kn: Stride
+    stride_kh: Stride
+    stride_vn: Stride
+    stride_vh: Stride
+    stride_om: Stride
+    stride_dom: Stride
+    stride_doh: Stride
+    stride_dqm: Stride
+    stride_dlsem: Number
+    stride_dlseh: Number
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+class PortableDkdvStrides(NamedTuple):
+    """Strides of `portable.dkdv_kernel`."""
+
+    stride_qm: int
+    stride_qh: int
+    stride_kn: int
+    stride_kh: int
+    stride_vn: int
+    stride_vh: int
+    stride_dom: int
+    stride_doh: int
+    stride_dkn: int
+    stride_dvn: int
+
+
+@launch_args
+class PortableDkdvArgs:
+    """Arguments of `portable.dkdv_kernel`."""
+
+    Q: Pointer
+    K: Pointer
+    V: Pointer
+    SLOPES: Pointer
+    DO: Pointer
+    STATS: Pointer
+    DK: Pointer
+    DV: Pointer
+    TILES: Pointer
+    stride_qm: Stride
+    stride_qh: Stride
+    stride_kn: Stride
+    stride_kh: Stride
+    stride_vn: Stride
+    stride_vh: Stride
+    stride_dom: Stride
+    stride_doh: Stride
+    stride_dkn: Stride
+    stride_dvn: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+# --- Hopper, half precision
+class ForwardStrides(NamedTuple):
+    """Strides of `forward_sm90.forward_kernel`."""
+
+    stride_qh: int
+    stride_kh: int
+    stride_vh: int
+    stride_om: int
+
+
+@launch_args
+class ForwardArgs:
+    """Arguments of `forward_sm90.forward_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    o_desc: Descriptor
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    stride_om: Stride
+    total_q: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+class DqStrides(NamedTuple):
+    """Strides of `backward_sm90.dq_kernel`."""
+
+    stride_qh: int
+    stride_kh: int
+    stride_vh: int
+    stride_doh: int
+    stride_om: int
+
+
+@launch_args
+class DqArgs:
+    """Arguments of `backward_sm90.dq_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    dq_desc: Descriptor
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    DLSE: Pointer
+    STATS: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    stride_doh: Stride
+    stride_om: Stride
+    stride_dlsem: Number
+    stride_dlseh: Number
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+class DkdvStrides(NamedTuple):
+    """Strides of `backward_sm90.dkdv_kernel`."""
+
+    stride_qh: int
+    stride_kh: int
+    stride_vh: int
+    stride_doh: int
+    stride_dkn: int
+    stride_dvn: int
+
+
+@launch_args
+class DkdvArgs:
+    """Arguments of `backward_sm90.dkdv_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    SLOPES: Pointer
+    STATS: Pointer
+    DK: Pointer
+    DV: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_kh: Stride
+    stride_vh: Stride
+    stride_doh: Stride
+    stride_dkn: Stride
+    stride_dvn: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+# --- Hopper, float32
+class Float32ForwardStrides(NamedTuple):
+    """Strides of `float32_sm90.forward_kernel`."""
+
+    stride_qh: int
+    stride_om: int
+
+
+@launch_args
+class Float32ForwardArgs:
+    """Arguments of `float32_sm90.forward_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    SLOPES: Pointer
+    OUT: Pointer
+    LSE: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_qh: Stride
+    stride_om: Stride
+    total_q: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+@launch_args
+class Float32DqArgs:
+    """Arguments of `float32_sm90.dq_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    SLOPES: Pointer
+    STATS: Pointer
+    DQ: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_dqm: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+@launch_args
+class Float32DkdvArgs:
+    """Arguments of `float32_sm90.dkdv_kernel`."""
+
+    q_desc: Descriptor
+    k_desc: Descriptor
+    v_desc: Descriptor
+    do_desc: Descriptor
+    SLOPES: Pointer
+    STATS: Pointer
+    DK: Pointer
+    DV: Pointer
+    TILES: Pointer
+    COUNTER: Pointer
+    stride_dkn: Stride
+    total_q: Number
+    stats_stride: Number
+    heads: Number
+    qheads_per_khead: Number
+    heads_in_l2: Number
+    window_left: Number
+    window_right: Number
+    scale: Number
+    softcap: Number
+
+
+@launch_args
+class SplitArgs:
+    """Arguments of `bf16x3.split_kernel`."""
+
+    X: Pointer
+    SPLIT: Pointer
+    stride_xt: Stride
+    stride_xh: Stride
+    total: Number
+    heads: Number
+
+
+@launch_args
+class SplitDoutArgs:
+    """Arguments of `bf16x3.split_dout_kernel`."""
+
+    OUT: Pointer
+    DO: Pointer
+    LSE: Pointer
+    DLSE: Pointer
+    STATS: Pointer
+    SPLIT: Pointer
+    stride_dom: Stride
+    stride_doh: Stride
+    stride_dlsem: Number
+    stride_dlseh: Number
+    total_q: Number
+    stats_stride: Number
+    heads: Number

@@ -1,0 +1,78 @@
+"""Facts about the hardware and the Triton version, in one record per device."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+
+#: Whether the kernels run in Triton's interpreter, on the CPU.
+INTERPRETED = knobs.runtime.interpret
+TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+#: Gluon and its compiler change between releases; the Gluon kernels were tested with these.
+GLUON_KNOWN = TRITON_VERSION in ((3, 6), (3, 7))
+#: Compute capabilities of devices where a CTA can have 227 KB of shared memory.
+LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+# The functions that torch.cuda calls, without its check that CUDA is initialized: the tensors are on the device already.
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+#: Called only where a tensor is on a device, so the count no longer changes and can be cached.
+device_count = cache(torch.cuda.device_count)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The hardware that a kernel runs on."""
+
+    vendor: str
+    """``"nvidia"``, ``"amd"`` or ``"cpu"``; the latter is the interpreter."""
+    capability: tuple[int, int]
+    """Compute capability; (8, 0) in the interpreter, so that it runs the portable kernels."""
+    sm_count: int
+    """Number of SMs, hence of the largest CTAs that run at once; a few in the interpreter."""
+    shared_memory: int
+    """Bytes of shared memory that one CTA can have; 0 in the interpreter."""
+    triton_version: tuple[int, ...] = TRITON_VERSION
+
+    @property
+    def supports_pdl(self) -> bool:
+        """Whether a kernel can start before the previous one ends (programmatic dependent launch)."""
+        return self.vendor == "nvidia" and self.capability >= (9, 0)
+
+    @property
+    def supports_sm90_gluon(self) -> bool:
+        """Whether the Gluon kernels for Hopper run on the device with this version of Triton."""
+        return self.vendor == "nvidia" and self.capability == (9, 0) and GLUON_KNOWN
+
+    @property
+    def has_large_shared_memory(self) -> bool:
+        """Whether one CTA can have 227 KB of shared memory."""
+        return self.capability in LARGE_SHARED_MEMORY
+
+
+@cache
+def device_info(device: torch.device) -> Device:
+    """Return the record of a device."""
+    if INTERPRETED or device.type != "cuda":
+        return Device("cpu", (8, 0), 3, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        "nvidia" if torch.version.cuda is not None else "amd",
+        torch.cuda.get_device_capability(device),
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", 0),
+    )
+
+
+def unsupported_dtype(x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> str | None:
+    """Return why no kernel supports the dtype of a tensor; None if one does."""
+    if x.dtype not in dtypes:
+        supported = ", ".join(str(d)[6:] for d in dtypes)
+        return f"the Triton kernels take {supported} here, not {str(x.dtype)[6:]}"
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        return "Triton's interpreter has no bfloat16"
+    return None
