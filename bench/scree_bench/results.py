@@ -343,3 +343,32 @@ def compare(before: Result, after: Result, least: float = 0.05) -> list[Move]:
                     )
                 )
     return sorted(moves, key=lambda m: -abs(m.after / m.before - 1) if m.before else -float("inf"))
+
+
+class Ratio(NamedTuple):
+    """A value of one contender on one case in two runs; `ratio` is after divided by before."""
+
+    case: dict[str, Any]
+    who: str
+    name: str
+    before: float
+    after: float
+    ratio: float
+
+
+def ratios(before: Result, after: Result, contenders: str = "scree") -> list[Ratio]:
+    """Return the ratio of every value that both runs measured, the worst ratios first.
+
+    Only contenders whose name starts with `contenders` are compared, and only values with a
+    better direction (a time, a rate). Values that are zero or negative in one of the runs are
+    left out. Ratios of rates are inverted for the order: the run that became slower comes first.
+    """
+    old = {(repr(row.case), row.who): row.values for row in before.rows}
+    out = []
+    for row in after.rows:
+        previous = old.get((repr(row.case), row.who), {})
+        for name, value in row.values.items():
+            base = previous.get(name, 0.0)
+            if row.who.startswith(contenders) and unit(name).better and base > 0 and value > 0:
+                out.append(Ratio(row.case, row.who, name, base, value, value / base))
+    return sorted(out, key=lambda r: r.ratio ** unit(r.name).better)

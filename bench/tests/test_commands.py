@@ -424,6 +424,23 @@ def test_report_and_compare(tmp_path):
     )
     assert "better: rows 64" in invoke("compare", str(tmp_path / "worse.json"), str(paths[0]))
     invoke("compare", str(paths[0]), str(paths[1]), status=2)
+    said = invoke("compare", str(paths[0]), str(tmp_path / "worse.json"), "--worst", "1", status=1)
+    assert re.search(r"batch_bytes: \d+ ratios: min 3.00, median 3.00, max 3.00", said)
+    assert len(re.findall(r"^3.00x: rows 64", said, re.MULTILINE)) == 1
+
+
+def test_ratios_of_two_runs_put_the_worst_first():
+    def run(call: float, rate: float) -> Result:
+        values = {"call_s": call, "copy_rate": rate, "zero_s": 0.0, "size_count": 3.0}
+        rows = [Row({"call": "add"}, who, values=values) for who in ("scree", "bare")]
+        return Result("overhead", {}, {}, {}, "", rows)
+
+    slower = results.ratios(run(1.0, 8.0), run(2.0, 2.0))
+    assert [(r.who, r.name, r.ratio) for r in slower] == [
+        ("scree", "copy_rate", 0.25),
+        ("scree", "call_s", 2.0),
+    ]
+    assert [r.name for r in results.ratios(run(2.0, 2.0), run(1.0, 8.0))] == ["call_s", "copy_rate"]
 
 
 def sweep() -> Result:

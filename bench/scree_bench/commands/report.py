@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from .. import plots, results
+from ..measure import median
 from ..results import Result
 from . import MEASURING
 
@@ -195,12 +196,17 @@ def compare(
     before: Annotated[Path, typer.Argument(help="JSON of a run.")],
     after: Annotated[Path, typer.Argument(help="JSON of a later run of the same command.")],
     least: Annotated[
-        float, typer.Option(help="Moves of samples smaller than this are noise anyway.")
+        float, typer.Option(help="Changes of samples smaller than this count as noise.")
     ] = 0.05,
+    worst: Annotated[
+        int, typer.Option(min=0, help="Also print this many of the worst ratios after/before.")
+    ] = 0,
 ) -> None:
-    """Print what moved beyond noise from one run to another.
+    """Print the values that changed beyond noise between two runs of one subcommand.
 
-    Noise is three times the spread of both runs together. The exit status is 1 if anything got worse.
+    Noise is three times the spread of both runs together. The exit status is 1 if any value got
+    worse. With --worst N, the ratios after/before of scree's values follow: their minimum, median
+    and maximum for each kind of value, and the N worst cases. Use it to compare two source trees.
     """
     console, runs = Console(width=160), []
     for path in (before, after):
@@ -229,7 +235,32 @@ def compare(
         )
     if not moves:
         console.print("Nothing moved beyond noise.")
+    if worst:
+        _print_ratios(console, results.ratios(a, b), worst)
     raise typer.Exit(1 if any(move.better is False for move in moves) else 0)
+
+
+def _print_ratios(console: Console, ratios: list[results.Ratio], worst: int) -> None:
+    """Print the spread of the ratios of each value, and the worst cases."""
+    if not ratios:
+        console.print("The runs have no value of scree in common.")
+    for name in dict.fromkeys(entry.name for entry in ratios):
+        values = [entry.ratio for entry in ratios if entry.name == name]
+        console.print(
+            f"{name}: {len(values)} ratios: min {min(values):.2f}, median {median(values):.2f}, "
+            f"max {max(values):.2f}",
+            highlight=False,
+            markup=False,
+        )
+    for entry in ratios[:worst]:
+        show = results.unit(entry.name).show
+        case = ", ".join(f"{k} {results.text(v)}" for k, v in entry.case.items())
+        console.print(
+            f"{entry.ratio:.2f}x: {case}: {entry.who}: {entry.name}: "
+            f"{show(entry.before)} -> {show(entry.after)}",
+            highlight=False,
+            markup=False,
+        )
 
 
 def _host(result: Result) -> dict[str, Any]:
