@@ -1,4 +1,4 @@
-"""A provider of kernels that needs no device: it counts its calls and hands them to the standard path."""
+"""A kernel provider that needs no device: it counts its calls and passes them to the standard path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import scree
-from scree.dispatch.registry import run
+from scree.dispatch import registry
 
 from .suite import OPERATIONS
 
@@ -17,27 +17,25 @@ KERNELS = sorted({operation.kernel for operation in OPERATIONS if operation.kern
 
 
 def rejects(call: Any) -> str | None:
-    """It takes everything but float64, so that a refusal can be seen."""
+    """Accept every dtype except float64, so that a test can see a refusal."""
     x = call.q if hasattr(call, "q") else call.x
     return "loopback takes no float64" if str(x.dtype).endswith("float64") else None
 
 
 @contextmanager
 def registered() -> Iterator[Counter[str]]:
-    """While this lasts, the loopback provider is registered; gives the number of calls of each operation."""
+    """Register the loopback provider for a ``with`` block; yield the number of calls per operation."""
     calls: Counter[str] = Counter()
 
-    def kernel(operation: str) -> Callable[[Any], Any]:
-        def hand_on(call: Any) -> Any:
+    def make_kernel(operation: str) -> Callable[[Any], Any]:
+        def run_standard(call: Any) -> Any:
             calls[operation] += 1
-            return run(operation, call, "standard")
+            return registry.run(operation, call, registry.STANDARD)
 
-        return hand_on
+        return run_standard
 
-    for operation in KERNELS:
-        scree.register_kernel(operation, provider=PROVIDER, rejects=rejects)(kernel(operation))
-    try:
-        yield calls
-    finally:
+    with registry.isolated():
         for operation in KERNELS:
-            scree.unregister_kernel(operation, PROVIDER)
+            register = scree.register_kernel(operation, provider=PROVIDER, rejects=rejects)
+            register(make_kernel(operation))
+        yield calls

@@ -8,6 +8,7 @@ import pytest
 
 import scree
 import scree_triton
+from scree.dispatch import registry
 
 SWITCH = "TRITON_INTERPRET"
 
@@ -33,16 +34,22 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels():
-    """Registered for the tests of a module; where scree is not installed no entry point does it."""
+    """Register the kernels for the tests of a module; no entry point does it if scree is not installed."""
     import torch
 
     interpreted = not gpu()
     if interpreted:
         os.environ[SWITCH] = "1"
-    scree.namespace(torch.zeros(1))
-    scree_triton.register()
-    yield
+    with registry.isolated():
+        scree.namespace(torch.zeros(1))
+        scree_triton.register()
+        yield
     if interpreted:
         del os.environ[SWITCH]
-        for operation in scree_triton.KERNELS:
-            scree.unregister_kernel(operation, "triton")
+
+
+@pytest.fixture
+def isolated_registry():
+    """Undo what the test registers and unregisters."""
+    with registry.isolated():
+        yield

@@ -5,7 +5,8 @@ sentence is the error message, what `explain` shows, and the documentation. The 
 path last.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -141,6 +142,66 @@ def unregister_kernel(operation: str, provider: str) -> None:
             f"provider: {STANDARD!r} names the standard path, which stays; choose another name"
         )
     _KERNELS[operation] = [k for k in _KERNELS[operation] if k.provider != provider]
+
+
+def kernels(operation: str) -> tuple[Kernel, ...]:
+    """Return the kernels of an operation in the order in which a call is offered to them.
+
+    Parameters
+    ----------
+    operation
+        The operation's name, for instance ``"attention"``.
+
+    Returns
+    -------
+    tuple of Kernel
+        The newest provider first, the standard path last.
+
+    Raises
+    ------
+    ValueError
+        If there is no such operation.
+
+    Examples
+    --------
+    >>> from scree.dispatch import registry
+    >>> registry.kernels("softmax")[-1].provider
+    'standard'
+    """
+    _declared(operation)
+    return tuple(_KERNELS[operation])
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Undo every change of the registry at the end of the ``with`` block; meant for tests.
+
+    Kernels registered or unregistered in the block, and plugins loaded in it, are as before after it.
+    Calls prepared in the block are not used after it, and calls prepared before it are not used in it.
+    The registry belongs to the process, so other threads see the changes while the block runs.
+
+    Examples
+    --------
+    >>> import scree
+    >>> from scree.dispatch import registry
+    >>> with registry.isolated():
+    ...     _ = scree.register_kernel("softmax", provider="mine")(lambda call: call.x)
+    ...     registry.kernels("softmax")[0].provider
+    'mine'
+    >>> "mine" in [kernel.provider for kernel in registry.kernels("softmax")]
+    False
+    """
+    saved_kernels, saved_factories, saved_plugins = dict(_KERNELS), dict(_DESCRIBE), set(_LOADED)
+    # The block gets copies: prepared calls recognize the registry's state by the identity of its lists.
+    _KERNELS.update({name: list(kernels) for name, kernels in saved_kernels.items()})
+    try:
+        yield
+    finally:
+        for current, saved in ((_KERNELS, saved_kernels), (_DESCRIBE, saved_factories)):
+            current.clear()
+            current.update(saved)
+        _LOADED.clear()
+        _LOADED.update(saved_plugins)
 
 
 def _declared(operation: str) -> None:
