@@ -209,7 +209,8 @@ REFUSALS = [
             "A flattened ragged array has no rows."),
     # ------------------------------------------------------------------- dtypes and operands
     Refusal(_ORDERED, _is_complex, "expected real numbers", "Complex numbers have no order."),
-    Refusal("diff", lambda args, kwargs: "bool" in str(getattr(args[0], "dtype", "")), "[Ss]ubtract", "Booleans have no difference."),
+    Refusal("diff", lambda args, kwargs: "bool" in str(getattr(args[0], "dtype", "")), "[Ss]ubtract",
+            "Booleans have no difference."),
     Refusal("roll", _has_second(lambda x: hasattr(x, "shape")), "shift: expected a Python integer",
             "The standard takes Python integers; an array would have to be read."),
     Refusal("tile", _has_second(lambda x: not isinstance(x, tuple)), "repetitions: expected a tuple",
