@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from torch.testing._internal.opinfo.definitions.nested import njt_op_db
 
 RUN_ALL = os.environ.get("SCREE_OPINFO") == "all"
-SAMPLES_PER_OPERATION = None if RUN_ALL else 12
+SAMPLES_PER_OPERATION = None if RUN_ALL else 6
 DATABASE = {op.full_name: op for op in njt_op_db if op.supports_njt}
 
 SAME_NAME = """
@@ -197,6 +197,8 @@ def test_scree_agrees_with_the_reference_per_row(name: str) -> None:
     for sample in samples(op):
         if "holes" in sample.name and "batch+ragged" in sample.name:
             continue  # the reference reduces the whole buffer, holes included
+        if not any(getattr(x, "is_nested", False) for x in (sample.input, *sample.args)):
+            continue  # the reference looks for a nested tensor in these alone
         tensors = [sample.input, *sample.args, *sample.kwargs.values()]
         leaves = [x for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
         arrays = [convert(x) for x in (sample.input, *sample.args)]
