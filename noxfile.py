@@ -68,6 +68,19 @@ def conformance(session: nox.Session, backend: str) -> None:
 
 
 @nox.session
+def opinfo(session: nox.Session) -> None:
+    """Compare scree with PyTorch on every sample of PyTorch's own nested-tensor database."""
+    install(session, "torch")
+    session.install("-c", "constraints.txt", "expecttest")
+    session.run(
+        "pytest",
+        "scree_api/tests/test_opinfo_nested.py",
+        *session.posargs,
+        env={"SCREE_BACKENDS": "torch", "SCREE_OPINFO": "all"},
+    )
+
+
+@nox.session
 def tensorflow(session: nox.Session) -> None:
     """Test the bridge to TensorFlow, in a separate environment because of its size."""
     session.install(

@@ -1,4 +1,4 @@
-"""A provider of kernels that needs no device: it counts its calls and hands them to the standard path."""
+"""A kernel provider that needs no device: it counts its calls and passes them to the standard implementation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KERNELS = sorted({operation.kernel for operation in OPERATIONS if operation.kern
 
 
 def rejects(call: Any) -> str | None:
-    """It takes everything but float64, so that a refusal can be seen."""
+    """Accept every dtype except float64, so that a test can see a refusal."""
     x = next(getattr(call, name) for name in ("q", "x", "logits", "arr") if hasattr(call, name))
     return "loopback takes no float64" if str(x.dtype).endswith("float64") else None
 
 
 @contextmanager
 def registered() -> Iterator[Counter[str]]:
-    """While this lasts, the loopback provider is registered; gives the number of calls of each operation."""
+    """Register the loopback provider for a ``with`` block; yield the number of calls per operation."""
     calls: Counter[str] = Counter()
 
     def kernel(operation: str) -> Callable[[Any], Any]:

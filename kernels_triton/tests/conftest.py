@@ -1,4 +1,4 @@
-"""Run the kernels in Triton's interpreter where there is no GPU, in the tests of this directory only."""
+"""Without a GPU the kernels run in Triton's interpreter: here, and in no other test of the same process."""
 
 import importlib
 import os
@@ -8,21 +8,21 @@ import pytest
 
 import scree
 import scree_triton
+from scree.dispatch import registry
 
 SWITCH = "TRITON_INTERPRET"
 
 
 def gpu() -> bool:
-    """Return whether a CUDA device is available."""
+    """Whether there is a device."""
     import torch
 
     return torch.cuda.is_available()
 
 
-# The import of a kernel decides whether it is interpreted.
-if find_spec("triton") and not gpu():
+if find_spec("triton") and not gpu():  # what the kernels are is settled when they are imported
     os.environ[SWITCH] = "1"
-    for module in {entry.module for entry in scree_triton.KERNELS.values()}:
+    for module in {module for module, *_ in scree_triton.KERNELS.values()}:
         importlib.import_module(f"scree_triton.{module}")
     del os.environ[SWITCH]
 
@@ -34,19 +34,22 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels():
-    """Register the kernels for the tests of one module.
-
-    Without an installed scree no entry point registers them.
-    """
+    """Register the kernels for the tests of a module; no entry point does it if scree is not installed."""
     import torch
 
     interpreted = not gpu()
     if interpreted:
         os.environ[SWITCH] = "1"
     scree.namespace(torch.zeros(1))
-    scree_triton.register()
-    yield
+    with registry.isolated():
+        scree_triton.register()
+        yield
     if interpreted:
         del os.environ[SWITCH]
-        for operation in scree_triton.KERNELS:
-            scree.unregister_kernel(operation, "triton")
+
+
+@pytest.fixture
+def isolated_registry():
+    """Undo what the test registers and unregisters."""
+    with registry.isolated():
+        yield

@@ -24,7 +24,7 @@ def arr() -> scree.Array:
 @pytest.fixture(autouse=True)
 def only_standard_kernels() -> Iterator[None]:
     """Every test begins with the standard implementations only, and what it registers is removed after it."""
-    with registry.isolated():
+    with registry.isolated(standard_only=True):
         yield
 
 
@@ -130,7 +130,7 @@ def test_misspelt_operations_and_the_standard_path_are_refused(
         ValueError, match=r"operation: expected one of attention, .*softmax, .*, got 'sofmax'"
     ):
         do("sofmax", "mine")
-    with pytest.raises(ValueError, match="provider: 'standard' names the standard path"):
+    with pytest.raises(ValueError, match="provider: 'standard' names the standard implementation"):
         do("softmax", "standard")
 
 

@@ -106,33 +106,44 @@ def unregister_kernel(operation: str, provider: str) -> None:
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """Restore all registered kernels and loaded plugins on exit; inside, only standard implementations are registered.
+def isolated(*, standard_only: bool = False) -> Iterator[None]:
+    """Restore all registered kernels and loaded plugins on exit; for tests of kernels and of the registry.
 
-    For tests of kernels and of the registry.
+    Load the libraries that a test needs before: their kernels are registered only once.
+
+    Parameters
+    ----------
+    standard_only
+        Whether only standard implementations are registered inside.
 
     Examples
     --------
     >>> import scree
-    >>> from scree.dispatch.registry import isolated
-    >>> with isolated():
+    >>> from scree.dispatch import registry
+    >>> with registry.isolated():
     ...     @scree.register_kernel("softmax", provider="mine")
     ...     def mine(call):
     ...         return call.x
-    >>> "mine" in [kernel.provider for kernel in scree.dispatch.operation.OPERATIONS["softmax"].kernels]
+    >>> "mine" in [kernel.provider for kernel in registry.kernels("softmax")]
     False
     """
-    kernels = {operation: operation.kernels for operation in OPERATIONS.values()}
+    saved = {operation: operation.kernels for operation in OPERATIONS.values()}
     loaded = set(_loaded)
-    for operation in kernels:
-        operation.kernels = operation.kernels[-1:]
+    if standard_only:
+        for operation in saved:
+            operation.kernels = operation.kernels[-1:]
     try:
         yield
     finally:
-        for operation, saved in kernels.items():
-            operation.kernels = saved
+        for operation, kernels_before in saved.items():
+            operation.kernels = kernels_before
         _loaded.clear()
         _loaded.update(loaded)
+
+
+def kernels(operation: str) -> tuple[Kernel, ...]:
+    """Return the kernels of an operation in the order in which they are asked, the standard implementation last."""
+    return tuple(get_operation(operation).kernels)
 
 
 def get_operation(name: str) -> Operation:

@@ -1,7 +1,8 @@
-"""Tokens behind the last row, the spare room of a fixed buffer, belong to no row: they reach no result, whatever they hold.
+"""The tail: tokens after the last row belong to no row and reach no result, whatever they hold.
 
-Libraries whose offsets are read for free refuse such a buffer outside of a trace. It comes out of compiled functions, so that
-the operations meet it all the same: with PyTorch as one that has come out, with JAX inside of one, with MLX as it is given.
+A library whose offsets are read for free refuses such a buffer outside of a trace. Compiled functions
+return such buffers, so the operations have to accept them. The tests build them as eager arrays on
+PyTorch and MLX, and inside of a compiled function on JAX. NumPy has to refuse them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from scree.data import chunk, truncate
 
 LIBRARIES = [name for name in NAMES if name in ("torch", "jax", "mlx")]
 LENGTHS = [2, 0, 3, 0]
-ENDS_FILLED = [2, 0, 0, 3]  # what stands behind the last row may be taken for its tokens
-#: Tokens -> those of the rows, and what stands behind them: numbers, elements, the second axis ragged, classes.
+NONEMPTY_LAST_ROW = [2, 0, 0, 3]  # a wrong kernel would add the tail to this row
+#: Parameter -> values of the rows, fill of the tail: scalars, features, ragged_dim=1, classes.
 TOKENS = {
     "x": (np.asarray([3.0, -1.0, 2.0, 0.5, 2.5], np.float32), np.nan),
     "e": (np.arange(20.0, dtype=np.float32).reshape(5, 4), np.nan),
@@ -35,7 +36,7 @@ def heads(xp: Any, e: scree.Array) -> scree.Array:
 
 
 REDUCTIONS = "sum prod max min mean var std any all count_nonzero".split()
-#: What is called with the namespace and the arrays that its parameters name. Those with a star read offsets.
+#: Name -> call with the namespace and the arrays that its parameters name. Names with a star read offsets.
 CASES: dict[str, Case] = {
     **{f"{name} of everything": (lambda xp, e, name=name: getattr(xp, name)(e)) for name in (*REDUCTIONS, "argmax", "argmin")},
     **{f"{name} of all tokens": (lambda xp, t, name=name: getattr(xp, name)(t, axis=(0, 2))) for name in REDUCTIONS},
@@ -78,7 +79,7 @@ CASES: dict[str, Case] = {
     "bucket*": lambda xp, e: scree.bucket(e)[0],
     "windows*": lambda xp, e: (chunk(e, 2)[0], truncate(e, 2, side="left")),
 }  # fmt: skip
-#: Those that JAX compiles here; reductions of everything and concat stand among its own tests.
+#: Cases compiled with JAX; test_transforms_jax.py has full reductions and concat.
 COMPILED = [
     "with initial",
     "isin",
@@ -91,37 +92,37 @@ COMPILED = [
 ]
 
 
-def arguments(case: str, spare: int) -> dict[str, np.ndarray]:
-    """The tokens that a case wants, with so many spare ones behind them."""
+def arguments(case: str, tail: int) -> dict[str, np.ndarray]:
+    """Return the values that a case takes, with a tail of `tail` tokens."""
 
-    def room(x: np.ndarray, fill: float, axis: int) -> np.ndarray:
-        shape = [spare if a == axis else n for a, n in enumerate(x.shape)]
+    def append_tail(x: np.ndarray, fill: float, axis: int) -> np.ndarray:
+        shape = [tail if a == axis else n for a, n in enumerate(x.shape)]
         return np.concatenate([x, np.full(shape, fill, x.dtype)], axis)
 
     code = CASES[case].__code__
     wanted = code.co_varnames[1 : code.co_argcount - len(CASES[case].__defaults__ or ())]
-    return {key: room(*TOKENS[key], int(key == "t")) for key in wanted}
+    return {key: append_tail(*TOKENS[key], int(key == "t")) for key in wanted}
 
 
-def every(found: Any) -> list[Any]:
-    """The rows and dense arrays of a result."""
+def flatten(result: Any) -> list[Any]:
+    """Return the rows and dense arrays of a result."""
     return [
         part
-        for one in (found if isinstance(found, tuple | list) else [found])
-        for part in (scree.unpack(one) if isinstance(one, scree.Array) else [one])
+        for item in (result if isinstance(result, tuple | list) else [result])
+        for part in (scree.unpack(item) if isinstance(item, scree.Array) else [item])
     ]
 
 
-def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
-    """The rows and dense arrays that come out where there are so many spare tokens; the offsets were read before or not."""
+def evaluate(name: str, case: str, tail: int, read: bool) -> list[np.ndarray]:
+    """Return the rows and dense arrays of a case with a tail; `read` reads the offsets before the call."""
     lib, call = load(name), CASES[case]
     offsets = np.cumsum([0, *LENGTHS]).astype(np.int32)
-    wanted = arguments(case, spare)
+    wanted = arguments(case, tail)
     tokens = [lib.make(x) for x in wanted.values()]
 
     def run(offsets: Any, *tokens: Any) -> Any:
         arrays = [
-            scree.Array.unchecked(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)
+            scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)
         ]
         if read:
             arrays[0].layout.read()
@@ -131,34 +132,35 @@ def parts(name: str, case: str, spare: int, read: bool) -> list[np.ndarray]:
         import jax
 
         run = jax.jit(run)
-    return [np.asarray(part) for part in every(run(lib.make(offsets), *tokens))]
+    return [np.asarray(part) for part in flatten(run(lib.make(offsets), *tokens))]
 
 
 @pytest.mark.parametrize(
     "name, case",
     [(name, case) for name in LIBRARIES for case in (COMPILED if name == "jax" else CASES)],
 )
-def test_spare_tokens_belong_to_no_row(name: str, case: str) -> None:
-    right = parts(name, case, 0, False)
+def test_operation_ignores_the_tail(name: str, case: str) -> None:
+    expected = evaluate(name, case, 0, False)
+    assert expected
     for read in (False, True) if name == "mlx" else (False,):
-        for found, want in zip(parts(name, case, 4, read), right, strict=True):
-            np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
+        for got, want in zip(evaluate(name, case, 4, read), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
 
 
-def gradients(case: str, spare: int) -> list[np.ndarray]:
-    """Of a sum of all that comes out, each number with a factor of its own; on PyTorch."""
+def gradients(case: str, tail: int) -> list[np.ndarray]:
+    """Return the gradients, on PyTorch, of a sum of all results with a different factor per number."""
     import torch
 
-    tokens = {key: torch.from_numpy(x) for key, x in arguments(case, spare).items()}
+    tokens = {key: torch.from_numpy(x) for key, x in arguments(case, tail).items()}
     inputs = [x.requires_grad_() for x in tokens.values() if x.is_floating_point()]
-    offsets = torch.tensor(np.cumsum([0, *ENDS_FILLED]), dtype=torch.int32)
-    arrays = [scree.Array.unchecked(x, offsets, int(key == "t"), 3) for key, x in tokens.items()]
-    found = every(CASES[case](scree.namespace(*arrays), *arrays))
+    offsets = torch.tensor(np.cumsum([0, *NONEMPTY_LAST_ROW]), dtype=torch.int32)
+    arrays = [scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in tokens.items()]
+    results = flatten(CASES[case](scree.namespace(*arrays), *arrays))
     grads: list[Any] = [None] * len(inputs)
-    known = [part.flatten() for part in found if part.requires_grad]
-    known = [part[part.isfinite()] for part in known]  # an empty row has NaN, or infinity
-    if known:
-        total = sum((part * torch.arange(1.0, 1 + len(part)).cos()).sum() for part in known)
+    finite = [part.flatten() for part in results if part.requires_grad]
+    finite = [part[part.isfinite()] for part in finite]  # an empty row has NaN, or infinity
+    if finite:
+        total = sum((part * torch.arange(1.0, 1 + len(part)).cos()).sum() for part in finite)
         grads = list(torch.autograd.grad(total, inputs, allow_unused=True))
     return [
         np.zeros(x.shape, np.float32) if grad is None else grad.numpy()
@@ -173,23 +175,25 @@ SMOOTH = [
 
 
 @pytest.mark.parametrize("case", SMOOTH)
-def test_spare_tokens_reach_no_gradient(case: str) -> None:
-    for found, want in zip(gradients(case, 4), gradients(case, 0), strict=True):
-        fill = [(0, n - m) for n, m in zip(found.shape, want.shape, strict=True)]  # their own is 0
-        np.testing.assert_allclose(found, np.pad(want, fill), rtol=1e-5, atol=1e-6)
+def test_gradient_of_the_tail_is_zero(case: str) -> None:
+    for got, want in zip(gradients(case, 4), gradients(case, 0), strict=True):
+        fill = [
+            (0, n - m) for n, m in zip(got.shape, want.shape, strict=True)
+        ]  # gradient of the tail
+        np.testing.assert_allclose(got, np.pad(want, fill), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_nothing_is_in_rows_without_tokens(name: str) -> None:
+def test_isin_of_rows_without_tokens_is_false(name: str) -> None:
     lib = load(name)
-    x = scree.Array.unchecked(lib.i([1, 2]), lib.i([0, 0, 0]), 0, 2)
+    x = scree.Array._restore(lib.i([1, 2]), lib.i([0, 0, 0]), 0, 2)
     assert not np.any(np.asarray(lib.xp.isin(lib.i([1, 2, 3]), x)))
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_rows_without_tokens_before_room(name: str) -> None:
+def test_rows_without_tokens_before_a_tail_keep_their_shape(name: str) -> None:
     lib = load(name)
-    xp, x = lib.xp, scree.Array.unchecked(lib.f(2, 2, 4), lib.i([0, 0, 0]), 0, 1)
+    xp, x = lib.xp, scree.Array._restore(lib.f(2, 2, 4), lib.i([0, 0, 0]), 0, 1)
     for f in (xp.sort, xp.argsort, xp.cumulative_sum):
         assert f(x, axis=1).shape == x.shape
     assert np.asarray(xp.sum(x, axis=1)).tolist() == np.zeros((2, 2, 4)).tolist()
@@ -197,18 +201,23 @@ def test_rows_without_tokens_before_room(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name == "torch"])
-def test_classes_in_rows_are_checked_nevertheless(name: str) -> None:
+def test_cross_entropy_with_a_tail_checks_classes_of_rows(name: str) -> None:
     lib = load(name)
-    logits = scree.Array.unchecked(lib.f(5, 4), lib.i([0, 2, 3]), 0, 2)
+    logits = scree.Array._restore(lib.f(5, 4), lib.i([0, 2, 3]), 0, 2)
     with pytest.raises(ValueError, match=r"targets: expected 0 <= class < 4, .* got 4 for token 2"):
         scree.cross_entropy(logits, logits.with_values(lib.i([0, 1, 4, 9, 9])))
 
 
-def test_rows_that_are_alike_but_for_their_room() -> None:
-    for name in LIBRARIES:
-        lib = load(name)
-        x, y = (scree.Array.unchecked(lib.f(n), lib.i([0, 2, 3]), 0, 2) for n in (5, 4))
-        with pytest.raises(
-            ValueError, match="add: expected rows of equal lengths, got 5 and 4 tokens"
-        ):
-            _ = x + y
+@pytest.mark.parametrize("name", NAMES)
+def test_add_of_arrays_with_different_tails_raises(name: str) -> None:
+    lib = load(name)
+    x, y = (scree.Array._restore(lib.f(n), lib.i([0, 2, 3]), 0, 2) for n in (5, 4))
+    with pytest.raises(ValueError, match="add: expected rows of equal lengths, got 5 and 4 tokens"):
+        _ = x + y
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mlx"])
+def test_array_with_a_tail_is_refused_where_offsets_are_free_to_read(name: str) -> None:
+    lib = load(name)
+    with pytest.raises(ValueError, match=r"offsets: expected to end at 5, .* got 3"):
+        scree.Array(lib.f(5), lib.i([0, 2, 3]))
