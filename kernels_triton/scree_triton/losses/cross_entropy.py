@@ -14,7 +14,7 @@ from scree.ops.cross_entropy import given
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
 from ..runtime.device import unsupported_dtype
-from .cross_entropy_kernels import rowwise, visit
+from .cross_entropy_kernels import rowwise, visit_logits
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
 
 
@@ -30,11 +30,11 @@ def forward(
     stats = torch.empty((2, *total), dtype=torch.float32, device=x.device) if save else None
     if reduction in SUMMED:
         parts: list[torch.Tensor] = []
-        visit(x, targets, parts=parts, stats=stats)
+        visit_logits(x, targets, parts=parts, stats=stats)
         loss, share = reduced(parts, reduction)
         return loss, stats, share
     losses = torch.empty(total, dtype=torch.float32, device=x.device)
-    visit(x, targets, losses=losses, stats=stats)
+    visit_logits(x, targets, losses=losses, stats=stats)
     return row_means(losses, targets) if reduction == "row_mean" else losses, stats, None
 
 
@@ -48,7 +48,7 @@ def backward(
     """Return the gradient of the logits from the gradient of the losses, (total,), times `share`."""
     x = rowwise(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    visit(x, targets, stats=stats, out=out, dlosses=dlosses, share=share)
+    visit_logits(x, targets, stats=stats, out=out, dlosses=dlosses, share=share)
     return out
 
 
