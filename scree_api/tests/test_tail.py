@@ -122,7 +122,7 @@ def evaluate(name: str, case: str, tail: int, read: bool) -> list[np.ndarray]:
 
     def run(offsets: Any, *tokens: Any) -> Any:
         arrays = [
-            scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)
+            scree.Array.unchecked(x, offsets, int(key == "t"), 3) for key, x in zip(wanted, tokens)
         ]
         if read:
             arrays[0].layout.read()
@@ -154,7 +154,7 @@ def gradients(case: str, tail: int) -> list[np.ndarray]:
     tokens = {key: torch.from_numpy(x) for key, x in arguments(case, tail).items()}
     inputs = [x.requires_grad_() for x in tokens.values() if x.is_floating_point()]
     offsets = torch.tensor(np.cumsum([0, *NONEMPTY_LAST_ROW]), dtype=torch.int32)
-    arrays = [scree.Array._restore(x, offsets, int(key == "t"), 3) for key, x in tokens.items()]
+    arrays = [scree.Array.unchecked(x, offsets, int(key == "t"), 3) for key, x in tokens.items()]
     results = flatten(CASES[case](scree.namespace(*arrays), *arrays))
     grads: list[Any] = [None] * len(inputs)
     finite = [part.flatten() for part in results if part.requires_grad]
@@ -186,14 +186,14 @@ def test_gradient_of_the_tail_is_zero(case: str) -> None:
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_isin_of_rows_without_tokens_is_false(name: str) -> None:
     lib = load(name)
-    x = scree.Array._restore(lib.i([1, 2]), lib.i([0, 0, 0]), 0, 2)
+    x = scree.Array.unchecked(lib.i([1, 2]), lib.i([0, 0, 0]), 0, 2)
     assert not np.any(np.asarray(lib.xp.isin(lib.i([1, 2, 3]), x)))
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_rows_without_tokens_before_a_tail_keep_their_shape(name: str) -> None:
     lib = load(name)
-    xp, x = lib.xp, scree.Array._restore(lib.f(2, 2, 4), lib.i([0, 0, 0]), 0, 1)
+    xp, x = lib.xp, scree.Array.unchecked(lib.f(2, 2, 4), lib.i([0, 0, 0]), 0, 1)
     for f in (xp.sort, xp.argsort, xp.cumulative_sum):
         assert f(x, axis=1).shape == x.shape
     assert np.asarray(xp.sum(x, axis=1)).tolist() == np.zeros((2, 2, 4)).tolist()
@@ -203,7 +203,7 @@ def test_rows_without_tokens_before_a_tail_keep_their_shape(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LIBRARIES if name == "torch"])
 def test_cross_entropy_with_a_tail_checks_classes_of_rows(name: str) -> None:
     lib = load(name)
-    logits = scree.Array._restore(lib.f(5, 4), lib.i([0, 2, 3]), 0, 2)
+    logits = scree.Array.unchecked(lib.f(5, 4), lib.i([0, 2, 3]), 0, 2)
     with pytest.raises(ValueError, match=r"targets: expected 0 <= class < 4, .* got 4 for token 2"):
         scree.cross_entropy(logits, logits.with_values(lib.i([0, 1, 4, 9, 9])))
 
@@ -211,7 +211,7 @@ def test_cross_entropy_with_a_tail_checks_classes_of_rows(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_add_of_arrays_with_different_tails_raises(name: str) -> None:
     lib = load(name)
-    x, y = (scree.Array._restore(lib.f(n), lib.i([0, 2, 3]), 0, 2) for n in (5, 4))
+    x, y = (scree.Array.unchecked(lib.f(n), lib.i([0, 2, 3]), 0, 2) for n in (5, 4))
     with pytest.raises(ValueError, match="add: expected rows of equal lengths, got 5 and 4 tokens"):
         _ = x + y
 

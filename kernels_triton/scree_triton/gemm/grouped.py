@@ -1,15 +1,18 @@
-"""The grouped matrix product: every row of a ragged array times its own matrix, and the gradients of both.
+"""Grouped GEMM: every row of a ragged array times its own matrix, and the gradients of both.
 
-The product and the gradient of the rows share a kernel: a tile of a row's tokens against a tile of its matrix. The gradient of
-a matrix is one program's for each of its tiles, which walks over the tokens of the row: no atomics, equal inputs give equal
-bits.
+The product and the gradient of the rows share a kernel: a tile of a row's tokens times a tile of
+its matrix. For the gradient of a matrix, one CTA per tile iterates over the tokens of the row. There
+are no atomics, so equal inputs give equal bits.
 
-Three pairs of kernels do it. Those of `grouped_sm90`, in half precision, are the fastest. The second pair does the same in plain
-Triton, for other versions of Triton and later devices: it reads and writes tiles with the copy engine, too, and one program a
-multiprocessor counts the tiles of each row and takes tile after tile.
-The third reads through pointers, and takes what the others do not. Its slots hold tokens of one row only (block ``j`` of row
-``b`` is slot ``offsets[b] // BLOCK_T + b + j``), found by bisection; float32 operands are multiplied as three TF32 products, see
-`portable`.
+There are three pairs of kernels:
+
+- The kernels of `grouped_sm90`, in half precision, are the fastest.
+- The tiled kernels do the same in plain Triton, for other versions of Triton and later devices.
+  They also use TMA. One persistent CTA per SM counts the tiles of each row and processes tile after
+  tile.
+- The pointer kernels support everything else. A slot holds tokens of one row only: block ``j`` of
+  row ``b`` is slot ``offsets[b] // BLOCK_T + b + j``, found by bisection. float32 operands are
+  multiplied as three TF32 products, see `attention.portable`.
 """
 
 from collections.abc import Callable
@@ -35,7 +38,7 @@ from ..runtime.launch import (
     tiled,
 )
 
-_MOST_COUNTED = 1024  # rows whose tiles a program counts at once
+_MOST_COUNTED = 1024  # most rows whose tiles a CTA counts at once
 _FAR = tl.constexpr(1 << 30)  # the end of every row, see `launch.Ragged`
 
 
@@ -56,16 +59,19 @@ def tiled_kernel(
     GROUP: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row; W is (n, K, M), TURNED (n, M, K)."""
+    """Compute OUT (total, M): X (total, K) times the matrix (K, M) of the row of each token.
+
+    W is (n, K, M), or with TURNED (n, M, K).
+    """
     COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    row = tl.arange(0, ROWS)  # and row n are the tokens behind the last one
+    row = tl.arange(0, ROWS)  # row n: the tokens after the last row
     start = tl.load(OFFSETS + row, mask=row <= n, other=total).to(tl.int32)
     end = tl.load(OFFSETS + row + 1, mask=row < n, other=total).to(tl.int32)
     blocks = tl.where(row <= n, tl.cdiv(end - start, BLOCK_T), 0)
     before = tl.cumsum(blocks, 0) - blocks
     slots = tl.sum(blocks, 0)
     for tile in tl.range(tl.program_id(0), slots * COLUMNS, tl.num_programs(0), flatten=True):
-        # GROUP slots side by side, so that they share the tiles of the matrices in the cache
+        # GROUP consecutive slots run together, so that they share tiles of the matrices in the cache.
         first = tile // (GROUP * COLUMNS) * GROUP
         side = tl.minimum(slots - first, GROUP)
         slot = first + tile % (GROUP * COLUMNS) % side
@@ -81,7 +87,7 @@ def tiled_kernel(
             else:
                 w = tl.reshape(W.load([matrix, k, column]), [BLOCK_K, BLOCK_M])
             acc = tl.dot(X.load([at, k]), w, acc)
-        # In halves, which leaves shared memory for one stage more.
+        # In halves, which leaves shared memory for one more stage.
         y = tl.reshape(tl.where(of < n, acc, 0.0), [BLOCK_T, 2, BLOCK_M // 2])
         left, right = tl.split(tl.permute(y, [0, 2, 1]))
         place = _FAR - stop + at
@@ -108,7 +114,7 @@ def tiled_weight_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
+    """Compute DW (n, K, M): per row, the transpose of X (tokens, K) times DY (tokens, M)."""
     COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K * COLUMNS
     row = tl.program_id(0) // TILES
@@ -147,11 +153,11 @@ def product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """OUT (total, M) = X (total, K) times, for each token, the matrix (K, M) of its row."""
+    """Compute OUT (total, M): X (total, K) times the matrix (K, M) of the row of each token."""
     columns = tl.cdiv(M, BLOCK_M)
     pid = tl.program_id(0)
     slots = tl.num_programs(0) // columns
-    # GROUP slots side by side, so that they share the tiles of the matrices in the cache
+    # GROUP consecutive slots run together, so that they share tiles of the matrices in the cache.
     band = pid // (GROUP * columns)
     first = band * GROUP
     size = tl.minimum(slots - first, GROUP)
@@ -209,7 +215,7 @@ def weight_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """DW (n, K, M): of each row, X (tokens, K) turned over times DY (tokens, M)."""
+    """Compute DW (n, K, M): per row, the transpose of X (tokens, K) times DY (tokens, M)."""
     columns = tl.cdiv(M, BLOCK_M)
     tiles = columns * tl.cdiv(K, BLOCK_K)
     row = tl.program_id(0) // tiles
@@ -286,11 +292,12 @@ class WeightArgs:
     unused: Number
 
 
-#: Tokens, columns and depth of a tile, warps and stages, by bytes of an element: of the product, and (depth, columns, tokens)
-#: of the gradient of the matrices.
+#: Launch configs by bytes per element: (tokens, columns, depth, warps, stages) of the product, and
+#: (depth, columns, tokens, warps, stages) of the gradient of the matrices.
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
-#: The same for the copy engine; of the gradient of the matrices for rows that are short on average, and for others.
+#: The same for the tiled kernels. The gradient of the matrices has one config for rows that are
+#: short on average (below SHORT tokens), and one for others.
 TILED_PRODUCT = (128, 256, 64, 8, 4)
 TILED_WEIGHT = ((128, 128, 64, 4, 3), (256, 128, 64, 8, 4))
 SHORT = 384
@@ -301,7 +308,7 @@ GROUP = 8
 def _launches(
     device: torch.device, dtype: torch.dtype, offsets: torch.dtype, k: int, m: int
 ) -> tuple[Launch, Launch]:
-    """The product, and the gradient of the matrices, through pointers."""
+    """Return the pointer kernels of the product and of the gradient of the matrices."""
     tokens, columns, depth, warps, stages = PRODUCT[dtype.itemsize]
     product = Launch(
         product_kernel,
@@ -328,7 +335,7 @@ def _tiled_launch(
     rows: int,
     turned: bool,
 ) -> Launch:
-    """The product by the copy engine; `rows` is a power of 2 greater than their number."""
+    """Return the tiled kernel of the product; `rows` is a power of 2 above the number of rows."""
     tokens, columns, depth, warps, stages = TILED_PRODUCT
     return Launch(
         tiled_kernel,
@@ -357,7 +364,7 @@ def _tiled_weight_launch(
     m: int,
     tile: tuple[int, int, int, int, int],
 ) -> Launch:
-    """The gradient of the matrices by the copy engine."""
+    """Return the tiled kernel of the gradient of the matrices."""
     depth, columns, tokens, warps, stages = tile
     return Launch(
         tiled_weight_kernel,
@@ -369,13 +376,13 @@ def _tiled_weight_launch(
 
 
 @cache
-def _copies_tiles(device: torch.device) -> bool:
+def _supports_tiled(device: torch.device) -> bool:
     return INTERPRETED or device_info(device).has_large_shared_memory
 
 
 @cache
-def _hopper(device: torch.device) -> Any:
-    """The kernels of this device in Gluon, if there are any."""
+def _sm90_kernels(device: torch.device) -> Any:
+    """Return the module of the Gluon kernels if the device supports them."""
     if not device_info(device).supports_sm90_gluon:
         return None
     from . import grouped_sm90
@@ -383,8 +390,11 @@ def _hopper(device: torch.device) -> Any:
     return grouped_sm90
 
 
-def _readable(x: torch.Tensor) -> bool:
-    """Whether the copy engine reads x, whose last axis is contiguous: in 16 bytes, no element twice, no row that is too long."""
+def _is_tma_compatible(x: torch.Tensor) -> bool:
+    """Return whether TMA can address x, whose last axis is contiguous.
+
+    That requires 16-byte alignment, no overlapping elements and at most 2**30 rows.
+    """
     steps = x.stride()[:-1]
     return (
         x.element_size() == 2
@@ -395,7 +405,10 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The product of x (total, k) and the matrix of each row, weight (n, k, m) of any strides: (total, m), contiguous."""
+    """Return x (total, k) times the matrix of each row: (total, m), contiguous.
+
+    The weight (n, k, m) may have any strides.
+    """
     total, (n, k, m) = x.shape[0], weight.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((total, m), dtype=x.dtype, device=x.device)
@@ -406,10 +419,10 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     if (
         0 < n < _MOST_COUNTED
         and plain.stride(2) == 1
-        and all(map(_readable, (x, plain, out)))
-        and _copies_tiles(x.device)
+        and all(map(_is_tma_compatible, (x, plain, out)))
+        and _supports_tiled(x.device)
     ):
-        if kernels := _hopper(x.device):
+        if kernels := _sm90_kernels(x.device):
             kernels.product(x, plain, turned, offsets, out)
             return out
         launch = _tiled_launch(
@@ -448,14 +461,19 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
 
 
 def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Of each row, x (tokens, k) turned over times dy (tokens, m): (n, k, m)."""
+    """Return, per row, the transpose of x (tokens, k) times dy (tokens, m): (n, k, m)."""
     n, k, m = offsets.shape[0] - 1, x.shape[1], dy.shape[1]
     x, dy = (t if t.stride(1) == 1 else t.contiguous() for t in (x, dy))
     dw = torch.empty((n, k, m), dtype=x.dtype, device=x.device)
     if not n:
         return dw
-    if x.shape[0] and _readable(x) and _readable(dy) and _copies_tiles(x.device):
-        if (kernels := _hopper(x.device)) and _readable(dw):
+    if (
+        x.shape[0]
+        and _is_tma_compatible(x)
+        and _is_tma_compatible(dy)
+        and _supports_tiled(x.device)
+    ):
+        if (kernels := _sm90_kernels(x.device)) and _is_tma_compatible(dw):
             kernels.weight_gradient(x, dy, offsets, dw)
             return dw
         tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
@@ -532,7 +550,7 @@ _op = define_operator(
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `GroupedCall`; None if they do."""
+    """Return why the kernels do not support a `GroupedCall`; None if they do."""
     if 0 in call.weight.shape[1:]:
         return f"the Triton kernels take matrices of at least one element, not {tuple(call.weight.shape)}"
     if call.x.ragged_dim:
@@ -541,7 +559,7 @@ def rejects(call: Any) -> str | None:
 
 
 def grouped_matmul(call: Any) -> Any:
-    """Run a `GroupedCall`."""
+    """Compute a `GroupedCall`."""
     x, weight = call.x, call.weight
     if torch.compiler.is_compiling():
         return x.with_values(_op(x.values, weight, x.offsets.contiguous()))
@@ -549,7 +567,7 @@ def grouped_matmul(call: Any) -> Any:
 
 
 def prepare_grouped_matmul(call: Any) -> Callable[..., Any]:
-    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    """Return a function for calls on ragged arrays with the same metadata."""
     wanted = call.x.values.requires_grad or call.weight.requires_grad
 
     def multiply(x: Any, weight: torch.Tensor) -> Any:

@@ -1,13 +1,16 @@
 """Grouped products on Hopper in Gluon, float16 and bfloat16.
 
-A program is one producer warp and two consumer warpgroups, as in `hopper`. The producer takes tiles from a counter and fills a ring
-of shared memory by TMA; each consumer multiplies half of the rows on the tensor cores, and while TMA writes what it found, the next
-tile is read already. Tiles are of 128 tokens and 256 columns in the product, and of 256 rows and 128 columns of a matrix in its
-gradient. A consumer whose rows are behind the end has nothing to multiply, and of the last columns of a product both multiply half
-as many where these are enough; nothing is read for what is not multiplied, as zeros cost the copy engine more than numbers.
+A CTA is warp-specialized: one producer warp and two consumer warp groups, as in `sm90.pipeline`. The
+producer fetches tiles from a counter and fills a ring of shared memory by TMA. Each consumer
+multiplies half of the rows on the tensor cores. While TMA writes a result, the producer reads the
+next tile. A tile has 128 tokens and 256 columns in the product, and 256 rows and 128 columns of a
+matrix in the gradient. A consumer whose rows are all after the end multiplies nothing. For the last
+columns of a product both consumers multiply half as many columns if these suffice. The producer
+reads nothing that is not multiplied, because zeros cost TMA more than data.
 
-Tiles of the product come row of the batch by row, so that those which share a matrix or tokens run side by side and find them in
-the L2 cache. Where the last round of tiles would keep less than half of the programs busy, its tiles are cut in two.
+Tiles of the product are ordered by row of the batch, so that tiles with the same matrix or tokens
+run together and share the L2 cache. If the last wave of tiles would keep less than half of the CTAs
+busy, its tiles are split in two.
 """
 
 from functools import cache
@@ -479,7 +482,7 @@ class WeightArgs:
 def _launch(
     device: torch.device, dtype: torch.dtype, offsets: torch.dtype, turned: bool | None
 ) -> Launch:
-    """The product with matrices that are turned over or not, or with None the gradient of the matrices."""
+    """Return the launch of the product, with transposed matrices or not; with None of their gradient."""
     options = dict(num_warps=4, maxnreg=168)
     if turned is None:
         return Launch(weight_kernel, {}, options, (TOKENS.value, TOKENS.value, 64), args=WeightArgs)
@@ -490,7 +493,10 @@ def _launch(
 def product(
     x: torch.Tensor, weight: torch.Tensor, turned: bool, offsets: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """To out (total, m) the product of x (total, k) and the matrix of each row, weight (n, k, m), or if turned (n, m, k)."""
+    """Write x (total, k) times the matrix of each row to out (total, m).
+
+    The weight is (n, k, m), or if `turned` (n, m, k).
+    """
     (total, k), m = x.shape, out.shape[1]
     args = ProductArgs(
         xd=(x, boxed(tuple(x.shape), x.stride(), DEEP.value)),
@@ -510,7 +516,7 @@ def product(
 def weight_gradient(
     x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, dw: torch.Tensor
 ) -> None:
-    """To dw (n, k, m), of each row, x (tokens, k) turned over times dy (tokens, m)."""
+    """Write, per row, the transpose of x (tokens, k) times dy (tokens, m) to dw (n, k, m)."""
     n, k, m = dw.shape
     args = WeightArgs(
         xd=(x, boxed(*ragged_shape(1, k, x.stride(0), k), 64)),

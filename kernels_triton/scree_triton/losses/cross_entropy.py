@@ -1,6 +1,7 @@
 """Cross-entropy over large vocabularies, forward and backward.
 
-The losses are one visit to the logits, their gradient is another: see `logits`. `losses` has what the losses are reduced to.
+The losses take one pass over the logits and their gradient another, see `cross_entropy_kernels`.
+The module `reductions` reduces the losses.
 """
 
 from collections.abc import Callable
@@ -13,26 +14,27 @@ from scree.ops.cross_entropy import given
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
 from ..runtime.device import unsupported_dtype
-from .cross_entropy_kernels import rowwise, visit
+from .cross_entropy_kernels import rowwise, visit_logits
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
 
 
 def forward(
     x: torch.Tensor, targets: Targets, reduction: str = "none", save: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """What comes of the losses of logits x (total, classes), and of a "sum" or "mean" what part of it a loss is.
+    """Return the reduced losses of logits x (total, classes), the statistics, and the weight of one loss.
 
-    Between the two, what the backward needs to know of each token, (2, total), if it is to be saved.
+    The statistics (2, total) are what the backward needs per token; None without `save`. The weight
+    of one loss is None unless the reduction is "sum" or "mean".
     """
     x, total = rowwise(x), x.shape[:1]
     stats = torch.empty((2, *total), dtype=torch.float32, device=x.device) if save else None
     if reduction in SUMMED:
         parts: list[torch.Tensor] = []
-        visit(x, targets, parts=parts, stats=stats)
-        found, share = reduced(parts, reduction)
-        return found, stats, share
+        visit_logits(x, targets, parts=parts, stats=stats)
+        loss, share = reduced(parts, reduction)
+        return loss, stats, share
     losses = torch.empty(total, dtype=torch.float32, device=x.device)
-    visit(x, targets, losses=losses, stats=stats)
+    visit_logits(x, targets, losses=losses, stats=stats)
     return row_means(losses, targets) if reduction == "row_mean" else losses, stats, None
 
 
@@ -43,18 +45,18 @@ def backward(
     targets: Targets,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits, from that of the losses, (total,), which may be multiplied by one number more."""
+    """Return the gradient of the logits from the gradient of the losses, (total,), times `share`."""
     x = rowwise(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    visit(x, targets, stats=stats, out=out, dlosses=dlosses, share=share)
+    visit_logits(x, targets, stats=stats, out=out, dlosses=dlosses, share=share)
     return out
 
 
 def _record_cross_entropy(ctx, x, targets, reduction):
-    found, stats, share = forward(x, targets, reduction)
+    loss, stats, share = forward(x, targets, reduction)
     ctx.save_for_backward(x, stats, share, targets.classes, targets.offsets)
     ctx.ignored, ctx.reduction = targets.ignored, reduction
-    return found
+    return loss
 
 
 def _cross_entropy_gradient(ctx, dloss):
@@ -118,14 +120,14 @@ _op = define_operator(
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `CrossEntropyCall`; None if they do."""
+    """Return why the kernels do not support a `CrossEntropyCall`; None if they do."""
     if abs(call.ignore_index) >= 1 << 31:
         return f"the Triton kernels take an ignore_index of 32 bits, not {call.ignore_index}"
     return unsupported_dtype(call.values)
 
 
 def cross_entropy(call: Any) -> torch.Tensor:
-    """Run a `CrossEntropyCall`."""
+    """Compute a `CrossEntropyCall`."""
     x, targets = call.values, targets_of(call)
     if torch.compiler.is_compiling():
         return given(call, _op(x, *targets)[0])
@@ -139,9 +141,9 @@ def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) ->
 
 
 def prepare_cross_entropy(call: Any) -> Callable[..., torch.Tensor] | None:
-    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone.
+    """Return a function for calls on ragged arrays with the same metadata.
 
-    None in host memory, where the targets are looked at each time.
+    Return None on the CPU, where scree checks the values of the targets at every call.
     """
     if call.x.layout.backend.peek(call.labels) is not None:
         return None

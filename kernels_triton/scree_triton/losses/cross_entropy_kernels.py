@@ -1,9 +1,11 @@
-"""What a visit to the logits of tokens gives: losses, their sums, gradients.
+"""Cross-entropy kernels: losses, their partial sums and gradients from one pass over the logits.
 
-Two kernels do the same work. One holds all logits of a few tokens. The other, for more classes, takes one token after another:
-the losses are one pass over its logits, in which each lane keeps a maximum and a sum of its own (Milakov and Gimelshein, 2018),
-and only at the end do lanes meet; their gradient is a second pass, which finds the logits in the cache if it follows the first
-at once. Either may write where it reads. A token that does not count is not read, but by the first kernel for a gradient alone.
+Two kernels compute the same results. `tokens_kernel` holds all logits of a few tokens.
+`classes_kernel`, for more classes, processes one token after another. Its losses take one pass over
+the logits, in which each lane keeps its own maximum and sum (online softmax, Milakov and
+Gimelshein, 2018); the lanes are reduced at the end. The gradient takes a second pass, which finds
+the logits in the cache if it comes directly after the first. Both kernels can write in place. An
+ignored token is not read, except by `tokens_kernel` for a gradient alone.
 """
 
 from functools import cache
@@ -33,9 +35,10 @@ def _get(
     EDGES: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """The logits at some places of a token, which begin at `lead`, in float32; -inf where there is none.
+    """Load logits of a token, which begin at index `lead`, in float32; -inf outside the token.
 
-    With EDGES a token begins or ends within GRAIN of them, which are read at once: also those that stand before and behind it.
+    With EDGES a token begins or ends inside a group of GRAIN elements, which one load reads. Then
+    the load includes the elements of the group before and after the token.
     """
     if not EDGES:
         return tl.load(
@@ -49,14 +52,14 @@ def _get(
 
 @triton.jit
 def _whole(place, lead, V: tl.constexpr, GRAIN: tl.constexpr):
-    """Whether a place is among GRAIN, which are read and written at once, that are all a token's."""
+    """Return whether an index is in a group of GRAIN elements that all belong to the token."""
     group = place // GRAIN * GRAIN
     return (group >= lead) & (group + GRAIN <= lead + V)
 
 
 @triton.jit
 def _edges(lead, V: tl.constexpr, GRAIN: tl.constexpr):
-    """The GRAIN places around the first and around the last logit of a token, and which of them `_whole` leaves out."""
+    """Return the GRAIN indices around the first and the last logit, and a mask of those outside `_whole`."""
     i = tl.arange(0, 2 * GRAIN)
     place = tl.where(i < GRAIN, lead // GRAIN * GRAIN + i, (lead + V) // GRAIN * GRAIN + i - GRAIN)
     return place, (place >= lead) & (place < lead + V) & ((i >= GRAIN) | (lead % GRAIN > 0))
@@ -74,7 +77,7 @@ def _read(
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """(DEEP, LANES) logits from the place `at` on in float32, and the places."""
+    """Load (DEEP, LANES) logits from index `at` on in float32; return them and their indices."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     if MASKED:
         x = _get(X, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
@@ -85,7 +88,7 @@ def _read(
 
 @triton.jit
 def _add(x, top, total):
-    """The maximum and the sum of exponentials of each lane, with (DEEP, LANES) more logits."""
+    """Update the maximum and the sum of exponentials of each lane with (DEEP, LANES) more logits."""
     new = tl.maximum(top, tl.max(x, 0))
     base = tl.where(new == -float("inf"), 0.0, new)
     return new, total * tl.exp2((top - base) * _LOG2E) + tl.sum(
@@ -95,7 +98,10 @@ def _add(x, top, total):
 
 @triton.jit
 def _slope(x, place, goal, top, factor, share):
-    """The gradient of some logits: `factor` times (softmax - 1 at the place `goal`), where `share` is the factor over the sum."""
+    """Return the gradient of some logits: `factor` times (softmax - one_hot(goal)).
+
+    `share` is the factor divided by the sum of exponentials.
+    """
     y = tl.exp2((x - top) * _LOG2E) * share
     return tl.where(place == goal, y - factor, y)
 
@@ -117,7 +123,7 @@ def _write(
     MASKED: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """The gradient of (DEEP, LANES) logits; MASKED: but for those at the `_edges`."""
+    """Store the gradient of (DEEP, LANES) logits; with MASKED except for the `_edges`."""
     place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mask = _whole(place, lead, V, GRAIN) if MASKED else None
     x = tl.load(X + place, mask=mask, eviction_policy=POLICY).to(tl.float32)
@@ -127,7 +133,7 @@ def _write(
 
 @triton.jit
 def _factor(DLOSSES, SHARE, token, mask, d_stride, SCALED: tl.constexpr, SHARED: tl.constexpr):
-    """The gradient of the losses of some tokens: a number of each, or 1, times the share that a loss has in the result."""
+    """Return the gradient of the losses of some tokens: one number each, or 1, times SHARE."""
     factor = mask.to(tl.float32)
     if SCALED:
         factor = tl.load(DLOSSES + token * d_stride, mask=mask, other=0.0).to(tl.float32)
@@ -169,8 +175,9 @@ def tokens_kernel(
     SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """What `classes_kernel` does, TOKENS at a time, all of whose logits are held at once."""
-    # What follows finds in the cache the logits that were read for losses whose gradient is wanted, and a gradient alone.
+    """Compute the same as `classes_kernel`, with all logits of TOKENS tokens at once."""
+    # Left in the cache for the next kernel: logits whose gradient comes later, and a gradient that
+    # is computed alone.
     READ: tl.constexpr = "" if SAVE else "evict_first"
     WRITE: tl.constexpr = "evict_first" if EACH | SUM else "evict_last"
     EDGES: tl.constexpr = V % GRAIN > 0
@@ -196,7 +203,7 @@ def tokens_kernel(
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
-        # For a gradient alone all are read: to wait until it is known which count takes longer.
+        # A gradient alone reads all tokens: waiting for the mask of ignored tokens takes longer.
         wanted = known if EACH | SUM else i < count
         logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, READ)
         if EACH | SUM:
@@ -274,18 +281,24 @@ def classes_kernel(
     SHARED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """EACH: LOSSES (size,). SUM: PARTS (2, programs), their sum and number in each program. GRADIENT: OUT, that of the logits.
+    """Compute losses and gradients of the tokens [first, first + count) of `size`.
 
-    SAVE: STATS (2, size), the maximum and the sum of exponentials, _NONE of a token that does not count; they are read where there
-    is neither EACH nor SUM.
-    It is about the tokens [first, first + count) of `size`, and the V classes from `low` on: X and OUT begin at the first of them.
-    SHIFTED: they begin anywhere in 16 bytes, which are GRAIN elements, and are read from the start of a line of the cache on.
+    X and OUT hold V classes, from the class `low` on. The flags select the outputs:
+
+    - EACH: LOSSES (size,).
+    - SUM: PARTS (2, CTAs), the sum and the number of the losses of each CTA.
+    - GRADIENT: OUT, the gradient of the logits.
+    - SAVE: STATS (2, size), the maximum and the sum of exponentials; the sum is _NONE for an ignored
+      token. STATS is read if neither EACH nor SUM is set.
+
+    With SHIFTED a token begins anywhere within 16 bytes, which are GRAIN elements. The kernel then
+    reads it from the start of a cache line on.
     """
     STEP: tl.constexpr = LANES * DEEP
-    LINE: tl.constexpr = min(8 * GRAIN, LANES)  # of the cache: 128 bytes
+    LINE: tl.constexpr = min(8 * GRAIN, LANES)  # elements of a cache line of 128 bytes
     FIRST: tl.constexpr = (
         "evict_last" if GRADIENT else ""
-    )  # what a pass leaves in the cache for the next one
+    )  # what a pass leaves in the cache for the next pass
     SECOND: tl.constexpr = "evict_first" if EACH | SUM else ""
     end = size
     if ROWS:
@@ -334,7 +347,7 @@ def classes_kernel(
                 top = tl.max(lanes, 0)
                 base = tl.where(
                     lanes == -float("inf"), top, lanes
-                )  # lanes without a number add nothing
+                )  # lanes without a logit add nothing
                 total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
                 total = tl.where(exists, total, float("nan"))
                 loss = tl.log(total) + (top - right)
@@ -406,7 +419,7 @@ def classes_kernel(
 
 
 class _Tile(NamedTuple):
-    """Lanes of a program and logits that each reads at a time, warps, and programs for each multiprocessor at most."""
+    """Lanes per CTA, logits that each lane reads at a time, warps, and most CTAs per SM."""
 
     lanes: int
     deep: int
@@ -414,7 +427,8 @@ class _Tile(NamedTuple):
     programs: int
 
 
-#: By classes at least: for losses, for a gradient, and for both, where the logits of all programs fit into the cache.
+#: By the least number of classes: for losses, for a gradient, and for both. For both, the logits
+#: of all CTAs fit into the cache.
 LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
 GRADIENT = {
     0: _Tile(512, 4, 2, 64),
@@ -422,10 +436,10 @@ GRADIENT = {
     1 << 13: _Tile(4096, 2, 16, 64),
 }
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
-#: Classes up to which a program holds all logits of a token: for losses, for a gradient, and for both.
+#: Most classes for which a CTA holds all logits of a token: for losses, for a gradient, for both.
 WHOLE, WHOLE_OF_GRADIENT, WHOLE_OF_BOTH = 2048, 4096, 1 << 14
-HELD = 1024  # logits that such a program holds at least, those of a few tokens where one has few
-if INTERPRETED:  # a few numbers take every path
+HELD = 1024  # least logits that such a CTA holds, of several tokens if one token has fewer
+if INTERPRETED:  # small tiles, so that small inputs reach every code path
     LOSSES = GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
     WHOLE = WHOLE_OF_GRADIENT = WHOLE_OF_BOTH = 32
     HELD = 64
@@ -455,8 +469,8 @@ class CrossEntropyArgs:
     d_stride: Number
 
 
-class What(NamedTuple):
-    """What a kernel reads and writes; see `visit`."""
+class Outputs(NamedTuple):
+    """Optional inputs and outputs of a kernel; see `visit_logits`."""
 
     EACH: bool
     SUM: bool
@@ -473,24 +487,24 @@ def _launch(
     classes: int,
     grain: int,
     shifted: bool,
-    what: What,
+    outputs: Outputs,
 ) -> tuple[Launch, int, int]:
-    """The kernel, how many tokens a program takes at a time, and how many programs there are at most."""
+    """Return the launch, the tokens that a CTA processes at a time, and the most CTAs."""
     flags: dict[str, Any] = dict(
         ROWS=dtypes[2] is not None,
-        **what._asdict(),
-        CHAINED=what.SUM and device_info(device).supports_pdl,
+        **outputs._asdict(),
+        CHAINED=outputs.SUM and device_info(device).supports_pdl,
     )
     both, power = (
-        what.GRADIENT and (what.EACH or what.SUM),
+        outputs.GRADIENT and (outputs.EACH or outputs.SUM),
         max(16, triton.next_power_of_2(classes)),
     )
     if classes <= (
-        WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if what.GRADIENT and not shifted else WHOLE
+        WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if outputs.GRADIENT and not shifted else WHOLE
     ):
         held, of_warp = (
             max(HELD, power),
-            1024 if power > 2048 else 256 if what.GRADIENT and not both else 512,
+            1024 if power > 2048 else 256 if outputs.GRADIENT and not both else 512,
         )
         tokens, warps = held // power, max(1, held // of_warp)
         launch = Launch(
@@ -502,9 +516,9 @@ def _launch(
         return (
             launch,
             tokens,
-            (32 if warps == 1 else 64) * device_info(device).sm_count if what.SUM else 1 << 30,
+            (32 if warps == 1 else 64) * device_info(device).sm_count if outputs.SUM else 1 << 30,
         )
-    tiles = BOTH if both else GRADIENT if what.GRADIENT else LOSSES
+    tiles = BOTH if both else GRADIENT if outputs.GRADIENT else LOSSES
     lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
     deep = max(1, min(deep, power // lanes))
     launch = Launch(
@@ -516,7 +530,7 @@ def _launch(
     return launch, 1, programs * device_info(device).sm_count
 
 
-def visit(
+def visit_logits(
     x: torch.Tensor,
     targets: Targets,
     first: int = 0,
@@ -531,22 +545,22 @@ def visit(
 ) -> None:
     """Run the kernel on x (count, classes), the logits of the tokens from `first` on.
 
-    They are those of all classes, or where `stats` are read those of some, from `low` on.
+    x holds all classes. Where `stats` are read it can hold some classes, from `low` on.
 
     Parameters
     ----------
     losses
-        (total,) float32, written where given.
+        (total,) float32, written if present.
     parts
-        Gets one more where given: (2, programs), the sum and the number of the losses that each program has seen.
+        List that gets one more array if present: (2, CTAs), the sum and number of the losses per CTA.
     stats
-        (2, total) float32: written with the losses or parts, or read where neither is given.
+        (2, total) float32: written together with losses or parts, read if neither is present.
     out
-        (count, classes) the gradient, written where given; may be x.
+        (count, classes) the gradient, written if present; can be x.
     dlosses
         (total,) the gradient of the losses; 1 by default.
     share
-        A number that it is multiplied by.
+        A factor of the gradient.
     """
     (count, classes), device = x.shape, x.device
     onto = x if out is None else out
@@ -555,7 +569,7 @@ def visit(
     if (x.data_ptr() | onto.data_ptr()) % 16 or (shifted and x.stride(0) != onto.stride(0)):
         grain, shifted = 1, False
     summed = parts is not None
-    what = What(
+    outputs = Outputs(
         losses is not None,
         summed,
         (losses is not None or summed) and stats is not None,
@@ -564,7 +578,7 @@ def visit(
         share is not None,
     )
     dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
-    launch, tokens, most = _launch(device, dtypes, classes, grain, shifted, what)
+    launch, tokens, most = _launch(device, dtypes, classes, grain, shifted, outputs)
     programs = min(-(-count // tokens), most)
     part = None
     if parts is not None:
@@ -597,7 +611,7 @@ def visit(
 
 
 def rowwise(x: torch.Tensor) -> torch.Tensor:
-    """x, (total, size), with the elements of a token side by side."""
+    """Return x (total, size) with contiguous tokens, copied if necessary."""
     return (
         x if (x.stride(1) == 1 or x.shape[1] == 1) and x.stride(0) >= x.shape[1] else x.contiguous()
     )

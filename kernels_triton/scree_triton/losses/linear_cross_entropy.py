@@ -21,23 +21,25 @@ from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from . import cross_entropy
-from .cross_entropy_kernels import rowwise, visit
+from .cross_entropy_kernels import rowwise, visit_logits
 from .reductions import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
 
-LEAST = (
-    1024  # tokens whose logits exist at a time at least, for products that are worth their weight
-)
-PARTS = 12  # of the tokens at most, as the gradient of the weight is rounded after each of them
-MANY = 16  # classes for each number of a hidden state beyond which there are two visits
-SECOND = (
-    4352,
-    4096,
-)  # tokens at most, but for PARTS, and classes, of which the second visit makes the logits at a time
+#: Least tokens whose logits exist at a time, so that the matrix products are efficient.
+LEAST = 1024
+#: Most chunks of tokens, because the gradient of the weight is rounded after each chunk.
+PARTS = 12
+#: Above this ratio of classes to the width of a hidden state there are two passes over the logits.
+MANY = 16
+#: Most tokens (unless PARTS requires more) and classes whose logits the second pass holds at a time.
+SECOND = (4352, 4096)
 
 
 @triton.jit
 def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT = X * FACTOR in float32: PyTorch would round the factor to the dtype of X. Where OUT is X, 1 changes nothing."""
+    """Compute OUT = X * FACTOR in float32; PyTorch would round the factor to the dtype of X.
+
+    In place, a factor of 1 changes nothing.
+    """
     factor = tl.load(FACTOR).to(tl.float32)
     if SAME & (factor == 1.0):
         return
@@ -87,7 +89,7 @@ def known_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """OUT = X where a token counts, and 0 where it does not; a token a program."""
+    """Copy X to OUT, with 0 for ignored tokens; one CTA per token."""
     i = tl.program_id(0)
     token = first + i
     known = tl.load(TARGETS + token) != ignored
@@ -130,7 +132,7 @@ def _known_launch(
 
 
 class Wanted(NamedTuple):
-    """Which gradients a caller wants."""
+    """Gradients that a caller wants."""
 
     x: bool
     weight: bool
@@ -142,7 +144,7 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class _Head(NamedTuple):
-    """What the logits of hidden states x (total, width) are made of, and the gradient of their losses: see `visit`."""
+    """Inputs of the logits of hidden states x (total, width), and the gradient of their losses."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -151,17 +153,19 @@ class _Head(NamedTuple):
     dlosses: torch.Tensor | None
     share: torch.Tensor | None
 
-    def visit(self, logits: torch.Tensor, first: int, low: int = 0, **given: Any) -> None:
-        """Write the logits of the tokens from `first` and the classes from `low` on, and what comes of them."""
+    def visit(self, logits: torch.Tensor, first: int, low: int = 0, **outputs: Any) -> None:
+        """Write the logits of the tokens from `first` and the classes from `low` on, and run the kernel."""
         tokens, classes = slice(first, first + logits.shape[0]), slice(low, low + logits.shape[1])
         if self.bias is None:
             torch.mm(self.x[tokens], self.weight[classes].mT, out=logits)
         else:
             torch.addmm(self.bias[classes], self.x[tokens], self.weight[classes].mT, out=logits)
-        visit(logits, self.targets, first, low, dlosses=self.dlosses, share=self.share, **given)
+        visit_logits(
+            logits, self.targets, first, low, dlosses=self.dlosses, share=self.share, **outputs
+        )
 
     def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
-        """On `out`, x from the token `first` on, with 0 for what does not count, so that it meets no gradient."""
+        """Copy x from the token `first` on to `out`, with 0 for ignored tokens, which have no gradient."""
         x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
         launch_on_device(
             _known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
@@ -190,9 +194,9 @@ def fused(
     wanted: Wanted = NONE,
     dlosses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Gradients]:
-    """What comes of the losses of x (total, width) by weight (classes, width), and the gradients that are wanted.
+    """Return the reduced losses of x (total, width) by weight (classes, width), and the wanted gradients.
 
-    That of the bias comes in float32.
+    The gradient of the bias is float32.
     """
     (total, width), classes = x.shape, weight.shape[0]
     new = partial(torch.empty, dtype=x.dtype, device=x.device)
@@ -226,7 +230,7 @@ def fused(
             stats=stats,
             out=logits if any(wanted) else None,
         )
-        if not twice:  # where a part of dx will stand, that of x can wait before
+        if not twice:  # the memory of dx holds the masked x until dx is computed
             _add(
                 dweight,
                 dbias,
@@ -264,7 +268,7 @@ def _add(
     counted: torch.Tensor | None,
     first: int,
 ) -> None:
-    """Write what the logits of the first tokens make of the gradients of weight and bias, and add what those of others make."""
+    """Accumulate the gradients of weight and bias; the chunk with `first` 0 overwrites them."""
     if dweight is not None:
         torch.addmm(dweight, dlogits.mT, counted, beta=int(first > 0), out=dweight)
     if dbias is not None:
@@ -273,13 +277,16 @@ def _add(
 
 
 def tokens_at_a_time(total: int, width: int, classes: int, weight: bool) -> int:
-    """Tokens whose logits exist at a time at most, in one visit: no more numbers than x has, or those of LEAST tokens, or with the
-    gradient of the weight those of a part of PARTS."""
+    """Return the most tokens whose logits exist at a time, in one pass.
+
+    The logits have no more elements than x, unless LEAST requires more tokens, or PARTS does for
+    the gradient of the weight.
+    """
     return max(LEAST, width * total // classes, -(-total // PARTS) if weight else 0)
 
 
 def _even(total: int, most: int) -> int:
-    """Tokens of a part, where all parts are alike and have so many at most."""
+    """Return the tokens per chunk, with chunks of equal size of at most `most` tokens."""
     return -(-total // -(-total // max(most, 1))) if total else 1
 
 
@@ -297,7 +304,7 @@ def _record_fused(ctx, x, weight, bias, targets, reduction):
 
 def _fused_gradient(ctx, dloss):
     x, weight, bias, classes, offsets = ctx.saved_tensors
-    # Those of the forward pass are given away; who wants them once more waits for others.
+    # The gradients of the forward pass are handed out once; a second backward recomputes them.
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         targets, wanted = (
@@ -315,14 +322,14 @@ _differentiable_fused = differentiable("Fused", _record_fused, _fused_gradient)
 
 
 def _early(x: torch.Tensor, reduction: str) -> bool:
-    """Whether gradients are computed in the forward pass."""
+    """Return whether gradients are computed in the forward pass."""
     return reduction in SUMMED and x.dtype != torch.float16
 
 
 def _finished(
     gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """A gradient times a number, in the dtype of the inputs, on its own memory where it has that dtype."""
+    """Return a gradient times a factor in the dtype of the inputs, in place if it has that dtype."""
     if gradient is None or (factor is None and gradient.dtype == dtype):
         return gradient
     out = (
@@ -427,12 +434,12 @@ _fused_op = define_operator(
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `LinearCrossEntropyCall`; None if they do."""
+    """Return why the kernels do not support a `LinearCrossEntropyCall`; None if they do."""
     return cross_entropy.rejects(call)
 
 
 def linear_cross_entropy(call: Any) -> torch.Tensor:
-    """Run a `LinearCrossEntropyCall`."""
+    """Compute a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
     wants = torch.is_grad_enabled() and any(
         p is not None and p.requires_grad for p in (x, weight, bias)

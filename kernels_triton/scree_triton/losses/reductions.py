@@ -1,6 +1,7 @@
-"""What the losses of tokens are reduced to, one sum or mean of all or a mean of each row, and back to the tokens.
+"""Reductions of the losses of tokens to one sum or mean or to a mean per row, and their gradients.
 
-Every program that makes losses adds up its own; one kernel adds up those sums in a fixed order. So equal inputs give equal bits.
+Every CTA that computes losses sums its own; one kernel adds these partial sums in a fixed order. So
+equal inputs give equal bits.
 """
 
 from functools import cache
@@ -18,7 +19,7 @@ SUMMED = ("mean", "sum")  # reductions to one number
 
 
 class Targets(NamedTuple):
-    """What the tokens are held against: classes (total,), offsets where they are rows, and what does not count."""
+    """Target classes (total,), the offsets of the rows or None, and the ignored class."""
 
     classes: torch.Tensor
     offsets: torch.Tensor | None
@@ -26,14 +27,14 @@ class Targets(NamedTuple):
 
     @property
     def rows(self) -> tuple[torch.Tensor, int]:
-        """The offsets as a kernel takes them, and the number of rows."""
+        """Offsets as a kernel takes them, and the number of rows."""
         return (
             (self.classes, 0) if self.offsets is None else (self.offsets, self.offsets.shape[0] - 1)
         )
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
-        """Those of the classes and of the offsets."""
+        """Dtypes of the classes and of the offsets."""
         return self.classes.dtype, None if self.offsets is None else self.offsets.dtype
 
 
@@ -44,7 +45,7 @@ def targets_of(call: Any) -> Targets:
 
 @triton.jit
 def _share(count, MEAN: tl.constexpr):
-    """The part that a token has in the result."""
+    """Return the weight of one loss in the result."""
     return tl.where(count > 0, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0) if MEAN else 1.0
 
 
@@ -52,8 +53,11 @@ def _share(count, MEAN: tl.constexpr):
 def sum_kernel(
     PARTS, TOTAL, SHARE, parts, MEAN: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
-    """TOTAL, the sum or mean of all losses, of PARTS (2, parts), and SHARE, what part of it a loss is; one program."""
-    if CHAINED:  # it may begin while the losses are still being made
+    """Compute TOTAL, the sum or mean of all losses, from PARTS (2, parts); one CTA.
+
+    SHARE is the weight of one loss in it.
+    """
+    if CHAINED:  # launched while the losses are still being computed
         gdc_wait()
     totals = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
@@ -74,7 +78,7 @@ def sum_kernel(
 def share_kernel(
     TARGETS, OFFSETS, SHARE, n, size, ignored, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """SHARE, the part that a token has in the mean, where no loss is known yet; one program."""
+    """Compute SHARE, the weight of one loss in the mean, before the losses; one CTA."""
     end = size
     if ROWS:
         end = tl.minimum(end, tl.load(OFFSETS + n)).to(tl.int32)
@@ -91,7 +95,10 @@ def share_kernel(
 def rows_kernel(
     LOSSES, TARGETS, OFFSETS, MEANS, ignored, stride, BLOCK: tl.constexpr, BACKWARD: tl.constexpr
 ):
-    """MEANS (n,) of the LOSSES (total,) that count in each row; BACKWARD: LOSSES, their gradient, from that of MEANS."""
+    """Compute MEANS (n,) of the LOSSES (total,) per row, without ignored tokens.
+
+    With BACKWARD, compute the gradient LOSSES from the gradient MEANS.
+    """
     row = tl.program_id(0)
     start = tl.load(OFFSETS + row)
     end = tl.load(OFFSETS + row + 1)
@@ -170,7 +177,7 @@ def _share_launch(
 
 
 def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The "sum" or "mean" of all losses, and what part of it a loss is; 0-d."""
+    """Return the "sum" or "mean" of all losses, and the weight of one loss in it; 0-d."""
     values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
     launch_on_device(
@@ -197,7 +204,7 @@ def _rows_launch(
 
 
 def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """(n,) the mean of the losses (total,) that count in each row; NaN of none."""
+    """Return (n,) the mean loss per row, without ignored tokens; NaN if no token is left."""
     offsets, n = targets.rows
     means = torch.empty((n,), dtype=torch.float32, device=losses.device)
     if n:
@@ -217,7 +224,10 @@ def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 
 def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tensor:
-    """(total,) the gradient of the losses, from that of what they were reduced to, but for the share of one mean of all."""
+    """Return (total,) the gradient of the losses from the gradient of their reduction.
+
+    It excludes the weight of one loss in a mean over all tokens.
+    """
     total = targets.classes.shape[0]
     if reduction != "row_mean":
         return dloss.expand(total)
@@ -240,7 +250,7 @@ def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tens
 
 
 def share_of(targets: Targets) -> torch.Tensor:
-    """What part of the mean a loss is, before there are any; 0-d."""
+    """Return the weight of one loss in the mean, before the losses are computed; 0-d."""
     offsets, n = targets.rows
     share = torch.empty((), dtype=torch.float32, device=offsets.device)
     launch_on_device(

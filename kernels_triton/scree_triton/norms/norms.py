@@ -1,9 +1,10 @@
-"""RMS norm and layer norm, forward and backward: one kernel each way, `CENTRE` says whether the mean goes.
+"""RMS norm and layer norm, forward and backward; `CENTRE` selects layer norm, which subtracts the mean.
 
-The forward reads and writes every element once; with a residual it adds that first and writes the sum too. The backward
-computes the statistics again from the row that it needs anyway, so that the forward saves none; a fixed number of programs
-walk over the tokens and each keeps its share of the gradients of weight and bias, which a second small kernel adds up in a
-fixed order: equal inputs give equal bits.
+The forward kernel reads and writes every element once. With a residual it adds the residual first
+and writes the sum too. The backward kernel recomputes the statistics from the token, which it reads
+anyway, so the forward kernel saves none. A fixed number of CTAs iterate over the tokens; each
+accumulates its part of the gradients of weight and bias. A second small kernel adds these parts in
+a fixed order, so equal inputs give equal bits.
 """
 
 import math
@@ -30,13 +31,13 @@ from ..runtime.launch import (
     method_on_device,
 )
 
-_WIDEST = 16384
-_COLUMNS = 16  # of a program that adds up
+_MAX_WIDTH = 16384
+_COLUMNS = 16  # columns per CTA of `add_kernel`
 
 
 @triton.jit
-def _places(tokens, columns, stride, count, D: tl.constexpr):
-    """Where the elements of some tokens stand, and which exist."""
+def _element_offsets(tokens, columns, stride, count, D: tl.constexpr):
+    """Return the offsets of the elements of some tokens, and a mask of the ones that exist."""
     return tokens.to(tl.int64)[:, None] * stride + columns[None, :], (tokens < count)[:, None] & (
         columns < D
     )[None, :]
@@ -44,24 +45,27 @@ def _places(tokens, columns, stride, count, D: tl.constexpr):
 
 @triton.jit
 def _load(X, tokens, columns, stride, count, D: tl.constexpr):
-    """As they are. The hint takes 1 to 2% off the forward, which kernels that follow do not pay for."""
-    at, inside = _places(tokens, columns, stride, count, D)
+    """Load the elements of some tokens.
+
+    The eviction policy makes the forward 1 to 2% faster and does not slow down later kernels.
+    """
+    at, inside = _element_offsets(tokens, columns, stride, count, D)
     return tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
 def _store(Y, y, tokens, columns, stride, count, D: tl.constexpr):
-    at, inside = _places(tokens, columns, stride, count, D)
+    at, inside = _element_offsets(tokens, columns, stride, count, D)
     tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _vector(W, columns, D: tl.constexpr):
+def _load_vector(W, columns, D: tl.constexpr):
     return tl.load(W + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def _centred(x, columns, D: tl.constexpr, CENTRE: tl.constexpr):
+def _subtract_mean(x, columns, D: tl.constexpr, CENTRE: tl.constexpr):
     if CENTRE:
         x = x - tl.sum(x, 1, keep_dims=True) / D
         x = tl.where((columns < D)[None, :], x, 0.0)
@@ -74,8 +78,8 @@ def _add_both(a, b, c, d):
 
 
 @triton.jit
-def _sums(x, y):
-    """Of each token, both at once: the warps wait for each other once."""
+def _token_sums(x, y):
+    """Return the sums of x and y per token, in one reduction: the warps synchronize once."""
     return tl.reduce((x, y), 1, _add_both, keep_dims=True)
 
 
@@ -100,7 +104,10 @@ def forward_kernel(
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens a program; with ADD of SUM = X + RESIDUAL instead of X."""
+    """Compute Y = (X - mean) / sqrt(var + eps) * W + B, ROWS tokens per CTA.
+
+    With ADD it normalizes SUM = X + RESIDUAL instead of X.
+    """
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     x = _load(X, tokens, columns, x_stride, count, D).to(tl.float32)
@@ -110,22 +117,24 @@ def forward_kernel(
         )
         x = total.to(tl.float32)
     if WEIGHT:
-        w = _vector(W, columns, D)
+        w = _load_vector(W, columns, D)
     if BIAS:
-        b = _vector(B, columns, D)
-    x = _centred(x, columns, D, CENTRE)
+        b = _load_vector(B, columns, D)
+    x = _subtract_mean(x, columns, D, CENTRE)
     y = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / D + eps)
     if WEIGHT:
         y *= w
     if BIAS:
         y += b
-    if ADD:  # here rather than above: 1 to 3% faster
+    if ADD:  # stored here and not above: 1 to 3% faster
         _store(SUM, total, tokens, columns, y_stride, count, D)
     _store(Y, y, tokens, columns, y_stride, count, D)
 
 
 @triton.jit
-def _inputs(X, DY, DSUM, tokens, columns, x_stride, dy_stride, dsum_stride, count, D: tl.constexpr):
+def _load_inputs(
+    X, DY, DSUM, tokens, columns, x_stride, dy_stride, dsum_stride, count, D: tl.constexpr
+):
     x = _load(X, tokens, columns, x_stride, count, D)
     dy = _load(DY, tokens, columns, dy_stride, count, D)
     return x, dy, _load(DSUM, tokens, columns, dsum_stride, count, D)
@@ -157,42 +166,47 @@ def backward_kernel(
     AHEAD: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
-    """DX, with ADD plus DSUM; and PARTS (2, programs, D), what each program adds to the gradients of weight and bias.
+    """Compute DX, plus DSUM with ADD, and PARTS (2, CTAs, D), the parts of dW and dB of each CTA.
 
-    The next tokens are on their way to shared memory, or with AHEAD, for which ADD must be set, to registers. With AGAIN the weight
-    is read for each token, as there are no registers left to keep it in.
+    The next tokens are prefetched to shared memory. With AHEAD, which requires ADD, they are
+    prefetched to registers. With AGAIN the weight is read for each token, because no registers are
+    left to keep it in.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     if WEIGHT and not AGAIN:
-        w = _vector(W, columns, D)
+        w = _load_vector(W, columns, D)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     if AHEAD:
         tokens = program * ROWS + tl.arange(0, ROWS)
-        ahead = _inputs(X, DY, DSUM, tokens, columns, x_stride, dy_stride, dsum_stride, count, D)
+        ahead = _load_inputs(
+            X, DY, DSUM, tokens, columns, x_stride, dy_stride, dsum_stride, count, D
+        )
     for block in tl.range(program, tl.cdiv(count, ROWS), programs, num_stages=STAGES):
         tokens = block * ROWS + tl.arange(0, ROWS)
         if AHEAD:
             x, dy, dsum = ahead
             later = tokens + programs * ROWS
-            ahead = _inputs(X, DY, DSUM, later, columns, x_stride, dy_stride, dsum_stride, count, D)
+            ahead = _load_inputs(
+                X, DY, DSUM, later, columns, x_stride, dy_stride, dsum_stride, count, D
+            )
         else:
             x = _load(X, tokens, columns, x_stride, count, D)
             dy = _load(DY, tokens, columns, dy_stride, count, D)
         if WEIGHT and AGAIN:
-            w = _vector(W, columns, D)
+            w = _load_vector(W, columns, D)
         x = x.to(tl.float32)
         dy = dy.to(tl.float32)
         dx = dy
         if WEIGHT:
             dx *= w
         if CENTRE:
-            mean, total = _sums(x, dx)
+            mean, total = _token_sums(x, dx)
             x = tl.where((columns < D)[None, :], x - mean / D, 0.0)
             dx -= total / D
-        square, along = _sums(x * x, dx * x)
+        square, along = _token_sums(x * x, dx * x)
         scale = tl.rsqrt(square / D + eps)
         x *= scale
         if DW:
@@ -223,8 +237,11 @@ def add_kernel(
     COLUMNS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
-    """The sums of PARTS (2, parts, D) over its parts, COLUMNS columns a program: with DO_DW first those of DW, then of DB."""
-    if FOLLOWS:  # the backward, whose end it waits for
+    """Sum PARTS (2, parts, D) over its parts, COLUMNS columns per CTA.
+
+    With DO_DW the first CTAs compute DW and the others DB; otherwise all compute DB.
+    """
+    if FOLLOWS:  # launched before the backward kernel ends, so it waits for that
         gdc_wait()
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     which = tl.program_id(0) // blocks + (0 if DO_DW else 1)
@@ -289,18 +306,19 @@ class AddArgs:
 
 
 def _forward_shape(width: int, block: int, itemsize: int, centre: bool) -> tuple[int, int]:
-    """By the width, the padded width and bytes of an element: tokens and warps of a program. Measured on an H100 and an H200."""
+    """Return tokens and warps per CTA of the forward; measured on an H100 and an H200."""
     warps = min(max(block // 1024, 4), 16)
-    # Warps wait for each other twice, of which a second token hides 4% on an H200; not in padded widths, nor in more bytes.
+    # Warps synchronize twice. A second token hides this, 4% on an H200. It does not help with
+    # padded widths or with more bytes per token.
     if centre and width in (4096, 8192) and width * itemsize <= 16384:
         return 2, 2 * warps
     return max(1, 4096 // block), warps
 
 
 def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
-    """By the padded width and bytes of an element: tokens and warps of a program, programs a multiprocessor, and stages."""
+    """Return tokens and warps per CTA, CTAs per SM, and pipeline stages of the backward."""
     warps = 4 if block <= 1024 else 8 if block <= 4096 else 16
-    # Stages hold the next rows of x and dy in shared memory, of which the smallest devices have 99 KB.
+    # Stages hold the next tokens of x and dy in shared memory; the smallest devices have 99 KB.
     return max(1, 512 * warps // block), warps, 16 // warps, 3 if block * itemsize <= 16384 else 1
 
 
@@ -308,7 +326,10 @@ def _backward_shape(block: int, itemsize: int) -> tuple[int, int, int, int]:
 def _forward_launch(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int, centre: bool
 ) -> tuple[Launch, int]:
-    """The forward for x, residual, weight and bias of these dtypes, or None, and how many tokens a program has."""
+    """Return the forward launch, and the tokens per CTA.
+
+    `dtypes` are the dtypes of x, residual, weight and bias; None if the array is absent.
+    """
     block = triton.next_power_of_2(width)
     rows, warps = _forward_shape(width, block, dtypes[0].itemsize, centre)
     _, add, weight, bias = (dtype is not None for dtype in dtypes)
@@ -331,11 +352,12 @@ def _backward_launches(
     weight_too: bool,
     bias_too: bool,
 ) -> tuple[Launch, Launch, int, int]:
-    """The two kernels of the backward, how many tokens a program has, and the most programs of the first."""
+    """Return the two launches of the backward, the tokens per CTA and the most CTAs of the first."""
     x, _, weight, _ = dtypes
     block = triton.next_power_of_2(width)
     rows, warps, each, stages = _backward_shape(block, x.itemsize)
-    # Three arrays of 16 bits go to registers, which takes 3 to 7% less; of longer rows or numbers they hold too little.
+    # Three arrays of 16 bits fit into registers, which is 3 to 7% faster. Longer tokens or wider
+    # elements do not fit.
     ahead = add and x.itemsize == 2 and 1024 <= block <= 4096
     how = dict(STAGES=1 if ahead else stages, AHEAD=ahead, AGAIN=ahead or block > 8192)
     first = Launch(
@@ -370,8 +392,8 @@ def _backward_launches(
     return first, second, rows, most
 
 
-class _Plan:
-    """What follows from what the host knows of the arrays of a norm, so that a call only allocates and launches."""
+class _LaunchConfig:
+    """Everything that the metadata of the arrays determines, so that a call only allocates and launches."""
 
     def __init__(
         self,
@@ -389,7 +411,7 @@ class _Plan:
         self.numbers = count, _ = math.prod(axes), eps
         self.programs = -(-count // rows)
         self.new = empty(device.type)
-        self.ways: dict[tuple[torch.dtype, bool, bool, bool], tuple[Any, ...]] = {}  # back
+        self.backward_configs: dict[tuple[torch.dtype, bool, bool, bool], tuple[Any, ...]] = {}
 
     @method_on_device
     def forward(
@@ -399,7 +421,7 @@ class _Plan:
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x over its last axis, contiguous, and what was normalised: x or its sum with the residual."""
+        """Return the norm of x over its last axis, and the normalized array: x, or x + residual."""
         y = self.new(*self.out)
         total = x if residual is None else self.new(*self.out)
         if self.programs:
@@ -432,11 +454,14 @@ class _Plan:
         weight_too: bool,
         bias_too: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of x, which was normalised, of weight and bias; dsum is what reaches x besides."""
-        asked = dy.dtype, dsum is not None, weight_too, bias_too
-        first, second, programs, adding, dw_like, db_like, parts_like = self.ways.get(
-            asked
-        ) or self._way(asked)
+        """Return the gradients of the normalized array x, of weight and of bias.
+
+        `dsum` is the gradient that reaches x directly, through the second result.
+        """
+        key = dy.dtype, dsum is not None, weight_too, bias_too
+        first, second, programs, adding, dw_like, db_like, parts_like = self.backward_configs.get(
+            key
+        ) or self._backward_config(key)
         dx = self.new(*self.out)
         dw = self.new(*dw_like) if dw_like else None
         db = self.new(*db_like) if db_like else None
@@ -471,20 +496,20 @@ class _Plan:
             second(adding, args)
         return dx, dw, db
 
-    def _way(self, asked: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
-        """The launches of a backward, the programs of both, and what dw, db and their parts look like, if they are there."""
+    def _backward_config(self, key: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
+        """Return the launches of a backward, their grids, and shape, strides and dtype of dw, db and parts."""
         first, second, rows, most = _backward_launches(
-            self.device, self.dtypes, self.width, self.centre, *asked
+            self.device, self.dtypes, self.width, self.centre, *key
         )
         programs, width = min(-(-self.numbers[0] // rows), most), self.width
         likes = [
             ((width,), (1,), dtype) if wanted else None
-            for dtype, wanted in zip(self.dtypes[2:], asked[2:])
+            for dtype, wanted in zip(self.dtypes[2:], key[2:])
         ]
         parts = (*contiguous((2, programs, width)), torch.float32) if any(likes) else None
-        adding = -(-width // _COLUMNS) * sum(asked[2:])
-        way = self.ways[asked] = first, second, programs, adding, *likes, parts
-        return way
+        adding = -(-width // _COLUMNS) * sum(key[2:])
+        config = self.backward_configs[key] = first, second, programs, adding, *likes, parts
+        return config
 
 
 @lru_cache(1024)
@@ -494,8 +519,8 @@ def _cached(
     shape: tuple[int, ...],
     eps: float,
     centre: bool,
-) -> _Plan:
-    return _Plan(device, dtypes, shape, eps, centre)
+) -> _LaunchConfig:
+    return _LaunchConfig(device, dtypes, shape, eps, centre)
 
 
 def _plan(
@@ -505,13 +530,13 @@ def _plan(
     bias: torch.Tensor | None,
     eps: float,
     centre: bool,
-) -> _Plan:
+) -> _LaunchConfig:
     dtypes = tuple(None if p is None else p.dtype for p in (x, residual, weight, bias))
     return _cached(x.device, dtypes, x.shape, eps, centre)
 
 
 def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Values with tokens at equal distances and the elements of each side by side, a copy where it must be; the distance."""
+    """Return x as (tokens, width) with contiguous elements, copied if necessary, and its token stride."""
     if x.is_contiguous():
         return x, x.shape[-1]
     x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -604,26 +629,29 @@ def _differentiate(ctx, grads):
 _op = define_operator("norm", _run_operator, _fake, save=_save, backward=_differentiate)
 
 
-def norm(
-    plan: _Plan,
+def _norm(
+    plan: _LaunchConfig,
     wanted: bool,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `plan.forward` gives; `wanted` is whether one of the arrays requires a gradient. Weight and bias are contiguous."""
+    """Return the results of `plan.forward`, recorded by autograd if needed.
+
+    `wanted` tells whether one of the arrays requires a gradient. Weight and bias are contiguous.
+    """
     if not (wanted and torch.is_grad_enabled()):
         return plan.forward(x, residual, weight, bias)
-    found = _differentiable_norm(x, residual, weight, bias, plan)
-    return (found, x) if residual is None else found
+    result = _differentiable_norm(x, residual, weight, bias, plan)
+    return (result, x) if residual is None else result
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a norm; None if they do."""
+    """Return why the kernels do not support a `NormCall`; None if they do."""
     width = call.values.shape[-1]
-    if not 1 <= width <= _WIDEST:
-        return f"the Triton kernels take a last axis of 1 to {_WIDEST} elements, not {width}"
+    if not 1 <= width <= _MAX_WIDTH:
+        return f"the Triton kernels take a last axis of 1 to {_MAX_WIDTH} elements, not {width}"
     for x in (call.values, call.weight, call.bias):  # the residual has the dtype of the values
         if x is not None and (reason := unsupported_dtype(x)):
             return reason
@@ -636,7 +664,7 @@ def _run(call: Any, centre: bool) -> Any:
     if torch.compiler.is_compiling():
         y, *more = _op(*arrays, call.eps, centre)
         return call.result(y, more[0] if more else None)
-    return call.result(*norm(_plan(*arrays, call.eps, centre), _wanted(*arrays), *arrays))
+    return call.result(*_norm(_plan(*arrays, call.eps, centre), _wanted(*arrays), *arrays))
 
 
 def _wanted(*arrays: torch.Tensor | None) -> bool:
@@ -656,7 +684,7 @@ def _prepare(call: Any, centre: bool) -> Callable[..., Any]:
                 weight if weight is None else weight.contiguous(),
                 bias if bias is None else bias.contiguous(),
             )
-        y, total = norm(
+        y, total = _norm(
             plan, wanted, x.values, None if residual is None else residual.values, weight, bias
         )
         y = x.from_layout(y, x.layout, x.ragged_dim)
@@ -666,20 +694,20 @@ def _prepare(call: Any, centre: bool) -> Callable[..., Any]:
 
 
 def layer_norm(call: Any) -> Any:
-    """Run a `NormCall` as layer norm."""
+    """Compute a `NormCall` as layer norm."""
     return _run(call, True)
 
 
 def prepare_layer_norm(call: Any) -> Callable[..., Any]:
-    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    """Return a function for calls on ragged arrays with the same metadata."""
     return _prepare(call, True)
 
 
 def rms_norm(call: Any) -> Any:
-    """Run a `NormCall` as RMS norm."""
+    """Compute a `NormCall` as RMS norm."""
     return _run(call, False)
 
 
 def prepare_rms_norm(call: Any) -> Callable[..., Any]:
-    """The same as `prepare_layer_norm`."""
+    """Return a function for calls on ragged arrays with the same metadata."""
     return _prepare(call, False)

@@ -1,8 +1,8 @@
-"""Rotary position embedding of the rows of a ragged array, forward and backward: the same kernel, turned the other way.
+"""Rotary position embedding of ragged rows; the backward is the same kernel with negated angles.
 
-A program turns a few tokens, all heads of each, of the queries and of the keys; the angles of a token are computed once for
-all of them, while they are read. The row of a token is found by bisection, so that positions restart in each row without an
-array of positions.
+A CTA rotates all heads of a few tokens, of the queries and of the keys. It computes the angles of a
+token once for all heads, while the elements are being loaded. It finds the row of a token by
+bisection, so positions restart in each row without an array of positions.
 """
 
 import math
@@ -29,8 +29,9 @@ from ..runtime.launch import (
     method_on_device,
 )
 
-_FEWEST, _MOST = 2048, 8192  # elements of a program at least, and that it turns at a time,
-_WARP = 1024  # of which a warp has so many
+_FEWEST = 2048  # least elements per CTA
+_MOST = 8192  # most elements that a CTA rotates at a time
+_WARP = 1024  # elements per warp
 
 
 @triton.jit
@@ -45,18 +46,19 @@ def _angles(
     TOKENS: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
-    """Cosine and sine (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a program.
+    """Return cos and sin (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a CTA.
 
-    An angle is an integer, of which a turn has 2**64: whole turns are what overflows. So what is left of an angle of thousands
-    of turns is as exact as float32 is, and costs little. The polynomials are those of the Cephes library.
+    An angle is an integer in units of 2**-64 turns, so whole turns overflow. The remainder of an
+    angle of thousands of turns is therefore as exact as float32, at little cost. The polynomials
+    are from the Cephes library.
     """
     each = tl.arange(0, TOKENS * HALF)
     token, pair = tl.program_id(0).to(tl.int64) * TOKENS + each // HALF, each % HALF
-    row = row_of(OFFSETS, token, n - 1, bisections)  # the last one for tokens behind it
+    row = row_of(OFFSETS, token, n - 1, bisections)  # tokens after the last row get the last row
     position = token - tl.load(OFFSETS + row)
     if HAS_START:
         position += tl.load(START + row)
-    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns a position
+    rate = tl.full([TOKENS * HALF], 0.15915494309189535, tl.float64)  # turns per position
     for bit in tl.static_range(9):
         if 1 << bit < HALF:
             rate *= tl.where(
@@ -80,7 +82,8 @@ def _angles(
         tl.where((quarter + 1) & 2 > 0, -cos, cos),
         tl.where(quarter & 2 > 0, -sin, sin) * sign,
     )
-    # As one number: else the compiler has each thread compute what it needs anew, for every head, rather than hand it on.
+    # Packed into one number: otherwise each thread recomputes its angles for every head, instead
+    # of receiving them from another thread.
     both = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(tl.uint32, bitcast=True).to(
         tl.int64
     )
@@ -91,7 +94,7 @@ def _angles(
 
 
 @triton.jit
-def _places(
+def _element_offsets(
     tokens,
     total,
     first,
@@ -103,7 +106,10 @@ def _places(
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Where the first elements of pairs stand, (TOKENS, HEADS, HALF), all elements where INTERLEAVED; and which exist."""
+    """Return the offsets of the first element of each pair, (TOKENS, HEADS, HALF), and a mask.
+
+    With INTERLEAVED they are the offsets of all elements.
+    """
     head = first + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
     each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
     tokens = tokens[:, None, None]
@@ -126,8 +132,13 @@ def _read(
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """The two elements of each pair, (TOKENS, HEADS, HALF), of some heads of some tokens; all of them as one where INTERLEAVED."""
-    at, inside = _places(tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
+    """Load the two elements of each pair, (TOKENS, HEADS, HALF), of some heads of some tokens.
+
+    With INTERLEAVED both results are the array of all elements.
+    """
+    at, inside = _element_offsets(
+        tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED
+    )
     a = tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
     return a, a if INTERLEAVED else tl.load(
         X + at + DIM // 2, mask=inside, other=0.0, eviction_policy="evict_last"
@@ -151,8 +162,8 @@ def _write(
     TOKENS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """What was read, turned by angles (TOKENS, 1, HALF)."""
-    at, inside = _places(
+    """Rotate the loaded elements by angles (TOKENS, 1, HALF), and store them."""
+    at, inside = _element_offsets(
         tokens, total, first, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED
     )
     if INTERLEAVED:
@@ -188,7 +199,7 @@ def _turn(
     TOKENS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """All heads of some tokens, of which the first HEADS were read."""
+    """Rotate all heads of some tokens; the first HEADS are loaded already."""
     _write(OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
     for first in range(HEADS, heads, HEADS):
         a, b = _read(X, tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
@@ -224,9 +235,9 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
-    """Q_OUT (total, Q_HEADS, DIM): pair i of the token at position p turned by ``sign * p * BASE**i``; with K_HEADS K too."""
+    """Rotate pair i of the token at position p of Q by ``sign * p * BASE**i``; with K_HEADS of K too."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    # Before the angles are found, so that these are there when the numbers come.
+    # Loaded before the angles are computed, to hide the latency of memory.
     a, b = _read(Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED)
     if K_HEADS:
         c, d = _read(K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED)
@@ -301,7 +312,7 @@ def _launch(
     base: float,
     interleaved: bool,
 ) -> tuple[Launch, int]:
-    """The kernel for so many heads of queries and keys, and the tokens of a program."""
+    """Return the launch for these numbers of heads of queries and keys, and the tokens per CTA."""
     half = triton.next_power_of_2(dim // 2)
     tiles = [min(triton.next_power_of_2(max(h, 1)), _MOST // (2 * half)) for h in heads]
     wide = 2 * half * max(tiles)
@@ -322,16 +333,20 @@ def _launch(
     return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
 
 
-class Turn(NamedTuple):
-    """How to turn: the rows, the position of the first token of each or None, the base of the rates, and which are pairs."""
+class Rotation(NamedTuple):
+    """Parameters of the rotation.
+
+    `start` holds the position of the first token of each row; None means 0. `base` is the ratio of
+    the rates of consecutive pairs. `interleaved` pairs adjacent elements, not the two halves.
+    """
 
     offsets: torch.Tensor
     start: torch.Tensor | None
     base: float
     interleaved: bool
 
-    def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_Plan":
-        """The plan for q and k, (total, ..., dim)."""
+    def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_LaunchConfig":
+        """Return the launch config for q and k, (total, ..., dim)."""
         return _plan(
             q.device,
             q.dtype,
@@ -345,8 +360,8 @@ class Turn(NamedTuple):
         )
 
 
-class _Plan:
-    """What follows from what the host knows of the arrays, so that a call only allocates and launches."""
+class _LaunchConfig:
+    """Everything that the metadata of the arrays determines, so that a call only allocates and launches."""
 
     def __init__(
         self,
@@ -372,10 +387,10 @@ class _Plan:
         self.new = empty(device.type)
 
     @method_on_device
-    def turn(
-        self, q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
+    def rotate(
+        self, q: torch.Tensor, k: torch.Tensor | None, how: Rotation, sign: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Turn q and k, (total, ..., dim), by `sign` times the angles that grow with the position; contiguous."""
+        """Return q and k, (total, ..., dim), rotated by `sign` times their angles; contiguous."""
         q_out, k_out = (None if out is None else self.new(*out) for out in self.outs)
         if self.programs:
             q, q_strides = _heads(q)
@@ -402,18 +417,18 @@ class _Plan:
         return q_out, k_out
 
 
-_plan = lru_cache(1024)(_Plan)
+_plan = lru_cache(1024)(_LaunchConfig)
 
 
-def turn(
-    q: torch.Tensor, k: torch.Tensor | None, how: Turn, sign: int
+def rotate(
+    q: torch.Tensor, k: torch.Tensor | None, how: Rotation, sign: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `_Plan.turn` gives."""
-    return how.plan(q, k).turn(q, k, how, sign)
+    """Return q and k rotated; see `_LaunchConfig.rotate`."""
+    return how.plan(q, k).rotate(q, k, how, sign)
 
 
 def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Values as (total, heads, dim) with the elements of a head side by side; the strides of tokens and heads."""
+    """Return values as (total, heads, dim) with contiguous heads; and the strides of tokens and heads."""
     if x.ndim != 3:
         x = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     *strides, last = x.stride()
@@ -426,14 +441,14 @@ def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
 def _record_rope(ctx, q, k, how, plan):
     ctx.how = how
     ctx.set_materialize_grads(False)
-    q, k = plan.turn(q, k, how, 1)
+    q, k = plan.rotate(q, k, how, 1)
     return q if k is None else (q, k)
 
 
 def _rope_gradient(ctx, dq, dk=None):
     if dq is None:
-        return None, None if dk is None else turn(dk, None, ctx.how, -1)[0], None, None
-    return *turn(dq, dk, ctx.how, -1), None, None
+        return None, None if dk is None else rotate(dk, None, ctx.how, -1)[0], None, None
+    return *rotate(dq, dk, ctx.how, -1), None, None
 
 
 _differentiable_rope = differentiable("Rope", _record_rope, _rope_gradient)
@@ -448,7 +463,9 @@ def _run_operator(
     interleaved: bool,
     sign: int,
 ) -> list[torch.Tensor]:
-    return [x for x in turn(q, k, Turn(offsets, start, base, interleaved), sign) if x is not None]
+    return [
+        x for x in rotate(q, k, Rotation(offsets, start, base, interleaved), sign) if x is not None
+    ]
 
 
 def _fake(q, k, offsets, start, base, interleaved, sign):
@@ -470,7 +487,7 @@ _op = define_operator("rope", _run_operator, _fake, save=_save, backward=_differ
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernel does not take a `RopeCall`; None if it does."""
+    """Return why the kernel does not support a `RopeCall`; None if it does."""
     dim = call.x.values.shape[-1]
     if not 2 <= dim <= 1024:
         return f"the Triton kernels take a head_dim of 2 to 1024, not {dim}"
@@ -478,7 +495,7 @@ def rejects(call: Any) -> str | None:
 
 
 def rope(call: Any) -> Any:
-    """Run a `RopeCall`."""
+    """Compute a `RopeCall`."""
     if not torch.compiler.is_compiling():
         return prepare_rope(call)(call.x, call.k, call.start)
     q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
@@ -490,32 +507,34 @@ def rope(call: Any) -> Any:
 
 
 def prepare_rope(call: Any) -> Callable[..., Any]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
+    """Return a function for calls with the same metadata."""
     _, _, base, interleaved = how = _how(call)
     q, k = call.x.values, None if call.k is None else call.k.values
     plan, wanted = how.plan(q, k), q.requires_grad or (k is not None and k.requires_grad)
 
-    def rotate(x: Any, k: Any, start: torch.Tensor | None) -> Any:
-        how = Turn(
+    def rotate_arrays(x: Any, k: Any, start: torch.Tensor | None) -> Any:
+        how = Rotation(
             x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved
         )
         arrays = x.values, None if k is None else k.values, how
-        found = (
+        results = (
             _differentiable_rope(*arrays, plan)
             if wanted and torch.is_grad_enabled()
-            else plan.turn(*arrays, 1)
+            else plan.rotate(*arrays, 1)
         )
         if k is not None:
-            return x.from_layout(found[0], x.layout, x.ragged_dim), k.from_layout(
-                found[1], k.layout, k.ragged_dim
+            return x.from_layout(results[0], x.layout, x.ragged_dim), k.from_layout(
+                results[1], k.layout, k.ragged_dim
             )
-        return x.from_layout(found[0] if type(found) is tuple else found, x.layout, x.ragged_dim)
+        return x.from_layout(
+            results[0] if type(results) is tuple else results, x.layout, x.ragged_dim
+        )
 
-    return rotate
+    return rotate_arrays
 
 
-def _how(call: Any) -> Turn:
-    return Turn(
+def _how(call: Any) -> Rotation:
+    return Rotation(
         call.x.offsets.contiguous(),
         None if call.start is None else call.start.contiguous(),
         call.theta ** (-2 / call.x.values.shape[-1]),

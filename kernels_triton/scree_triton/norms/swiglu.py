@@ -1,4 +1,4 @@
-"""The gate of a feed-forward network, forward and backward: every element is read once and written once."""
+"""SwiGLU, forward and backward; the kernel reads and writes every element once."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from ..runtime.launch import (
 )
 from .norms import even
 
-_BLOCK = 1024  # columns of a program, or more tokens of fewer
+_BLOCK = 1024  # elements per CTA: columns, or several tokens if there are fewer columns
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -41,7 +41,10 @@ def swiglu_kernel(
     TOKENS: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """OUT (count, D) of X (count, 2 D), gates and values; BACKWARD: OUT (count, 2 D), the gradient of X from DY (count, D)."""
+    """Compute OUT (count, D) from X (count, 2 D), gates followed by values.
+
+    With BACKWARD, OUT (count, 2 D) is the gradient of X, from DY (count, D).
+    """
     blocks = tl.cdiv(D, BLOCK)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
@@ -81,7 +84,7 @@ class SwigluArgs:
 def _launch(
     device: torch.device, x: torch.dtype, dy: torch.dtype | None, width: int
 ) -> tuple[Launch, int, int]:
-    """The kernel, how many programs share a token, and how many tokens a program has."""
+    """Return the launch, the CTAs per token, and the tokens per CTA."""
     block = min(triton.next_power_of_2(width), _BLOCK)
     tokens = _BLOCK // block
     launch = Launch(
@@ -94,10 +97,10 @@ def _launch(
 
 
 @dataclass
-class _Plan:
-    """What follows from what the host knows of x (..., 2 D), and of dy (..., D) in the backward, so that a call only launches."""
+class _LaunchConfig:
+    """Everything that the metadata of x (..., 2 D) and dy (..., D) determines."""
 
-    index: int | None  # of the CUDA device
+    index: int | None  # index of the CUDA device
     new: Callable[..., torch.Tensor]
     out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
     launch: Launch
@@ -106,7 +109,7 @@ class _Plan:
 
     @method_on_device
     def run(self, x: torch.Tensor, dy: torch.Tensor | None = None) -> torch.Tensor:
-        """(..., D) of x, or with dy the gradient of x."""
+        """Return the result (..., D) for x, or with dy the gradient of x."""
         out = self.new(*self.out)
         if self.programs:
             x, x_stride = even(x)
@@ -121,24 +124,24 @@ class _Plan:
 @lru_cache(1024)
 def _plan(
     device: torch.device, x: torch.dtype, dy: torch.dtype | None, shape: tuple[int, ...]
-) -> _Plan:
+) -> _LaunchConfig:
     *axes, twice = shape
     width, count = twice // 2, math.prod(axes)
     index = device.index if device.type == "cuda" else None
     out = *contiguous((*axes, width) if dy is None else shape), x
     launch, blocks, tokens = _launch(device, x, dy, max(width, 1))
-    return _Plan(
+    return _LaunchConfig(
         index, empty(device.type), out, launch, -(-count // tokens) * blocks if width else 0, count
     )
 
 
 def forward(x: torch.Tensor) -> torch.Tensor:
-    """(..., D) of x (..., 2 D)."""
+    """Return the result (..., D) for x (..., 2 D)."""
     return _plan(x.device, x.dtype, None, x.shape).run(x)
 
 
 def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of x (..., 2 D) from dy (..., D)."""
+    """Return the gradient of x (..., 2 D) from dy (..., D)."""
     return _plan(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
 
 
@@ -178,17 +181,17 @@ _op = define_operator(
     _run_operator,
     _fake,
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    backward=lambda ctx, dy: _backward_op(*ctx.saved_tensors, dy),
+    backward=lambda ctx, dy: (_backward_op(*ctx.saved_tensors, dy),),
 )
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernel does not take a `SwigluCall`; None if it does."""
+    """Return why the kernel does not support a `SwigluCall`; None if it does."""
     return unsupported_dtype(call.values)
 
 
 def swiglu(call: Any) -> Any:
-    """Run a `SwigluCall`."""
+    """Compute a `SwigluCall`."""
     x = call.values
     if torch.compiler.is_compiling():
         return call.result(_op(x))
@@ -200,7 +203,7 @@ def swiglu(call: Any) -> Any:
 
 
 def prepare_swiglu(call: Any) -> Callable[..., Any]:
-    """What runs calls on the rows of a ragged array that differ from this one in the contents of their arrays alone."""
+    """Return a function for calls on ragged arrays with the same metadata."""
     x = call.values
     plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
 
