@@ -22,7 +22,7 @@ def gpu() -> bool:
 
 if find_spec("triton") and not gpu():  # what the kernels are is settled when they are imported
     os.environ[SWITCH] = "1"
-    for module in {module for module, *_ in scree_triton.KERNELS.values()}:
+    for module in {entry.module for entry in scree_triton.KERNELS.values()}:
         importlib.import_module(f"scree_triton.{module}")
     del os.environ[SWITCH]
 

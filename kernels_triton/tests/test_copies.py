@@ -188,7 +188,7 @@ def test_reasons():
     places = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     assert (
         "add up bool"
-        in scree.explain("scatter", x.values.bool(), places, 6, add=True).rejected["triton"]
+        in scree.explain("scatter_add", x.values.bool(), places, 6).rejected["triton"]
     )
 
 
@@ -376,7 +376,7 @@ def test_a_mask_is_read_once(kernel, monkeypatch, isolated_registry):
     away = replace(
         lib, peek=lambda x: None, read=lambda x: seen.append(tuple(x.shape)) or lib.read(x)
     )
-    monkeypatch.setitem(backends._BY_TYPE, torch.Tensor, away)
+    monkeypatch.setitem(backends._by_type, torch.Tensor, away)
     if kernel == "standard":
         scree.unregister_kernel("mark", "triton")
     mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]], device=DEVICE)

@@ -1,30 +1,36 @@
-"""Calls that move tokens: to and from padded batches, by their numbers, rows, and rows of several arrays end to end."""
+"""Kernels for operations that move tokens: padding, gather, scatter, selection and concatenation of rows."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from scree.functions.manipulation import joined_layout
+
 from .concat import MOST_JOINED
 from .linear_map import apply, join_rows
 from .scatter_add import ACC
 from .scatter_indices import last, last_op, mark
 
+_ARRAYS = "values", "padded", "arr", "x"  # the field of a call record that holds the tokens
+
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a call; None if they do."""
-    x = call.arrays[0] if hasattr(call, "arrays") else call.x
-    x = x if isinstance(x, torch.Tensor) else x.values
+    """Return why the kernels do not take a call; None if they do."""
     if hasattr(call, "arrays"):
+        x = call.arrays[0].values
         if len(call.arrays) > MOST_JOINED:
             return f"the Triton kernels join up to {MOST_JOINED} arrays at once, not {len(call.arrays)}"
         if any(other.values.dtype != x.dtype for other in call.arrays):
             return "the Triton kernels join arrays of one data type"
+    else:
+        x = next(getattr(call, name) for name in _ARRAYS if hasattr(call, name))
+        x = x if isinstance(x, torch.Tensor) else x.values
     if x.is_complex():
         return f"the Triton kernels take no {str(x.dtype)[6:]} here"
     if (x.requires_grad or getattr(call, "add", False)) and x.dtype not in ACC:
-        return f"the Triton kernels do not add up {str(x.dtype)[6:]}"
-    if hasattr(call, "fill_value") and x.numel() == 0 and call.x.total_length:
+        return f"the Triton kernels do not add {str(x.dtype)[6:]}"
+    if hasattr(call, "fill_value") and x.numel() == 0 and call.arr.total_length:
         return "the Triton kernels pad tokens of one element at least"
     return None
 
@@ -33,112 +39,107 @@ def _offsets(layout: Any) -> torch.Tensor:
     return layout.offsets.contiguous()
 
 
-def run_pad(call: Any) -> Any:
-    """Run a `PadCall`."""
-    return _padding(call)(call.x)
+def pad(call: Any) -> Any:
+    """Compute a `PadCall`."""
+    return _padding(call)(call.arr)
 
 
-def prepare_run_pad(call: Any) -> Callable[[Any], Any] | None:
-    """What runs calls that differ from this one in the contents of their arrays alone; 0.0 is not told from -0.0 there."""
+def prepare_pad(call: Any) -> Callable[[Any], Any] | None:
+    """Return a function for calls with the same metadata; None for a fill value of 0.0, which equals -0.0 as a key."""
     return None if isinstance(call.fill_value, float) and call.fill_value == 0 else _padding(call)
 
 
 def _padding(call: Any) -> Callable[[Any], Any]:
-    dim, length, left, fill = call.x.ragged_dim, call.length, call.side == "left", call.fill_value
+    dim, length, left = call.arr.ragged_dim, call.length, call.side == "left"
+    fill = call.fill_value
     return lambda arr: apply("pad", arr.values, _offsets(arr.layout), dim, length, left, fill, True)
 
 
-def run_unpad(call: Any) -> torch.Tensor:
-    """Run an `UnpadCall`; what does not depend on the number of tokens comes first, as the host may have to wait for that."""
-    x, dim, offsets, layout = call.x, call.ragged_dim, _offsets(call.layout), call.layout
+def unpad(call: Any) -> Any:
+    """Compute an `UnpadCall`; the number of tokens is read last, as the host may have to wait for it."""
+    x, dim, offsets, layout = call.padded, call.ragged_dim, _offsets(call.layout), call.layout
     if call.mask is None:
-        return apply("unpad", x, offsets, dim, layout.total, False)
-    x = (x.movedim(dim + 1, 1) if dim else x).flatten(0, 1)
-    slots = (
-        mark(call.mask, layout.total, offsets.dtype)[1]
-        if call.slots is None
-        else call.slots[: layout.total]
-    )
-    out = apply("take", x, slots, True)
-    return out.movedim(0, dim) if dim else out
+        values = apply("unpad", x, offsets, dim, layout.total, False)
+    else:
+        x = (x.movedim(dim + 1, 1) if dim else x).flatten(0, 1)
+        if call.slots is None:
+            slots = mark(call.mask, layout.total, offsets.dtype)[1]
+        else:
+            slots = call.slots[: layout.total]
+        values = apply("take", x, slots, True)
+        values = values.movedim(0, dim) if dim else values
+    return call.result(values)
 
 
-def run_gather(call: Any) -> torch.Tensor:
-    """Run a `GatherCall`."""
-    return apply("take", call.x, call.index.contiguous(), call.distinct)
+def gather(call: Any) -> Any:
+    """Compute a `GatherCall`."""
+    values = apply("take", call.values, call.indices.contiguous(), call.distinct)
+    return call.index.with_values(values, ragged_dim=0)
 
 
-def prepare_run_gather(call: Any) -> Callable[..., torch.Tensor] | None:
-    """What runs calls that differ from this one in the contents of their arrays alone; numbers on the host are looked at."""
-    dtype, distinct = call.index.dtype, call.distinct
-    if call.index.device.type == "cpu":
+def prepare_gather(call: Any) -> Callable[..., Any] | None:
+    """Return a function for calls with the same metadata; None for indices on the host, which are validated."""
+    dtype, distinct = call.indices.dtype, call.distinct
+    if call.indices.device.type == "cpu":
         return None
 
-    def take(index: Any, x: Any) -> torch.Tensor:
+    def run(index: Any, x: Any) -> Any:
         x = x if isinstance(x, torch.Tensor) else x.values
-        return apply("take", x, index.values.to(dtype).contiguous(), distinct)  # type: ignore[no-any-return]
+        values = apply("take", x, index.values.to(dtype).contiguous(), distinct)
+        return index.from_layout(values, index.layout)
 
-    return take
-
-
-def run_scatter(call: Any) -> torch.Tensor:
-    """Run a `ScatterCall`."""
-    index = call.index.contiguous()
-    if call.add:
-        return apply("add", call.x, index, call.size)
-    return apply(
-        "keep",
-        call.x,
-        index,
-        (last_op if torch.compiler.is_compiling() else last)(index, call.size),
-    )
+    return run
 
 
-def prepare_run_scatter(call: Any) -> Callable[..., torch.Tensor] | None:
-    """The same as `prepare_run_gather`."""
-    dtype, size, add, make = call.index.dtype, call.size, call.add, type(call)
-    if call.index.device.type == "cpu":
+def scatter(call: Any) -> torch.Tensor:
+    """Compute a `ScatterCall`."""
+    return _scatter(call.values, call.indices.contiguous(), call.size, call.add)
+
+
+def _scatter(values: torch.Tensor, indices: torch.Tensor, size: int, add: bool) -> torch.Tensor:
+    if add:
+        return apply("add", values, indices, size)
+    find_last = last_op if torch.compiler.is_compiling() else last
+    return apply("keep", values, indices, find_last(indices, size))
+
+
+def prepare_scatter(call: Any) -> Callable[..., torch.Tensor] | None:
+    """Return a function for calls with the same metadata; None for indices on the host, which are validated."""
+    dtype, size, add = call.indices.dtype, call.size, call.add
+    if call.indices.device.type == "cpu":
         return None
 
-    def put(x: Any, index: Any) -> torch.Tensor:
-        places, real = (
-            (index if isinstance(index, torch.Tensor) else index.values).to(dtype),
-            x.layout.token_mask,
-        )
-        return run_scatter(
-            make(x.values, places if real is None else torch.where(real, places, size), size, add)
-        )
+    def run(x: Any, index: Any) -> torch.Tensor:
+        indices = (index if isinstance(index, torch.Tensor) else index.values).to(dtype)
+        mask = x.layout.token_mask
+        indices = indices if mask is None else torch.where(mask, indices, size)
+        return _scatter(x.values, indices.contiguous(), size, add)
 
-    return put
+    return run
 
 
-def run_select(call: Any) -> torch.Tensor:
-    """Run a `SelectCall`."""
+def select(call: Any) -> Any:
+    """Compute a `SelectCall`."""
     x, layout = call.x, call.layout
-    return apply(
-        "select",
-        x.values,
-        _offsets(layout),
-        call.starts.contiguous(),
-        x.ragged_dim,
-        layout.total,
-        call.step,
-        call.distinct,
-    )
+    offsets, starts = _offsets(layout), call.starts.contiguous()
+    arguments = x.ragged_dim, layout.total, call.step, call.distinct
+    values = apply("select", x.values, offsets, starts, *arguments)
+    return x.from_layout(values, layout, x.ragged_dim)
 
 
-def run_join(call: Any) -> torch.Tensor:
-    """Run a `JoinCall`."""
-    return prepare_run_join(call)(**{str(i): x for i, x in enumerate(call.arrays)})
+def join(call: Any) -> Any:
+    """Compute a `JoinCall`."""
+    return prepare_join(call)(**{str(i): x for i, x in enumerate(call.arrays)})
 
 
-def prepare_run_join(call: Any) -> Callable[..., torch.Tensor]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
+def prepare_join(call: Any) -> Callable[..., Any]:
+    """Return a function for calls with the same metadata."""
     dim, wide = call.arrays[0].ragged_dim, len({x.offsets.dtype for x in call.arrays}) > 1
 
-    def joined(**arrays: Any) -> torch.Tensor:
-        xs = arrays.values()
+    def run(**arrays: Any) -> Any:
+        xs = [*arrays.values()]
         offsets = [x.offsets.to(torch.int64) if wide else x.offsets.contiguous() for x in xs]
-        return join_rows([x.values for x in xs], offsets, dim)
+        values = join_rows([x.values for x in xs], offsets, dim)
+        return xs[0].from_layout(values, joined_layout([x.layout for x in xs]), dim)
 
-    return joined
+    return run

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from scree.ops.cross_entropy import given
+from scree.ops.cross_entropy import reduce_losses
 
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
@@ -126,12 +126,12 @@ def rejects(call: Any) -> str | None:
     return unsupported_dtype(call.values)
 
 
-def cross_entropy(call: Any) -> torch.Tensor:
+def cross_entropy(call: Any) -> Any:
     """Compute a `CrossEntropyCall`."""
     x, targets = call.values, targets_of(call)
     if torch.compiler.is_compiling():
-        return given(call, _op(x, *targets)[0])
-    return _reduced(x, targets, call.reduction, x.requires_grad)
+        return reduce_losses(call, _op(x, *targets)[0])
+    return call.result(_reduced(x, targets, call.reduction, x.requires_grad))
 
 
 def _reduced(x: torch.Tensor, targets: Targets, reduction: str, wanted: bool) -> torch.Tensor:
@@ -145,7 +145,7 @@ def prepare_cross_entropy(call: Any) -> Callable[..., torch.Tensor] | None:
 
     Return None on the CPU, where scree checks the values of the targets at every call.
     """
-    if call.x.layout.backend.peek(call.labels) is not None:
+    if call.logits.layout.backend.peek(call.labels) is not None:
         return None
     ignored, reduction, kind, wanted = (
         call.ignore_index,
@@ -154,10 +154,10 @@ def prepare_cross_entropy(call: Any) -> Callable[..., torch.Tensor] | None:
         call.values.requires_grad,
     )
 
-    def losses(x: Any, targets: Any) -> torch.Tensor:
+    def losses(logits: Any, targets: Any) -> Any:
         classes = targets.values.to(kind).contiguous()
-        return _reduced(
-            x.values, Targets(classes, x.offsets.contiguous(), ignored), reduction, wanted
-        )
+        classes = Targets(classes, logits.offsets.contiguous(), ignored)
+        out = _reduced(logits.values, classes, reduction, wanted)
+        return logits.with_values(out) if reduction == "none" else out
 
     return losses

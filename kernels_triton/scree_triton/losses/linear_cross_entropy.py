@@ -438,16 +438,17 @@ def rejects(call: Any) -> str | None:
     return cross_entropy.rejects(call)
 
 
-def linear_cross_entropy(call: Any) -> torch.Tensor:
+def linear_cross_entropy(call: Any) -> Any:
     """Compute a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
     wants = torch.is_grad_enabled() and any(
         p is not None and p.requires_grad for p in (x, weight, bias)
     )
     if torch.compiler.is_compiling():
-        return _fused_op(
-            x, weight, bias, *targets, call.reduction, wants and _early(x, call.reduction)
-        )[0]
-    if wants:
-        return _differentiable_fused(x, weight, bias, targets, call.reduction)
-    return fused(x, weight, bias, targets, call.reduction)[0]
+        early = wants and _early(x, call.reduction)
+        out = _fused_op(x, weight, bias, *targets, call.reduction, early)[0]
+    elif wants:
+        out = _differentiable_fused(x, weight, bias, targets, call.reduction)
+    else:
+        out = fused(x, weight, bias, targets, call.reduction)[0]
+    return call.result(out)

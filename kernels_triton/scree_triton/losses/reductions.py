@@ -39,7 +39,7 @@ class Targets(NamedTuple):
 
 
 def targets_of(call: Any) -> Targets:
-    offsets = None if call.x is call.values else call.x.offsets.contiguous()
+    offsets = None if call.tokens is call.values else call.tokens.offsets.contiguous()
     return Targets(call.labels.contiguous(), offsets, call.ignore_index)
 
 

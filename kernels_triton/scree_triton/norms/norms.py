@@ -660,7 +660,7 @@ def rejects(call: Any) -> str | None:
 
 def _run(call: Any, centre: bool) -> Any:
     weight, bias = (None if p is None else p.contiguous() for p in (call.weight, call.bias))
-    arrays = call.values, call.added, weight, bias
+    arrays = call.values, call.residual_values, weight, bias
     if torch.compiler.is_compiling():
         y, *more = _op(*arrays, call.eps, centre)
         return call.result(y, more[0] if more else None)
@@ -672,7 +672,7 @@ def _wanted(*arrays: torch.Tensor | None) -> bool:
 
 
 def _prepare(call: Any, centre: bool) -> Callable[..., Any]:
-    arrays = call.values, call.added, call.weight, call.bias
+    arrays = call.values, call.residual_values, call.weight, call.bias
     plan, wanted = _plan(*arrays, call.eps, centre), _wanted(*arrays)
     even_too = all(p is None or p.is_contiguous() for p in (call.weight, call.bias))
 

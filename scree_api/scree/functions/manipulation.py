@@ -85,7 +85,7 @@ def _concat_batches(arrays: list[Array], values: Any) -> Array:
     return select(concatenated, new, first.xp.concat(starts)) if has_gaps else concatenated
 
 
-def _joined_layout(layouts: list[Layout]) -> Layout:
+def joined_layout(layouts: list[Layout]) -> Layout:
     """Return the layout whose row i is row i of each layout, concatenated."""
     if any(layout.num_rows != layouts[0].num_rows for layout in layouts):
         counts = ", ".join(str(layout.num_rows) for layout in layouts)
@@ -126,7 +126,7 @@ class JoinCall:
         checked = [*arrays.values()]
         _check_same_axes(checked, but=checked[0].ragged_dim + 1)
         object.__setattr__(self, "arrays", checked)
-        object.__setattr__(self, "layout", _joined_layout([x.layout for x in checked]))
+        object.__setattr__(self, "layout", joined_layout([x.layout for x in checked]))
 
 
 @define_operation("join", JoinCall)

@@ -63,6 +63,10 @@ class LossCall:
         mask = self.tokens.layout.token_mask if isinstance(self.tokens, Array) else None
         return counted if mask is None else counted & mask
 
+    def result(self, reduced: Any) -> Any:
+        """Return reduced losses as the operation does: on the layout of the tokens for ``"none"``."""
+        return with_values_like(self.tokens, reduced) if self.reduction == "none" else reduced
+
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyCall(LossCall):
@@ -293,7 +297,7 @@ def linear_cross_entropy(
 def reduce_losses(call: LossCall, losses: Any) -> Any:
     """Return the result of a call from the (total,) losses of its tokens."""
     if call.reduction == "none":
-        return with_values_like(call.tokens, losses)
+        return call.result(losses)
     xp, counted = backend(call.values).xp, call.counted
     if call.reduction == "row_mean":
         layout = call.tokens.layout

@@ -135,6 +135,10 @@ class UnpadCall:
         for name, value in (("mask", mask), ("layout", layout), ("slots", slots)):
             object.__setattr__(self, name, value)
 
+    def result(self, values: Any) -> Array:
+        """Return the values of the real tokens on their layout."""
+        return Array.from_layout(values, self.layout, self.ragged_dim)
+
 
 def _check_lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | None) -> Any:
     """Return the lengths of the rows, on the host where reading them is free or necessary."""
@@ -235,7 +239,7 @@ def _unpad(call: UnpadCall) -> Array:
     rows = moveaxis(xp, call.padded, dim + 1, 1)
     flat = xp.reshape(rows, (rows.shape[0] * rows.shape[1], *rows.shape[2:]))
     values = moveaxis(xp, xp.take(flat, _token_slots(call), axis=0), 0, dim)
-    return Array.from_layout(values, call.layout, dim)
+    return call.result(values)
 
 
 def _token_slots(call: UnpadCall) -> Any:

@@ -45,6 +45,10 @@ class SwigluCall:
         """The dense array of `x`."""
         return as_values(self.x)
 
+    def result(self, values: Any) -> Any:
+        """Return `values` like `x`."""
+        return with_values_like(self.x, values)
+
 
 def swiglu(x: Any, *, kernel: str | None = None) -> Any:
     """Compute the gated linear unit ``gate * sigmoid(gate) * value`` (Shazeer, 2020).
@@ -89,4 +93,4 @@ def _swiglu(call: SwigluCall) -> Any:
     power = xp.exp(-xp.abs(gate))  # at most 1, so it cannot overflow
     sigmoid = xp.where(gate < 0, power, xp.ones_like(power)) / (1 + power)
     out = xp.astype(gate * sigmoid * value, values.dtype, copy=False)
-    return with_values_like(call.x, out)
+    return call.result(out)
