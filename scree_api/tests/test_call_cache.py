@@ -184,7 +184,7 @@ def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -
         x = q.with_values(torch.randn(5, heads, 8))
         scree.attention(x, x, x)
     (kept,) = q.layout.cache.values()
-    assert len(kept) == call_cache.MAX_TENSOR_GUARDS
+    assert len(kept) == call_cache.MAX_GUARDS
     scree.attention(x, x, x)
     assert len(asked) == 29
 

@@ -183,7 +183,7 @@ CASES: dict[str, Case] = {
     "float slice": (lambda x: x.r(ROWS)[:, :1.5], TypeError, ("index: expected integers in a slice", "1.5")),
     "slice without step": (lambda x: x.r(ROWS)[:, ::0], ValueError, ("index: expected a slice step other than 0",)),
     "too many": (lambda x: x.r(ROWS)[:, :, 0], IndexError, ("at most 2 entries", "(3, None)", "got 3")),
-    "axis before the batch": (lambda x: x.r(ROWS)[None], ValueError, ("a new axis cannot stand before the batch",)),
+    "axis before the batch": (lambda x: x.r(ROWS)[None], ValueError, ("no new axis before the batch",)),
     "ragged mask, other rows": (lambda x: x.r(ROWS)[x.r([3, 0, 2]) > 0], IndexError, ("a mask with the rows of the array",)),
     "ragged mask, other rows, read": (lambda x: scree.Array(x.f(5), x.i([0, 2, 5]))[scree.Array(x.b([True] * 5), x.i([0, 3, 5]))],
                                       IndexError, ("a mask with the rows of the array",)),

@@ -37,7 +37,14 @@ from ..runtime.launch import (
     launch_on_device,
     ragged_shape,
 )
-from ..sm90.pipeline import BILLION, _barriers, _claim, _field, _queue, counter
+from ..sm90.pipeline import (
+    RAGGED_EXTENT,
+    allocate_barriers,
+    allocate_tile_queue,
+    entry_field,
+    fetch_tile,
+    tile_counter,
+)
 
 WIDE = gl.constexpr(256)  # the long side of a tile
 HALF = gl.constexpr(128)  # the short one
@@ -80,7 +87,7 @@ def _expect(barrier, rows, columns, DEPTH: gl.constexpr, ROWS: gl.constexpr, COL
 @gluon.jit
 def _next(COUNTER, t, tiles):
     if t < tiles:
-        t = _claim(COUNTER, tiles)
+        t = fetch_tile(COUNTER, tiles)
     else:
         t = -1
     return t
@@ -155,7 +162,7 @@ def _product_producer(
             halves,
             left,
             end,
-            BILLION - end + at,
+            RAGGED_EXTENT - end + at,
             column,
         )
         for j in range(steps):
@@ -206,19 +213,19 @@ def _weight_producer(xd, dyd, a_s, b_s, queue, told, read, full, empty, OFFSETS,
         _tell(queue, told, read, i, there.to(gl.int32), steps, 1, left, row, depth, column)
         for j in range(steps):
             stage = c % TOKEN_STAGES
-            at = BILLION - end + start + j * TOKENS
+            at = RAGGED_EXTENT - end + start + j * TOKENS
             mbarrier.wait(empty.index(stage), ((c // TOKEN_STAGES) & 1) ^ 1)
             _expect(full.index(stage), rows, 1, TOKENS, 4, 1)
             for u in gl.static_range(4):
                 tma.async_copy_global_to_shared(
                     xd,
-                    [BILLION, end, at, depth + u * 64],
+                    [RAGGED_EXTENT, end, at, depth + u * 64],
                     full.index(stage),
                     a_s.index(stage * 4 + u),
                     pred=u < rows,
                 )
             tma.async_copy_global_to_shared(
-                dyd, [BILLION, end, at, column], full.index(stage), b_s.index(stage)
+                dyd, [RAGGED_EXTENT, end, at, column], full.index(stage), b_s.index(stage)
             )
             c += 1
         t = _next(COUNTER, t, n * count)
@@ -240,7 +247,7 @@ def _store(outd, o, value, front, first, column, WEIGHT: gl.constexpr):
     if WEIGHT:
         tma.async_copy_shared_to_global(outd, [front, first, column], o)
     else:
-        tma.async_copy_shared_to_global(outd, [BILLION, front, first, column], o)
+        tma.async_copy_shared_to_global(outd, [RAGGED_EXTENT, front, first, column], o)
 
 
 @gluon.jit
@@ -347,13 +354,13 @@ def _consumer(
     while more > 0:
         mbarrier.wait(told.index(i % 2), (i // 2) & 1)
         entry = queue.index(i % 2).slice(0, 8).load(gl.BlockedLayout([8], [32], [4], [0]))
-        more = _field(entry, 0)
-        steps = _field(entry, 1)
-        halves = _field(entry, 2)
-        left = _field(entry, 3)
-        front = _field(entry, 4)
-        first = _field(entry, 5) + w * ROWS
-        column = _field(entry, 6)
+        more = entry_field(entry, 0)
+        steps = entry_field(entry, 1)
+        halves = entry_field(entry, 2)
+        left = entry_field(entry, 3)
+        front = entry_field(entry, 4)
+        first = entry_field(entry, 5) + w * ROWS
+        column = entry_field(entry, 6)
         mbarrier.arrive(read.index(i % 2), count=1)
         if left <= w * ROWS:
             for _ in range(steps):
@@ -377,7 +384,13 @@ def _consumer(
 @gluon.jit
 def _signals(stages: gl.constexpr):
     """The queue of tiles, what tells of it and that it was read; and what tells that a slot of the rings is full or empty."""
-    return _queue(), _barriers(2, 1), _barriers(2, 2), _barriers(stages, 1), _barriers(stages, 2)
+    return (
+        allocate_tile_queue(),
+        allocate_barriers(2, 1),
+        allocate_barriers(2, 2),
+        allocate_barriers(stages, 1),
+        allocate_barriers(stages, 2),
+    )
 
 
 @gluon.jit(do_not_specialize=("n", "total", "k", "m"))
@@ -503,7 +516,7 @@ def product(
         wd=(weight, boxed(tuple(weight.shape), weight.stride(), (DEEP if turned else HALF).value)),
         outd=(out, boxed(*ragged_shape(1, m, m, m), HALF.value)),
         OFFSETS=offsets,
-        COUNTER=counter(x.device),
+        COUNTER=tile_counter(x.device),
         n=weight.shape[0],
         total=total,
         k=k,
@@ -523,7 +536,7 @@ def weight_gradient(
         dyd=(dy, boxed(*ragged_shape(1, m, dy.stride(0), m), HALF.value)),
         dwd=(dw, boxed(tuple(dw.shape), dw.stride(), HALF.value)),
         OFFSETS=offsets,
-        COUNTER=counter(x.device),
+        COUNTER=tile_counter(x.device),
         n=n,
         k=k,
         m=m,

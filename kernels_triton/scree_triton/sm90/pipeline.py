@@ -301,7 +301,7 @@ def publish_tile(slot, tile, tile_id, total_tiles, head):
 
 
 @gluon.jit
-def _entry_field(entry, i: gl.constexpr):
+def entry_field(entry, i: gl.constexpr):
     return gl.sum(gl.where(gl.arange(0, 8, entry.type.layout) == i, entry, 0), 0)
 
 
@@ -313,11 +313,11 @@ def receive_tile(slot):
     """
     x = slot.slice(0, 8).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     return (
-        _entry_field(x, 0),
-        _entry_field(x, 1),
-        _entry_field(x, 3),
-        _entry_field(x, 4),
-        _entry_field(x, 5),
+        entry_field(x, 0),
+        entry_field(x, 1),
+        entry_field(x, 3),
+        entry_field(x, 4),
+        entry_field(x, 5),
     )
 
 

@@ -44,6 +44,8 @@ class Kernel:
     rejects: Rejects
     run: Callable[[Any], Any]
     prepare: Prepare | None = None
+    with_library: bool = False
+    """Whether it was registered when its library was loaded; kernels of the user are asked before such kernels."""
 
 
 class Operation:
@@ -56,7 +58,7 @@ class Operation:
     call
         The call record: a frozen dataclass whose constructor validates the arguments.
     kernels
-        All kernels, newest first, the standard implementation last. Every change makes a new list, so that the call cache
+        All kernels: those of the user, those registered with a library, each newest first; the standard implementation last. Every change makes a new list, so that the call cache
         can compare lists by identity.
     internal
         Whether the operation only prepares a layout for another operation; `scree.explain` passes over it.
@@ -68,7 +70,7 @@ class Operation:
         self, name: str, call: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
     ) -> None:
         self.name, self.call, self.internal = name, call, internal
-        self.kernels = [Kernel(STANDARD, rejects_nothing, standard)]
+        self.kernels = [Kernel(STANDARD, rejects_nothing, standard, with_library=True)]
 
     def run(
         self, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None

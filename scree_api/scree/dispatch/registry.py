@@ -18,6 +18,7 @@ ENTRY_POINTS = "scree.kernels"
 F = TypeVar("F", bound=Callable[..., Any])
 
 _loaded: set[str] = set()  # libraries whose plugins are registered
+_loading_library = False  # whether the kernels of a library are being registered
 
 
 def register_kernel(
@@ -73,7 +74,11 @@ def register_kernel(
     def register(run: F) -> F:
         unregister_kernel(operation, provider)
         target = OPERATIONS[operation]
-        target.kernels = [Kernel(provider, rejects, run, prepare), *target.kernels]
+        new = Kernel(provider, rejects, run, prepare, with_library=_loading_library)
+        others = target.kernels
+        # A library may be loaded after the user has registered kernels.
+        at = [k.with_library for k in others].index(True) if _loading_library else 0
+        target.kernels = [*others[:at], new, *others[at:]]
         return run
 
     return register
@@ -103,6 +108,17 @@ def unregister_kernel(operation: str, provider: str) -> None:
             f"provider: {STANDARD!r} names the standard implementation, which stays; choose another name"
         )
     target.kernels = [k for k in target.kernels if k.provider != provider]
+
+
+@contextmanager
+def loading_library() -> Iterator[None]:
+    """Register kernels of a library: they are asked after the kernels of the user, whichever come first."""
+    global _loading_library
+    before, _loading_library = _loading_library, True
+    try:
+        yield
+    finally:
+        _loading_library = before
 
 
 @contextmanager

@@ -6,7 +6,7 @@ When a library is loaded, its modules here are imported and the kernels of insta
 from importlib import import_module
 
 from ..backends import Backend, add_load_hook
-from ..dispatch.registry import load_plugins
+from ..dispatch.registry import load_plugins, loading_library
 
 #: Library -> its modules.
 MODULES = {
@@ -19,9 +19,10 @@ MODULES = {
 
 def register_providers(backend: Backend) -> None:
     """Register the kernels of a library."""
-    for module in MODULES.get(backend.name, ()):
-        import_module(f"{__name__}.{module}")
-    load_plugins(backend.name)
+    with loading_library():
+        for module in MODULES.get(backend.name, ()):
+            import_module(f"{__name__}.{module}")
+        load_plugins(backend.name)
 
 
 add_load_hook(register_providers)
