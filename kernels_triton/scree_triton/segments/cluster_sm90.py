@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..runtime.launch import Launch
-from ..sm90.pipeline import _let_follow
+from ..sm90.pipeline import pdl_launch_dependents
 from .merge_path import DOT, EQUAL, LSE, SUM_Y, _exp, _finite, _join, _made
 
 PROGRAMS = 8  # of a cluster
@@ -154,7 +154,7 @@ def cluster_kernel(
     HELD: gl.constexpr = _layout(K, 32, WARPS)
     row = gl.program_id(0)
     if FOLLOWED:
-        _let_follow(row)
+        pdl_launch_dependents(row)
     PARTS += row.to(gl.int64) * (2 * K)
     k = gl.arange(0, K, gl.SliceLayout(1, HELD))
     r = gl.arange(0, R, gl.SliceLayout(0, HELD))[None, :]

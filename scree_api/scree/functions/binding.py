@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Standard:
     """The library's own function, which an implementation calls on values.
 
@@ -30,19 +28,43 @@ class Standard:
         The function and its name in the standard.
     backend, xp
         The library and its namespace.
+    result_dtype
+        ``result_dtype(dtype, *options)``: the dtype of the result, computed once per dtype and options.
     """
 
-    function: Function
-    name: str
-    backend: Backend
-    xp: Any
+    # Not a frozen dataclass, which `torch.compile` cannot trace as a default argument.
+    def __init__(
+        self, function: Function, name: str, backend: Backend, dtype_rule: Function | None = None
+    ) -> None:
+        self.function = function
+        self.name = name
+        self.backend = backend
+        self.xp = backend.xp
+        self.result_dtype = _cached_dtype(self, dtype_rule)
 
 
-#: Kind -> implementation, and the operands that decide whether a call is ragged.
-IMPLEMENTATIONS: dict[str, tuple[FunctionType, str]] = {}
+def _cached_dtype(std: Standard, rule: Function | None) -> Function:
+    """Return ``rule(std, dtype, *options)`` with a cache; `torch.compile` calls it with constants only, so `std` is bound."""
+    cache: dict[Any, Any] = {}
+
+    @constant
+    def result_dtype(dtype: Any, *options: Any) -> Any:
+        key = (dtype, *options)
+        if key not in cache:
+            assert rule is not None, f"{std.name} has no rule for dtypes"
+            cache[key] = rule(std, dtype, *options)
+        return cache[key]
+
+    return result_dtype
 
 
-def implements(*kinds: str, ragged: str = "first") -> Callable[[F], F]:
+#: Kind -> implementation, the operands that decide whether a call is ragged, and the rule for the dtype of the result.
+IMPLEMENTATIONS: dict[str, tuple[FunctionType, str, Function | None]] = {}
+
+
+def implements(
+    *kinds: str, ragged: str = "first", dtype_rule: Function | None = None
+) -> Callable[[F], F]:
     """Register the decorated function as the implementation for kinds of functions of the standard.
 
     It has the signature of the standard's function and a keyword-only parameter `std`, which `bind` fills.
@@ -54,11 +76,13 @@ def implements(*kinds: str, ragged: str = "first") -> Callable[[F], F]:
     ragged
         The operand that must be ragged: "first", "either" of the first two, "list" for an entry of the list that is the first
         operand, or "all" to call the implementation for dense arrays too.
+    dtype_rule
+        ``dtype_rule(std, dtype, *options)`` returns the dtype of the result, for `Standard.result_dtype`.
     """
 
     def register(implementation: F) -> F:
         for kind in kinds:
-            IMPLEMENTATIONS[kind] = implementation, ragged  # type: ignore[assignment]
+            IMPLEMENTATIONS[kind] = implementation, ragged, dtype_rule  # type: ignore[assignment]
         return implementation
 
     return register
@@ -68,7 +92,7 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     """Return the function of a namespace for the library's own function."""
     if kind.name == "unsupported":
         return functools.wraps(function)(_refuse(function, name, kind.why))
-    implementation, operands = IMPLEMENTATIONS[kind.name]
+    implementation, operands, dtype_rule = IMPLEMENTATIONS[kind.name]
     ragged = FunctionType(
         implementation.__code__,
         implementation.__globals__,
@@ -78,7 +102,7 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
     )
     # Python names a function by its qualified name where arguments do not fit.
     ragged.__qualname__ = getattr(function, "__name__", name)
-    std = Standard(function, name, backend, backend.xp)
+    std = Standard(function, name, backend, dtype_rule)
     ragged.__kwdefaults__ = {**(implementation.__kwdefaults__ or {}), "std": std}
     return functools.wraps(function)(SELECTORS[operands](function, ragged))
 
@@ -129,17 +153,3 @@ SELECTORS = {
     "list": _if_list_has_ragged,
     "all": _always,
 }
-
-
-def cached_dtype(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache ``make(std, dtype, *options)``, which computes the dtype of a result."""
-    cache: dict[Any, Any] = {}
-
-    @constant
-    def cached(std: Standard, dtype: Any, *options: Any) -> Any:
-        key = (std, dtype, *options)
-        if key not in cache:
-            cache[key] = make(std, dtype, *options)
-        return cache[key]
-
-    return cached

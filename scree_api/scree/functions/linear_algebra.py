@@ -20,7 +20,7 @@ from ..broadcasting import (
 )
 from ..dispatch.operation import define_operation
 from ..ops.segment import gather_tiles, safe_root, segment_reduce
-from .binding import Standard, cached_dtype, implements
+from .binding import Standard, implements
 
 TILE = 64  # tokens of one row that are multiplied together
 MAX_WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
@@ -95,12 +95,11 @@ def _grouped_matmul(call: GroupedCall) -> Array:
     return x.with_values(xp.take(out, layout.tile_slots(TILE), axis=0))
 
 
-@cached_dtype
 def _promoted_dtype(std: Standard, a: Any, b: Any) -> Any:
     return std.xp.result_type(a, b)
 
 
-@implements("vecdot", ragged="either")
+@implements("vecdot", dtype_rule=_promoted_dtype, ragged="either")
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, std: Standard) -> Any:
     """Compute the dot product of vectors along an element axis, or of rows along the ragged axis."""
     first = check_shared_layout(std.name, [x for x in (x1, x2) if isinstance(x, Array)])
@@ -114,7 +113,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, std: Standard) -> Any:
     if axis != dim + 1:
         out = std.function(a, b, axis=axis - 1 - first.values.ndim)
         return first.with_values(out, ragged_dim=dim - (axis <= dim))
-    xp, dtype = std.xp, _promoted_dtype(std, a.dtype, b.dtype)
+    xp, dtype = std.xp, std.result_dtype(a.dtype, b.dtype)
     wide = accumulation_dtype(xp, dtype)
     a, b = (mask_tail(first, xp.astype(x, wide, copy=False)) for x in (a, b))
     a = xp.conj(a) if xp.isdtype(wide, "complex floating") else a
@@ -140,12 +139,11 @@ def tensordot(x1: Any, x2: Any, /, *, axes: Any = 2, std: Standard) -> Array:
     return x1.with_values(std.function(x1.values, x2, axes=axes))
 
 
-@cached_dtype
 def _norm_dtype(std: Standard, dtype: Any) -> Any:
     return std.function(std.xp.ones((1,), dtype=dtype)).dtype
 
 
-@implements("vector_norm")
+@implements("vector_norm", dtype_rule=_norm_dtype)
 def vector_norm(
     x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2, std: Standard
 ) -> Any:
@@ -159,7 +157,7 @@ def vector_norm(
         removed = 0 if keepdims else sum(a - 1 < x.ragged_dim for a in axes)
         out = std.function(x.values, axis=tuple(a - 1 for a in axes), keepdims=keepdims, ord=ord)
         return x.with_values(out, ragged_dim=x.ragged_dim - removed)
-    dtype = _norm_dtype(std, x.dtype)  # floating-point for integers
+    dtype = std.result_dtype(x.dtype)  # floating-point for integers
     namespace = x.__array_namespace__()
     if xp.isdtype(x.dtype, ("real floating", "complex floating")):
         size = xp.abs(mask_tail(x, x.values))

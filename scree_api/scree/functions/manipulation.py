@@ -412,7 +412,7 @@ def diff(
     axis, n = normalize_axis(std.name, axis, x.ndim), checks.check_integer("n", n, 0)
     parts = [part for part in (prepend, x, append) if part is not None]
     if len(parts) > 1:
-        x = concat(parts, axis=axis, std=Standard(std.xp.concat, "concat", std.backend, std.xp))
+        x = concat(parts, axis=axis, std=Standard(std.xp.concat, "concat", std.backend))
     if axis != x.ragged_dim + 1:
         return x.with_values(std.function(x.values, axis=axis - 1, n=n))
     before = (slice(None),) * axis

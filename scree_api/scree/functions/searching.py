@@ -9,7 +9,7 @@ from ..array import Array
 from ..broadcasting import check_shared_layout, mask_tail, moveaxis, normalize_axis
 from ..indexing.getitem import drop_tail, normalize_element_index, positions_to_tokens
 from ..ops.segment import identity, segment_arg
-from .binding import Standard, cached_dtype, implements
+from .binding import Standard, implements
 
 
 @implements("take", ragged="either")
@@ -71,12 +71,11 @@ def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard)
     return indices.with_values(lib.take_along_axis(x.values, tokens, dim))
 
 
-@cached_dtype
 def _index_dtype(std: Standard, dtype: Any) -> Any:
     return std.function(std.xp.ones((1,), dtype=dtype)).dtype
 
 
-@implements("arg")
+@implements("arg", dtype_rule=_index_dtype)
 def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: Standard) -> Any:
     """Return the position of the extremum; along the ragged axis in each row, -1 for an empty row. NaN is the extremum."""
     xp, dim = std.xp, x.ragged_dim
@@ -89,7 +88,7 @@ def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: St
         out = std.function(x.values, axis=axis - 1, keepdims=keepdims)
         return x.with_values(out, ragged_dim=dim - removed)
     first = segment_arg(std.name.removeprefix("arg"), moveaxis(xp, x.values, dim, 0), x.layout)
-    first = xp.astype(first, _index_dtype(std, x.dtype), copy=False)
+    first = xp.astype(first, std.result_dtype(x.dtype), copy=False)
     return xp.expand_dims(first, axis=axis) if keepdims else first
 
 

@@ -28,14 +28,13 @@ from ..ops.segment import (
     segment_reduce,
     segment_scan,
 )
-from .binding import Standard, cached_dtype, implements
+from .binding import Standard, implements
 
 AVERAGES = ("mean", "std", "var")  # an integer input gives a floating-point result
 REAL_ONLY = ("max", "min", "std", "var")
 SEGMENT_OPS = (*IDENTITIES, "max", "min")  # the reductions of `segment_reduce`
 
 
-@cached_dtype
 def _reduced_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
     """Return the dtype of the library's own result, whose promotion we follow."""
     xp = std.xp
@@ -46,7 +45,7 @@ def _reduced_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
     return std.function(xp.ones((2,), dtype=dtype), **dict(options)).dtype
 
 
-@implements("reduction")
+@implements("reduction", dtype_rule=_reduced_dtype)
 def reduction(
     x: Array, /, *, axis: Any = None, keepdims: bool = False, std: Standard, **options: Any
 ) -> Any:
@@ -55,7 +54,7 @@ def reduction(
     axes = normalize_axes(name, axis, values.ndim + 1)
     if "correction" in options:
         check_number("correction", options["correction"])
-    dtype = _reduced_dtype(std, values.dtype, *options.items())
+    dtype = std.result_dtype(values.dtype, *options.items())
     if axes == (1,) and ragged_axis == 1 and not keepdims and name in SEGMENT_OPS:
         return segment_reduce(name, values, x.layout, dtype=dtype)
     if 0 in axes and ragged_axis not in axes:
@@ -159,12 +158,11 @@ def _segment(xp: Any, op: str, x: Array, axes: tuple[int, ...], keepdims: bool, 
     return xp.reshape(out, tuple(1 if a in axes else int(n or 0) for a, n in enumerate(x.shape)))
 
 
-@cached_dtype
 def _scanned_dtype(std: Standard, dtype: Any, requested: Any) -> Any:
     return std.function(std.xp.ones((1,), dtype=dtype), axis=0, dtype=requested).dtype
 
 
-@implements("scan")
+@implements("scan", dtype_rule=_scanned_dtype)
 def scan(
     x: Array,
     /,
@@ -177,7 +175,7 @@ def scan(
     """Compute running sums or products; along the ragged axis within each row."""
     xp, op, dim = std.xp, std.name.removeprefix("cumulative_"), x.ragged_dim
     axis = normalize_axis(std.name, axis, x.ndim)
-    dtype = _scanned_dtype(std, x.dtype, dtype)
+    dtype = std.result_dtype(x.dtype, dtype)
     if axis != dim + 1:
         wide = accumulation_dtype(xp, dtype)
         values = xp.astype(x.values, wide, copy=False)
