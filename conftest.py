@@ -1,4 +1,7 @@
-"""What pytest leaves alone: modules that need a library or a device to be imported, when it looks for doctests or tests."""
+"""What pytest leaves alone.
+
+Modules that need a library or a device to be imported, when it looks for doctests or tests.
+"""
 
 import os
 from collections.abc import Iterator
@@ -56,7 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs what is not there, on a machine with some of the libraries; CI installs all, and skips none."""
+    """Skip a test that needs what is not there, on a machine with some of the libraries.
+
+    CI installs all, and skips none.
+    """
     for missing in (
         name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None
     ):
@@ -65,7 +71,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """Where a library is missing its tests are skipped, but not in CI, which has all of them: there a skip is a failure."""
+    """Where a library is missing its tests are skipped, but not in CI, which has all of them.
+
+    There a skip is a failure.
+    """
     report = yield
     if report.skipped and "CI" in os.environ:
         report.outcome = "failed"

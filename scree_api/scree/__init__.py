@@ -1,4 +1,4 @@
-"""scree: one ragged array for NumPy, PyTorch, JAX, MLX and every library that follows the Array API standard."""
+"""One ragged array for NumPy, PyTorch, JAX, MLX and every Array API library."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

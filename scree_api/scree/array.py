@@ -1,7 +1,8 @@
 """The ragged array: packed `values` and `offsets`, frozen, with the operators of the standard.
 
-`Array` knows its layout and nothing above. Its operators, indexing and iteration call functions of higher layers through one
-hook, `UPPER`, which `scree.namespace` fills on import. Display and conversions attach from their own modules.
+`Array` knows its layout and nothing above. Its operators, indexing and iteration call functions of
+higher layers through one hook, `UPPER`, which `scree.namespace` fills on import. Display and
+conversions attach from their own modules.
 """
 
 from __future__ import annotations
@@ -56,23 +57,24 @@ class Array:
     Parameters
     ----------
     values
-        Dense array of any library that follows the Array API standard, all rows end to end along `ragged_dim`.
+        Dense array of any library that follows the Array API standard, all rows end to end along
+        `ragged_dim`.
     offsets
-        (n + 1,) int32 or int64 array of the same library and device, ``[0, L0, L0 + L1, ...]``; what FlashAttention calls
-        ``cu_seqlens``. Kept as it is, never copied.
+        (n + 1,) int32 or int64 array of the same library and device, ``[0, L0, L0 + L1, ...]``;
+        what FlashAttention calls ``cu_seqlens``. Kept as it is, never copied.
     ragged_dim
         The axis of `values` along which the rows lie.
     max_length
-        A bound on the longest row, a Python integer. It makes shapes static under ``jax.jit`` and ``torch.compile`` and on
-        devices whose memory is not read for free.
+        A bound on the longest row, a Python integer. It makes shapes static under ``jax.jit`` and
+        ``torch.compile`` and on devices whose memory is not read for free.
 
     Raises
     ------
     TypeError
         If values and offsets are not arrays of one library, or offsets are not int32 or int64.
     ValueError
-        If a shape does not fit or, where reading them is free, if the offsets do not start at 0, fall, or do not end at the
-        number of tokens. Elsewhere `validate` checks that on request.
+        If a shape does not fit or, where reading them is free, if the offsets do not start at 0,
+        fall, or do not end at the number of tokens. Elsewhere `validate` checks that on request.
 
     Examples
     --------
@@ -121,7 +123,10 @@ class Array:
 
     @classmethod
     def unchecked(cls, values: Any, offsets: Any, ragged_dim: int, max_length: int | None) -> Array:
-        """Return an array of parts that fit (or, inside a transform, are no arrays at all), without any check."""
+        """Return an array of parts that fit, without any check.
+
+        Inside a transform the parts may be no arrays at all.
+        """
         self = object.__new__(cls)
         self.__dict__.update(
             values=values, offsets=offsets, ragged_dim=ragged_dim, max_length=max_length
@@ -149,12 +154,15 @@ class Array:
             )
 
     def validate(self) -> Array:
-        """Check the values of the offsets wherever they are (this waits for a device), and return the array itself.
+        """Check the values of the offsets on any device, and return the array itself.
+
+        This waits for a device.
 
         Raises
         ------
         ValueError
-            If the offsets do not start at 0, fall or do not end at the number of tokens, or `max_length` is too small.
+            If the offsets do not start at 0, fall or do not end at the number of tokens, or
+            `max_length` is too small.
 
         Examples
         --------
@@ -181,7 +189,8 @@ class Array:
         Parameters
         ----------
         values
-            Dense array of the same library and device, with the same number of tokens along the ragged axis.
+            Dense array of the same library and device, with the same number of tokens along the
+            ragged axis.
         ragged_dim
             The ragged axis of the new values; by default the ragged axis of this array.
 
@@ -236,7 +245,10 @@ class Array:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """``(n, None, ...)``; None, the standard's value for an unknown size, marks the ragged axis."""
+        """The shape ``(n, None, ...)``; None marks the ragged axis.
+
+        None is the standard's value for an unknown size.
+        """
         shape = tuple(self.values.shape)
         return (self.batch_size, *shape[: self.ragged_dim], None, *shape[self.ragged_dim + 1 :])
 

@@ -1,4 +1,7 @@
-"""Rules that fit arguments together: shared layouts, broadcasting of dense operands, axes, accumulation dtypes."""
+"""Rules that fit arguments together.
+
+Shared layouts, broadcasting of dense operands, axes, accumulation dtypes.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,10 @@ def moveaxis(xp: Any, values: Any, source: int, destination: int) -> Any:
 
 
 def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = False) -> bool:
-    """Return whether `shape`, aligned right, broadcasts to `target`, or with `both` the two broadcast to each other."""
+    """Return whether `shape`, aligned right, broadcasts to `target`.
+
+    With `both`, return whether the two broadcast to each other.
+    """
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(
         a == 1 or a == b or (both and b == 1) for a, b in pairs
@@ -95,7 +101,10 @@ def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool
 
 
 def broadcast_operand(name: str, x: Any, like: Array) -> Any:
-    """Reshape a dense operand so that it broadcasts with the values of the ragged array `like`; None stays None."""
+    """Reshape a dense operand so that it broadcasts with the values of the ragged array `like`.
+
+    None stays None.
+    """
     if x is None or isinstance(x, SCALARS):
         return x
     if not is_array(x):
@@ -180,7 +189,10 @@ def accumulation_dtype(xp: Any, dtype: Any) -> Any:
 def cached_by_dtype(
     make: Callable[[Any, dict[str, Any]], Any],
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return ``make(dtype, options)`` with a cache, so that each dtype and set of options is computed once."""
+    """Return ``make(dtype, options)`` with a cache.
+
+    Each dtype and set of options is computed once.
+    """
     cache: dict[Any, Any] = {}
 
     @constant
@@ -194,7 +206,10 @@ def cached_by_dtype(
 
 
 def is_nonzero(xp: Any, values: Any) -> Any:
-    """Return which values are not 0, by comparison: the standard casts no complex number to a boolean."""
+    """Return which values are not 0, by comparison.
+
+    The standard casts no complex number to a boolean.
+    """
     return values if xp.isdtype(values.dtype, "bool") else values != 0
 
 

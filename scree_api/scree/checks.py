@@ -1,4 +1,7 @@
-"""Checks of arguments; every message names the argument, what was expected, what was given, and a remedy."""
+"""Checks of arguments.
+
+Every message names the argument, what was expected, what was given, and a remedy.
+"""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +44,10 @@ def check_dense(name: str, x: Any, like: Any) -> None:
 
 
 def check_integers(name: str, x: Any, like: Any) -> Any:
-    """Return a dense array of integers as int32 or int64: narrower dtypes cannot hold large indices."""
+    """Return a dense array of integers as int32 or int64.
+
+    Narrower dtypes cannot hold large indices.
+    """
     check_dense(name, x, like)
     xp = backend(like).xp
     if x.dtype == xp.int32 or x.dtype == xp.int64:
@@ -97,7 +103,10 @@ def check_scalar(name: str, x: Any, like: Any) -> Any:
 
 
 def check_number(name: str, x: Any, low: float = -math.inf, above: float = -math.inf) -> float:
-    """Return `x` as a Python number; raise unless it is finite, at least `low` and greater than `above`."""
+    """Return `x` as a Python number.
+
+    Raise unless it is finite, at least `low` and greater than `above`.
+    """
     if isinstance(x, bool) or not isinstance(x, int | float | np.number):
         raise TypeError(f"{name}: expected a Python number, got {x!r}")
     if not (-math.inf < x < math.inf and x >= low and x > above):  # math.isfinite does not compile

@@ -25,7 +25,8 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
     Parameters
     ----------
     arrays
-        At least one array; all of one library, dtype and device, and of one shape except for axis `ragged_dim`.
+        At least one array; all of one library, dtype and device, and of one shape except for axis
+        `ragged_dim`.
     ragged_dim
         The axis along which the lengths differ.
 
@@ -53,7 +54,8 @@ def pack(arrays: Sequence[Any], *, ragged_dim: int = 0) -> Array:
     try:
         return _pack.run_call(call)  # type: ignore[no-any-return]
     except Exception:
-        # Every library has an error of its own. Devices and shapes are compared only here, to save time.
+        # Every library has an error of its own. Devices and shapes are compared only here, to save
+        # time.
         _check_equal_devices_and_shapes(call)
         raise
 
@@ -125,7 +127,9 @@ def _check_equal(quantity: str, remedy: str, error: type[Exception], entries: li
 
 
 def unpack(arr: Array) -> list[Any]:
-    """Return the rows as a list of dense arrays, views where the library has them. Reads the offsets.
+    """Return the rows as a list of dense arrays, views where the library has them.
+
+    Reads the offsets.
 
     Parameters
     ----------
@@ -156,7 +160,9 @@ def unpack(arr: Array) -> list[Any]:
 def from_offsets(
     values: Any, offsets: Any, *, ragged_dim: int = 0, max_length: int | None = None
 ) -> Array:
-    """Return a ragged array on values and offsets (FlashAttention's ``cu_seqlens``); nothing is copied.
+    """Return a ragged array on values and offsets (FlashAttention's ``cu_seqlens``).
+
+    Nothing is copied.
 
     Parameters
     ----------
@@ -204,7 +210,8 @@ def from_lengths(
     Returns
     -------
     Array
-        On the memory of `values`. Offsets are int32 (int64 from 2^31 tokens), or have the dtype of lengths that are not read.
+        On the memory of `values`. Offsets are int32 (int64 from 2^31 tokens), or have the dtype of
+        lengths that are not read.
 
     Raises
     ------
@@ -294,7 +301,8 @@ def from_segment_ids(
     values
         All rows end to end along `ragged_dim`; not copied.
     segment_ids
-        (total,) integers that never fall, the row of each token; see `scree.group` for unsorted tokens.
+        (total,) integers that never fall, the row of each token; see `scree.group` for unsorted
+        tokens.
     num_segments
         Number of rows; by default the last id plus one, for which the ids are read.
     ragged_dim, max_length
@@ -310,7 +318,8 @@ def from_segment_ids(
     TypeError
         If the ids are not integers.
     ValueError
-        If there is not one id per token, or ids fall or are out of bounds, where reading them is free.
+        If there is not one id per token, or ids fall or are out of bounds, where reading them is
+        free.
 
     Examples
     --------

@@ -24,7 +24,8 @@ class Explanation:
     operation
         The name given to `explain`.
     provider
-        The provider of the kernel, or the library's name where its own function computes the result.
+        The provider of the kernel, or the library's name where its own function computes the
+        result.
     rejected
         Provider -> reason, for the kernels that were asked before.
     """
@@ -47,14 +48,14 @@ class _Selected(BaseException):
 def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
     """Return which kernel a function would run on these arguments, and why others would not.
 
-    The function itself runs up to the selection of its kernel, so `explain` accepts exactly what the function accepts.
-    Where a function needs several operations, the first one is explained.
+    The function itself runs up to the selection of its kernel, so `explain` accepts exactly what
+    the function accepts. Where a function needs several operations, the first one is explained.
 
     Parameters
     ----------
     name
-        A function of ``xp.ragged`` or of the standard, for instance ``"attention"`` or ``"sum"``, or an operation that
-        `register_kernel` knows.
+        A function of ``xp.ragged`` or of the standard, for instance ``"attention"`` or ``"sum"``,
+        or an operation that `register_kernel` knows.
     *args, **kwargs
         The function's arguments; for an operation, the fields of its call record.
 

@@ -1,8 +1,9 @@
 """The layout of a ragged array: offsets, everything derived from them, and the tiles of every row.
 
-A `Layout` holds one offsets vector. Everything derived from it is computed at most once and shared by all arrays of the
-layout. All of it is standard code on plain arrays that does not read the values of the offsets, so it runs under a trace and
-never waits for a device. The few questions whose answer is a size go to `read`.
+A `Layout` holds one offsets vector. Everything derived from it is computed at most once and shared
+by all arrays of the layout. All of it is standard code on plain arrays that does not read the
+values of the offsets, so it runs under a trace and never waits for a device. The few questions
+whose answer is a size go to `read`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Tiles(NamedTuple):
     Attributes
     ----------
     layout
-        The layout of the tiles: row i has ``ceil(lengths[i] / size)`` of them. Its total may exceed their number.
+        The layout of the tiles: row i has ``ceil(lengths[i] / size)`` of them. Its total may exceed
+        their number.
     rows
         (tiles,) row of each tile; some valid row for entries after the last tile.
     starts
@@ -43,13 +45,15 @@ class Tiles(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """Rows of similar length batched together, for functions that need rectangles; see `Layout.buckets`.
+    """Rows of similar length batched together, for functions that need rectangles.
+
+    See `Layout.buckets`.
 
     Attributes
     ----------
     parts
-        Per bucket (tokens, mask): (rows, longest) indices into the values, the last token of a row repeated after its end,
-        and a mask of the real tokens, or None where all are real.
+        Per bucket (tokens, mask): (rows, longest) indices into the values, the last token of a row
+        repeated after its end, and a mask of the real tokens, or None where all are real.
     starts
         The first token of the first row of each bucket.
     slots
@@ -62,7 +66,10 @@ class Buckets(NamedTuple):
 
 
 def _cached(derive: Callable[[Layout], Any]) -> Any:
-    """Return a property by `Layout.cached`; `functools.cached_property` is a descriptor that compilers refuse."""
+    """Return a property by `Layout.cached`.
+
+    `functools.cached_property` is a descriptor that compilers refuse.
+    """
     name = derive.__name__
 
     return property(lambda self: self.cached(name, lambda: derive(self)), doc=derive.__doc__)
@@ -78,8 +85,8 @@ class Layout:
     offsets
         (n + 1,) integers, `[0, L0, L0 + L1, ...]`.
     total
-        Number of tokens in the values, the tail included; a Python integer. None means the last offset, which is read on
-        demand.
+        Number of tokens in the values, the tail included; a Python integer. None means the last
+        offset, which is read on demand.
     max_length
         A bound on the longest row that is known without reading, or None.
     host
@@ -110,7 +117,10 @@ class Layout:
     def from_host(
         cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None
     ) -> Layout:
-        """Return a layout from row lengths in host memory; offsets as `like`, else int32 where that suffices."""
+        """Return a layout from row lengths in host memory.
+
+        Offsets as `like`, else int32 where that suffices.
+        """
         host = np.zeros(len(lengths) + 1, np.int64)
         lengths.cumsum(dtype=np.int64, out=host[1:])
         dtype = index_dtype(backend.xp, int(host[-1]), like)
@@ -121,7 +131,10 @@ class Layout:
         return cls(backend, offsets, int(host[-1]), longest, host)
 
     def cached(self, key: Any, derive: Callable[[], Any], pair: Layout | None = None) -> Any:
-        """Return ``derive()``, computed once per layout, or once per pair of layouts, and outside of any trace."""
+        """Return ``derive()``, computed once per layout or pair of layouts.
+
+        It is computed outside of any trace.
+        """
         cache = self.cache if pair is None else self.pair_cache(pair)
         if key not in cache:
             with self.backend.untraced(self.offsets):
@@ -174,24 +187,36 @@ class Layout:
         return self.xp.astype(self.offsets, index_dtype(self.xp, last, self.offsets), copy=False)
 
     def index_from_host(self, host: np.ndarray, last: int = 0) -> Any:
-        """Return indices up to `last` from host memory, with the dtype and on the device of the offsets."""
+        """Return indices up to `last` from host memory.
+
+        They have the dtype and the device of the offsets.
+        """
         dtype = index_dtype(self.xp, last, self.offsets)
         return self.backend.from_host(np.ascontiguousarray(host), dtype, self.device)
 
     def on_host(self) -> Layout:
-        """Return the same layout in host memory where its offsets are known there, else the layout itself."""
+        """Return the same layout in host memory where its offsets are known there.
+
+        Otherwise return the layout itself.
+        """
         if self.host is None or self.host is self.offsets:
             return self
         return Layout(backend(self.host), self.host, self.total, self.max_length, self.host)
 
     def set_host_lengths(self, lengths: np.ndarray) -> None:
-        """Keep row lengths that the caller knows, so that the offsets are not read from a device later."""
+        """Keep row lengths that the caller knows.
+
+        The offsets are not read from a device later.
+        """
         if self._host is None:
             zero = np.zeros(1, np.int64)
             self._host = np.concatenate([zero, np.cumsum(lengths, dtype=np.int64)])
 
     def read(self) -> np.ndarray:
-        """Return the offsets in host memory; waits for the device where it must. For results of dynamic size."""
+        """Return the offsets in host memory; waits for the device where it must.
+
+        For results of dynamic size.
+        """
         if self.host is None:
             self._host = self.backend.read(self.offsets)
         assert self._host is not None
@@ -199,7 +224,10 @@ class Layout:
 
     @property
     def max_length_bound(self) -> int:
-        """The best bound on the longest row that is known without reading; `max_length` may be a loose one."""
+        """The best bound on the longest row that is known without reading.
+
+        `max_length` may be a loose one.
+        """
         longest: int = self.total if self.max_length is None else self.max_length
         if self.host is not None:
             longest = self._longest
@@ -227,7 +255,10 @@ class Layout:
 
     @_cached
     def row_index(self) -> Any:
-        """(total,) row of each token, clipped to n - 1, so that it may index any array with one entry per row."""
+        """(total,) row of each token, clipped to n - 1.
+
+        So it may index any array with one entry per row.
+        """
         return self._clip_below(self.segment_ids, self.num_rows)
 
     @_cached
@@ -240,7 +271,10 @@ class Layout:
         return self.xp.take(per_row, self.row_index, axis=0)
 
     def starts_and_lengths(self, layout: Layout) -> tuple[Any, Any]:
-        """Return (total,) the start and the length, in another layout of as many rows, of each token's row."""
+        """Return (total,) the start and the length of each token's row in another layout.
+
+        The other layout has as many rows.
+        """
         return self.per_token(layout.offsets[:-1]), self.per_token(layout.lengths)
 
     @_cached
@@ -275,9 +309,10 @@ class Layout:
     def buckets(self, padded: bool = True) -> Buckets:
         """Return the rows by falling length, in buckets of similar length. Reads the offsets.
 
-        A new bucket begins where a row is shorter than 3/4 of the bucket's longest row, or than 15/16 where that row has
-        `LONG_ROW` tokens: there padding costs more than another call. So there are at most about
-        ``20 + 16 * log(longest / LONG_ROW)`` buckets. With ``padded=False`` every length has a bucket of its own.
+        A new bucket begins where a row is shorter than 3/4 of the bucket's longest row, or than
+        15/16 where that row has `LONG_ROW` tokens: there padding costs more than another call. So
+        there are at most about ``20 + 16 * log(longest / LONG_ROW)`` buckets. With ``padded=False``
+        every length has a bucket of its own.
         """
         buckets: Buckets = self.cached(
             ("buckets", padded), lambda: self._make_buckets(self.read().astype(np.int64), padded)
@@ -305,7 +340,10 @@ class Layout:
         return Buckets(parts, starts, self.backend.from_host(slots, None, device))
 
     def tile_slots(self, size: int) -> Any:
-        """Return (total,) the slot of each token among all slots of all tiles; in bounds for tokens of the tail."""
+        """Return (total,) the slot of each token among all slots of all tiles.
+
+        In bounds for tokens of the tail.
+        """
         tiles = self.tiles(size).layout
         end = tiles.total * size
 
@@ -352,14 +390,20 @@ class Layout:
 
 
 def index_dtype(xp: Any, last: int, like: Any = None) -> Any:
-    """Return the dtype of indices up to `last`: the dtype of `like`, or else int32, where that suffices."""
+    """Return the dtype of indices up to `last`.
+
+    The dtype of `like`, or else int32, where that suffices.
+    """
     if last >= 2**31:
         return xp.int64
     return xp.int32 if like is None else like.dtype
 
 
 def has_same_rows(a: Layout, b: Layout) -> bool | None:
-    """Return whether two layouts have the same rows; None where only waiting for a device could tell."""
+    """Return whether two layouts have the same rows.
+
+    None where only waiting for a device could tell.
+    """
     if a is b or a.offsets is b.offsets:
         return True
     if a.num_rows != b.num_rows or a.total != b.total:

@@ -1,7 +1,7 @@
 """`namespace(*arrays)`: the namespace of the standard that understands ragged arrays.
 
-This is the highest layer of the core. On import it fills the hook of `Array`, and it builds the namespace of every library
-that is loaded.
+This is the highest layer of the core. On import it fills the hook of `Array`, and it builds the
+namespace of every library that is loaded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
     Returns
     -------
     module
-        Every function of the standard, for ragged arrays as the table `scree.functions.KINDS` says, and the library's own
-        function for dense arrays; and the extensions ``linalg``, ``fft`` and ``ragged``.
+        Every function of the standard, for ragged arrays as the table `scree.functions.KINDS` says,
+        and the library's own function for dense arrays; and the extensions ``linalg``, ``fft`` and
+        ``ragged``.
 
     Raises
     ------
@@ -91,7 +92,8 @@ def namespace_by_name(library: str) -> ModuleType:
 def build_namespace(lib: Backend) -> None:
     """Make the namespace of a library.
 
-    It is made when the library is loaded, because the first call may be inside a compiled function, where no module can be made.
+    It is made when the library is loaded, because the first call may be inside a compiled function,
+    where no module can be made.
     """
     module = ModuleType(
         f"scree.xp.{lib.name}", f"The Array API standard for ragged and dense arrays of {lib.name}."

@@ -1,4 +1,7 @@
-"""Arrays of each library, for tests that run on all of them; ``SCREE_BACKENDS`` picks some, as in the conformance suite."""
+"""Arrays of each library, for tests that run on all of them.
+
+``SCREE_BACKENDS`` picks some, as in the conformance suite.
+"""
 
 from __future__ import annotations
 

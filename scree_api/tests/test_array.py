@@ -1,4 +1,4 @@
-"""The array itself: what it shares with what it was made of, copies and pickles, operators, and how it shows itself."""
+"""The array itself: sharing, copies, pickles, operators and display."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def same(a: scree.Array, b: scree.Array) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------- what it is made of
+# ------------------------------------------------------------------------------------------- what
+# it is made of
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_parts_are_kept_as_they_are(dtype: str) -> None:
     values, cu = np.zeros((2, 5, 3), np.float32), np.asarray([0, 2, 2, 5], dtype)
@@ -158,7 +159,8 @@ def test_to_device_moves_both_parts(arr: scree.Array) -> None:
         assert moved.lengths.to_device(xp.Device("CPU_DEVICE")).shape == (3,)
 
 
-# ------------------------------------------------------------------------------------------------------ operators
+# ------------------------------------------------------------------------------------------------------
+# operators
 OPERATORS = {
     f"__{name}__": getattr(operator, f"{name}_" if name in ("and", "or") else name)
     for name in (*UNARY, *BINARY, *COMPARISONS)
@@ -229,7 +231,8 @@ def test_in_place_operators_make_new_arrays(arr: scree.Array) -> None:
     assert arr is not before and before.values.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-# -------------------------------------------------------------------------------------------------------- display
+# --------------------------------------------------------------------------------------------------------
+# display
 def test_repr_shows_rows(arr: scree.Array) -> None:
     assert repr(arr).splitlines() == [
         "scree.Array(shape=(3, None), dtype=float64, numpy, lengths 0 to 3, total 5)",
@@ -298,7 +301,8 @@ def test_repr_never_reads_from_a_device() -> None:
         assert len(repr(lazy).splitlines()) == 1
 
 
-# --------------------------------------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------------------------------------
+# layouts
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name != "jax"]
 )  # whose kernel keeps nothing
@@ -314,7 +318,8 @@ def test_queries_forget_the_keys_of_earlier_steps(name: str) -> None:
     assert sum(layout() is not None for layout in layouts) <= 4
 
 
-# ------------------------------------------------------------------------------------------------- complex numbers
+# -------------------------------------------------------------------------------------------------
+# complex numbers
 @pytest.mark.parametrize("name", NAMES)
 def test_reductions_of_complex_numbers(name: str) -> None:
     lib = load(name)
@@ -331,7 +336,10 @@ def test_reductions_of_complex_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bound_may_be_as_loose_as_one_likes(name: str) -> None:
-    """Nothing walks or compares up to it: the rows themselves are better known, or at least the number of all tokens."""
+    """Nothing walks or compares up to it.
+
+    The rows themselves are better known, or at least the number of all tokens.
+    """
     lib = load(name)
     x, y = (scree.Array(lib.f(5, 2, 4), lib.i([0, 2, 2, 5]), 0, bound) for bound in (10**9, 3))
     assert x.max_length == 10**9 and x.layout.max_length_bound == (5 if name == "mlx" else 3)

@@ -26,7 +26,10 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def asked() -> list[Any]:
-    """The calls of attention that a kernel was asked about whose answer holds for calls alike. It gives back what it is given."""
+    """The calls of attention that a kernel was asked about whose answer holds for calls alike.
+
+    It gives back what it is given.
+    """
     calls: list[Any] = []
 
     def rejects(call: Any) -> str | None:
@@ -201,7 +204,10 @@ def test_options_that_never_come_twice_do_not_fill_the_memory(
 
 @pytest.fixture
 def everywhere() -> list[str]:
-    """Kernels of all operations that run calls alike another way: the operations that were asked about."""
+    """Kernels of all operations that run calls alike another way.
+
+    The operations that were asked about.
+    """
     names: list[str] = []
     for name in OPERATIONS:
 

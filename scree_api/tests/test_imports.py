@@ -1,4 +1,4 @@
-"""What importing scree costs and loads, which module may import which, and that every public name is documented."""
+"""Cost and contents of ``import scree``, layers of its modules, and documentation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ LIBRARIES = {
 }
 EXTRAS = {"rich", "tokenizers", "safetensors", "awkward", "pyarrow", "scipy", "transformers"}
 
-#: Layers from bottom to top; a module imports from its own layer and from those above its line, and there is no circle.
+#: Layers from bottom to top; a module imports from its own layer and from those above its line, and
+#: there is no circle.
 LAYERS = """
 backends
 checks
@@ -61,7 +62,8 @@ def python(code: str, cache: Path | None = None) -> str:
     ).stdout
 
 
-# --------------------------------------------------------------------------------------------------------- import
+# ---------------------------------------------------------------------------------------------------------
+# import
 def test_import_loads_no_library() -> None:
     loaded = json.loads(
         python(
@@ -88,7 +90,8 @@ def test_import_costs_little_more_than_its_dependencies(tmp_path: Path) -> None:
     assert median(ratio() for _ in range(9)) < 1.5
 
 
-# --------------------------------------------------------------------------------------------------- architecture
+# ---------------------------------------------------------------------------------------------------
+# architecture
 def absolute_imports(path: Path) -> set[str]:
     """The root modules that a module imports, inside of functions too."""
     roots: set[str] = set()
@@ -101,7 +104,10 @@ def absolute_imports(path: Path) -> set[str]:
 
 
 def imported_modules(name: str, modules: dict[str, Path], root: str = "scree") -> set[str]:
-    """The modules of the package that a module imports, inside of functions and from its own package too."""
+    """The modules of the package that a module imports.
+
+    Imports inside of functions and of its own package count too.
+    """
     package, targets = name.split("/")[:-1], set()
     for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -205,7 +211,8 @@ def test_no_private_name_is_imported_from_another_file() -> None:
                     assert not private, f"{path}:{node.lineno} imports {private}"
 
 
-# ---------------------------------------------------------------------------------------------------------- names
+# ----------------------------------------------------------------------------------------------------------
+# names
 PUBLIC = [name for name in scree.__all__ if callable(getattr(scree, name))]
 #: What a sentence and an example say in full.
 SHORT = set(

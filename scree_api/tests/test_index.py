@@ -1,4 +1,7 @@
-"""`arr[...]` and `scree.at(arr)[...]` by Python's and NumPy's rules on a plain list of rows, for keys of every form."""
+"""Indexing and updates by the rules of Python and NumPy.
+
+The oracle is a plain list of rows, for keys of every form.
+"""
 
 from __future__ import annotations
 

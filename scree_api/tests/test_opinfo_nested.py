@@ -1,7 +1,8 @@
 """PyTorch's own samples of nested tensors: scree against the per-row reference of `njt_op_db`.
 
 The database gives jagged nested tensors (contiguous, transposed, with holes) and a reference that
-calls the dense operation per row. SCREE_OPINFO=all runs every sample; the default is a sample of them.
+calls the dense operation per row. SCREE_OPINFO=all runs every sample; the default is a sample of
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who runs a call: the order of the providers, `kernel=`, what `explain` says, and packages that bring kernels."""
+"""Selection of kernels: order, `kernel=`, `explain`, and packages that bring kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ def arr() -> scree.Array:
 
 @pytest.fixture(autouse=True)
 def only_standard_kernels() -> Iterator[None]:
-    """Every test begins with the standard implementations only, and what it registers is removed after it."""
+    """Begin every test with the standard implementations only.
+
+    Registrations of the test are removed after it.
+    """
     scree.namespace(np.zeros(1))
     with registry.isolated(standard_only=True):
         yield
 
 
 def provide(name: str, reason: str | None = None, operation: str = "softmax") -> list[Any]:
-    """Register a provider that gives its name back, or rejects with a reason; the calls that it ran."""
+    """Register a provider that gives its name back, or rejects with a reason.
+
+    The calls that it ran.
+    """
     calls: list[Any] = []
 
     @scree.register_kernel(operation, provider=name, rejects=lambda call: reason)
@@ -144,7 +150,8 @@ def test_exceptions_of_kernels_propagate(arr: scree.Array) -> None:
         scree.softmax(arr)
 
 
-# ------------------------------------------------------------------------------------------------- entry points
+# -------------------------------------------------------------------------------------------------
+# entry points
 class Entries:
     """Stands for `importlib.metadata.entry_points`, with one entry for one library."""
 

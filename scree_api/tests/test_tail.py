@@ -1,8 +1,8 @@
 """The tail: tokens after the last row belong to no row and reach no result, whatever they hold.
 
-A library whose offsets are read for free refuses such a buffer outside of a trace. Compiled functions
-return such buffers, so the operations have to accept them. The tests build them as eager arrays on
-PyTorch and MLX, and inside of a compiled function on JAX. NumPy has to refuse them.
+A library whose offsets are read for free refuses such a buffer outside of a trace. Compiled
+functions return such buffers, so the operations have to accept them. The tests build them as eager
+arrays on PyTorch and MLX, and inside of a compiled function on JAX. NumPy has to refuse them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def heads(xp: Any, e: scree.Array) -> scree.Array:
 
 
 REDUCTIONS = "sum prod max min mean var std any all count_nonzero".split()
-#: Name -> call with the namespace and the arrays that its parameters name. Names with a star read offsets.
+#: Name -> call with the namespace and the arrays that its parameters name. Names with a star read
+#: offsets.
 CASES: dict[str, Case] = {
     **{f"{name} of everything": (lambda xp, e, name=name: getattr(xp, name)(e)) for name in (*REDUCTIONS, "argmax", "argmin")},
     **{f"{name} of all tokens": (lambda xp, t, name=name: getattr(xp, name)(t, axis=(0, 2))) for name in REDUCTIONS},
@@ -114,7 +115,10 @@ def flatten(result: Any) -> list[Any]:
 
 
 def evaluate(name: str, case: str, tail: int, read: bool) -> list[np.ndarray]:
-    """Return the rows and dense arrays of a case with a tail; `read` reads the offsets before the call."""
+    """Return the rows and dense arrays of a case with a tail.
+
+    `read` reads the offsets before the call.
+    """
     lib, call = load(name), CASES[case]
     offsets = np.cumsum([0, *LENGTHS]).astype(np.int32)
     wanted = arguments(case, tail)

@@ -1,4 +1,7 @@
-"""Ragged operations under the transforms of JAX, PyTorch and MLX: what the tests of the three libraries share."""
+"""Ragged operations under the transforms of JAX, PyTorch and MLX.
+
+What the tests of the three libraries share.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +27,8 @@ def weights(seed: int = 1, dtype: Any = np.float32) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((WIDTH, WIDTH)).astype(dtype) / 2
 
 
-# ---------------------------------------------------- what is transformed: (namespace, tokens, index) -> array
+# ---------------------------------------------------- what is transformed: (namespace, tokens,
+# index) -> array
 def attention(xp: Any, x: scree.Array, index: Any) -> Any:
     """Two groups of two query heads, causal."""
     q, k = (
@@ -105,7 +109,8 @@ def loss(name: str, x: scree.Array, w: Any, index: Any) -> Any:
     return judged(x.layout.xp, apply(name, x, w, index))
 
 
-# ------------------------- the standard's functions, many in one compiled function: (namespace, tokens, index) -> results
+# ------------------------- the standard's functions, many in one compiled function: (namespace,
+# tokens, index) -> results
 def dims(xp: Any, x: scree.Array, index: scree.Array) -> list[Any]:
     n = x.batch_size
     y = xp.reshape(x, (n, None, 2, -1))
@@ -169,7 +174,8 @@ def standard(name: str, values: Any, index: Any, offsets: Any) -> list[Any]:
     return [y.values if isinstance(y, scree.Array) else y for y in found]
 
 
-# ------------------------------------------------------------------ the oracle: one plain loop over rows, float64
+# ------------------------------------------------------------------ the oracle: one plain loop over
+# rows, float64
 def softmax_of(score: np.ndarray) -> np.ndarray:
     weight = np.exp(score - score.max(axis=-1, keepdims=True))
     return weight / weight.sum(axis=-1, keepdims=True)
@@ -247,7 +253,10 @@ def expected_loss(name: str, x: np.ndarray, w: np.ndarray, lengths: list[int]) -
 def slope(
     name: str, lengths: list[int], step: float = 1e-6
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """A direction for tokens and weights, and the derivative of the loss along it, by a central difference."""
+    """A direction for tokens and weights, and the derivative of the loss along it.
+
+    The derivative is a central difference.
+    """
     dx, dw = values(2, np.float64), weights(3, np.float64)
     x, w = values(dtype=np.float64), weights(dtype=np.float64)
     up, down = (expected_loss(name, x + s * dx, w + s * dw, lengths) for s in (step, -step))

@@ -1,4 +1,7 @@
-"""Under the transforms of JAX: traced once for all offsets, differentiated, mapped, scanned, sharded, donated."""
+"""Under the transforms of JAX.
+
+Traced once for all offsets, differentiated, mapped, scanned, sharded, donated.
+"""
 
 import os
 import subprocess
@@ -50,7 +53,10 @@ def counted(f: Callable[..., Any]) -> tuple[Callable[..., Any], list[None]]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_one_trace_serves_all_offsets_of_a_shape(name: str) -> None:
-    """Values and gradients, along one direction, of two batches; the first is not known when the function is compiled."""
+    """Values and gradients, along one direction, of two batches.
+
+    The first is not known when the function is compiled.
+    """
     w, index = jnp.asarray(weights()), jnp.asarray(INDEX)
 
     def both(x: scree.Array, w: Any) -> Any:
@@ -217,7 +223,10 @@ def test_donated_batch_and_shapes_without_arrays() -> None:
 
 
 def sharded() -> None:
-    """In a process of its own with two devices: rows split over them, weights on both; and rows that nobody has placed."""
+    """In a process of its own with two devices: rows split over them, weights on both.
+
+    And rows that nobody has placed.
+    """
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -273,7 +282,10 @@ def test_rows_split_over_devices() -> None:
 
 
 def test_attention_holds_tokens_and_tiles_alone() -> None:
-    """By XLA's own account of the compiled function, forward and backward: one long row among short ones is no square."""
+    """By XLA's own account of the compiled function, forward and backward.
+
+    One long row among short ones is no square.
+    """
     lengths, heads, dim = [4096] + [16] * 127, 4, 32
     total = sum(lengths)
 

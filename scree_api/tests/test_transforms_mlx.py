@@ -1,4 +1,7 @@
-"""Under the transforms of MLX: compiled, differentiated, mapped; and lazy until somebody asks for a value."""
+"""Under the transforms of MLX: compiled, differentiated, mapped.
+
+And lazy until somebody asks for a value.
+"""
 
 from collections.abc import Callable
 from functools import partial

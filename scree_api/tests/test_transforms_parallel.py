@@ -1,4 +1,7 @@
-"""Two processes over gloo: DDP and FSDP2 train on ragged batches as one process does, and find the tensors inside of them."""
+"""Two processes over gloo.
+
+DDP and FSDP2 train on ragged batches as one process does, and find the tensors inside of them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +67,7 @@ def train(model: torch.nn.Module, lengths: list[int], share: float) -> dict[str,
 
 
 def ddp(model: Model) -> torch.nn.Module:
-    """Looks for the parameters that an output depends on, which it reaches through ragged arrays alone."""
+    """Find the parameters that an output depends on through ragged arrays."""
     return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 
 

@@ -1,4 +1,7 @@
-"""Under the transforms of PyTorch: compiled once for all lengths, exported, differentiated twice, mapped, checkpointed, wrapped."""
+"""Under the transforms of PyTorch.
+
+Compiled once for all lengths, exported, differentiated twice, mapped, checkpointed, wrapped.
+"""
 
 import operator as op
 import subprocess
@@ -79,7 +82,10 @@ def drawn(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     "name", [name for name in OPERATIONS if name not in ("norms", "rope")]
 )  # those are in Block
 def test_one_graph_serves_all_lengths(name: str) -> None:
-    """No break; no new graph for other offsets, totals or numbers of rows; values and gradients are those of the oracle."""
+    """No break; no new graph for other offsets, totals or numbers of rows.
+
+    Values and gradients are those of the oracle.
+    """
 
     def step(v: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> Any:
         x = scree.from_cu_seqlens(v, offsets, max_length=LONGEST)
@@ -109,7 +115,10 @@ def test_one_graph_serves_all_lengths(name: str) -> None:
 
 @pytest.mark.parametrize("name", STANDARD)
 def test_the_functions_of_the_standard_compile_for_sizes_that_vary(name: str) -> None:
-    """A size that a compiler does not know is compared as it allows, not looked for among others; one graph serves all."""
+    """A size that a compiler does not know is compared as it allows, not looked for among others.
+
+    One graph serves all.
+    """
     function = torch.compile(partial(standard, name), backend="eager", fullgraph=True, dynamic=True)
     standard(name, *drawn(LENGTHS), offsets(LENGTHS))  # PyTorch has been met before
     for lengths in (LENGTHS, [5, 9, 2], [7, 0, 1, 20]):
@@ -366,7 +375,10 @@ def test_function_transforms_over_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_nothing_is_read_from_a_device(name: str) -> None:
-    """Forward and backward on tensors that have no memory: every read of a value, every size that depends on one, raises."""
+    """Forward and backward on tensors that have no memory.
+
+    Every read of a value, every size that depends on one, raises.
+    """
     v, w = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((9, 8), (8, 8)))
     x = scree.from_cu_seqlens(v, torch.empty(5, dtype=torch.int32, device="meta"), max_length=7)
     index = torch.empty(9, dtype=torch.int64, device="meta")

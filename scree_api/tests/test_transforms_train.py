@@ -1,4 +1,7 @@
-"""The language model of the demo: against plain NumPy, and the same curve in every library, ragged and padded."""
+"""The language model of the demo.
+
+Against plain NumPy, and the same curve in every library, ragged and padded.
+"""
 
 import json
 import sys

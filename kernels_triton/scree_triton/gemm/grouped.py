@@ -1,8 +1,8 @@
 """Grouped GEMM: every row of a ragged array times its own matrix, and the gradients of both.
 
 The product and the gradient of the rows share a kernel: a tile of a row's tokens times a tile of
-its matrix. For the gradient of a matrix, one CTA per tile iterates over the tokens of the row. There
-are no atomics, so equal inputs give equal bits.
+its matrix. For the gradient of a matrix, one CTA per tile iterates over the tokens of the row.
+There are no atomics, so equal inputs give equal bits.
 
 There are three pairs of kernels:
 
@@ -71,7 +71,8 @@ def tiled_kernel(
     before = tl.cumsum(blocks, 0) - blocks
     slots = tl.sum(blocks, 0)
     for tile in tl.range(tl.program_id(0), slots * COLUMNS, tl.num_programs(0), flatten=True):
-        # GROUP consecutive slots run together, so that they share tiles of the matrices in the cache.
+        # GROUP consecutive slots run together, so that they share tiles of the matrices in the
+        # cache.
         first = tile // (GROUP * COLUMNS) * GROUP
         side = tl.minimum(slots - first, GROUP)
         slot = first + tile % (GROUP * COLUMNS) % side

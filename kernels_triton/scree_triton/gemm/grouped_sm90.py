@@ -1,7 +1,7 @@
 """Grouped products on Hopper in Gluon, float16 and bfloat16.
 
-A CTA is warp-specialized: one producer warp and two consumer warp groups, as in `sm90.pipeline`. The
-producer fetches tiles from a counter and fills a ring of shared memory by TMA. Each consumer
+A CTA is warp-specialized: one producer warp and two consumer warp groups, as in `sm90.pipeline`.
+The producer fetches tiles from a counter and fills a ring of shared memory by TMA. Each consumer
 multiplies half of the rows on the tensor cores. While TMA writes a result, the producer reads the
 next tile. A tile has 128 tokens and 256 columns in the product, and 256 rows and 128 columns of a
 matrix in the gradient. A consumer whose rows are all after the end multiplies nothing. For the last
@@ -59,8 +59,9 @@ GROUP = gl.constexpr(16)
 
 @gluon.jit
 def _tell(queue, told, read, i, more, steps, halves, left, front, first, column):
-    """What the consumers need to know of the tile: whether it is one; how deep it is; how many halves of its columns are
-    wanted; how many of its rows there are; and where it stands in the output. Every lane writes a copy: see `hopper._post`.
+    """What the consumers need to know of the tile: whether it is one; how deep it is; how many
+    halves of its columns are wanted; how many of its rows there are; and where it stands in the
+    output. Every lane writes a copy: see `hopper._post`.
     """
     mbarrier.wait(read.index(i % 2), ((i // 2) & 1) ^ 1)
     e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8
@@ -125,7 +126,8 @@ def _product_producer(
     t = gl.program_id(0)
     i = 0
     c = 0
-    # The row of the batch that the tile is of, and the tiles before this row and in it. Row n are the tokens behind the last.
+    # The row of the batch that the tile is of, and the tiles before this row and in it. Row n are
+    # the tokens behind the last.
     row = 0
     start = gl.load(OFFSETS).to(gl.int32)
     end = gl.load(OFFSETS + 1).to(gl.int32)
@@ -274,7 +276,9 @@ def _multiply(
     COLUMNS: gl.constexpr,
     TURNED: gl.constexpr,
 ):
-    """64 tokens and this many columns of a product, from the step `c` of the ring on, and where the next tile begins."""
+    """64 tokens and this many columns of a product, from the step `c` of the ring on, and where the
+    next tile begins.
+    """
     acc = _zeros(COLUMNS)
     for j in range(steps):
         stage = c % STAGES
@@ -383,7 +387,9 @@ def _consumer(
 
 @gluon.jit
 def _signals(stages: gl.constexpr):
-    """The queue of tiles, what tells of it and that it was read; and what tells that a slot of the rings is full or empty."""
+    """The queue of tiles, what tells of it and that it was read; and what tells that a slot of the
+    rings is full or empty.
+    """
     return (
         allocate_tile_queue(),
         allocate_barriers(2, 1),
@@ -395,7 +401,9 @@ def _signals(stages: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("n", "total", "k", "m"))
 def product_kernel(xd, wd, outd, OFFSETS, COUNTER, n, total, k, m, TURNED: gl.constexpr):
-    """OUT (total, m) = X (total, k) times, for each token, the matrix (k, m) of its row; W is (n, k, m), TURNED (n, m, k)."""
+    """OUT (total, m) = X (total, k) times, for each token, the matrix (k, m) of its row; W is (n,
+    k, m), TURNED (n, m, k).
+    """
     a_s = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, 64, DEEP], xd.layout)
     b_s = gl.allocate_shared_memory(
         xd.dtype, [STAGES, 1, WIDE, DEEP] if TURNED else [STAGES, 1, DEEP, WIDE], wd.layout
@@ -495,7 +503,9 @@ class WeightArgs:
 def _launch(
     device: torch.device, dtype: torch.dtype, offsets: torch.dtype, turned: bool | None
 ) -> Launch:
-    """Return the launch of the product, with transposed matrices or not; with None of their gradient."""
+    """Return the launch of the product, with transposed matrices or not; with None of their
+    gradient.
+    """
     options = dict(num_warps=4, maxnreg=168)
     if turned is None:
         return Launch(weight_kernel, {}, options, (TOKENS.value, TOKENS.value, 64), args=WeightArgs)

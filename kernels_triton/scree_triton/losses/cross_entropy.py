@@ -21,7 +21,8 @@ from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
 def forward(
     x: torch.Tensor, targets: Targets, reduction: str = "none", save: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the reduced losses of logits x (total, classes), the statistics, and the weight of one loss.
+    """Return the reduced losses of logits x (total, classes), the statistics, and the weight of one
+    loss.
 
     The statistics (2, total) are what the backward needs per token; None without `save`. The weight
     of one loss is None unless the reduction is "sum" or "mean".

@@ -59,7 +59,9 @@ def _whole(place, lead, V: tl.constexpr, GRAIN: tl.constexpr):
 
 @triton.jit
 def _edges(lead, V: tl.constexpr, GRAIN: tl.constexpr):
-    """Return the GRAIN indices around the first and the last logit, and a mask of those outside `_whole`."""
+    """Return the GRAIN indices around the first and the last logit, and a mask of those outside
+    `_whole`.
+    """
     i = tl.arange(0, 2 * GRAIN)
     place = tl.where(i < GRAIN, lead // GRAIN * GRAIN + i, (lead + V) // GRAIN * GRAIN + i - GRAIN)
     return place, (place >= lead) & (place < lead + V) & ((i >= GRAIN) | (lead % GRAIN > 0))
@@ -285,10 +287,9 @@ def classes_kernel(
 
     X and OUT hold V classes, from the class `low` on. The flags select the outputs:
 
-    - EACH: LOSSES (size,).
-    - SUM: PARTS (2, CTAs), the sum and the number of the losses of each CTA.
-    - GRADIENT: OUT, the gradient of the logits.
-    - SAVE: STATS (2, size), the maximum and the sum of exponentials; the sum is _NONE for an ignored
+    - EACH: LOSSES (size,). - SUM: PARTS (2, CTAs), the sum and the number of the losses of each
+    CTA. - GRADIENT: OUT, the gradient of the logits. - SAVE: STATS (2, size), the maximum and the
+    sum of exponentials; the sum is _NONE for an ignored
       token. STATS is read if neither EACH nor SUM is set.
 
     With SHIFTED a token begins anywhere within 16 bytes, which are GRAIN elements. The kernel then
@@ -552,7 +553,8 @@ def visit_logits(
     losses
         (total,) float32, written if present.
     parts
-        List that gets one more array if present: (2, CTAs), the sum and number of the losses per CTA.
+        List that gets one more array if present: (2, CTAs), the sum and number of the losses per
+        CTA.
     stats
         (2, total) float32: written together with losses or parts, read if neither is present.
     out

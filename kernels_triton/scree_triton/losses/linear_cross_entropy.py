@@ -1,13 +1,16 @@
-"""Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist at a time.
+"""Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist
+at a time.
 
-The product writes them, `logits.visit` turns them into their own gradient, and two more products make of that the gradients
-of hidden states and weight. Where there are many classes, a few tokens have as many logits as the weight has numbers; there it
-takes two visits. The first goes by tokens, with their logits in the memory where the gradient of the weight will stand, and gives
-the losses and the gradient of the hidden states; the second goes by classes, makes their logits once more, and gives the gradient
-of the weight.
+The product writes them, `logits.visit` turns them into their own gradient, and two more products
+make of that the gradients of hidden states and weight. Where there are many classes, a few tokens
+have as many logits as the weight has numbers; there it takes two visits. The first goes by tokens,
+with their logits in the memory where the gradient of the weight will stand, and gives the losses
+and the gradient of the hidden states; the second goes by classes, makes their logits once more, and
+gives the gradient of the weight.
 
-That can be done in the forward pass where the gradient of the losses will be one number for all; where it will not, and for
-float16, whose loss is scaled against underflow, the backward pass does it all again.
+That can be done in the forward pass where the gradient of the losses will be one number for all;
+where it will not, and for float16, whose loss is scaled against underflow, the backward pass does
+it all again.
 """
 
 from functools import cache, partial
@@ -30,7 +33,8 @@ LEAST = 1024
 PARTS = 12
 #: Above this ratio of classes to the width of a hidden state there are two passes over the logits.
 MANY = 16
-#: Most tokens (unless PARTS requires more) and classes whose logits the second pass holds at a time.
+#: Most tokens (unless PARTS requires more) and classes whose logits the second pass holds at a
+#: time.
 SECOND = (4352, 4096)
 
 
@@ -154,7 +158,9 @@ class _Head(NamedTuple):
     share: torch.Tensor | None
 
     def visit(self, logits: torch.Tensor, first: int, low: int = 0, **outputs: Any) -> None:
-        """Write the logits of the tokens from `first` and the classes from `low` on, and run the kernel."""
+        """Write the logits of the tokens from `first` and the classes from `low` on, and run the
+        kernel.
+        """
         tokens, classes = slice(first, first + logits.shape[0]), slice(low, low + logits.shape[1])
         if self.bias is None:
             torch.mm(self.x[tokens], self.weight[classes].mT, out=logits)
@@ -165,7 +171,9 @@ class _Head(NamedTuple):
         )
 
     def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
-        """Copy x from the token `first` on to `out`, with 0 for ignored tokens, which have no gradient."""
+        """Copy x from the token `first` on to `out`, with 0 for ignored tokens, which have no
+        gradient.
+        """
         x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
         launch_on_device(
             _known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
@@ -194,7 +202,8 @@ def fused(
     wanted: Wanted = NONE,
     dlosses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Gradients]:
-    """Return the reduced losses of x (total, width) by weight (classes, width), and the wanted gradients.
+    """Return the reduced losses of x (total, width) by weight (classes, width), and the wanted
+    gradients.
 
     The gradient of the bias is float32.
     """

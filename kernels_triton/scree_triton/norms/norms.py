@@ -1,4 +1,5 @@
-"""RMS norm and layer norm, forward and backward; `CENTRE` selects layer norm, which subtracts the mean.
+"""RMS norm and layer norm, forward and backward; `CENTRE` selects layer norm, which subtracts the
+mean.
 
 The forward kernel reads and writes every element once. With a residual it adds the residual first
 and writes the sum too. The backward kernel recomputes the statistics from the token, which it reads
@@ -393,7 +394,9 @@ def _backward_launches(
 
 
 class _LaunchConfig:
-    """Everything that the metadata of the arrays determines, so that a call only allocates and launches."""
+    """Everything that the metadata of the arrays determines, so that a call only allocates and
+    launches.
+    """
 
     def __init__(
         self,
@@ -497,7 +500,9 @@ class _LaunchConfig:
         return dx, dw, db
 
     def _backward_config(self, key: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
-        """Return the launches of a backward, their grids, and shape, strides and dtype of dw, db and parts."""
+        """Return the launches of a backward, their grids, and shape, strides and dtype of dw, db
+        and parts.
+        """
         first, second, rows, most = _backward_launches(
             self.device, self.dtypes, self.width, self.centre, *key
         )
@@ -536,7 +541,9 @@ def _plan(
 
 
 def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return x as (tokens, width) with contiguous elements, copied if necessary, and its token stride."""
+    """Return x as (tokens, width) with contiguous elements, copied if necessary, and its token
+    stride.
+    """
     if x.is_contiguous():
         return x, x.shape[-1]
     x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

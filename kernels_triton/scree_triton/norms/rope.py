@@ -46,7 +46,8 @@ def _angles(
     TOKENS: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
-    """Return cos and sin (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a CTA.
+    """Return cos and sin (TOKENS, 1, HALF) of ``sign * position * BASE**pair``, for the tokens of a
+    CTA.
 
     An angle is an integer in units of 2**-64 turns, so whole turns overflow. The remainder of an
     angle of thousands of turns is therefore as exact as float32, at little cost. The polynomials
@@ -235,7 +236,9 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_START: tl.constexpr,
 ):
-    """Rotate pair i of the token at position p of Q by ``sign * p * BASE**i``; with K_HEADS of K too."""
+    """Rotate pair i of the token at position p of Q by ``sign * p * BASE**i``; with K_HEADS of K
+    too.
+    """
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     # Loaded before the angles are computed, to hide the latency of memory.
     a, b = _read(Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED)
@@ -361,7 +364,9 @@ class Rotation(NamedTuple):
 
 
 class _LaunchConfig:
-    """Everything that the metadata of the arrays determines, so that a call only allocates and launches."""
+    """Everything that the metadata of the arrays determines, so that a call only allocates and
+    launches.
+    """
 
     def __init__(
         self,
@@ -428,7 +433,9 @@ def rotate(
 
 
 def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Return values as (total, heads, dim) with contiguous heads; and the strides of tokens and heads."""
+    """Return values as (total, heads, dim) with contiguous heads; and the strides of tokens and
+    heads.
+    """
     if x.ndim != 3:
         x = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     *strides, last = x.stride()

@@ -1,4 +1,6 @@
-"""Gradients in eager code: one specification per operation, from which an autograd function is made."""
+"""Gradients in eager code: one specification per operation, from which an autograd function is
+made.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +48,8 @@ class _Function(torch.autograd.Function):
 
 
 def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backward` as `torch.autograd.function.once_differentiable`, at a cost only where it matters.
+    """Wrap `backward` as `torch.autograd.function.once_differentiable`, at a cost only where it
+    matters.
 
     PyTorch's decorator is slow; `create_graph=True` is the only case that needs it.
     """

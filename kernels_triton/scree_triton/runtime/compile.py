@@ -24,7 +24,8 @@ def define_operator(
     forward
         The computation. Its annotations are the schema of the operator.
     fake
-        The same function on tensors without data; it allocates outputs of the right shape and dtype.
+        The same function on tensors without data; it allocates outputs of the right shape and
+        dtype.
     save
         ``save(ctx, inputs, output)`` keeps on ``ctx`` what `backward` needs.
     backward

@@ -17,7 +17,8 @@ GLUON_KNOWN = TRITON_VERSION in ((3, 6), (3, 7))
 LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
-# The functions that torch.cuda calls, without its check that CUDA is initialized: the tensors are on the device already.
+# The functions that torch.cuda calls, without its check that CUDA is initialized: the tensors are
+# on the device already.
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 #: Called only where a tensor is on a device, so the count no longer changes and can be cached.

@@ -1,7 +1,10 @@
-"""The facts about an array library that the standard does not give: one `Backend` per library, found by an array's type.
+"""The facts about an array library that the standard does not give.
 
-This package is the lowest layer. Only it, `providers`, `bridges` and the training programs of `demo` name a library. A
-library that follows the standard and has no module here works too, through `generic`.
+One `Backend` per library, found by an array's type.
+
+This package is the lowest layer. Only it, `providers`, `bridges` and the training programs of
+`demo` name a library. A library that follows the standard and has no module here works too, through
+`generic`.
 """
 
 from collections.abc import Callable
@@ -49,34 +52,42 @@ class Backend:
     xp
         Its namespace of the Array API standard.
     peek
-        ``peek(x)`` returns the values of an integer array as NumPy where reading is free (host memory, already computed),
-        else None. It never waits, never copies from a device, never breaks a trace.
+        ``peek(x)`` returns the values of an integer array as NumPy where reading is free (host
+        memory, already computed), else None. It never waits, never copies from a device, never
+        breaks a trace.
     read
-        ``read(x)`` returns the same and waits and copies where it must; raises `TypeError` under a trace.
+        ``read(x)`` returns the same and waits and copies where it must; raises `TypeError` under a
+        trace.
     row_ids
-        ``row_ids(repeats, total)`` repeats each index of `repeats` as often as its entry says, `total` entries in all,
-        without reading the values. None where the library has nothing faster than a binary search.
+        ``row_ids(repeats, total)`` repeats each index of `repeats` as often as its entry says,
+        `total` entries in all, without reading the values. None where the library has nothing
+        faster than a binary search.
     device, to_device
-        The device of an array, or None where a trace hides it or the library chooses it; and a copy on another device.
+        The device of an array, or None where a trace hides it or the library chooses it; and a copy
+        on another device.
     uniform
-        ``uniform(key, shape, like)`` draws random numbers in [0, 1) from an explicit key or generator; or None.
+        ``uniform(key, shape, like)`` draws random numbers in [0, 1) from an explicit key or
+        generator; or None.
     from_numpy
-        ``from_numpy(host, dtype, device)`` makes an array, where the library has something better than `asarray`.
+        ``from_numpy(host, dtype, device)`` makes an array, where the library has something better
+        than `asarray`.
     is_compiling
-        Whether a compiler traces every step, so that NumPy must not be used. Where traced arrays have a type of their
-        own, `peek` returns None instead.
+        Whether a compiler traces every step, so that NumPy must not be used. Where traced arrays
+        have a type of their own, `peek` returns None instead.
     untraced
-        ``untraced(offsets)`` is the context in which data derived from offsets is computed. What is computed inside lives as
-        long as the offsets, so it must not belong to a trace that does not trace them.
+        ``untraced(offsets)`` is the context in which data derived from offsets is computed. What is
+        computed inside lives as long as the offsets, so it must not belong to a trace that does not
+        trace them.
     checkpoint
-        ``checkpoint(f)`` is `f` with a backward pass that recomputes intermediate results; `f` itself in a library without
-        gradients.
+        ``checkpoint(f)`` is `f` with a backward pass that recomputes intermediate results; `f`
+        itself in a library without gradients.
     take_aligned
-        ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal, where the library's own
-        function makes a compiler specialize on their sizes.
+        ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal,
+        where the library's own function makes a compiler specialize on their sizes.
     make_guard
-        ``make_guard(arrays)`` returns a function that checks whether other arrays have the same host-visible metadata
-        (dtype, shape, strides, device). None where validating a call is cheaper than caching it.
+        ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
+        host-visible metadata (dtype, shape, strides, device). None where validating a call is
+        cheaper than caching it.
     """
 
     name: str
@@ -118,7 +129,8 @@ class Backend:
         return a is not None and b is not None and bool(a != b)
 
 
-#: Functions that run once per library, when its first array is seen. `scree.providers` registers kernels there, and
+#: Functions that run once per library, when its first array is seen. `scree.providers` registers
+#: kernels there, and
 #: `scree.namespace` builds the library's namespace.
 LOAD_HOOKS: list[Callable[[Backend], None]] = []
 
@@ -140,7 +152,10 @@ def backend(x: Any, name: str = "x") -> Backend:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether `x` is an array of some library (and not a Python scalar, a list or a ragged array)."""
+    """Return whether `x` is an array of some library.
+
+    Python scalars, lists and ragged arrays are not.
+    """
     return type(x) in _by_type or _library(type(x)) is not None or _is_standard(x)
 
 
@@ -157,7 +172,10 @@ def constant(f: F) -> F:
 
 @constant
 def _library(cls: type) -> str | None:
-    """Return the listed library of `cls` or of one of its bases, if instances of `cls` can be arrays."""
+    """Return the listed library of `cls` or of one of its bases.
+
+    Return None if instances of `cls` cannot be arrays.
+    """
     if not hasattr(cls, "shape"):
         return None
     roots = (base.__module__.partition(".")[0] for base in cls.__mro__)

@@ -38,7 +38,10 @@ def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
 
 
 def device(x: Any) -> Any:
-    """Return the device; None where a trace hides it, and for arrays that are not committed to one device."""
+    """Return the device of an array.
+
+    None where a trace hides it, and for arrays that are not committed to one device.
+    """
     if isinstance(x, jax.core.Tracer) or not x.committed or len(x.devices()) > 1:
         return None
     return x.device

@@ -62,7 +62,11 @@ def _without_transforms() -> Iterator[None]:
 
 
 def _untraced(offsets: torch.Tensor) -> AbstractContextManager[None]:
-    """Leave transforms, which wrap their intermediate results, and inference mode, whose tensors no backward pass may save."""
+    """Leave transforms and inference mode.
+
+    Transforms wrap their intermediate results, and no backward pass may save tensors of inference
+    mode.
+    """
     if torch.compiler.is_compiling() or wrapped(offsets) or offsets.is_inference():
         return nullcontext()
     return (
@@ -80,7 +84,10 @@ def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_numpy(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """Copy to a GPU from pinned memory: a copy of more than 64 KB from pageable memory waits for all work of the GPU."""
+    """Copy to a GPU from pinned memory.
+
+    A copy of more than 64 KB from pageable memory waits for all work of the GPU.
+    """
     if device is None or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
         return xp.asarray(host, dtype=dtype, device=device)
     tensor = torch.asarray(host, dtype=dtype)
@@ -96,7 +103,10 @@ def _traits(x: Any) -> tuple[Any, ...]:
 
 
 def _make_guard(arrays: list[torch.Tensor]) -> Callable[..., bool]:
-    """Return the guard of compiled PyTorch code, which runs in C; it rejects a tensor that occurs twice."""
+    """Return the guard of compiled PyTorch code, which runs in C.
+
+    It rejects a tensor that occurs twice.
+    """
     if _TENSOR_GUARDS and len({*map(id, arrays)}) == len(arrays):
         return _TENSOR_GUARDS(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     traits = [_traits(x) for x in arrays]

@@ -11,7 +11,10 @@ from ..array import Array
 
 
 def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
-    """Return the array in another library, sharing memory where both allow it; see `scree.bridges.to_backend`."""
+    """Return the array in another library, sharing memory where both allow it.
+
+    See `scree.bridges.to_backend`.
+    """
     from .dlpack import to_backend
 
     return to_backend(arr, library, device=device)

@@ -1,8 +1,10 @@
-"""Decisions about earlier calls: a call with the same options and the same kind of arrays is not validated again.
+"""Decisions about earlier calls.
 
-Whether a call is valid and which kernel runs it follows from its options and from the host-visible metadata of its arrays
-(`Backend.make_guard`). The prepared kernel is stored in the cache of the layout and lives as long as the layout, so that of
-the layers of a model only the first one decides.
+A call with the same options and the same kind of arrays is not validated again.
+
+Whether a call is valid and which kernel runs it follows from its options and from the host-visible
+metadata of its arrays (`Backend.make_guard`). The prepared kernel is stored in the cache of the
+layout and lives as long as the layout, so that of the layers of a model only the first one decides.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Operations, their kernels, and the one dispatcher that runs their calls.
 
-An operation is defined once, by `define_operation`: a call record, which validates the arguments, and the standard
-implementation, which is the specification. Kernels are added by `scree.register_kernel`. The newest kernel that does not
-reject a call runs it; the standard implementation comes last.
+An operation is defined once, by `define_operation`: a call record, which validates the arguments,
+and the standard implementation, which is the specification. Kernels are added by
+`scree.register_kernel`. The newest kernel that does not reject a call runs it; the standard
+implementation comes last.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Kernel:
     run
         ``run(call)`` returns what the operation's standard implementation returns.
     prepare
-        ``prepare(call)`` returns a function of the call's arrays for later calls with the same guard, or None.
+        ``prepare(call)`` returns a function of the call's arrays for later calls with the same
+        guard, or None.
     """
 
     provider: str
@@ -45,7 +47,9 @@ class Kernel:
     run: Callable[[Any], Any]
     prepare: Prepare | None = None
     with_library: bool = False
-    """Whether it was registered when its library was loaded; kernels of the user are asked before such kernels."""
+    """Whether it was registered when its library was loaded; kernels of the user are asked before
+    such kernels.
+    """
 
 
 class Operation:
@@ -58,10 +62,12 @@ class Operation:
     call
         The call record: a frozen dataclass whose constructor validates the arguments.
     kernels
-        All kernels: those of the user, those registered with a library, each newest first; the standard implementation last. Every change makes a new list, so that the call cache
-        can compare lists by identity.
+        All kernels: those of the user, those registered with a library, each newest first; the
+        standard implementation last. Every change makes a new list, so that the call cache can
+        compare lists by identity.
     internal
-        Whether the operation only prepares a layout for another operation; `scree.explain` passes over it.
+        Whether the operation only prepares a layout for another operation; `scree.explain` passes
+        over it.
     """
 
     __slots__ = ("call", "internal", "kernels", "name")
@@ -75,13 +81,15 @@ class Operation:
     def run(
         self, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
     ) -> Any:
-        """Validate a call, choose its kernel and run it, or repeat an earlier decision for the same kind of call.
+        """Validate a call, choose its kernel and run it.
+
+        A cached decision about an earlier call of the same kind is used instead where there is one.
 
         Parameters
         ----------
         arrays
-            The call's fields that hold an array, a layout or None. The first is ragged or a layout; otherwise the call is not
-            cached.
+            The call's fields that hold an array, a layout or None. The first is ragged or a layout;
+            otherwise the call is not cached.
         options
             The other fields.
         kernel
@@ -149,14 +157,16 @@ def define_operation(
     name
         The operation's name, which `scree.register_kernel` takes.
     call
-        The call record: a frozen dataclass with the field names of the public signature, whose constructor validates.
+        The call record: a frozen dataclass with the field names of the public signature, whose
+        constructor validates.
     internal
         Whether the operation only prepares a layout for another operation.
 
     Returns
     -------
     function
-        The decorator, which replaces the function by the `Operation`. The public function calls `Operation.run`.
+        The decorator, which replaces the function by the `Operation`. The public function calls
+        `Operation.run`.
     """
 
     def decorate(standard: Callable[[Any], Any]) -> Operation:

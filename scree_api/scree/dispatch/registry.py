@@ -1,7 +1,8 @@
 """Registration of kernels, by hand or by installed packages.
 
-A kernel's `rejects` reads host metadata only and returns None, or the reason why the kernel does not take the call. That one
-sentence is the error message, the line in `scree.explain`, and the documentation.
+A kernel's `rejects` reads host metadata only and returns None, or the reason why the kernel does
+not take the call. That one sentence is the error message, the line in `scree.explain`, and the
+documentation.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, TypeVar
 
 from .operation import OPERATIONS, STANDARD, Kernel, Operation, Prepare, Rejects, rejects_nothing
 
-#: Third-party packages declare their `register` function in this group, under the name of the library it serves.
+#: Third-party packages declare their `register` function in this group, under the name of the
+#: library it serves.
 ENTRY_POINTS = "scree.kernels"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,17 +39,19 @@ def register_kernel(
     operation
         The operation's name, for instance ``"attention"``.
     provider
-        The name that users give to ``kernel=`` to require this kernel. A second registration replaces the first.
+        The name that users give to ``kernel=`` to require this kernel. A second registration
+        replaces the first.
     rejects
-        ``rejects(call)`` returns None to take the call, or the reason why not. It reads host metadata only: shapes,
-        dtypes, devices, flags.
+        ``rejects(call)`` returns None to take the call, or the reason why not. It reads host
+        metadata only: shapes, dtypes, devices, flags.
     prepare
-        ``prepare(call)`` returns a function that takes the arrays of a call by their names and returns what the kernel
-        returns. It serves all later calls on the same layout that differ from this call only in the contents of their
-        arrays. It is kept as long as the layout, so it must not hold arrays. A kernel with `prepare` promises that
-        `rejects` depends only on options and on the dtypes, shapes, strides, devices and `requires_grad` of arrays.
-        ``prepare(call)`` returns None where every call must be validated, for instance where the validation reads targets
-        in host memory. Only PyTorch calls are cached.
+        ``prepare(call)`` returns a function that takes the arrays of a call by their names and
+        returns what the kernel returns. It serves all later calls on the same layout that differ
+        from this call only in the contents of their arrays. It is kept as long as the layout, so it
+        must not hold arrays. A kernel with `prepare` promises that `rejects` depends only on
+        options and on the dtypes, shapes, strides, devices and `requires_grad` of arrays.
+        ``prepare(call)`` returns None where every call must be validated, for instance where the
+        validation reads targets in host memory. Only PyTorch calls are cached.
 
     Returns
     -------
@@ -112,7 +116,10 @@ def unregister_kernel(operation: str, provider: str) -> None:
 
 @contextmanager
 def loading_library() -> Iterator[None]:
-    """Register kernels of a library: they are asked after the kernels of the user, whichever come first."""
+    """Register kernels of a library.
+
+    They are asked after the kernels of the user, whichever come first.
+    """
     global _loading_library
     before, _loading_library = _loading_library, True
     try:
@@ -123,7 +130,9 @@ def loading_library() -> Iterator[None]:
 
 @contextmanager
 def isolated(*, standard_only: bool = False) -> Iterator[None]:
-    """Restore all registered kernels and loaded plugins on exit; for tests of kernels and of the registry.
+    """Restore all registered kernels and loaded plugins on exit.
+
+    For tests of kernels and of the registry.
 
     Load the libraries that a test needs before: their kernels are registered only once.
 
@@ -158,7 +167,10 @@ def isolated(*, standard_only: bool = False) -> Iterator[None]:
 
 
 def kernels(operation: str) -> tuple[Kernel, ...]:
-    """Return the kernels of an operation in the order in which they are asked, the standard implementation last."""
+    """Return the kernels of an operation in the order in which they are asked.
+
+    The standard implementation is the last.
+    """
     return tuple(get_operation(operation).kernels)
 
 

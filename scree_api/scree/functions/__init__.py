@@ -1,4 +1,7 @@
-"""The functions of the standard on ragged arrays, one module per chapter of the standard; `KINDS` binds every name."""
+"""The functions of the standard on ragged arrays, one module per chapter of the standard.
+
+`KINDS` binds every name.
+"""
 
 from . import elementwise, linear_algebra, manipulation, searching, sets, sorting, statistical
 from .binding import IMPLEMENTATIONS, bind

@@ -1,7 +1,10 @@
-"""Binding of the standard's functions: the library's own on dense arrays, an implementation of ours on ragged arrays.
+"""Binding of the standard's functions.
 
-`implements` registers an implementation for a kind of function (see `table`), and `bind` makes the function of a namespace.
-Axis 0 of a ragged array is the batch; axis k >= 1 is axis k - 1 of its values.
+The library's own on dense arrays, an implementation of ours on ragged arrays.
+
+`implements` registers an implementation for a kind of function (see `table`), and `bind` makes the
+function of a namespace. Axis 0 of a ragged array is the batch; axis k >= 1 is axis k - 1 of its
+values.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class Standard:
     backend, xp
         The library and its namespace.
     result_dtype
-        ``result_dtype(dtype, *options)``: the dtype of the result, computed once per dtype and options.
+        ``result_dtype(dtype, *options)``: the dtype of the result, computed once per dtype and
+        options.
     """
 
     # Not a frozen dataclass, which `torch.compile` cannot trace as a default argument.
@@ -44,7 +48,10 @@ class Standard:
 
 
 def _cached_dtype(std: Standard, rule: Function | None) -> Function:
-    """Return ``rule(std, dtype, *options)`` with a cache; `torch.compile` calls it with constants only, so `std` is bound."""
+    """Return ``rule(std, dtype, *options)`` with a cache.
+
+    `torch.compile` calls it with constants only, so `std` is bound.
+    """
     cache: dict[Any, Any] = {}
 
     @constant
@@ -58,7 +65,8 @@ def _cached_dtype(std: Standard, rule: Function | None) -> Function:
     return result_dtype
 
 
-#: Kind -> implementation, the operands that decide whether a call is ragged, and the rule for the dtype of the result.
+#: Kind -> implementation, the operands that decide whether a call is ragged, and the rule for the
+#: dtype of the result.
 IMPLEMENTATIONS: dict[str, tuple[FunctionType, str, Function | None]] = {}
 
 
@@ -67,17 +75,20 @@ def implements(
 ) -> Callable[[F], F]:
     """Register the decorated function as the implementation for kinds of functions of the standard.
 
-    It has the signature of the standard's function and a keyword-only parameter `std`, which `bind` fills.
+    It has the signature of the standard's function and a keyword-only parameter `std`, which `bind`
+    fills.
 
     Parameters
     ----------
     *kinds
         Names of `Kind`.
     ragged
-        The operand that must be ragged: "first", "either" of the first two, "list" for an entry of the list that is the first
-        operand, or "all" to call the implementation for dense arrays too.
+        The operand that must be ragged: "first", "either" of the first two, "list" for an entry of
+        the list that is the first operand, or "all" to call the implementation for dense arrays
+        too.
     dtype_rule
-        ``dtype_rule(std, dtype, *options)`` returns the dtype of the result, for `Standard.result_dtype`.
+        ``dtype_rule(std, dtype, *options)`` returns the dtype of the result, for
+        `Standard.result_dtype`.
     """
 
     def register(implementation: F) -> F:

@@ -28,7 +28,10 @@ MAX_WEIGHTS = 1 << 22  # elements of the matrices gathered at a time
 
 @implements("matmul", ragged="either")
 def matmul(x1: Any, x2: Any, /, *, std: Standard) -> Array:
-    """Multiply tokens by one matrix, (n, None, ..., k) @ (k, m), or by a matrix per row, (n, None, k) @ (n, k, m)."""
+    """Multiply tokens by one matrix, or by a matrix per row.
+
+    The shapes are (n, None, ..., k) @ (k, m) and (n, None, k) @ (n, k, m).
+    """
     fits = isinstance(x1, Array) and is_array(x2) and x1.ndim >= 3
     fits = fits and x1.ragged_dim < x1.values.ndim - 1
     if not fits or not (x2.ndim in (1, 2) or x2.ndim == x1.ndim == 3):
@@ -78,7 +81,10 @@ class GroupedCall:
 
 @define_operation("grouped_matmul", GroupedCall)
 def _grouped_matmul(call: GroupedCall) -> Array:
-    """Multiply tiles of tokens by the matrix of their row, as many at a time as their matrices fit into the cache."""
+    """Multiply tiles of tokens by the matrix of their row.
+
+    As many tiles are multiplied at a time as their matrices fit into the cache.
+    """
     x, layout, xp = call.x, call.x.layout, call.x.layout.xp
     _, k, m = (int(n) for n in call.weight.shape)
     if 0 in (x.batch_size, x.total_length):
@@ -147,7 +153,10 @@ def _norm_dtype(std: Standard, dtype: Any) -> Any:
 def vector_norm(
     x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: float = 2, std: Standard
 ) -> Any:
-    """Compute the norm of vectors along element axes, or of rows along the ragged axis (and element axes)."""
+    """Compute the norm of vectors along element axes, or of rows along the ragged axis.
+
+    The ragged axis may be combined with element axes.
+    """
     xp, axes = std.xp, normalize_axes(std.name, axis, x.ndim)
     if x.ragged_dim + 1 not in axes:
         if 0 in axes:

@@ -1,4 +1,7 @@
-"""Manipulation of axes, rows and tokens: concat, stack, reshape, flip, roll, repeat, tile and others."""
+"""Manipulation of axes, rows and tokens.
+
+Concat, stack, reshape, flip, roll, repeat, tile and others.
+"""
 
 from __future__ import annotations
 
@@ -335,7 +338,10 @@ def roll(x: Array, /, shift: Any, *, axis: Any = None, std: Standard) -> Array:
 
 
 def _take_modulo(x: Array, layout: Layout, positions: Any) -> Array:
-    """Return rows of a layout, with the tokens of `x` at the positions modulo the length of its rows."""
+    """Return rows of a layout with the tokens of `x` at some positions.
+
+    The positions are taken modulo the length of the rows of `x`.
+    """
     xp = layout.xp
     starts, lengths = layout.starts_and_lengths(x.layout)
     tokens = x.layout.clip(starts + positions % xp.where(lengths > 0, lengths, 1))
@@ -408,7 +414,10 @@ def diff(
     append: Any = None,
     std: Standard,
 ) -> Array:
-    """Compute differences of neighbors, within rows along the ragged axis; a row of n tokens gives max(n - 1, 0)."""
+    """Compute differences of neighbors, within rows along the ragged axis.
+
+    A row of n tokens gives max(n - 1, 0).
+    """
     axis, n = normalize_axis(std.name, axis, x.ndim), checks.check_integer("n", n, 0)
     parts = [part for part in (prepend, x, append) if part is not None]
     if len(parts) > 1:

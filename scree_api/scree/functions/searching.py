@@ -14,7 +14,10 @@ from .binding import Standard, implements
 
 @implements("take", ragged="either")
 def take(x: Any, indices: Any, /, *, axis: int | None = None, std: Standard) -> Any:
-    """Take rows of a dense table by ragged indices (an embedding), rows of a ragged array, or entries of its element axes."""
+    """Take rows of a dense table by ragged indices, as an embedding does.
+
+    Of a ragged array, take rows, or entries of its element axes.
+    """
     if not isinstance(x, Array):
         if indices.ndim != 2 or axis not in (None if x.ndim == 1 else 0, 0):
             raise ValueError(
@@ -50,7 +53,10 @@ def _table_index(std: Standard, table: Any, indices: Any) -> Any:
 
 @implements("take_along_axis")
 def take_along_axis(x: Array, indices: Any, /, *, axis: int = -1, std: Standard) -> Any:
-    """Take entries of each row by ragged positions in the row, or of an element axis by an array like the values."""
+    """Take entries of each row by ragged positions in the row.
+
+    Along an element axis, take entries by an array like the values.
+    """
     axis = normalize_axis(std.name, axis, x.ndim)
     if not isinstance(indices, Array):
         raise TypeError(
@@ -77,7 +83,10 @@ def _index_dtype(std: Standard, dtype: Any) -> Any:
 
 @implements("arg", dtype_rule=_index_dtype)
 def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: Standard) -> Any:
-    """Return the position of the extremum; along the ragged axis in each row, -1 for an empty row. NaN is the extremum."""
+    """Return the position of the extremum; along the ragged axis in each row, -1 for an empty row.
+
+    NaN is the extremum.
+    """
     xp, dim = std.xp, x.ragged_dim
     checks.check_real_dtype(std.name, xp, x.dtype)
     if axis is None:
@@ -110,7 +119,10 @@ def _arg_of_all(std: Standard, x: Array, keepdims: bool) -> Any:
 
 @implements("nonzero")
 def nonzero(x: Array, /, *, std: Standard) -> tuple[Any, ...]:
-    """Return one dense index array per axis: the row, the position in the row, and the element axes."""
+    """Return one dense index array per axis.
+
+    The row, the position in the row, and the element axes.
+    """
     if x.ragged_dim:
         raise ValueError(
             f"x: expected the ragged axis in front for nonzero, got shape {x.shape}; use xp.moveaxis"

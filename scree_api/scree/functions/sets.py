@@ -32,7 +32,10 @@ def unique_values(x: Array, /, *, std: Standard) -> Any:
 
 @implements("unique_inverse", "unique_all")
 def unique_inverse(x: Array, /, *, std: Standard) -> Any:
-    """Return the distinct values of all rows, and the index of each element among them, a ragged array."""
+    """Return the distinct values of all rows, and the index of each element among them.
+
+    The index is a ragged array.
+    """
     x = drop_tail(x)
     result = std.function(x.values)
     return result._replace(inverse_indices=x.with_values(result.inverse_indices))

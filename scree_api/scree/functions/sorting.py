@@ -64,7 +64,10 @@ def _sorted_positions(std: Standard, x: Array, descending: bool) -> Any:
 
 
 def _order(std: Standard, x: Array, descending: bool) -> Any:
-    """Return the tokens of each row in sorted order, like the values: sorted by value, then, stably, by row."""
+    """Return the tokens of each row in sorted order, like the values.
+
+    Sorted by value, then, stably, by row.
+    """
     xp, layout = std.xp, x.layout
     values = moveaxis(xp, x.values, x.ragged_dim, 0)
     by_value = xp.argsort(values, axis=0, descending=descending, stable=True)
@@ -75,7 +78,9 @@ def _order(std: Standard, x: Array, descending: bool) -> Any:
 
 
 def _sort_buckets(std: Standard, x: Array, **options: Any) -> Any:
-    """Return (total, ...) the ascending sort or argsort of each row, computed for rows of similar length together.
+    """Return (total, ...) the ascending sort or argsort of each row.
+
+    It is computed for rows of similar length together.
 
     The padding is NaN or the greatest integer, so it comes last or after elements equal to it.
     """

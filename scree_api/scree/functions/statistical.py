@@ -49,7 +49,11 @@ def _reduced_dtype(std: Standard, dtype: Any, *options: Any) -> Any:
 def reduction(
     x: Array, /, *, axis: Any = None, keepdims: bool = False, std: Standard, **options: Any
 ) -> Any:
-    """Reduce: over element axes to a ragged array, over the ragged axis to (n, ...), over the batch too to a dense array."""
+    """Reduce over element axes, rows, or the whole batch.
+
+    The result is a ragged array over element axes, (n, ...) over the ragged axis, and dense over
+    the batch too.
+    """
     values, ragged_axis, name = x.values, x.ragged_dim + 1, std.name
     axes = normalize_axes(name, axis, values.ndim + 1)
     if "correction" in options:
@@ -98,7 +102,10 @@ def _one_empty_row(x: Array) -> Array:
 def _reduce_all(
     std: Standard, x: Array, axes: tuple[int, ...], keepdims: bool, options: dict[str, Any]
 ) -> Any:
-    """Reduce all tokens over axes of the values by the library's own function; the tail does not count."""
+    """Reduce all tokens over axes of the values by the library's own function.
+
+    The tail does not count.
+    """
     xp, values, name = std.xp, x.values, std.name
     if x.layout.token_mask is None:
         return std.function(values, axis=axes, keepdims=keepdims, **options)

@@ -1,8 +1,9 @@
 """KINDS, the table of every function of the Array API standard and its action on ragged arrays.
 
-A kind names the implementation (see `binding.implements`) that serves a function. `plain` names take no ragged arrays
-(dtypes, constants, creation from nothing) and are the library's own. Functions without a meaning on ragged arrays, or without
-one yet, are `unsupported` and say why; on dense arrays they are the library's own too.
+A kind names the implementation (see `binding.implements`) that serves a function. `plain` names
+take no ragged arrays (dtypes, constants, creation from nothing) and are the library's own.
+Functions without a meaning on ragged arrays, or without one yet, are `unsupported` and say why; on
+dense arrays they are the library's own too.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The action of a function on ragged arrays; `why` is the reason why it has none, and the alternative."""
+    """The action of a function on ragged arrays.
+
+    `why` is the reason why it has none, and the alternative.
+    """
 
     name: str
     why: str = ""

@@ -21,11 +21,13 @@ from .getitem import getitem
 
 
 def at(arr: Array) -> At:
-    """Select entries of a ragged array to update: ``scree.at(arr)[key].set(value)``; `arr` itself does not change.
+    """Select entries of a ragged array to update: ``scree.at(arr)[key].set(value)``.
 
-    `key` is any index of `arr`. The updates are ``set``, ``add``, ``multiply``, ``min`` and ``max``. An entry that is selected
-    more than once receives all its values; `set` keeps the last. Where the offsets are not read for free, a row that is too
-    short for ``[:, i]`` stays unchanged.
+    `arr` itself does not change.
+
+    `key` is any index of `arr`. The updates are ``set``, ``add``, ``multiply``, ``min`` and
+    ``max``. An entry that is selected more than once receives all its values; `set` keeps the last.
+    Where the offsets are not read for free, a row that is too short for ``[:, i]`` stays unchanged.
 
     Parameters
     ----------

@@ -1,7 +1,11 @@
-"""`arr[...]`: rows, slices of rows, tokens or slices within each row, ragged masks and positions, elements.
+"""Indexing: ``arr[...]``.
 
-A result whose size depends on the offsets or on a mask reads them: rows chosen by an array, `arr[:, a:b]`, `arr[arr > 0]`.
-A single row reads two offsets. An index that keeps the layout, or takes one token of each row, reads nothing.
+Keys select rows, slices of rows, tokens or slices within each row, ragged masks and positions, and
+elements.
+
+A result whose size depends on the offsets or on a mask reads them: rows chosen by an array, `arr[:,
+a:b]`, `arr[arr > 0]`. A single row reads two offsets. An index that keeps the layout, or takes one
+token of each row, reads nothing.
 """
 
 from __future__ import annotations
@@ -114,7 +118,10 @@ def _rows(arr: Array, key: Any) -> Array:
 
 
 def read_row_index(key: Any, n: int) -> np.ndarray:
-    """Return an index of rows (integers or booleans, array or list) as integers in [0, n). Reads it."""
+    """Return an index of rows (integers or booleans, array or list) as integers in [0, n).
+
+    Reads it.
+    """
     if not is_array(key) and not isinstance(key, list):
         raise TypeError(
             f"index: expected an integer, a slice or an array of rows, got {type(key).__name__}"
@@ -195,7 +202,10 @@ def select(
     distinct: bool = False,
     kernel: str | None = None,
 ) -> Array:
-    """Return rows of the layout `new`: the tokens of `arr` at `starts`, `starts + step`, ..., (n,) indices."""
+    """Return rows of the layout `new`.
+
+    The tokens of `arr` at `starts`, `starts + step`, ..., (n,) indices.
+    """
     return _select.run_call(SelectCall(arr, new, starts, step, distinct), kernel)  # type: ignore[no-any-return]
 
 
@@ -352,14 +362,20 @@ def _mask(arr: Array, mask: Array) -> Array:
 
 
 def has_index_out_of_rows(index: Array, positions: Any, lengths: Any) -> bool:
-    """Return whether some position of `index` is known to be outside of its row; the tail does not count."""
+    """Return whether some position of `index` is known to be outside of its row.
+
+    The tail does not count.
+    """
     outside, mask = (positions < 0) | (positions >= lengths), index.layout.token_mask
     outside = outside if mask is None else outside & expand_to_tokens(index, mask)
     return bool(index.layout.backend.peek(index.layout.xp.any(outside)))
 
 
 def positions_to_tokens(name: str, index: Array, arr: Array, positions: Any) -> Any:
-    """Return the token of `arr` for each position in the rows of `index`; negative positions count from the end."""
+    """Return the token of `arr` for each position in the rows of `index`.
+
+    Negative positions count from the end.
+    """
     layout, xp = arr.layout, arr.layout.xp
     start, length = (expand_to_tokens(index, x) for x in index.layout.starts_and_lengths(layout))
     positions = xp.where(positions < 0, positions + length, positions)

@@ -1,4 +1,7 @@
-"""Write `scree.ragged`, the list of all operations, from the modules of this package: ``python -m scree.ops``."""
+"""Write `scree.ragged`, the list of all operations, from the modules of this package.
+
+``python -m scree.ops``.
+"""
 
 import ast
 import sys

@@ -1,8 +1,11 @@
-"""Attention of every row to itself, or to the row of the same index in another batch; never across rows.
+"""Attention of every row to itself, or to the row of the same index in another batch.
 
-The standard implementation cuts the queries into tiles. For all query tiles of a chunk at once it iterates over the tiles of
-keys that any of them sees, with the online softmax of FlashAttention (Dao et al., 2022; Milakov and Gimelshein, 2018). The
-memory is one chunk of scores besides the result; the work is the visible tiles.
+Never across rows.
+
+The standard implementation cuts the queries into tiles. For all query tiles of a chunk at once it
+iterates over the tiles of keys that any of them sees, with the online softmax of FlashAttention
+(Dao et al., 2022; Milakov and Gimelshein, 2018). The memory is one chunk of scores besides the
+result; the work is the visible tiles.
 """
 
 from __future__ import annotations
@@ -38,12 +41,13 @@ class AttentionCall:
     q
         Queries, values (total_q, num_heads, head_dim).
     k, v
-        Keys and values on one layout, (total_k, num_kv_heads, head_dim) and (total_k, num_kv_heads, value_dim).
+        Keys and values on one layout, (total_k, num_kv_heads, head_dim) and (total_k, num_kv_heads,
+        value_dim).
     causal
         Query i sees key j where ``j <= i + len_k - len_q`` (aligned bottom-right).
     window
-        (left, right): query i sees key j from ``i + len_k - len_q - left`` to ``i + len_k - len_q + right``; None is
-        unbounded. Causal calls have right = 0.
+        (left, right): query i sees key j from ``i + len_k - len_q - left`` to ``i + len_k - len_q +
+        right``; None is unbounded. Causal calls have right = 0.
     scale
         Factor of the scores.
     softcap
@@ -51,7 +55,8 @@ class AttentionCall:
     alibi_slopes
         (num_heads,) or None; see `attention`.
     deterministic
-        Equal inputs must give equal bits, in gradients too. A kernel that cannot promise it rejects the call.
+        Equal inputs must give equal bits, in gradients too. A kernel that cannot promise it rejects
+        the call.
     return_lse
         Whether the log-sum-exp of the scores, (total_q, num_heads) float32, is returned too.
     """
@@ -193,28 +198,29 @@ def attention(
     q
         Queries (n, None, num_heads, head_dim).
     k, v
-        Keys and values (n, None, num_kv_heads, head_dim) and (n, None, num_kv_heads, value_dim), on one layout, which may
-        differ from the layout of `q`. num_heads is a multiple of num_kv_heads (grouped and multi-query attention): head h
-        uses the keys of head ``h // (num_heads // num_kv_heads)``.
+        Keys and values (n, None, num_kv_heads, head_dim) and (n, None, num_kv_heads, value_dim), on
+        one layout, which may differ from the layout of `q`. num_heads is a multiple of num_kv_heads
+        (grouped and multi-query attention): head h uses the keys of head ``h // (num_heads //
+        num_kv_heads)``.
     causal
-        A query sees the keys up to its own position. Where rows of `q` and `k` differ in length, the last query and the
-        last key are aligned, as in FlashAttention.
+        A query sees the keys up to its own position. Where rows of `q` and `k` differ in length,
+        the last query and the last key are aligned, as in FlashAttention.
     window
-        ``w`` with `causal`: only the w keys that end at the query's own position. ``(left, right)``: the keys from
-        ``left`` before to ``right`` after it; None is unbounded.
+        ``w`` with `causal`: only the w keys that end at the query's own position. ``(left,
+        right)``: the keys from ``left`` before to ``right`` after it; None is unbounded.
     scale
         Factor of the scores; ``1 / sqrt(head_dim)`` by default.
     softcap
         Scores become ``softcap * tanh(score / softcap)``.
     alibi_slopes
-        (num_heads,) slopes m: m times the distance of query and key is subtracted from each score, after the softcap (Press
-        et al., 2021). Kernels treat it as a constant without a gradient.
+        (num_heads,) slopes m: m times the distance of query and key is subtracted from each score,
+        after the softcap (Press et al., 2021). Kernels treat it as a constant without a gradient.
     sinks
-        (num_heads,): one more score per head, with the value 0, in the softmax and in the log-sum-exp of every query (Xiao et
-        al., 2023). It has a gradient.
+        (num_heads,): one more score per head, with the value 0, in the softmax and in the
+        log-sum-exp of every query (Xiao et al., 2023). It has a gradient.
     deterministic
-        Require the same bits each time, in gradients too; kernels that cannot promise it reject the call. The standard
-        implementation is as deterministic as its library.
+        Require the same bits each time, in gradients too; kernels that cannot promise it reject the
+        call. The standard implementation is as deterministic as its library.
     return_lse
         Also return the natural log-sum-exp of each query's scores, float32 (float64 for float64).
     kernel
@@ -223,22 +229,24 @@ def attention(
     Returns
     -------
     out or (out, lse)
-        (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). A query that sees no key gives 0, and
-        -inf, or its sink.
+        (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). A query that
+        sees no key gives 0, and -inf, or its sink.
 
     Raises
     ------
     TypeError
         If q, k and v are not ragged arrays of one library and one floating-point dtype.
     ValueError
-        If shapes, heads, rows, devices or the window do not fit; if a bound on the rows is needed and not known without
-        reading (give `max_length`); or if the required kernel does not take the call.
+        If shapes, heads, rows, devices or the window do not fit; if a bound on the rows is needed
+        and not known without reading (give `max_length`); or if the required kernel does not take
+        the call.
 
     Examples
     --------
     >>> import numpy as np, scree
     >>> x = scree.from_lengths(np.arange(6.0).reshape(3, 1, 2), [1, 2])
-    >>> scree.attention(x, x, x, causal=True).values[:2, 0]  # the first token of a row sees only itself
+    # The first token of a row sees only itself.
+    >>> scree.attention(x, x, x, causal=True).values[:2, 0]
     array([[0., 1.],
            [2., 3.]])
     """
@@ -366,7 +374,10 @@ def _make_schedule(call: AttentionCall, size: int) -> _Schedule:
 
 
 def _chunks(call: AttentionCall, schedule: _Schedule) -> list[slice]:
-    """Return runs of query tiles whose scores with one tile of keys fit into the cache; one run under a trace."""
+    """Return runs of query tiles whose scores with one tile of keys fit into the cache.
+
+    One run under a trace.
+    """
     tiles, size = schedule.tokens.shape
     if schedule.rounds is None:
         return [slice(0, tiles)]
@@ -377,7 +388,10 @@ def _chunks(call: AttentionCall, schedule: _Schedule) -> list[slice]:
 def _rounds(
     call: AttentionCall, schedule: _Schedule, chunk: slice
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield per tile of keys: its number, how many query tiles of the chunk see it, and whether a mask is needed."""
+    """Yield per tile of keys.
+
+    Its number, how many query tiles of the chunk see it, and whether a mask is needed.
+    """
     if schedule.rounds is None or schedule.unmasked is None:
         longest, (left, right) = _static_bound(call.k.layout, "k"), call.window
         if left is not None and right is not None:
@@ -393,9 +407,12 @@ def _rounds(
 def _attend(
     call: AttentionCall, schedule: _Schedule, chunk: slice, k_tiles: Any, v_tiles: Any, wide: Any
 ) -> tuple[Any, Any]:
-    """Return output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads) of a chunk of query tiles.
+    """Return the output and the log-sum-exp of a chunk of query tiles.
 
-    Scores are keys by queries, (tiles, num_kv_heads, KEYS, groups * size), so that maxima and sums run along the slow axis.
+    They are (queries, num_heads, value_dim) and (queries, num_heads).
+
+    Scores are keys by queries, (tiles, num_kv_heads, KEYS, groups * size), so that maxima and sums
+    run along the slow axis.
     """
     layout, k_layout, values = call.q.layout, call.k.layout, call.q.values
     xp, tokens, (_, heads, dim) = layout.xp, schedule.tokens[chunk, :], values.shape
@@ -431,7 +448,8 @@ def _attend(
             if call.window[0] is not None:
                 visible = visible & (keys[:, :, None] >= schedule.first[part, :][:, None, :])
             if schedule.rounds is None:
-                # The tiles after a row's last tile belong to other rows. A weight of 0 would not hide their NaN.
+                # The tiles after a row's last tile belong to other rows. A weight of 0 would not
+                # hide their NaN.
                 v = xp.where(xp.any(visible, axis=(1, 2))[:, None, None, None], v, 0.0)
             score = xp.reshape(score, (active, kv_heads, KEYS, groups, size))
             score = xp.where(visible[:, None, :, None, :], score, minus_inf)
@@ -475,7 +493,10 @@ def _subtract_alibi(call: AttentionCall, score: Any, keys: Any, queries: Any) ->
 
 
 def _key_tiles(xp: Any, values: Any, tiles: Any, dtype: Any) -> Any:
-    """Return (tiles, num_heads * KEYS * dim) the tokens by tile, then by head; 0 after the end of a row."""
+    """Return (tiles, num_heads * KEYS * dim) the tokens by tile, then by head.
+
+    0 after the end of a row.
+    """
     blocks = gather_tiles(xp, values, tiles, 0)
     blocks = xp.permute_dims(xp.astype(blocks, dtype, copy=False), (0, 2, 1, 3))
     return xp.reshape(blocks, (blocks.shape[0], -1))

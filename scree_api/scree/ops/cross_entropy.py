@@ -1,4 +1,7 @@
-"""Cross-entropy of each token's logits and its target class, alone and fused with the product that makes the logits."""
+"""Cross-entropy of each token's logits and its target class.
+
+It comes alone and fused with the product that makes the logits.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 class LossCall:
     """The part that both call records share.
 
-    The loss of a token is 0 where `counted` is False. It is NaN, with a gradient of NaN, where a counted target is not a
-    class. `reduce_losses` turns the losses of all tokens into the result.
+    The loss of a token is 0 where `counted` is False. It is NaN, with a gradient of NaN, where a
+    counted target is not a class. `reduce_losses` turns the losses of all tokens into the result.
     """
 
     __slots__ = ()
@@ -212,21 +215,22 @@ def cross_entropy(
     logits
         (n, None, classes) ragged or (total, classes) dense floating-point array.
     targets
-        (n, None) or (total,) integers, the class of each token, on the layout of the logits. A class that does not exist is
-        an error where reading it is free; elsewhere the loss of the token and its gradient are NaN.
+        (n, None) or (total,) integers, the class of each token, on the layout of the logits. A
+        class that does not exist is an error where reading it is free; elsewhere the loss of the
+        token and its gradient are NaN.
     ignore_index
         Tokens with this target do not count: their loss and their gradient are 0.
     reduction
-        ``"mean"`` or ``"sum"`` over all tokens that count, ``"row_mean"``, the mean of each row, or ``"none"``, the loss of
-        each token. A mean over no token is NaN, its gradient 0.
+        ``"mean"`` or ``"sum"`` over all tokens that count, ``"row_mean"``, the mean of each row, or
+        ``"none"``, the loss of each token. A mean over no token is NaN, its gradient 0.
     kernel
         The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
     dense array or Array
-        0-d; (n,) for ``"row_mean"``; like the targets for ``"none"``. The dtype is float32, or float64 for float64: in half
-        precision the loss of a batch would have three digits.
+        0-d; (n,) for ``"row_mean"``; like the targets for ``"none"``. The dtype is float32, or
+        float64 for float64: in half precision the loss of a batch would have three digits.
 
     Raises
     ------
@@ -255,18 +259,22 @@ def linear_cross_entropy(
     reduction: str = "mean",
     kernel: str | None = None,
 ) -> Any:
-    """Compute `cross_entropy` of the logits ``x @ weight.T + bias``, for a part of the tokens at a time.
+    """Compute `cross_entropy` of the logits ``x @ weight.T + bias``.
 
-    With a vocabulary of 128,000 all logits take more memory than the model that makes them. Here they take no more than the
-    inputs or 2**22 numbers, whichever is larger. The backward pass computes them again. A kernel may do so in the forward
-    pass, and hold more.
+    The logits exist for a part of the tokens at a time.
+
+    With a vocabulary of 128,000 all logits take more memory than the model that makes them. Here
+    they take no more than the inputs or 2**22 numbers, whichever is larger. The backward pass
+    computes them again. A kernel may do so in the forward pass, and hold more.
 
     Parameters
     ----------
     x
-        (n, None, width) ragged or (total, width) dense floating-point array, the last hidden states.
+        (n, None, width) ragged or (total, width) dense floating-point array, the last hidden
+        states.
     weight
-        (classes, width) matrix with the dtype of `x`: the layout of ``torch.nn.Linear`` and of an embedding.
+        (classes, width) matrix with the dtype of `x`: the layout of ``torch.nn.Linear`` and of an
+        embedding.
     targets, ignore_index, reduction, kernel
         See `cross_entropy`.
     bias
@@ -287,7 +295,8 @@ def linear_cross_entropy(
     >>> import numpy as np, scree
     >>> x = scree.from_lengths(np.ones((3, 2)), [1, 2])
     >>> targets = x.with_values(np.asarray([0, 1, 3]))
-    >>> scree.linear_cross_entropy(x, np.zeros((4, 2)), targets).round(4)  # four classes, equally likely
+    # Four classes, equally likely.
+    >>> scree.linear_cross_entropy(x, np.zeros((4, 2)), targets).round(4)
     np.float64(1.3863)
     """
     call = LinearCrossEntropyCall(x, weight, targets, bias, ignore_index, reduction)
@@ -350,7 +359,10 @@ def tokens_per_part(call: LinearCrossEntropyCall) -> int:
 def losses_of_part(
     ignore_index: int, labels: Any, counted: Any, x: Any, weight: Any, *bias: Any
 ) -> Any:
-    """Return (tokens,) the losses of hidden states x (tokens, width); 0 for tokens that do not count, whatever they hold."""
+    """Return (tokens,) the losses of hidden states x (tokens, width).
+
+    0 for tokens that do not count, whatever they hold.
+    """
     xp = backend(x).xp
     logits = xp.where(counted[:, None], x, xp.zeros_like(x)) @ xp.matrix_transpose(weight)
     logits = logits + bias[0] if bias else logits

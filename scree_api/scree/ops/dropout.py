@@ -12,7 +12,9 @@ __all__ = ["dropout"]
 
 
 def dropout(x: Any, rate: float, key: Any) -> Any:
-    """Set elements to 0 with probability `rate` and scale the others by ``1 / (1 - rate)`` (Srivastava et al., 2014).
+    """Set elements to 0 with probability `rate` (Srivastava et al., 2014).
+
+    The others are scaled by ``1 / (1 - rate)``.
 
     Parameters
     ----------
@@ -21,8 +23,8 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     rate
         Probability in [0, 1).
     key
-        The source of random numbers: ``numpy.random.Generator``, ``torch.Generator``, a key of ``jax.random`` or
-        ``mlx.core.random``. No global state is used.
+        The source of random numbers: ``numpy.random.Generator``, ``torch.Generator``, a key of
+        ``jax.random`` or ``mlx.core.random``. No global state is used.
 
     Returns
     -------
@@ -32,7 +34,8 @@ def dropout(x: Any, rate: float, key: Any) -> Any:
     Raises
     ------
     TypeError
-        If `x` is not floating-point, the key belongs to another library, or the library has no random numbers.
+        If `x` is not floating-point, the key belongs to another library, or the library has no
+        random numbers.
     ValueError
         If `rate` is not in [0, 1).
 

@@ -65,8 +65,8 @@ def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> A
     x
         Ragged array, or a dense one (tokens, ...).
     index
-        For tokens (axis 1) a ragged integer array (n, None) of indices in [0, total) into the values of `x`. For rows
-        (axis 0) a dense integer array of row indices, which is read.
+        For tokens (axis 1) a ragged integer array (n, None) of indices in [0, total) into the
+        values of `x`. For rows (axis 0) a dense integer array of row indices, which is read.
     axis
         1 for tokens, 0 for rows.
     kernel
@@ -144,14 +144,17 @@ class ScatterCall:
 
 
 def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None = None) -> Any:
-    """Scatter tokens or rows to indices; the inverse of `gather`. The last of tokens with equal indices wins.
+    """Scatter tokens or rows to indices; the inverse of `gather`.
+
+    The last of tokens with equal indices wins.
 
     Parameters
     ----------
     x
         Ragged array, or a dense one (tokens, ...).
     index
-        The index of each token in the result (ragged like `x`, or dense (tokens,)), or of each row (axis 0), in [0, size).
+        The index of each token in the result (ragged like `x`, or dense (tokens,)), or of each row
+        (axis 0), in [0, size).
     size
         Size of the result; entries that no token or row is scattered to are 0, or empty rows.
     axis
@@ -169,8 +172,8 @@ def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None 
     TypeError
         If the index does not hold integers.
     ValueError
-        If there is not one index per token or row, an index is out of bounds (where reading it is free), or two rows have the
-        same index.
+        If there is not one index per token or row, an index is out of bounds (where reading it is
+        free), or two rows have the same index.
 
     Examples
     --------
@@ -216,7 +219,10 @@ def scatter_add(x: Any, index: Any, size: int, *, kernel: str | None = None) -> 
 
 @define_operation("scatter", ScatterCall)
 def _scatter(call: ScatterCall) -> Any:
-    """Sort by index; then the tokens of an index are a row, of which the sum or the last token is taken."""
+    """Sort by index, then reduce.
+
+    The tokens of an index become a row, of which the sum or the last token is taken.
+    """
     lib, values, indices = backend(call.values), call.values, call.indices
     xp, device = lib.xp, lib.device(values)
     if values.shape[0] == 0 or call.size == 0:
@@ -248,8 +254,8 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     Returns
     -------
     grouped, index
-        The tokens as a ragged array (num_groups, None, ...), in their order within each group; and, on the same layout,
-        the index of each token in `x`, for `scatter` and `scatter_add`.
+        The tokens as a ragged array (num_groups, None, ...), in their order within each group; and,
+        on the same layout, the index of each token in `x`, for `scatter` and `scatter_add`.
 
     Raises
     ------

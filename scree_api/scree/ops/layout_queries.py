@@ -1,4 +1,7 @@
-"""Queries about layouts: the row and the position of each token, and whether two arrays have the same rows."""
+"""Queries about layouts.
+
+The row and the position of each token, and whether two arrays have the same rows.
+"""
 
 from __future__ import annotations
 

@@ -106,11 +106,13 @@ def layer_norm(
     Parameters
     ----------
     x
-        (n, None, ..., D) ragged or (..., D) dense floating-point array. Half precision is computed in float32.
+        (n, None, ..., D) ragged or (..., D) dense floating-point array. Half precision is computed
+        in float32.
     weight, bias
         (D,) scale and shift, or None.
     residual
-        Like `x`, or None. It is added to `x` first, and the sum, to which the next block adds, is returned too.
+        Like `x`, or None. It is added to `x` first, and the sum, to which the next block adds, is
+        returned too.
     eps
         Added to the variance.
     kernel
@@ -119,7 +121,8 @@ def layer_norm(
     Returns
     -------
     Array or dense array, or a pair
-        Like `x`, with its dtype. With a residual a pair: the norm of ``x + residual``, and ``x + residual``.
+        Like `x`, with its dtype. With a residual a pair: the norm of ``x + residual``, and ``x +
+        residual``.
 
     Raises
     ------

@@ -29,7 +29,9 @@ def from_padded(
     ragged_dim: int = 0,
     kernel: str | None = None,
 ) -> Array:
-    """Return the real tokens of a padded batch as a ragged array. Reads the row lengths unless `total` is given.
+    """Return the real tokens of a padded batch as a ragged array.
+
+    Reads the row lengths unless `total` is given.
 
     Parameters
     ----------
@@ -40,8 +42,9 @@ def from_padded(
     lengths
         (n,) number of real tokens of each row, for padding on the right; instead of a mask.
     total
-        The number of real tokens, where it is known: then nothing waits for a device, and a compiled function knows the
-        shape of the result. It is not checked where counting is not free.
+        The number of real tokens, where it is known: then nothing waits for a device, and a
+        compiled function knows the shape of the result. It is not checked where counting is not
+        free.
     ragged_dim
         The axis of one row that is padded.
     kernel
@@ -50,14 +53,16 @@ def from_padded(
     Returns
     -------
     Array
-        A copy of the real tokens. Offsets are int32 (int64 from 2^31 tokens, or slots of a mask that a device counts).
+        A copy of the real tokens. Offsets are int32 (int64 from 2^31 tokens, or slots of a mask
+        that a device counts).
 
     Raises
     ------
     TypeError
         If the mask holds floating-point numbers, or an argument is not an array.
     ValueError
-        If neither or both of mask and lengths are given, or shapes, lengths or the total do not fit.
+        If neither or both of mask and lengths are given, or shapes, lengths or the total do not
+        fit.
 
     Examples
     --------
@@ -86,8 +91,8 @@ class UnpadCall:
     layout
         The layout of the result.
     slots
-        None, or indices of the real tokens among all slots of the batch, the first `layout.total` of which count; see
-        `MarkCall`. Then `layout.total` may wait for the device.
+        None, or indices of the real tokens among all slots of the batch, the first `layout.total`
+        of which count; see `MarkCall`. Then `layout.total` may wait for the device.
     """
 
     padded: Any
@@ -207,8 +212,9 @@ class MarkCall:
     total
         Number of tokens, or None where it is not known.
     dtype
-        The dtype of the results: (n + 1,) offsets, and (total,) indices among all n L slots, or n L where there is no such
-        token. Where `total` is None there may be more entries, which mean nothing.
+        The dtype of the results: (n + 1,) offsets, and (total,) indices among all n L slots, or n L
+        where there is no such token. Where `total` is None there may be more entries, which mean
+        nothing.
     """
 
     mask: Any
@@ -281,8 +287,9 @@ def to_padded(
     fill_value
         The value of the padding, a scalar of the array's dtype.
     length
-        The padded length; by default the longest row (or `max_length`, where the offsets are not read for free). Where the
-        offsets are readable, a row that is longer is an error: nothing is cut.
+        The padded length; by default the longest row (or `max_length`, where the offsets are not
+        read for free). Where the offsets are readable, a row that is longer is an error: nothing is
+        cut.
     kernel
         The provider that must run the call; by default the first kernel that accepts.
 

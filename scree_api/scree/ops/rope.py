@@ -79,8 +79,8 @@ def rope(
     x
         (n, None, ..., head_dim) floating-point ragged array, head_dim even.
     k
-        An array with the same rows, dtype and head_dim, or None; it may have fewer heads. A kernel computes the angles
-        once for both.
+        An array with the same rows, dtype and head_dim, or None; it may have fewer heads. A kernel
+        computes the angles once for both.
     theta
         Base of the wavelengths: pair i turns by ``position * theta ** (-2 i / head_dim)``.
     interleaved
@@ -93,12 +93,14 @@ def rope(
     Returns
     -------
     Array, or a pair
-        Like `x`; with `k` a pair, like `x` and like `k`. Angles and products are computed in at least float32.
+        Like `x`; with `k` a pair, like `x` and like `k`. Angles and products are computed in at
+        least float32.
 
     Raises
     ------
     TypeError
-        If `x` or `k` is not a ragged array of floating-point numbers, or `start` does not hold integers.
+        If `x` or `k` is not a ragged array of floating-point numbers, or `start` does not hold
+        integers.
     ValueError
         If head_dim is odd, or rows or shapes do not fit.
 

@@ -1,8 +1,9 @@
 """Reductions, scans and argmax within each row, by tiles.
 
-Every row is cut into tiles of 32 tokens, tiles are reduced, and the tiles of a row form a row again until one tile is left.
-There is no padding, no Python loop over rows, and no difference of running totals. The summation is a tree, so the error grows
-with the logarithm of the length. The number of steps has a static bound.
+Every row is cut into tiles of 32 tokens, tiles are reduced, and the tiles of a row form a row again
+until one tile is left. There is no padding, no Python loop over rows, and no difference of running
+totals. The summation is a tree, so the error grows with the logarithm of the length. The number of
+steps has a static bound.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class SegmentCall:
     layout
         The rows.
     dtype
-        The dtype of the result; for positions the dtype of the values. A reduction may also return `accumulation_dtype`.
+        The dtype of the result; for positions the dtype of the values. A reduction may also return
+        `accumulation_dtype`.
     """
 
     op: str
@@ -73,7 +75,10 @@ def identity(xp: Any, op: str, dtype: Any) -> Any:
 def segment_reduce(
     op: str, values: Any, layout: Layout, kernel: str | None = None, dtype: Any = None
 ) -> Any:
-    """Reduce each row of `values` (total, ...) to one entry: (n, ...), in their dtype unless one is given."""
+    """Reduce each row of `values` (total, ...) to one entry.
+
+    (n, ...), in their dtype unless one is given.
+    """
     dtype = values.dtype if dtype is None else dtype
     # A kernel for sums serves means too.
     operation = _segment_mean if op == "mean" else _segment_reduce
@@ -118,7 +123,9 @@ def _segment_mean(call: SegmentCall) -> Any:
 
 
 def segment_arg(op: str, values: Any, layout: Layout) -> Any:
-    """Return (n, ...) the position of the first "max" or "min" of each row of `values`; -1 in an empty row.
+    """Return (n, ...) the position of the first "max" or "min" of each row of `values`.
+
+    -1 in an empty row.
 
     NaN counts as the extremum.
     """
@@ -141,7 +148,10 @@ def _segment_arg(call: SegmentCall) -> Any:
 
 
 def segment_scan(op: str, values: Any, layout: Layout, dtype: Any = None) -> Any:
-    """Return the running "sum" or "prod" within each row of `values` (total, ...), in their dtype unless one is given."""
+    """Return the running "sum" or "prod" within each row of `values` (total, ...).
+
+    The dtype is the dtype of the values unless another one is given.
+    """
     options = {"op": op, "dtype": values.dtype if dtype is None else dtype}
     return _segment_scan.run({"layout": layout, "values": values}, options)
 
@@ -184,7 +194,10 @@ def safe_divide(xp: Any, total: Any, count: Any) -> Any:
 
 
 def safe_root(xp: Any, x: Any, degree: float = 2) -> Any:
-    """Return the root of a sum of powers; its gradient at 0 is 0, so a constant row has a finite gradient."""
+    """Return the root of a sum of powers.
+
+    Its gradient at 0 is 0, so a constant row has a finite gradient.
+    """
     positive = xp.where(x > 0, x, xp.ones_like(x))
     root = xp.sqrt(positive) if degree == 2 else positive ** (1 / degree)
     return xp.where(x > 0, root, x)

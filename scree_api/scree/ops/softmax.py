@@ -116,7 +116,9 @@ def logsumexp(x: Array, /, *, kernel: str | None = None) -> Any:
 
 
 def _exponentials(x: Array) -> tuple[Any, Any, Any, Any]:
-    """Return the shifted values, their exponentials, and per row the maximum and the sum of exponentials.
+    """Return the shifted values and their exponentials, and two reductions of rows.
+
+    The reductions are the maximum of each row and its sum of exponentials.
 
     All are in the accumulation dtype, with the ragged axis first. The tail is 0.
     """

@@ -67,8 +67,8 @@ def split(
 ) -> tuple[Any, ...]:
     """Split `x` along one axis of its elements, for instance into queries, keys and values.
 
-    Slices give the same parts. Here the gradients of all parts are concatenated in one copy, where the gradients of slices
-    are each padded with zeros and added.
+    Slices give the same parts. Here the gradients of all parts are concatenated in one copy, where
+    the gradients of slices are each padded with zeros and added.
 
     Parameters
     ----------

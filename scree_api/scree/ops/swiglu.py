@@ -58,8 +58,8 @@ def swiglu(x: Any, *, kernel: str | None = None) -> Any:
     Parameters
     ----------
     x
-        (n, None, ..., 2 * D) ragged or (..., 2 * D) dense floating-point array: D gates, then D values. Half precision
-        is computed in float32.
+        (n, None, ..., 2 * D) ragged or (..., 2 * D) dense floating-point array: D gates, then D
+        values. Half precision is computed in float32.
     kernel
         The provider that must run the call; by default the first kernel that accepts.
 

@@ -39,7 +39,9 @@ class TopkCall:
 def topk(
     x: Array, k: int, /, *, largest: bool = True, kernel: str | None = None
 ) -> tuple[Array, Array]:
-    """Return the k largest or smallest tokens of each row, in sorted order, and their positions. Reads the offsets.
+    """Return the k largest or smallest tokens of each row, in sorted order, and their positions.
+
+    Reads the offsets.
 
     Parameters
     ----------
@@ -48,21 +50,22 @@ def topk(
     k
         Number of tokens per row, at least 0. A row with fewer tokens keeps all of them.
     largest
-        Whether the largest tokens are returned, in descending order; otherwise the smallest, in ascending order. NaN counts
-        as the largest.
+        Whether the largest tokens are returned, in descending order; otherwise the smallest, in
+        ascending order. NaN counts as the largest.
     kernel
         The provider that must run the call; by default the first kernel that accepts.
 
     Returns
     -------
     values, positions
-        (n, None, ...) with ``min(length, k)`` tokens per row: the tokens, and their positions in the rows of `x`, on one
-        layout. Of equal tokens the first come first.
+        (n, None, ...) with ``min(length, k)`` tokens per row: the tokens, and their positions in
+        the rows of `x`, on one layout. Of equal tokens the first come first.
 
     Raises
     ------
     TypeError
-        If `x` is not a ragged array of real numbers, or under a trace, which cannot read the offsets.
+        If `x` is not a ragged array of real numbers, or under a trace, which cannot read the
+        offsets.
     ValueError
         If `k` is negative.
 

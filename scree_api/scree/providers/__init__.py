@@ -1,6 +1,7 @@
 """Kernels made of a library's own primitives, registered like any other kernel.
 
-When a library is loaded, its modules here are imported and the kernels of installed packages are registered.
+When a library is loaded, its modules here are imported and the kernels of installed packages are
+registered.
 """
 
 from importlib import import_module

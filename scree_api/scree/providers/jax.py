@@ -1,4 +1,7 @@
-"""JAX: pytree registration, packing on the host, reductions as one compiled function or by `jax.ops`."""
+"""JAX: pytree registration, packing on the host, and reductions of rows.
+
+A reduction is one compiled function, or a function of `jax.ops`.
+"""
 
 from functools import partial
 from typing import Any
@@ -47,7 +50,10 @@ def _reduces(call: SegmentCall) -> str | None:
 
 @register_kernel("segment_reduce", provider="jit", rejects=_reduces)
 def compiled(call: SegmentCall) -> Any:
-    """Run the standard implementation as one compiled function: eager JAX compiles every operation for every shape."""
+    """Run the standard implementation as one compiled function.
+
+    Eager JAX compiles every operation for every shape.
+    """
     bound = (
         1 << max(call.layout.max_length_bound - 1, 0).bit_length()
     )  # slightly longer rows reuse the compiled function

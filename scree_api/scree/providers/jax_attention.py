@@ -1,8 +1,11 @@
-"""Attention by loops whose lengths are read as they run: the work is that of the visible tiles, under a trace too.
+"""Attention by loops whose lengths are read as they run.
 
-Forward and backward follow FlashAttention-2 (Dao, 2023). A tile of queries meets the tiles of keys of its row, in a loop that
-ends with the last key that any of them sees; the gradients of keys and values come from the same loop with the roles exchanged.
-Only the inputs, the output and the log-sum-exp are kept for the backward pass, no bound on the rows is needed, and one compiled
+The work is that of the visible tiles, under a trace too.
+
+Forward and backward follow FlashAttention-2 (Dao, 2023). A tile of queries meets the tiles of keys
+of its row, in a loop that ends with the last key that any of them sees; the gradients of keys and
+values come from the same loop with the roles exchanged. Only the inputs, the output and the
+log-sum-exp are kept for the backward pass, no bound on the rows is needed, and one compiled
 function serves all offsets of one shape.
 """
 
@@ -51,7 +54,9 @@ def _walk(
     start: Callable[..., Any],
     step: Callable[..., Any],
 ) -> Any:
-    """For every tile of `a`, the state after it has met all tiles of `b` that it sees: (kv_heads, total, groups, dim) tensors.
+    """For every tile of `a`, the state after it has met all tiles of `b` that it sees.
+
+    (kv_heads, total, groups, dim) tensors.
 
     ``start(*parts of a)`` gives the state of some tiles, (kv_heads, tiles, size, groups, dim), and
     ``step(state, seen, parts of a, parts of b)`` the next one.
@@ -168,7 +173,10 @@ def _backward(
     def weights(
         seen: Any, q: Any, k: Any, v: Any, base: Any, delta: Any, grad: Any
     ) -> tuple[Any, Any]:
-        """The weights of some tiles and the gradients of their scores, (kv_heads, tiles, queries, groups, keys)."""
+        """Return the weights of some tiles and the gradients of their scores.
+
+        Both are (kv_heads, tiles, queries, groups, keys).
+        """
         score = _scores(rules, q, k)
         weight = jnp.where(seen[:, :, None, :], jnp.exp(score - base), 0.0)
         change = jnp.matmul(_flat(grad), jnp.swapaxes(_flat(v), 2, 3)).reshape(weight.shape)

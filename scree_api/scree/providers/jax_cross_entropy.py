@@ -1,4 +1,7 @@
-"""Cross-entropy by parts of the tokens in an XLA loop: one part is compiled once and exists at a time."""
+"""Cross-entropy by parts of the tokens in an XLA loop.
+
+One part is compiled once and exists at a time.
+"""
 
 from typing import Any
 
@@ -25,7 +28,10 @@ def rejects(call: LinearCrossEntropyCall) -> str | None:
 
 @register_kernel("linear_cross_entropy", provider="scan", rejects=rejects)
 def scan(call: LinearCrossEntropyCall) -> Any:
-    """Run the standard implementation per part; the last part is padded with tokens that do not count."""
+    """Run the standard implementation per part.
+
+    The last part is padded with tokens that do not count.
+    """
     total = call.values.shape[0]
     parts = -(-total // tokens_per_part(call))
     size = -(-total // parts)

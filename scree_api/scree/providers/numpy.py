@@ -34,7 +34,10 @@ def segment_reduce(call: SegmentCall) -> np.ndarray:
 
 
 def reduce_rows(op: str, values: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return (n, ...) the reduction of each row; `reduceat` has no empty rows, so they are left out and filled in."""
+    """Return (n, ...) the reduction of each row.
+
+    `reduceat` has no empty rows, so they are left out and filled in.
+    """
     offsets, ufunc = layout.offsets, UFUNCS[op]
     nonempty, rows = offsets[1:] > offsets[:-1], values[: offsets[-1]]
     if nonempty.size and nonempty.all():
@@ -53,7 +56,10 @@ def rejects_softmax(call: SoftmaxCall) -> str | None:
 
 
 def _exponentials(x: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the shifted values without the tail, their exponentials, and per row the maximum and the sum."""
+    """Return the shifted values without the tail and their exponentials, and two reductions.
+
+    The reductions are the maximum of each row and its sum of exponentials.
+    """
     values, layout = x.values, x.layout
     values = values.astype(np.promote_types(values.dtype, np.float32), copy=False)
     values = np.moveaxis(values, x.ragged_dim, 0)[: layout.offsets[-1]]
@@ -105,7 +111,10 @@ def rejects_arg(call: SegmentCall) -> str | None:
 
 @register_kernel("segment_arg", provider="reduceat", rejects=rejects_arg)
 def segment_arg(call: SegmentCall) -> np.ndarray:
-    """Return the first token of each row that equals the row's extremum, for as many rows at a time as the cache holds."""
+    """Return the first token of each row that equals the row's extremum.
+
+    As many rows are searched at a time as the cache holds.
+    """
     values, offsets, lengths = call.values, call.layout.offsets, call.layout.lengths
     out, nonempty = np.full(lengths.shape[0], -1), np.flatnonzero(lengths)
     starts = offsets[nonempty]

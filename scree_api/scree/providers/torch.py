@@ -43,8 +43,9 @@ def _operator(
 ) -> Any:
     """Compute an operator between a tensor and a ragged array, the tensor first.
 
-    Python calls the reflected method of `Array` by itself; Dynamo calls this. Dynamo swaps both arguments where the tensor is
-    second. It does not say so for ``matmul``, but a tensor times a ragged array is not a product, so the arguments are swapped.
+    Python calls the reflected method of `Array` by itself; Dynamo calls this. Dynamo swaps both
+    arguments where the tensor is second. It does not say so for ``matmul``, but a tensor times a
+    ragged array is not a product, so the arguments are swapped.
     """
     method = TENSOR_METHODS.get(func.__name__)
     if method is None:

@@ -1,7 +1,7 @@
 """Attention on the CPU by PyTorch's fused kernel: rows of equal length together, without padding.
 
-A compiler cannot look at the lengths, so that there the same calls stand behind an operator of their own, which
-`torch.compile` and `torch.export` take as one step.
+A compiler cannot look at the lengths, so that there the same calls stand behind an operator of
+their own, which `torch.compile` and `torch.export` take as one step.
 """
 
 from typing import Any
@@ -68,7 +68,10 @@ def sdpa(call: AttentionCall) -> Array:
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(rows, length, kv_heads, dim) -> (rows, heads, length, dim), heads of keys repeated for those of their queries."""
+    """Return (rows, heads, length, dim) from (rows, length, kv_heads, dim).
+
+    Heads of keys are repeated for their queries.
+    """
     x = x.transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -85,7 +88,8 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-# ------------------------------------------------------------------------------------ as one step of a compiled function
+# ------------------------------------------------------------------------------------ as one step
+# of a compiled function
 def _parts(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """For the rows of each length the first token, and all of them (rows, length)."""
     plan = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)

@@ -1,4 +1,7 @@
-"""PyTorch's own cross-entropy on the CPU, where the targets were validated: elsewhere a wrong target crashes it."""
+"""PyTorch's own cross-entropy on the CPU, where the targets were validated.
+
+Elsewhere a wrong target crashes it.
+"""
 
 from functools import partial
 
