@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments
-        Arguments after ``python -m scree``; None for those of the process.
+        Arguments after ``python -m scree``; None for the arguments of the process.
 
     Returns
     -------

@@ -254,7 +254,7 @@ class Array:
 
     @property
     def ndim(self) -> int:
-        """Number of axes: the batch, the ragged axis and those of an element."""
+        """Number of axes: the batch, the ragged axis and the axes of an element."""
         return int(self.values.ndim) + 1
 
     @property

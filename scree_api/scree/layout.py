@@ -284,7 +284,7 @@ class Layout:
 
     @property
     def has_no_tail(self) -> bool:
-        """Whether it is known that every token belongs to a row."""
+        """True if it is known that every token belongs to a row."""
         if self._has_no_tail:
             return True
         return self.host is not None and bool(self.host[-1] == self.total)

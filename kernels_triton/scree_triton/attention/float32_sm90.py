@@ -1,7 +1,7 @@
 """float32 attention on Hopper's tensor cores, forward and backward, head_dim 32 and 64.
 
-The precision is that of float32 products; `bf16x3` describes how a product is made of six bfloat16
-products. Everything else is as in `forward_sm90` and `backward_sm90`, whose producers load the
+The results have the precision of float32 products. `bf16x3` describes how six bfloat16 products make
+one float32 product. Everything else is as in `forward_sm90` and `backward_sm90`, whose producers load the
 bfloat16 terms. The six products of one consumer warp group hide all work between products of the
 other one, so no step needs to run ahead of another.
 """

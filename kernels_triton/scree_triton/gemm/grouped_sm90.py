@@ -59,9 +59,11 @@ GROUP = gl.constexpr(16)
 
 @gluon.jit
 def _tell(queue, told, read, i, more, steps, halves, left, front, first, column):
-    """What the consumers need to know of the tile: whether it is one; how deep it is; how many
-    halves of its columns are wanted; how many of its rows there are; and where it stands in the
-    output. Every lane writes a copy: see `hopper._post`.
+    """Publish a tile to the consumers.
+
+    The entry holds whether there is a tile, its depth, the number of halves of its columns that are
+    needed, the number of its rows, and its position in the output. Every thread of the producer
+    warp writes a copy; see `sm90.pipeline.publish_tile`.
     """
     mbarrier.wait(read.index(i % 2), ((i // 2) & 1) ^ 1)
     e = gl.arange(0, 32 * 8, gl.BlockedLayout([8], [32], [1], [0])) % 8

@@ -1,16 +1,16 @@
-"""Cross-entropy fused with the product that makes the logits, of which a few thousand tokens exist
-at a time.
+"""Cross-entropy fused with the product that makes the logits, a few thousand tokens at a time.
 
-The product writes them, `logits.visit` turns them into their own gradient, and two more products
-make of that the gradients of hidden states and weight. Where there are many classes, a few tokens
-have as many logits as the weight has numbers; there it takes two visits. The first goes by tokens,
-with their logits in the memory where the gradient of the weight will stand, and gives the losses
-and the gradient of the hidden states; the second goes by classes, makes their logits once more, and
-gives the gradient of the weight.
+The product writes the logits, `cross_entropy_kernels.visit_logits` replaces them by their gradient,
+and two more products compute the gradients of hidden states and weight from it.
 
-That can be done in the forward pass where the gradient of the losses will be one number for all;
-where it will not, and for float16, whose loss is scaled against underflow, the backward pass does
-it all again.
+With many classes a few tokens have as many logits as the weight has elements. Then the logits are
+computed twice. The first pass runs over tokens, with the logits in the memory of the gradient of
+the weight, and computes the losses and the gradient of the hidden states. The second pass runs over
+classes, computes their logits again, and computes the gradient of the weight.
+
+All of this can run in the forward pass if the gradient of the losses is one number for all tokens.
+Otherwise, and for float16, whose loss is scaled against underflow, the backward pass computes it
+again.
 """
 
 from functools import cache, partial

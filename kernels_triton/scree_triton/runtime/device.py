@@ -41,17 +41,17 @@ class Device:
 
     @property
     def supports_pdl(self) -> bool:
-        """Whether a kernel can start before the previous one ends (programmatic dependent launch)."""
+        """True if a kernel can start before the previous one ends (programmatic dependent launch)."""
         return self.vendor == "nvidia" and self.capability >= (9, 0)
 
     @property
     def supports_sm90_gluon(self) -> bool:
-        """Whether the Gluon kernels for Hopper run on the device with this version of Triton."""
+        """True if the Gluon kernels for Hopper run on the device with this version of Triton."""
         return self.vendor == "nvidia" and self.capability == (9, 0) and GLUON_KNOWN
 
     @property
     def has_large_shared_memory(self) -> bool:
-        """Whether one CTA can have 227 KB of shared memory."""
+        """True if one CTA can have 227 KB of shared memory."""
         return self.capability in LARGE_SHARED_MEMORY
 
 

@@ -384,7 +384,7 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch_on_device(launch: Launch, programs: int, pointers: Any, *groups: Any) -> None:
-    """Launch on the device of the first tensor; the arguments are those of `Launch.__call__`."""
+    """Launch on the device of the first tensor; see `Launch.__call__` for the arguments."""
     tensor = pointers[0] if groups else pointers[0][0]
     on_device(tensor.device.index, launch)(programs, pointers, *groups)
 

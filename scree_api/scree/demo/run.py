@@ -69,7 +69,7 @@ class Measurement:
     from_padded
         Largest difference between the embeddings of the three batch layouts.
     from_first_backend
-        Largest difference between the ragged embeddings and those of the first backend.
+        Largest difference from the ragged embeddings of the first backend.
     """
 
     version: str

@@ -4,7 +4,7 @@ A call with the same options and the same kind of arrays is not validated again.
 
 Whether a call is valid and which kernel runs it follows from its options and from the host-visible
 metadata of its arrays (`Backend.make_guard`). The prepared kernel is stored in the cache of the
-layout and lives as long as the layout, so that of the layers of a model only the first one decides.
+layout and lives as long as the layout, so only the first layer of a model decides.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Operation:
     call
         The call record: a frozen dataclass whose constructor validates the arguments.
     kernels
-        All kernels: those of the user, those registered with a library, each newest first; the
-        standard implementation last. Every change makes a new list, so that the call cache can
+        All kernels: first kernels of the user, then kernels registered with a library, each newest
+        first; the standard implementation last. Every change makes a new list, so that the call cache can
         compare lists by identity.
     internal
         Whether the operation only prepares a layout for another operation; `scree.explain` passes

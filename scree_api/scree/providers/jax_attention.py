@@ -1,12 +1,11 @@
-"""Attention by loops whose lengths are read as they run.
+"""Attention by loops whose length is read at run time: the work is the visible tiles, under a trace
+too.
 
-The work is that of the visible tiles, under a trace too.
-
-Forward and backward follow FlashAttention-2 (Dao, 2023). A tile of queries meets the tiles of keys
-of its row, in a loop that ends with the last key that any of them sees; the gradients of keys and
-values come from the same loop with the roles exchanged. Only the inputs, the output and the
-log-sum-exp are kept for the backward pass, no bound on the rows is needed, and one compiled
-function serves all offsets of one shape.
+Forward and backward follow FlashAttention-2 (Dao, 2023). A loop takes a tile of queries over the
+tiles of keys of its row, up to the last key that any query sees. The gradients of keys and values
+come from the same loop with the roles exchanged. The backward pass saves only the inputs, the
+output and the log-sum-exp. No bound on the rows is needed, and one compiled function serves all
+offsets of one shape.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ..dispatch.registry import register_kernel
 from ..layout import Layout
 from ..ops.attention import AttentionCall
 
-TILE = 128  # tokens of a tile, where no bound says that rows are shorter
-SCORES = 1 << 18  # scores of all heads that stand in memory at a time
+TILE = 128  # tokens per tile, unless a bound says that rows are shorter
+MAX_SCORES = 1 << 18  # scores of all heads in memory at a time
 
 
 class Rules(NamedTuple):
-    """What of a call is known when it is compiled."""
+    """The static part of a call."""
 
     window: tuple[int | None, int | None]
     scale: float
@@ -39,7 +38,7 @@ class Rules(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One side of the scores: its rows, and tensors (kv_heads, total, groups, dim) of its tokens."""
+    """Queries or keys: their layout, and tensors (kv_heads, total, groups, dim) of their tokens."""
 
     rows: Layout
     parts: tuple[Any, ...]
@@ -62,7 +61,7 @@ def _walk(
     ``step(state, seen, parts of a, parts of b)`` the next one.
     """
     tiles, (left, right) = a.rows.tiles(size), window
-    count, at_once = tiles.rows.shape[0], max(1, SCORES // scores)
+    count, at_once = tiles.rows.shape[0], max(1, MAX_SCORES // scores)
     chunks = -(-count // at_once)
     at_once = -(-count // chunks)
     number = jnp.arange(chunks * at_once)
@@ -98,14 +97,14 @@ def _walk(
             lambda state: state[0] < rounds, round, (jnp.zeros_like(rounds), start(*own))
         )[1]
 
-    found = lax.map(chunk, number.reshape(chunks, at_once))
+    states = lax.map(chunk, number.reshape(chunks, at_once))
     slots = a.rows.tile_slots(size)
 
-    def by_token(x: Any) -> Any:
+    def to_tokens(x: Any) -> Any:
         x = jnp.moveaxis(x, 1, 0)
         return jnp.take(x.reshape(x.shape[0], -1, *x.shape[4:]), slots, axis=1)
 
-    return jax.tree.map(by_token, found)
+    return jax.tree.map(to_tokens, states)
 
 
 def _flat(x: Any) -> Any:
@@ -274,19 +273,19 @@ def _rows(offsets: Any, x: Any) -> Layout:
 
 
 def rejects(call: AttentionCall) -> str | None:
-    """Why these loops cannot take the call."""
+    """Return why the loops do not take the call."""
     if call.q.layout.backend is not BACKEND:
-        return "the loops are those of JAX"
+        return "the loops take JAX arrays only"
     if call.alibi_slopes is not None:
         return "the loops have no ALiBi"
     if 0 in (call.q.batch_size, call.q.total_length, call.k.total_length):
-        return "there is nothing to loop over"
+        return "the loops need at least one token"
     return None
 
 
 @register_kernel("attention", provider="loops", rejects=rejects)
 def loops(call: AttentionCall) -> Any:
-    """Tiles of queries against tiles of keys, as many rounds as the rows need."""
+    """Compute attention of tiles of queries over tiles of keys, as many rounds as the rows need."""
     q, k = call.q, call.k
     bound = max(x.layout.max_length_bound for x in (q, k))
     size = min(TILE, 1 << max(bound - 1, 0).bit_length())

@@ -1,7 +1,8 @@
-"""Attention on the CPU by PyTorch's fused kernel: rows of equal length together, without padding.
+"""Attention on the CPU by PyTorch's fused kernel, for all rows of equal length at a time, without
+padding.
 
-A compiler cannot look at the lengths, so that there the same calls stand behind an operator of
-their own, which `torch.compile` and `torch.export` take as one step.
+A compiler cannot read the lengths. There the same calls are inside an operator of their own, which
+`torch.compile` and `torch.export` treat as one step.
 """
 
 from typing import Any
@@ -16,13 +17,11 @@ from ..ops.attention import AttentionCall
 
 
 def rejects(call: AttentionCall) -> str | None:
-    """Why PyTorch's fused CPU kernel cannot take the call."""
+    """Return why PyTorch's fused CPU kernel does not take the call."""
     if call.q.layout.backend is not BACKEND:
         return "the fused kernel takes torch tensors only"
     if call.q.values.device.type != "cpu":
-        return (
-            "rows of equal length are found on the CPU alone, where the lengths are read for free"
-        )
+        return "rows of equal length are found only on the CPU, where reading the lengths is free"
     if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not has_same_rows(
         call.q.layout, call.k.layout
     ):
@@ -38,7 +37,7 @@ def rejects(call: AttentionCall) -> str | None:
 
 @register_kernel("attention", provider="sdpa", rejects=rejects)
 def sdpa(call: AttentionCall) -> Array:
-    """`torch.nn.functional.scaled_dot_product_attention` of the rows of each length."""
+    """Call `torch.nn.functional.scaled_dot_product_attention` for the rows of each length."""
     q, k, v = (x.values for x in (call.q, call.k, call.v))
     if torch.compiler.is_compiling():
         return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
@@ -48,7 +47,7 @@ def sdpa(call: AttentionCall) -> Array:
     shapes = [tokens.shape for tokens, _ in plan.parts]
     order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.parts])
 
-    def by_length(
+    def split_by_length(
         x: torch.Tensor,
     ) -> list[torch.Tensor]:  # at once: a selection has a gradient as long as all rows
         parts = torch.index_select(x, 0, order).split([shape.numel() for shape in shapes])
@@ -62,7 +61,7 @@ def sdpa(call: AttentionCall) -> Array:
                 *part, is_causal=call.causal, scale=call.scale
             )
         )
-        for part in zip(*map(by_length, (q, k, v)))
+        for part in zip(*map(split_by_length, (q, k, v)))
     ]
     return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
 
@@ -78,7 +77,7 @@ def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _rows(x: torch.Tensor, start: int, tokens: torch.Tensor, heads: int) -> torch.Tensor:
     """(rows, heads, length, dim) of the rows of one length."""
-    if tokens.shape[0] == 1:  # one row stands together already
+    if tokens.shape[0] == 1:  # one row is contiguous
         return _heads(x.narrow(0, start, tokens.shape[1])[None], heads)
     return _heads(torch.index_select(x, 0, tokens.reshape(-1)).unflatten(0, tokens.shape), heads)
 
@@ -91,24 +90,26 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------ as one step
 # of a compiled function
 def _parts(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """For the rows of each length the first token, and all of them (rows, length)."""
+    """Return per length the first token and all tokens (rows, length) of its rows."""
     plan = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)
     return list(zip(plan.starts, (tokens for tokens, _ in plan.parts)))
 
 
-def _room(x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """What every row of `x` will be put into, 0 behind the last one."""
+def _empty_rows(
+    x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a buffer for every row of `x`, with a tail of 0."""
     out = x.new_empty((x.shape[0], *shape), dtype=dtype)
     out[int(offsets[-1]) :] = 0
     return out
 
 
-def _put(out: torch.Tensor, start: int, tokens: torch.Tensor, found: torch.Tensor) -> None:
-    """What was found for one bucket, (rows, heads, length, ...), to the places of its tokens."""
+def _write_rows(out: torch.Tensor, start: int, tokens: torch.Tensor, result: torch.Tensor) -> None:
+    """Write the result of one bucket, (rows, heads, length, ...), to its tokens."""
     if tokens.shape[0] == 1:
-        out.narrow(0, start, tokens.shape[1]).copy_(_tokens(found))
+        out.narrow(0, start, tokens.shape[1]).copy_(_tokens(result))
     else:
-        out.index_copy_(0, tokens.reshape(-1), _tokens(found))
+        out.index_copy_(0, tokens.reshape(-1), _tokens(result))
 
 
 @torch.library.custom_op("scree::attention", mutates_args=())
@@ -122,15 +123,15 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and log-sum-exp (total, num_heads)."""
     out, sums = (
-        _room(q, offsets, *shape, dtype=t)
+        _empty_rows(q, offsets, *shape, dtype=t)
         for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype)))
     )
     for start, tokens in _parts(q, offsets):
         found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_rows(x, start, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, scale=scale
         )
-        _put(out, start, tokens, found)
-        _put(sums, start, tokens, lse)
+        _write_rows(out, start, tokens, found)
+        _write_rows(sums, start, tokens, lse)
     return out, sums
 
 
@@ -157,7 +158,7 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v."""
     heads = q.shape[1]
-    grads = [_room(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
+    grads = [_empty_rows(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
     for start, tokens in _parts(q, offsets):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)),
@@ -166,7 +167,7 @@ def attend_backward(
             scale=scale,
         )
         for whole, x in zip(grads, found, strict=True):
-            _put(whole, start, tokens, x)
+            _write_rows(whole, start, tokens, x)
     dq, dk, dv = grads
     return dq, *(
         x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv)

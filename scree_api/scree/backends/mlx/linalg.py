@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from .reductions import axes_of, sum
+from .reductions import normalize_axes, sum
 
 Array: TypeAlias = mx.array
 Dtype: TypeAlias = mx.Dtype
@@ -37,7 +37,7 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
     """Return the tensor contraction, for integers too."""
     in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
-    in1, in2 = axes_of(x1, tuple(in1)), axes_of(x2, tuple(in2))
+    in1, in2 = normalize_axes(x1, tuple(in1)), normalize_axes(x2, tuple(in2))
     out1, out2 = (
         [a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2))
     )

@@ -36,7 +36,7 @@ from .linalg import linalg, make_extension, matmul, tensordot, vecdot, warn_on_f
 from .reductions import (  # noqa: F401
     all,
     any,
-    axes_of,
+    normalize_axes,
     cumulative_prod,
     cumulative_sum,
     mean,
@@ -486,7 +486,7 @@ def reshape(x: Array, /, shape: Any, *, copy: bool | None = None) -> Array:
 
 def moveaxis(x: Array, source: Any, destination: Any, /) -> Array:
     """Return ``x`` with axes moved; both arguments may be tuples."""
-    source, destination = axes_of(x, source), axes_of(x, destination)
+    source, destination = normalize_axes(x, source), normalize_axes(x, destination)
     order = [a for a in range(x.ndim) if a not in source]
     for to, a in sorted(zip(destination, source, strict=True)):
         order.insert(to, a)
@@ -561,7 +561,7 @@ fft = make_extension(
 
 # Names of this module that are no part of the namespace.
 _HELPERS = """
-    annotations axes_of builtins make_extension math mx namedtuple np warn_on_float64 Any Array
+    annotations normalize_axes builtins make_extension math mx namedtuple np warn_on_float64 Any Array
     Callable Dtype TypeAlias
 """.split()
 __all__ = sorted(

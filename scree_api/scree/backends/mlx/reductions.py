@@ -35,7 +35,7 @@ def _to_accumulator(x: Array, dtype: Dtype | None) -> tuple[Array, Dtype]:
     return x.astype(mx.float32 if out in _HALF else out), out
 
 
-def axes_of(x: Array, axis: Any) -> tuple[int, ...]:
+def normalize_axes(x: Array, axis: Any) -> tuple[int, ...]:
     """Return the axes as non-negative integers; None means all axes."""
     axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
     if not builtins.all(-x.ndim <= a < x.ndim for a in axes):
@@ -50,7 +50,7 @@ def _reduce(fn: Callable[..., Array], identity: Any, x: Array, axis: Any, keepdi
     """
     if x.size:
         return fn(x, axis, keepdims)
-    axes = axes_of(x, axis)
+    axes = normalize_axes(x, axis)
     out = mx.full([1 if a in axes else n for a, n in enumerate(x.shape)], identity, x.dtype)
     return out if keepdims else mx.squeeze(out, axes)
 
@@ -67,7 +67,7 @@ def _blockwise_sum(x: Array, axis: int) -> Array:
 
 def _accurate_sum(x: Array, axis: Any, keepdims: bool = False) -> Array:
     """Return ``mx.sum``, blockwise for many float32 terms: MLX itself may add them one by one."""
-    axes = axes_of(x, axis)
+    axes = normalize_axes(x, axis)
     count = math.prod(x.shape[a] for a in axes)
     if x.dtype not in (mx.float32, mx.complex64) or count <= _BLOCKWISE_THRESHOLD:
         return _reduce(mx.sum, 0, x, axes, keepdims)
@@ -94,14 +94,14 @@ def prod(
 def mean(x: Array, /, *, axis: Any = None, keepdims: bool = False) -> Array:
     """Return the mean; accurate over long float axes, integers give float32."""
     x, out = _to_accumulator(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
-    count = math.prod(x.shape[a] for a in axes_of(x, axis))
+    count = math.prod(x.shape[a] for a in normalize_axes(x, axis))
     return (_accurate_sum(x, axis, keepdims) / count).astype(out)
 
 
 def var(x: Array, /, *, axis: Any = None, correction: float = 0.0, keepdims: bool = False) -> Array:
     """Return the variance in two passes; accurate over long float axes, integers give float32."""
     x, out = _to_accumulator(x, None if mx.issubdtype(x.dtype, mx.inexact) else mx.float32)
-    n = math.prod(x.shape[a] for a in axes_of(x, axis))
+    n = math.prod(x.shape[a] for a in normalize_axes(x, axis))
     squares = _accurate_sum(mx.square(x - _accurate_sum(x, axis, True) / n), axis, keepdims)
     return (squares / max(n - correction, 0)).astype(out)
 
