@@ -1,6 +1,6 @@
-"""Attention by loops whose length is read at run time: the work is the visible tiles, under a trace
-too.
+"""Attention by loops whose length is read at run time.
 
+The work is the visible tiles, under a trace too.
 Forward and backward follow FlashAttention-2 (Dao, 2023). A loop takes a tile of queries over the
 tiles of keys of its row, up to the last key that any query sees. The gradients of keys and values
 come from the same loop with the roles exchanged. The backward pass saves only the inputs, the

@@ -1,5 +1,4 @@
-"""Attention on the CPU by PyTorch's fused kernel, for all rows of equal length at a time, without
-padding.
+"""Attention on the CPU by PyTorch's fused kernel, for all rows of equal length at a time.
 
 A compiler cannot read the lengths. There the same calls are inside an operator of their own, which
 `torch.compile` and `torch.export` treat as one step.

@@ -36,10 +36,10 @@ from .linalg import linalg, make_extension, matmul, tensordot, vecdot, warn_on_f
 from .reductions import (  # noqa: F401
     all,
     any,
-    normalize_axes,
     cumulative_prod,
     cumulative_sum,
     mean,
+    normalize_axes,
     prod,
     std,
     sum,
