@@ -1,1 +1,1 @@
-"""The conformance suite: what scree promises, as a table of cases that any library or kernel provider can be run against."""
+"""The conformance suite: cases of scree's behaviour for any library or kernel provider."""

@@ -1,4 +1,4 @@
-"""``python -m scree_conformance``: run the suite against one library, or one provider of kernels, and write the table."""
+"""Run the suite against one library or kernel provider: ``python -m scree_conformance``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTCOMES = ("passed", "failed", "rejected", "absent")
 
 @dataclass(slots=True)
 class Line:
-    """What became of the cases of one operation."""
+    """Counts of the outcomes of one operation's cases."""
 
     passed: int = 0
     failed: int = 0
@@ -39,11 +39,11 @@ class Line:
 def run(
     backend: str, device: str | None = None, kernel: str | None = None, only: str = ""
 ) -> dict[str, Line]:
-    """Run every case whose name contains `only`; operation -> outcomes."""
+    """Run every case whose name contains `only`, and return the outcomes per operation."""
     lib = load(backend, device)
     bench, lines = Bench(lib, kernel), dict[str, Line]()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries, about NaN and empty arrays
+        warnings.simplefilter("ignore")  # libraries warn about NaN and empty arrays
         for case in cases(lib, kernel):
             if only not in case.name:
                 continue
@@ -58,7 +58,7 @@ def run(
                 line.absent += 1
                 line.notes.append(f"{case.name}: {reason}")
                 line.why = str(reason)
-            except Exception as error:  # a case may fail in any way, and the others still run
+            except Exception as error:  # a case may fail in any way; the other cases still run
                 line.failed += 1
                 line.notes.insert(
                     0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -67,7 +67,7 @@ def run(
 
 
 def markdown(title: str, lines: dict[str, Line]) -> str:
-    """The table, and under it the first failure or refusal of each operation."""
+    """Return the table, followed by the first failure or refusal of each operation."""
     cells = (
         [name, *(str(getattr(line, outcome)) for outcome in OUTCOMES)]
         for name, line in lines.items()
@@ -79,7 +79,7 @@ def markdown(title: str, lines: dict[str, Line]) -> str:
 
 
 def write(path: Path, title: str, about: dict[str, Any], lines: dict[str, Line]) -> list[Path]:
-    """Markdown and JSON, by the suffix; both where there is none."""
+    """Write Markdown or JSON, by the suffix of `path`; both where it has no suffix."""
     parts = {".md": markdown(title, lines)}
     table = {
         name: {k: getattr(line, k) for k in (*OUTCOMES, "notes")} for name, line in lines.items()
@@ -96,7 +96,7 @@ def write(path: Path, title: str, about: dict[str, Any], lines: dict[str, Line])
 
 
 def show(title: str, lines: dict[str, Line]) -> None:
-    """The table on the screen."""
+    """Print the table."""
     try:
         from rich.console import Console
         from rich.markup import escape
@@ -118,7 +118,7 @@ def show(title: str, lines: dict[str, Line]) -> None:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run the command line; 1 if a case failed, or none ran."""
+    """Run the command line; return 1 if a case failed or no case ran."""
     parser = argparse.ArgumentParser(prog="python -m scree_conformance", description=__doc__)
     parser.add_argument(
         "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"

@@ -1,6 +1,6 @@
-"""The libraries under test: how to make their arrays, which dtypes they have, and how to read results back into NumPy.
+"""The libraries under test: array creation, dtypes, and conversion of results to NumPy.
 
-This module knows libraries so that the cases need not; nothing in it asks scree.
+This module knows the libraries so that the cases need not. Nothing in it calls scree.
 """
 
 from __future__ import annotations
@@ -29,31 +29,34 @@ class Library:
     Attributes
     ----------
     name
-        The name under which the suite runs it.
+        Name under which the suite runs the library.
     dtypes
-        Name of each dtype that it has -> its dtype.
+        Name of each supported dtype -> dtype of the library.
     array
         ``array(x, dtype)``: the NumPy array `x` as an array of the library.
     read
-        An array of the library in NumPy; floating point as float64, complex as complex128.
+        ``read(x)``: an array of the library as a NumPy array. Floating point becomes float64,
+        complex becomes complex128.
     host
-        Whether offsets on this device can be read without waiting, so that scree compares layouts by value.
+        Whether offsets on this device can be read without waiting, so that scree compares layouts
+        by value.
     default_float, default_integer
         Names of the default dtypes.
     compiles
-        Whether it compiles every operation for every shape, so that many shapes are slow to try.
+        Whether the library compiles every operation for every shape, so that many shapes are slow.
     rough_float64
-        Whether its exp, sin and tanh of float64 have the precision of float32.
+        Whether exp, sin and tanh of float64 have only the precision of float32.
     generator
-        ``generator(seed)``: what its random functions draw from, or None.
+        ``generator(seed)``: the source of its random functions, or None.
     gaps
-        Function that it lacks for good, or ``"function-dtype"`` -> why; it must fail there, and the coverage page says so.
+        Function that the library lacks, or ``"function-dtype"`` -> reason. The case must fail, and
+        the coverage page shows the reason.
     jit
-        ``jit(f)``: the function of dense arrays compiled, or None.
+        ``jit(f)``: the compiled function of dense arrays, or None.
     grad
-        ``grad(f, *arrays)``: the gradients of a function to one number, or None.
+        ``grad(f, *arrays)``: the gradients of a scalar function, or None.
     context
-        Under which a case runs.
+        Context manager in which a case runs.
     """
 
     name: str
@@ -72,15 +75,15 @@ class Library:
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
     def dtype_name(self, x: Any) -> str:
-        """The name of the dtype of an array."""
+        """Return the name of the dtype of an array."""
         return next(name for name, dtype in self.dtypes.items() if x.dtype == dtype)
 
     def make(self, x: Any, dtype: str) -> Any:
-        """The NumPy array `x` as an array of the library with a dtype given by name."""
+        """Convert the NumPy array `x` to an array of the library, with a dtype given by name."""
         return self.array(np.asarray(x), self.dtypes[dtype])
 
     def gap(self, operation: str, dtype: str) -> str | None:
-        """Why it lacks what an operation checks, or None."""
+        """Return why the library lacks the function that an operation checks, or None."""
         return self.gaps.get(f"{operation}-{dtype}") or self.gaps.get(operation)
 
 
@@ -187,8 +190,8 @@ def _mlx(device: str | None) -> Library:
         return _wide(np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x))
 
     def grad(f: Callable[..., Any], *arrays: Any) -> list[Any]:
-        found = mx.grad(f, argnums=list(range(len(arrays))))(*arrays)
-        return [found] if isinstance(found, mx.array) else list(found)
+        gradients = mx.grad(f, argnums=list(range(len(arrays))))(*arrays)
+        return [gradients] if isinstance(gradients, mx.array) else list(gradients)
 
     def array(x: np.ndarray, dtype: Any) -> Any:
         return (
@@ -250,7 +253,7 @@ def _strict(device: str | None, **flags: bool) -> Library:
     )
 
 
-#: Name -> how to load it; the last one is array-api-strict with everything switched off that can be.
+#: Name -> loader. The last library is array-api-strict with every optional feature switched off.
 LIBRARIES: dict[str, Callable[[str | None], Library]] = {
     "numpy": _numpy,
     "torch": _torch,
@@ -264,7 +267,7 @@ LIBRARIES: dict[str, Callable[[str | None], Library]] = {
 
 
 def load(name: str, device: str | None = None) -> Library:
-    """The library of this name; `ImportError` where it is not installed."""
+    """Load the library of this name; raise `ImportError` if it is not installed."""
     if name not in LIBRARIES:
         raise ValueError(f"backend: expected one of {', '.join(LIBRARIES)}, got {name!r}")
     return LIBRARIES[name](device)

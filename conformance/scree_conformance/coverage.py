@@ -1,4 +1,4 @@
-"""The table of functions and libraries: what became of each function on each library, kept in one JSON file."""
+"""The coverage table: the outcome of each function on each library, in one JSON file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, Protocol
 
 from .table import FUNCTIONS, OPERATIONS
 
-#: Variants of an operation that are an outcome of their own; every other one counts as eager.
+#: Variants of an operation with outcomes of their own; every other variant counts as eager.
 VARIANTS = ("eager", "jitted", "differentiated")
-#: What the versions of each library are called.
+#: Library -> packages whose versions the table shows.
 PACKAGES = {
-    "numpy": ("numpy",), "torch": ("torch",), "jax": ("jax", "jaxlib"), "mlx": ("mlx",), "array_api_strict": ("array-api-strict",),
-    "strict_minimal": ("array-api-strict",),
+    "numpy": ("numpy",), "torch": ("torch",), "jax": ("jax", "jaxlib"), "mlx": ("mlx",),
+    "array_api_strict": ("array-api-strict",), "strict_minimal": ("array-api-strict",),
 }  # fmt: skip
 
 
 class Counts(Protocol):
-    """What became of the cases of one operation."""
+    """Counts of the outcomes of one operation's cases."""
 
     passed: int
     failed: int
@@ -31,23 +31,26 @@ class Counts(Protocol):
 
 
 def outcomes(lines: Mapping[str, Counts]) -> dict[str, dict[str, list[Any]]]:
-    """Function -> variant -> ``[passed, failed, absent, why]``, added up over the operations that check it."""
-    found: dict[str, dict[str, list[Any]]] = {name: {} for name in FUNCTIONS}
+    """Return ``[passed, failed, absent, why]`` per function and variant.
+
+    The counts are sums over the operations that check the function.
+    """
+    totals: dict[str, dict[str, list[Any]]] = {name: {} for name in FUNCTIONS}
     for operation in OPERATIONS:
         line = lines.get(operation.name)
         if line is None:
             continue
         variant = operation.variant if operation.variant in VARIANTS else "eager"
         for name in operation.functions:
-            cell = found[name].setdefault(variant, [0, 0, 0, ""])
+            cell = totals[name].setdefault(variant, [0, 0, 0, ""])
             for i, count in enumerate((line.passed, line.failed, line.absent)):
                 cell[i] += count
             cell[3] = cell[3] or line.why
-    return found
+    return totals
 
 
 def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
-    """Put the column of one library into the file, with its date and versions."""
+    """Write the column of one library into the file, with the date and the versions."""
     table = json.loads(path.read_text()) if path.exists() else {}
     table[backend] = {
         "date": date.today().isoformat(),
@@ -63,7 +66,7 @@ def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
 
 
 def _column(column: dict[str, Any]) -> str:
-    """JSON with a function a line."""
+    """Return JSON with one function per line."""
     rows = [
         f"  {json.dumps(name)}: {json.dumps(cells)}" for name, cells in column["functions"].items()
     ]
@@ -74,5 +77,5 @@ def _column(column: dict[str, Any]) -> str:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # a library on the path that was not installed
+    except PackageNotFoundError:  # on the path, but not installed
         return "unknown"

@@ -1,6 +1,8 @@
-"""Dense arrays in the namespace get the library's own functions, and a ragged array of equal rows is as good as a dense array.
+"""Two laws about dense arrays.
 
-Both laws try every function of the table on the same list of calls.
+In the namespace, dense arrays get the library's own functions. A ragged array of equal rows gives
+the same results as the dense array. Both laws try every function of the table on the same list of
+calls.
 """
 
 from __future__ import annotations
@@ -28,23 +30,26 @@ N, LENGTH, WIDTH = 4, 5, 2
 
 
 class Arrays:
-    """The arguments of the calls, made when they are asked for: three axes, of which the second is ragged if `equal_rows`."""
+    """Arguments of the calls, created on access.
+
+    Each has three axes; the second axis is ragged if `equal_rows`.
+    """
 
     def __init__(self, bench: Bench, dtype: str, *, equal_rows: bool) -> None:
         self._bench, self._dtype, self._equal_rows = bench, dtype, equal_rows
         self._rows = bench.of(
             bench.lib.make(np.zeros(N * LENGTH), "float32"), [LENGTH] * N
-        ).x  # all share its layout
+        ).x  # all arrays share its layout
 
     def __getattr__(self, name: str) -> Any:
-        self._bench.start(name)  # the same numbers for each call, some of which write into them
-        found = ARGUMENTS[name](self._bench, self._dtype)
+        self._bench.start(name)  # same numbers, fresh copies: some calls write into them
+        array = ARGUMENTS[name](self._bench, self._dtype)
         if name in ALWAYS_DENSE or not self._equal_rows:
-            return found
-        return self._rows.with_values(self._bench.xp.reshape(found, (-1, *found.shape[2:])))
+            return array
+        return self._rows.with_values(self._bench.xp.reshape(array, (-1, *array.shape[2:])))
 
     def shape(self, *shape: int) -> tuple[int | None, ...]:
-        """A shape for these arrays."""
+        """Return a shape for these arrays."""
         return tuple(None if self._equal_rows and axis == 1 else n for axis, n in enumerate(shape))
 
 
@@ -78,16 +83,19 @@ Call = Callable[[Any, Any, Arrays], Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: Calls with places; the only ones for the functions that look there, which may read anywhere else by numbers.
+#: Calls with positions: the only calls of functions that index, which could read out of bounds with
+#: other numbers.
 PLACES: list[Call] = [
     *(lambda xp, f, a, axis=axis: f(a.x, a.picks, axis=axis) for axis in (0, 2)),
     *(lambda xp, f, a, axis=axis: f(a.x, a.positions, axis=axis) for axis in (1, 2)),
 ]
-#: Each function takes at least one of these, and refuses some.
+#: Every function accepts at least one of these calls, and refuses some.
 CALLS: list[Call] = [
     *PLACES,
-    *(lambda xp, f, a, axis=axis: f(a.x, axis=axis) for axis in (1, 2, -1, -2, (1, 2), (0, 1), (0, 1, 2), None, 0, 5)),
-    *(lambda xp, f, a, axis=axis: f(a.x, axis=axis, keepdims=True) for axis in (1, 2, (0, 1), None)),
+    *(lambda xp, f, a, axis=axis: f(a.x, axis=axis) for axis in (1, 2, -1, -2, (1, 2), (0, 1),
+                                                                 (0, 1, 2), None, 0, 5)),
+    *(lambda xp, f, a, axis=axis: f(a.x, axis=axis, keepdims=True) for axis in (1, 2, (0, 1),
+                                                                                None)),
     *(lambda xp, f, a, axis=axis: f([a.x, a.y], axis=axis) for axis in (0, 1, 2, -1)),
     *(lambda xp, f, a, axis=axis: f(a.x, 2, axis=axis) for axis in (0, 1, 2)),
     *(lambda xp, f, a, axis=axis: f(a.booleans, axis=axis) for axis in (1, 2)),
@@ -139,7 +147,7 @@ CALLS: list[Call] = [
 ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 def _has_axis(*axes: Any) -> Callable[[Args, Kwargs], bool]:
     return lambda args, kwargs: "axis" in kwargs and kwargs["axis"] in axes
 
@@ -191,59 +199,81 @@ class Refusal(NamedTuple):
 
 #: The only calls in which the law "equal rows" accepts an error.
 REFUSALS = [
-    # ------------------------------------------------ the batch axis, and axes that rows do not share
-    Refusal(_REDUCTIONS, _has_axis(0), "over the batch alone would add up unrelated positions",
+    # ---------------------------------------------- the batch axis, and axes that rows do not share
+    Refusal(_REDUCTIONS, _has_axis(0), "over the batch alone would combine unrelated positions",
             "Rows of different lengths have no columns to reduce."),
     Refusal("linalg.vector_norm", _has_axis(0), "a norm over the batch alone",
             "Rows of different lengths have no columns to reduce."),
     Refusal("argmax argmin argsort sort diff cumulative_sum cumulative_prod", _has_axis(0),
-            "runs over rows or elements, not over the batch", "Rows of different lengths have no columns."),
+            "runs over rows or elements, not over the batch",
+            "Rows of different lengths have no columns."),
     Refusal("expand_dims", _has_axis(0, (0, 1), (0, 1, 2)), "cannot move the batch axis",
             "The batch is axis 0 of a ragged array."),
-    Refusal("squeeze", _has_axis(None), "cannot move the batch axis", "The batch is axis 0 of a ragged array."),
+    Refusal("squeeze", _has_axis(None), "cannot move the batch axis",
+            "The batch is axis 0 of a ragged array."),
     Refusal("stack", _has_axis(0), "the batch is axis 0", "The batch is axis 0 of a ragged array."),
-    Refusal("unstack", _has_axis(1, -2), "no common number of entries", "Rows differ in their number of tokens."),
-    Refusal("argsort sort", _has_axis(None), "expected one axis", "The standard takes an integer axis."),
+    Refusal("unstack", _has_axis(1, -2), "no common number of entries",
+            "Rows differ in their number of tokens."),
+    Refusal("argsort sort", _has_axis(None), "expected one axis",
+            "The standard takes an integer axis."),
     Refusal("repeat roll", lambda args, kwargs: "axis" not in kwargs and len(args) == 2,
-            "axis: expected one axis|shift: expected one for each axis|shift: expected a Python integer",
+            "axis: expected one axis|shift: expected one for each axis|"
+            "shift: expected a Python integer",
             "A flattened ragged array has no rows."),
-    # ------------------------------------------------------------------- dtypes and operands
+    # -------------------------------------------------------------------------- dtypes and operands
     Refusal(_ORDERED, _is_complex, "expected real numbers", "Complex numbers have no order."),
-    Refusal("diff", lambda args, kwargs: "bool" in str(getattr(args[0], "dtype", "")), "[Ss]ubtract",
+    Refusal("diff", lambda args, kwargs: "bool" in str(getattr(args[0], "dtype", "")),
+            "[Ss]ubtract",
             "Booleans have no difference."),
     Refusal("roll", _has_second(lambda x: hasattr(x, "shape")), "shift: expected a Python integer",
             "The standard takes Python integers; an array would have to be read."),
-    Refusal("tile", _has_second(lambda x: not isinstance(x, tuple)), "repetitions: expected a tuple",
+    Refusal("tile", _has_second(lambda x: not isinstance(x, tuple)),
+            "repetitions: expected a tuple",
             "The standard takes a tuple."),
-    Refusal("tile", _has_second(lambda x: isinstance(x, tuple) and None in x), "expected a Python integer, got None",
+    Refusal("tile", _has_second(lambda x: isinstance(x, tuple) and None in x),
+            "expected a Python integer, got None",
             "A shape is no number of repetitions; the dense call has a number here."),
-    Refusal("take", _has_second(lambda x: isinstance(x, scree.Array)), "indices: expected a dense array",
+    Refusal("take", _has_second(lambda x: isinstance(x, scree.Array)),
+            "indices: expected a dense array",
             "The standard takes one-dimensional indices; xp.ragged.gather takes ragged ones."),
-    Refusal("full_like", _has_second(lambda x: not isinstance(x, int | float)), "NumPy array|broadcast|Invalid type",
+    Refusal("full_like", _has_second(lambda x: not isinstance(x, int | float)),
+            "NumPy array|broadcast|Invalid type",
             "The standard takes a Python scalar as fill value."),
-    Refusal("searchsorted", lambda args, kwargs: isinstance(args[0], scree.Array), "expected a dense sorted x1",
+    Refusal("searchsorted", lambda args, kwargs: isinstance(args[0], scree.Array),
+            "expected a dense sorted x1",
             "One sorted array serves all tokens."),
-    Refusal("matmul linalg.matmul", lambda args, kwargs: all(isinstance(x, scree.Array) for x in args),
-            "expected a ragged array .* and a dense", "The product over the ragged axis has no common length."),
+    Refusal("matmul linalg.matmul",
+            lambda args, kwargs: all(isinstance(x, scree.Array) for x in args),
+            "expected a ragged array .* and a dense",
+            "The product over the ragged axis has no common length."),
     Refusal(_MATRICES, lambda args, kwargs: args[0].ndim == 3, "expected a matrix for each token",
             "The matrix would have the ragged axis as one of its two axes."),
-    # --------------------------------------- calls beyond the standard that a library's own function accepts
-    Refusal(f"argmax argmin argsort diff expand_dims flip linalg.vector_norm sort {_REDUCTIONS}", _is_sequence,
-            "no NumPy array", "The standard takes an array; NumPy also converts a list of arrays."),
-    Refusal(f"argmax argmin diff expand_dims flip {_REDUCTIONS}", _has_more_than(1), "positional argument",
+    # ------------------------------ calls beyond the standard that a library's own function accepts
+    Refusal(f"argmax argmin argsort diff expand_dims flip linalg.vector_norm sort {_REDUCTIONS}",
+            _is_sequence,
+            "not a NumPy array",
+            "The standard takes an array; NumPy also converts a list of arrays."),
+    Refusal(f"argmax argmin diff expand_dims flip {_REDUCTIONS}", _has_more_than(1),
+            "positional argument",
             "The standard takes only the array by position."),
     Refusal("isin repeat roll", _has_more_than(2), "positional argument",
             "The standard takes only two arguments by position."),
-    Refusal("squeeze", lambda args, kwargs: len(args) == 1 and not kwargs, "missing 1 required", "The standard requires `axis`."),
-    Refusal("permute_dims", lambda args, kwargs: len(args) == 1 and not kwargs, "missing 1 required",
+    Refusal("squeeze", lambda args, kwargs: len(args) == 1 and not kwargs, "missing 1 required",
+            "The standard requires `axis`."),
+    Refusal("permute_dims", lambda args, kwargs: len(args) == 1 and not kwargs,
+            "missing 1 required",
             "The standard requires `axes`."),
     Refusal("where", _has_more_than(0), "expected a dense array .*, got tuple",
             "The standard requires three arguments; NumPy takes one as nonzero."),
-    Refusal("clip", _has_keyword("axis"), "expected an array or a Python scalar", "The standard has no `axis` here."),
-    Refusal("broadcast_arrays", _has_second(lambda x: isinstance(x, type)), "expected an array or a Python scalar",
+    Refusal("clip", _has_keyword("axis"), "expected an array or a Python scalar",
+            "The standard has no `axis` here."),
+    Refusal("broadcast_arrays", _has_second(lambda x: isinstance(x, type)),
+            "expected an array or a Python scalar",
             "A dtype is no array; NumPy converts any object."),
-    Refusal(_OPERANDS, _has_keyword("dtype"), "expected an array or a Python scalar", "The standard has no `dtype` here."),
-    Refusal("all any", _has_keyword("ord"), "invalid combination", "The standard has no `ord` here."),
+    Refusal(_OPERANDS, _has_keyword("dtype"), "expected an array or a Python scalar",
+            "The standard has no `dtype` here."),
+    Refusal("all any", _has_keyword("ord"), "invalid combination",
+            "The standard has no `ord` here."),
 ]  # fmt: skip
 
 
@@ -257,7 +287,7 @@ def _is_expected(name: str, args: Args, kwargs: Kwargs, error: Exception) -> boo
     )
 
 
-ENOUGH = 2  # calls that are right for a function, where each is compiled
+ENOUGH = 2  # valid calls per function where the library compiles each call
 
 
 def _enough(bench: Bench, works: int) -> bool:
@@ -269,23 +299,23 @@ def _calls(name: str) -> list[Call]:
 
 
 def _outcome(bench: Bench, f: Any, call: Call, dtype: str, *, equal_rows: bool = False) -> Any:
-    """What a call gives, in a form that can be compared, or the error."""
+    """Return the result of a call in a comparable form, or the error."""
     arrays = Arrays(bench, dtype, equal_rows=equal_rows)
     try:
-        return _plain(bench, call(bench.xp if equal_rows else bench.own, f, arrays))
-    except Exception as error:  # any error will do, as long as both raise the same
+        return _plain(bench, call(bench.xp if equal_rows else bench.library_xp, f, arrays))
+    except Exception as error:  # any error passes, if both calls raise the same
         return error
 
 
-def _plain(bench: Bench, found: Any) -> Any:
-    if isinstance(found, tuple | list):
-        return [_plain(bench, x) for x in found]
-    if isinstance(found, scree.Array):
-        rows = bench.rows(found)
-        return str(found.dtype), np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
-    if hasattr(found, "dtype") and hasattr(found, "shape"):
-        return str(found.dtype), bench.lib.read(found)
-    return found if isinstance(found, bool | int | float) else str(type(found))
+def _plain(bench: Bench, result: Any) -> Any:
+    if isinstance(result, tuple | list):
+        return [_plain(bench, x) for x in result]
+    if isinstance(result, scree.Array):
+        rows = bench.rows(result)
+        return str(result.dtype), np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
+    if hasattr(result, "dtype") and hasattr(result, "shape"):
+        return str(result.dtype), bench.lib.read(result)
+    return result if isinstance(result, bool | int | float) else str(type(result))
 
 
 def _find(xp: Any, name: str) -> Any:
@@ -294,24 +324,28 @@ def _find(xp: Any, name: str) -> Any:
     return xp
 
 
-# ------------------------------------------------------------------------------------------------ dense arrays
+# ------------------------------------------------------------------------------------- dense arrays
 def same(bench: Bench, name: str, dtype: str) -> None:
-    """Hold a function of the namespace against the library's own, on every call."""
-    ours, own = _find(bench.xp, name), _find(bench.own, name)
-    if not callable(own) or isinstance(own, type):
-        assert ours is own or ours == own or ours != ours, f"{name}: expected {own!r}, got {ours!r}"
+    """Compare a function of the namespace with the library's own function, on every call."""
+    ours, library_function = _find(bench.xp, name), _find(bench.library_xp, name)
+    if not callable(library_function) or isinstance(library_function, type):
+        is_same = ours is library_function or ours == library_function or ours != ours  # NaN
+        assert is_same, f"{name}: expected {library_function!r}, got {ours!r}"
         return
     works = 0
     for i, call in enumerate(_calls(name)):
         if _enough(bench, works):
             break
-        expected, again, got = (_outcome(bench, f, call, dtype) for f in (own, own, ours))
+        expected, repeated, got = (
+            _outcome(bench, f, call, dtype) for f in (library_function, library_function, ours)
+        )
         works += not isinstance(expected, Exception)
         if isinstance(expected, Exception):
             assert type(got) is type(expected), (
                 f"{name}, call {i}: expected {type(expected).__name__}, got {got!r}"
             )
-        elif _equal(again, expected):  # and not what happened to be in the memory
+        # A result that changes between runs is uninitialized memory.
+        elif _equal(repeated, expected):
             assert _equal(got, expected) or name.startswith("empty"), (
                 f"{name}, call {i}: expected {expected}, got {got!r}"
             )
@@ -328,19 +362,22 @@ def _equal(a: Any, b: Any) -> bool:
 
 @operation("law: dense arrays get the library's own functions", ("plain",), ("float32",))
 def every(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The same results with the same dtypes, and the same errors."""
+    """Check that results, dtypes and errors are the same."""
     for name in NAMES:
         if name not in bench.lib.gaps:
             same(bench, name, dtype)
 
 
 def plain(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """A function or constant without arrays of rows: the library's own."""
+    """Check that a function or constant without ragged arguments is the library's own."""
     same(bench, name, dtype)
 
 
 def refused(bench: Bench, layout: Layout, dtype: str, *, name: str, why: str) -> None:
-    """A ragged array is refused with the reason of the table, wherever it stands; a dense one is served."""
+    """Check that a ragged array is refused with the reason of the table in every argument.
+
+    Dense arrays are accepted.
+    """
     same(bench, name, dtype)
     x, dense, f = (
         bench.ragged(layout, (3,), dtype).x,
@@ -365,10 +402,13 @@ for _name, _kind in NAMES.items():
         operation(_name, ("plain",), ("float32",))(partial(refused, name=_name, why=_kind.why))
 
 
-# ------------------------------------------------------------------------------------------------ equal rows
+# --------------------------------------------------------------------------------------- equal rows
 @operation("law: equal rows are a dense array", ("plain",), (*DTYPES, "int32", "int8"))
 def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Every function that takes ragged arrays gives the same values and dtype, or refuses by the table."""
+    """Check that every function of ragged arrays gives the values and dtype of the dense call.
+
+    A refusal must be in the table.
+    """
     for name, kind in NAMES.items():
         if (
             kind.name in ("plain", "unsupported", "dtypes")
@@ -377,7 +417,7 @@ def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
         ):
             continue
         if dtype not in DTYPES and name.startswith("linalg."):
-            continue  # the standard has them for floating-point numbers
+            continue  # the standard defines them for floating-point numbers
         f, works = _find(bench.xp, name), 0
         for i, call in enumerate(_calls(name)):
             if _enough(bench, works):
@@ -412,18 +452,18 @@ def _alike(got: Any, expected: Any, note: str) -> None:
     if not isinstance(expected, tuple):
         assert got == expected, f"{note}expected {expected}, got {got}"
         return
-    (kind, found), (right, truth) = got, expected
-    assert kind == right, f"{note}expected dtype {right}, got {kind}"
-    if np.size(found) == 0 and truth.shape[:1] == (0,):
+    (kind, actual), (dtype, truth) = got, expected
+    assert kind == dtype, f"{note}expected dtype {dtype}, got {kind}"
+    if np.size(actual) == 0 and truth.shape[:1] == (0,):
         return  # no rows
     eps = next(
         (eps for name, eps in EPS.items() if kind.endswith(name)),
         EPS["float64" if "128" in kind else "float32"],
     )
-    assert np.shape(found) == truth.shape, (
-        f"{note}expected shape {truth.shape}, got {np.shape(found)}"
+    assert np.shape(actual) == truth.shape, (
+        f"{note}expected shape {truth.shape}, got {np.shape(actual)}"
     )
     if truth.dtype.kind in "fc":
-        np.testing.assert_allclose(found, truth, rtol=16 * eps, atol=16 * eps, err_msg=note)
+        np.testing.assert_allclose(actual, truth, rtol=16 * eps, atol=16 * eps, err_msg=note)
     else:
-        np.testing.assert_array_equal(found, truth, err_msg=note)
+        np.testing.assert_array_equal(actual, truth, err_msg=note)

@@ -1,4 +1,4 @@
-"""`xp.ragged`: softmax, norms, rope, routing, dropout and attention, against their definitions."""
+"""Cases of `xp.ragged`: each operation against its definition."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .table import DTYPES, operation
 LARGE = ("float16", "bfloat16")
 
 
-# --------------------------------------------------------------------------------------------------- softmax
+# ------------------------------------------------------------------------------------------ softmax
 def softmax(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """Along the ragged axis, whichever of the values it is."""
+    """Along the ragged axis, for every position of that axis in the values."""
     for token, dim, draw in (
         ((), 0, "any"),
         ((2, 3), 0, "any"),
@@ -42,9 +42,33 @@ for _name in ("softmax", "log_softmax", "logsumexp"):
     operation(f"ragged.{_name}", kernel=_name)(partial(softmax, name=_name))
 
 
-# ----------------------------------------------------------------------------------------------------- norms
+# --------------------------------------------------------------------------------------------- topk
+@operation("ragged.topk", ALL, (*DTYPES, "int32", "uint8"), kernel="topk")
+def topk(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Values and positions, largest and smallest, for k of 0, few, and more than a row has.
+
+    The draws contain equal tokens, and NaN and infinity where the dtype has them.
+    """
+    draws = ("any", "ties", "gaps") if dtype in DTYPES else ("natural",)
+    for token, dim in (((), 0), ((2, 3), 0), ((3,), 1)):
+        for draw in draws:
+            x = bench.ragged(layout, token, dtype, draw, dim)
+            for k, largest in bench.some(
+                ((0, True), (1, True), (3, True), (3, False), (600, False))
+            ):
+                note = f"token {token}, ragged_dim={dim}, {draw}, k={k}, largest={largest}: "
+                values, positions = bench.check(
+                    lambda a: bench.run(bench.xp.ragged.topk, a, k, largest=largest),
+                    partial(oracle.topk, k=k, largest=largest, axis=dim),
+                    x,
+                    note=note,
+                )
+                assert scree.same_layout(values, positions), f"{note}expected one layout"
+
+
+# -------------------------------------------------------------------------------------------- norms
 def _of_sum(norm: Any, dtype: str) -> Any:
-    """The norm of the sum of two arrays as it is given, and that sum."""
+    """Return the norm of the sum of two arrays, the sum rounded to `dtype`, and that sum."""
     stage = oracle.rounded(dtype) if dtype in HALF else lambda x: x
 
     def truth(rows: Any, residual: Any) -> Any:
@@ -58,7 +82,10 @@ def _of_sum(norm: Any, dtype: str) -> Any:
 
 @operation("ragged.rms_norm", kernel="rms_norm")
 def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
-    """With and without weight, also where x ** 2 is beyond half precision, and on dense arrays."""
+    """With and without weight, on ragged and dense arrays.
+
+    One draw has ``x ** 2`` above the range of half precision.
+    """
     weight = bench.dense((4,), dtype, "positive")
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
@@ -93,7 +120,10 @@ def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.layer_norm", kernel="layer_norm")
 def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
-    """With and without weight and bias, also where the variance is beyond half precision, and on dense arrays."""
+    """With and without weight and bias, on ragged and dense arrays.
+
+    One draw has a variance above the range of half precision.
+    """
     weight, bias = bench.dense((4,), dtype, "positive"), bench.dense((4,), dtype)
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
@@ -131,7 +161,7 @@ def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.swiglu", kernel="swiglu")
 def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Also of gates whose exponential is beyond the dtype, and on dense arrays."""
+    """Ragged and dense arrays, also gates whose exponential exceeds the range of the dtype."""
     for token, draw in (((6,), "any"), ((2, 4), "any"), ((6,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
         bench.check(
@@ -152,7 +182,10 @@ def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.split", kernel="split")
 def split(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Along every axis of the elements, before and behind a ragged axis, with an empty part, and on dense arrays."""
+    """Along every axis of the tokens, before and after a ragged axis, and on dense arrays.
+
+    One part is empty.
+    """
     for token, dim, axis in (((5,), 0, 2), ((5, 2), 0, 2), ((2, 5), 0, -1), ((5,), 1, 1)):
         x = bench.ragged(layout, token, dtype, "any", dim)
         bench.check(
@@ -168,9 +201,9 @@ def split(bench: Bench, layout: Layout, dtype: str) -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------- cross-entropy
+# ------------------------------------------------------------------------------------ cross-entropy
 def _classes(bench: Bench, x: Data, count: int, ignored: int = -100) -> Data:
-    """A class for each token, or in a third of the cases none."""
+    """Return one class per token; a third of the tokens are ignored."""
     total = x.x.total_length
     numbers = np.where(bench.rng.random(total) < 0.3, ignored, bench.rng.integers(0, count, total))
     targets = x.x.with_values(bench.lib.make(numbers.astype(np.int32), "int32"), ragged_dim=0)
@@ -182,7 +215,10 @@ def _wide(dtype: str) -> str:
 
 
 def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> Any:
-    """For one number of all tokens: a reference whose errors do not happen to cancel, of the tokens and of a running sum."""
+    """Return a reference for a reduction to one number, whose errors do not cancel by chance.
+
+    It adds the errors of the tokens and the error of a running sum.
+    """
     reduction = options.get("reduction", "mean")
     if reduction in ("none", "row_mean") or dtype == "float64":
         return low and partial(low, **options)
@@ -197,9 +233,9 @@ def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> 
         error += max(
             abs(np.add.accumulate([0, *x], dtype=np.float32)[-1] - np.sum(near)) for x in orders
         )
-        right = truth(*exact, **options)
+        exact_result = truth(*exact, **options)
         return np.asarray(
-            right + error * (1 if reduction == "sum" else right / (np.sum(near) or 1))
+            exact_result + error * (1 if reduction == "sum" else exact_result / (np.sum(near) or 1))
         )
 
     return rough
@@ -207,7 +243,7 @@ def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> 
 
 @operation("ragged.cross_entropy", kernel="cross_entropy")
 def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Every reduction, also of large numbers, of few classes and with another mark of what is ignored; and of dense arrays."""
+    """Every reduction, large logits, two classes, another `ignore_index`, and dense arrays."""
     for classes, draw, options in bench.some(
         (
             (5, "any", {"reduction": "row_mean"}),
@@ -280,7 +316,10 @@ def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     kernel="linear_cross_entropy",
 )
 def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
-    """So many classes that a few tokens' logits exist at a time; and gradients, where the library has them."""
+    """So many classes that the logits of only a few tokens exist at a time.
+
+    Gradients are checked where the library has them.
+    """
     x, weight = bench.ragged(layout, (2,), dtype), bench.dense((1 << 20, 2), dtype)
     targets = _classes(bench, x, len(weight.exact))
 
@@ -297,7 +336,7 @@ def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
         return oracle.linear_cross_entropy(a, w, targets.exact, **options)
 
     def slopes(a: Any, w: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Of the sum, by every token and by every class."""
+        """Return the gradients of the sum with respect to the tokens and to the weight."""
         tokens, classes = (
             np.concatenate([a.template, *a]),
             np.concatenate([np.zeros(0, np.int64), *targets.exact]),
@@ -322,13 +361,13 @@ def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
             (x.exact, weight.exact),
             (x.exact.astype(np.float32), weight.exact.astype(np.float32)),
         )
-        for got, right, rough in zip(
+        for got, expected, rough in zip(
             bench.lib.grad(run, x.x.values, weight.x), slopes(*exact), slopes(*low), strict=True
         ):
-            bench.close(got, right, right, rough, dtype=dtype)
+            bench.close(got, expected, expected, rough, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------------ rope
+# --------------------------------------------------------------------------------------------- rope
 @operation("ragged.rope", kernel="rope")
 def rope(bench: Bench, layout: Layout, dtype: str) -> None:
     """Both pairings, another base, and rows that continue; queries and keys together."""
@@ -359,7 +398,7 @@ def rope(bench: Bench, layout: Layout, dtype: str) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------- routing
+# ------------------------------------------------------------------------------------------ routing
 def _places(bench: Bench, layout: Layout, size: int, distinct: bool) -> Data:
     total = sum(lengths_of(layout))
     numbers = (
@@ -370,7 +409,7 @@ def _places(bench: Bench, layout: Layout, size: int, distinct: bool) -> Data:
 
 @operation("ragged.gather", kernel="gather")
 def gather(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Tokens of ragged and dense arrays by ragged numbers; rows by dense ones."""
+    """Tokens of ragged and dense arrays by a ragged index; rows by a dense index."""
     source = bench.ragged([2, 0, 3], (2,), dtype)
     index = _places(bench, layout, 5, distinct=False)
     bench.check(
@@ -393,7 +432,10 @@ def gather(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.scatter", kernel="scatter")
 def scatter(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Tokens to places of their own, and to shared ones, where the last stays; rows to places."""
+    """Tokens to distinct positions and to equal ones, where the last token wins.
+
+    Also rows to positions.
+    """
     x, total = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
     for distinct in (True, False):
         size = total + 3
@@ -419,7 +461,7 @@ def scatter(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.scatter_add", dtypes=(*DTYPES, "int32"), kernel="scatter")
 def scatter_add(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Sums of the tokens that meet; many meet at few places."""
+    """Sums of tokens with equal positions; many tokens share few positions."""
     for size in (3, sum(lengths_of(layout)) + 3):
         x, index = bench.ragged(layout, (2,), dtype), _places(bench, layout, size, distinct=False)
 
@@ -443,7 +485,7 @@ def scatter_add(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.group")
 def group(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Tokens sorted into groups and put back: the path of a mixture of experts."""
+    """Tokens sorted into groups and scattered back, as in a mixture of experts."""
     x, total = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
     for groups in (1, 4):
         ids = bench.rng.integers(0, groups, total).astype(np.int32)
@@ -454,10 +496,13 @@ def group(bench: Bench, layout: Layout, dtype: str) -> None:
         bench.close(bench.xp.ragged.scatter(grouped, index, total), tokens, dtype=dtype)
 
 
-# --------------------------------------------------------------------------------------------------- dropout
+# ------------------------------------------------------------------------------------------ dropout
 @operation("ragged.dropout", ALL)
 def dropout(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Zeros at the given rate, the others scaled; the same key gives the same zeros. Or a clear refusal."""
+    """Zeros at the given rate, the other values scaled; the same key gives the same zeros.
+
+    A library without a generator must refuse the call clearly.
+    """
     x, generator = bench.ragged(layout, (4,), dtype, "positive"), bench.lib.generator
     if generator is None:
         try:
@@ -484,7 +529,7 @@ def dropout(bench: Bench, layout: Layout, dtype: str) -> None:
     bench.close(bench.xp.ragged.dropout(x.x, 0.0, generator(1)), list(x.exact), dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 #: Case -> ((heads, kv_heads, head_dim, value_dim), options).
 ATTENTION: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "attention": ((2, 2, 8, 8), {}),
@@ -518,7 +563,7 @@ def attention(
     cross: bool = False,
     draw: str = "any",
 ) -> None:
-    """Output and log-sum-exp; with `cross`, keys of another layout, whose empty rows meet queries."""
+    """Output and log-sum-exp; with `cross`, the keys have another layout with empty rows."""
     heads, kv_heads, dim, value_dim = sizes
     lengths = lengths_of(layout)
     keys = [*lengths[2:], *lengths[:2]] if cross else lengths
@@ -532,9 +577,8 @@ def attention(
             bench.like(q, (kv_heads, value_dim), dtype, draw),
         )
     rough, runs = None, scree.explain("attention", q.x, k.x, v.x, **options).provider
-    if (
-        (bench.kernel or runs) != "standard" and dtype in HALF
-    ):  # what eager code of this dtype rounds, kernels may round too
+    # Kernels may round what eager code of this dtype rounds.
+    if (bench.kernel or runs) != "standard" and dtype in HALF:
         rough = partial(oracle.attention, stage=oracle.rounded(dtype), **options)
 
     def both(*x: Any) -> Any:
@@ -588,12 +632,12 @@ operation("ragged.attention: large numbers", (ALL[0],), (*LARGE, "float32"), ker
 
 @operation("ragged.attention: ALiBi and sinks", (ALL[0], "blocks", "all_empty"), kernel="attention")
 def biases(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Slopes and sinks of each head, alone and with what changes scores before or after them."""
+    """ALiBi slopes and sinks per head, alone and with options that change the scores."""
     slopes, sinks = np.asarray([0.5, 0.125, 0.0, 1.0]), np.asarray([0.0, 2.0, -1.0, 0.5])
     lengths = lengths_of(layout)
     q = bench.ragged(lengths, (4, 8), dtype)
     k = bench.ragged([*lengths[2:], *lengths[:2]], (2, 8), dtype)
-    for given, options in (
+    for parameters, options in (
         ({"alibi_slopes": slopes}, {}),
         ({"alibi_slopes": slopes}, {"causal": True, "window": 9, "softcap": 2.0}),
         ({"sinks": sinks}, {"causal": True}),
@@ -601,11 +645,11 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
     ):
         arrays = {
             name: bench.lib.make(x, "float64" if dtype == "float64" else "float32")
-            for name, x in given.items()
+            for name, x in parameters.items()
         }
-        known = {name: x for name, x in options.items() if name != "deterministic"}
+        oracle_options = {name: x for name, x in options.items() if name != "deterministic"}
         rough = (
-            partial(oracle.attention, stage=oracle.rounded(dtype), **given, **known)
+            partial(oracle.attention, stage=oracle.rounded(dtype), **parameters, **oracle_options)
             if dtype in HALF
             else None
         )
@@ -613,29 +657,32 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
             lambda *x, arrays=arrays, options=options: bench.run(
                 bench.xp.ragged.attention, *x, return_lse=True, **arrays, **options
             ),
-            partial(oracle.attention, **given, **known),
+            partial(oracle.attention, **parameters, **oracle_options),
             q,
             k,
             k,
             rough=rough,
             curved=True,
-            note=f"{[*given]}, {options}: ",
+            note=f"{[*parameters]}, {options}: ",
         )
 
 
 @operation("ragged.attention: is O(total)", ("one_long",), ("float32",))
 def memory(bench: Bench, layout: Layout, dtype: str) -> None:
-    """One long row among many short ones costs no scores of n x longest^2: the result is there, in the memory of a test."""
+    """One long row among many short rows must not allocate scores of n x longest^2.
+
+    The result exists within the memory of a test.
+    """
     lengths = [2048] + [16] * 300  # 301 x 2048^2 scores would be 5 GB
     q = bench.ragged(lengths, (1, 4), dtype)
     out = bench.xp.ragged.attention(q.x, q.x, q.x, causal=True)
     picks = (1, 150, 300)
     few = [bench.rows(out)[i] for i in picks]
     rows = [q.exact[i] for i in picks]
-    right, _ = oracle.attention(rows, rows, rows, causal=True)  # type: ignore[arg-type]
+    expected, _ = oracle.attention(rows, rows, rows, causal=True)  # type: ignore[arg-type]
     rough, _ = oracle.attention(
         *([row.astype(np.float32) for row in rows] for _ in range(3)), causal=True
     )  # type: ignore[arg-type]
     part = bench.of(bench.lib.make(np.concatenate(few), dtype), [16] * 3)
-    bench.close(part.x, right, right, rough)
+    bench.close(part.x, expected, expected, rough)
     assert isinstance(out, scree.Array)

@@ -1,9 +1,10 @@
-"""The row lengths that break ragged code."""
+"""Row lengths that break ragged code."""
 
 #: A layout by its name, or by the lengths of its rows.
 Layout = str | list[int]
 
-#: Name -> row lengths. The three with empty rows hold the same lengths, so that libraries that compile do it once.
+#: Name -> row lengths. The three layouts with empty rows hold the same lengths, so that libraries
+#: compile them once.
 LAYOUTS: dict[str, list[int]] = {
     "plain": [3, 2, 4],
     "empty_first": [0, 0, 5, 1, 3],
@@ -17,14 +18,14 @@ LAYOUTS: dict[str, list[int]] = {
     "blocks": [1, 31, 32, 33, 63, 64, 65, 127, 129],
 }
 
-#: The first of each tuple is the layout on which other dtypes than the first are tried.
+#: Layouts to try; dtypes other than the first run only on the first layout of the tuple.
 SHORT = ("empty_between", "no_rows")
 ALL = ("empty_between", *(name for name in LAYOUTS if name != "empty_between"))
-#: Where every shape costs time to compile: these share their shapes, but for two.
+#: Layouts for libraries that compile every shape: all but two of these share their shapes.
 FEW = ("empty_first", "no_rows", "one_long")
 EMPTY = ("empty_between", "empty_first", "empty_last", "all_empty", "no_rows")
 
 
 def lengths_of(layout: Layout) -> list[int]:
-    """The lengths of the rows."""
+    """Return the lengths of the rows."""
     return LAYOUTS[layout] if isinstance(layout, str) else layout

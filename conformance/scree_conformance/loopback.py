@@ -1,4 +1,4 @@
-"""A kernel provider that needs no device: it counts its calls and passes them to the standard implementation."""
+"""A kernel provider without a device: it counts calls and runs the standard implementation."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ KERNELS = sorted({operation.kernel for operation in OPERATIONS if operation.kern
 
 def rejects(call: Any) -> str | None:
     """Accept every dtype except float64, so that a test can see a refusal."""
-    x = next(getattr(call, name) for name in ("q", "x", "logits", "arr") if hasattr(call, name))
+    names = ("q", "x", "logits", "arr", "padded")
+    x = next(getattr(call, name) for name in names if hasattr(call, name))
     return "loopback takes no float64" if str(x.dtype).endswith("float64") else None
 
 
 @contextmanager
 def registered() -> Iterator[Counter[str]]:
-    """Register the loopback provider for a ``with`` block; yield the number of calls per operation."""
+    """Register the loopback provider for a ``with`` block; yield the calls per operation."""
     calls: Counter[str] = Counter()
 
     def kernel(operation: str) -> Callable[[Any], Any]:
-        def hand_on(call: Any) -> Any:
+        def run_standard(call: Any) -> Any:
             calls[operation] += 1
             return dispatch.OPERATIONS[operation].run_call(call, "standard")
 
-        return hand_on
+        return run_standard
 
     for operation in KERNELS:
         scree.register_kernel(operation, provider=PROVIDER, rejects=rejects)(kernel(operation))

@@ -1,7 +1,8 @@
-"""What is right: every operation by its definition, on a list of NumPy rows, with one plain loop over them.
+"""The reference: every operation by its definition, one plain loop over NumPy rows.
 
-Nothing here knows scree. The functions keep the precision of their input: called with float64 rows they give the truth, with
-float32 rows the error that this precision makes where everything is plain.
+This module does not import scree. The functions keep the precision of their input. Called with
+float64 rows they give the expected values. Called with float32 rows they show the error of a plain
+implementation in this precision.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import numpy as np
 
 
 class Rows(list[np.ndarray]):
-    """The rows of one ragged array; `template` is a row without tokens, for batches without rows."""
+    """The rows of one ragged array; `template` is a row without tokens, for empty batches."""
 
     def __init__(self, rows: Iterable[np.ndarray], template: np.ndarray) -> None:
         super().__init__(rows)
         self.template = template
 
     def astype(self, dtype: Any) -> Rows:
-        """The same rows in another precision."""
+        """Return the same rows in another precision."""
         return Rows((row.astype(dtype) for row in self), self.template.astype(dtype))
 
     def stack(self, f: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """`f` of each row, which all have one shape, (n, ...)."""
+        """Apply `f` to each row and stack the results, which all have one shape, to (n, ...)."""
         return np.stack([f(row) for row in self]) if self else np.stack([f(self.template)])[:0]
 
 
 def each(f: Callable[..., Any]) -> Callable[..., list[np.ndarray]]:
-    """`f` on each row; dense operands with an axis more than a row have one entry a row."""
+    """Apply `f` to each row; dense operands with one more axis have one entry per row."""
 
     def rows(*args: Any) -> list[np.ndarray]:
         first = next(a for a in args if isinstance(a, list))
@@ -47,20 +48,20 @@ def _of_row(x: Any, i: int, ndim: int) -> Any:
     return x
 
 
-# ------------------------------------------------------------------------------------------- reductions and scans
+# ----------------------------------------------------------------------------- reductions and scans
 def _running(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
-    """A sum or product, one number after the other."""
+    """Return a sum or product, accumulated one number after the other."""
     f, nothing = (np.add, 0) if name == "sum" else (np.multiply, 1)
     n, rest = (
         math.prod(x.shape[a] for a in axis),
         tuple(size for a, size in enumerate(x.shape) if a not in axis),
     )
     numbers = np.moveaxis(x, axis, range(len(axis))).reshape(n, *rest)
-    found = f.accumulate(numbers, axis=0)[-1] if n else np.full(rest, nothing, x.dtype)
+    result = f.accumulate(numbers, axis=0)[-1] if n else np.full(rest, nothing, x.dtype)
     return (
-        found.reshape([1 if a in axis else size for a, size in enumerate(x.shape)])
+        result.reshape([1 if a in axis else size for a, size in enumerate(x.shape)])
         if keepdims
-        else found
+        else result
     )
 
 
@@ -81,10 +82,10 @@ def _deviate(x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: f
 def reduce_array(
     name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float = 0
 ) -> np.ndarray:
-    """One dense reduction, with its value over nothing: 0, 1, True, False, -inf, inf or NaN."""
+    """Return one dense reduction; an empty one is 0, 1, True, False, -inf, inf or NaN."""
     if name in ("var", "std"):
-        found = _deviate(x, axis, keepdims, correction)
-        return np.sqrt(found) if name == "std" else found
+        result = _deviate(x, axis, keepdims, correction)
+        return np.sqrt(result) if name == "std" else result
     if name == "mean":
         with np.errstate(all="ignore"):
             n = x.dtype.type(math.prod(x.shape[a] for a in axis))
@@ -106,7 +107,10 @@ def reduce(
     correction: float = 0,
     ragged: int = 1,
 ) -> list[np.ndarray] | np.ndarray:
-    """A reduction over axes of the batch, of which axis `ragged` is the ragged one: rows again, or a dense array."""
+    """Return a reduction over axes of the batch, as rows or as a dense array.
+
+    Axis `ragged` is the ragged axis.
+    """
     ndim = rows.template.ndim + 1
     axes = (
         tuple(range(ndim))
@@ -116,8 +120,8 @@ def reduce(
     inner = tuple(a - 1 for a in axes if a)
     if 0 in axes:
         whole = np.concatenate([rows.template, *rows], axis=ragged - 1)
-        found = reduce_array(name, whole, inner, keepdims, correction)
-        return found[None] if keepdims else found
+        result = reduce_array(name, whole, inner, keepdims, correction)
+        return result[None] if keepdims else result
 
     def one(row: np.ndarray) -> np.ndarray:
         return reduce_array(name, row, inner, keepdims, correction)
@@ -126,35 +130,35 @@ def reduce(
 
 
 def scan(name: str, rows: Rows, axis: int, *, initial: bool = False) -> list[np.ndarray]:
-    """A running sum or product along an axis of each row."""
+    """Return a running sum or product along an axis of each row."""
     out, first = [], 0 if name == "cumulative_sum" else 1
     for row in rows:
-        found = (np.cumsum if name == "cumulative_sum" else np.cumprod)(row, axis=axis)
+        result = (np.cumsum if name == "cumulative_sum" else np.cumprod)(row, axis=axis)
         if initial:
             shape = tuple(1 if a == axis else n for a, n in enumerate(row.shape))
-            found = np.concatenate([np.full(shape, first, found.dtype), found], axis=axis)
-        out.append(found)
+            result = np.concatenate([np.full(shape, first, result.dtype), result], axis=axis)
+        out.append(result)
     return out
 
 
-# ------------------------------------------------------------------------------------------- softmax and norms
+# -------------------------------------------------------------------------------- softmax and norms
 def _shifted(row: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     top = np.max(row, axis=axis, keepdims=True, initial=-math.inf)
     return top, np.sum(np.exp(row - top), axis=axis, keepdims=True)
 
 
 def softmax(rows: Rows, axis: int = 0) -> list[np.ndarray]:
-    """``exp(x) / sum(exp(x))`` along an axis of each row."""
+    """Return ``exp(x) / sum(exp(x))`` along an axis of each row."""
     return [np.exp(row - _shifted(row, axis)[0]) / _shifted(row, axis)[1] for row in rows]
 
 
 def log_softmax(rows: Rows, axis: int = 0) -> list[np.ndarray]:
-    """``log(softmax(x))`` along an axis of each row."""
+    """Return ``log(softmax(x))`` along an axis of each row."""
     return [row - _shifted(row, axis)[0] - np.log(_shifted(row, axis)[1]) for row in rows]
 
 
 def logsumexp(rows: Rows, axis: int = 0) -> np.ndarray:
-    """``log(sum(exp(x)))`` along an axis of each row; -inf for an empty one."""
+    """Return ``log(sum(exp(x)))`` along an axis of each row; -inf for an empty row."""
 
     def one(row: np.ndarray) -> np.ndarray:
         top, total = _shifted(row, axis)
@@ -166,11 +170,32 @@ def logsumexp(rows: Rows, axis: int = 0) -> np.ndarray:
     return rows.stack(one)
 
 
+def topk(
+    rows: Rows, k: int, *, largest: bool = True, axis: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the k largest or smallest tokens of each row, sorted, and their positions in the row.
+
+    Of equal tokens the first comes first in both directions. NaN is the largest number.
+    """
+    values, positions = [], []
+    for row in rows:
+        # np.unique gives every NaN the highest rank, and negating the ranks keeps the sort stable.
+        ranks = np.unique(row, return_inverse=True)[1].reshape(row.shape)
+        order = np.argsort(-ranks if largest else ranks, axis=axis, kind="stable")
+        first = np.take(order, np.arange(min(k, row.shape[axis])), axis=axis)
+        values.append(np.take_along_axis(row, first, axis))
+        positions.append(first)
+    return values, positions
+
+
 def cross_entropy(
     rows: Rows, targets: Sequence[np.ndarray], *, ignore_index: int = -100, reduction: str = "mean"
 ) -> list[np.ndarray] | np.ndarray:
-    """``log(sum(exp(x))) - x[target]`` of each token, a token after the other; 0 where the target is ignored."""
-    out, known = [], []
+    """Return ``log(sum(exp(x))) - x[target]`` per token; 0 where the target is ignored.
+
+    The exponentials are added one after the other.
+    """
+    out, counted = [], []
     for row, classes in zip(rows, targets, strict=True):
         loss = np.zeros(len(row), row.dtype)
         for i, (x, target) in enumerate(zip(row, classes, strict=True)):
@@ -178,13 +203,13 @@ def cross_entropy(
                 top = np.max(x)
                 loss[i] = np.log(np.add.accumulate(np.exp(x - top))[-1]) + (top - x[target])
         out.append(loss)
-        known.append(np.asarray(classes) != ignore_index)
+        counted.append(np.asarray(classes) != ignore_index)
     if reduction == "none":
         return out
     wide = rows.template.dtype.type
     sums, counts = (
         np.asarray([np.sum(x, dtype=d) for x in parts], d)
-        for parts, d in ((out, wide), (known, np.int64))
+        for parts, d in ((out, wide), (counted, np.int64))
     )
     if reduction == "row_mean":
         with np.errstate(all="ignore"):
@@ -208,7 +233,10 @@ def linear_cross_entropy(
     stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     **options: Any,
 ) -> list[np.ndarray] | np.ndarray:
-    """The same of the logits ``x @ weight.T + bias``; `stage` rounds them where a lower precision keeps them so."""
+    """Return the cross-entropy of the logits ``x @ weight.T + bias``.
+
+    `stage` rounds the logits where a lower precision stores them rounded.
+    """
     template = np.zeros((0, len(weight)), rows.template.dtype)
     return cross_entropy(
         Rows((stage(stage(row @ weight.T) + bias) for row in rows), template), targets, **options
@@ -216,7 +244,7 @@ def linear_cross_entropy(
 
 
 def rms_norm(rows: Rows, weight: Any = 1, eps: float = 1e-6) -> list[np.ndarray]:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis."""
+    """Return ``x / sqrt(mean(x ** 2) + eps) * weight`` over the last axis."""
     return [
         row / np.sqrt(np.mean(row * row, axis=-1, keepdims=True) + row.dtype.type(eps)) * weight
         for row in rows
@@ -224,7 +252,7 @@ def rms_norm(rows: Rows, weight: Any = 1, eps: float = 1e-6) -> list[np.ndarray]
 
 
 def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) -> list[np.ndarray]:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
+    """Return ``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis."""
     out = []
     for row in rows:
         centered = row - np.mean(row, axis=-1, keepdims=True)
@@ -238,13 +266,13 @@ def layer_norm(rows: Rows, weight: Any = 1, bias: Any = 0, eps: float = 1e-5) ->
 
 
 def split(rows: Rows, sizes: Sequence[int], axis: int) -> tuple[list[np.ndarray], ...]:
-    """Parts along one axis of the tokens of each row."""
+    """Return the parts of each row along one axis of the tokens."""
     parts = [np.split(row, np.cumsum(sizes)[:-1], axis=axis) for row in rows]
     return tuple([part[i] for part in parts] for i in range(len(sizes)))
 
 
 def swiglu(rows: Rows) -> list[np.ndarray]:
-    """``gate / (1 + exp(-gate)) * value``, gates and values halves of the last axis."""
+    """Return ``gate / (1 + exp(-gate)) * value``; gates and values are halves of the last axis."""
     with np.errstate(over="ignore"):
         return [
             gate / (1 + np.exp(-gate)) * value
@@ -259,7 +287,10 @@ def rope(
     interleaved: bool = False,
     start: Sequence[int] | None = None,
 ) -> list[np.ndarray]:
-    """Turn pair i of token p by ``p * theta ** (-2 i / d)``; pairs are neighbors, or one from either half."""
+    """Rotate pair i of token p by ``p * theta ** (-2 i / d)``.
+
+    A pair is two adjacent elements, or one element of each half.
+    """
     out = []
     for r, row in enumerate(rows):
         turned, d = np.empty_like(row), row.shape[-1]
@@ -274,9 +305,12 @@ def rope(
     return out
 
 
-# ------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 def visible(queries: int, keys: int, causal: bool, window: Any) -> np.ndarray:
-    """(queries, keys) which key each query sees; the last query stands at the last key."""
+    """Return a (queries, keys) mask of the keys that each query sees.
+
+    The last query is aligned with the last key.
+    """
     place = np.arange(queries)[:, None] + keys - queries
     key = np.arange(keys)[None, :]
     seen = np.ones((queries, keys), bool)
@@ -306,7 +340,10 @@ def attention(
     sinks: Any = None,
     stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Output and log-sum-exp of each row; `stage` rounds scores and weights where a lower precision keeps them so."""
+    """Return output and log-sum-exp of each row.
+
+    `stage` rounds scores and weights where a lower precision stores them rounded.
+    """
     out, lse = [], []
     for qs, ks, vs in zip(q, k, v, strict=True):
         heads, kv_heads, wide = qs.shape[1], ks.shape[1], qs.dtype.type
@@ -322,8 +359,8 @@ def attention(
             if softcap is not None:
                 score = wide(softcap) * np.tanh(score / wide(softcap))
             if alibi_slopes is not None:
-                own = np.arange(qs.shape[0])[:, None] + ks.shape[0] - qs.shape[0]
-                score = score - wide(alibi_slopes[h]) * np.abs(own - np.arange(ks.shape[0]))
+                positions = np.arange(qs.shape[0])[:, None] + ks.shape[0] - qs.shape[0]
+                score = score - wide(alibi_slopes[h]) * np.abs(positions - np.arange(ks.shape[0]))
             seen, values = visible(qs.shape[0], ks.shape[0], causal, window), vs[:, g]
             if sinks is not None:  # a key that every query sees, with the value 0
                 score = np.concatenate((score, np.full((qs.shape[0], 1), wide(sinks[h]))), axis=1)
@@ -341,7 +378,7 @@ def attention(
 
 
 def rounded(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Rounding of float32 to a half precision and back."""
+    """Return a function that rounds float32 to a half precision and back."""
     if dtype == "float16":
         return lambda x: x.astype(np.float16).astype(x.dtype)
 

@@ -1,27 +1,25 @@
-"""Sorting, searching, picking: within each row, as NumPy does it. NaN counts as the greatest number, ties keep their order."""
+"""Cases of sorting and searching, within each row, as in NumPy.
+
+NaN counts as the largest number. Sorts are stable.
+"""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .bench import DRAWS, Bench, Data
+from .bench import Bench, Data
 from .layouts import ALL, Layout, lengths_of
 from .reshaping import MOVED, by_row, cubes
 from .table import DTYPES, operation
 
-DRAWS["ties"] = lambda rng, shape: rng.integers(-2, 3, shape)
-DRAWS["gaps"] = lambda rng, shape: rng.choice(
-    [-math.inf, math.inf, math.nan, math.nan, 0.0, -0.0, 1.5, 2.0], shape
-)
 REAL = (*DTYPES, "int32", "int8", "uint8")
 
 
 def drawn(dtype: str) -> tuple[str, ...]:
-    """Draws that make sorting hard."""
+    """Return the draws that make sorting hard."""
     return (
         ("any", "ties", "gaps")
         if dtype in DTYPES
@@ -32,13 +30,13 @@ def drawn(dtype: str) -> tuple[str, ...]:
 
 
 def order(row: np.ndarray, axis: int, descending: bool) -> np.ndarray:
-    """The stable order of a row: equal numbers, NaN among them, stay as they stand."""
+    """Return the stable order of a row: equal numbers, NaN among them, keep their order."""
     ranks = np.unique(row, return_inverse=True)[1].reshape(row.shape)
     return np.argsort(-ranks if descending else ranks, axis=axis, kind="stable")
 
 
 def sorting(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """Up and down, stable or not, within rows and along elements."""
+    """Ascending and descending, stable or not, within rows and along elements."""
     f = getattr(bench.xp, name)
     index = bench.lib.dtype_name(bench.xp.argsort(bench.lib.make(np.ones(2), dtype)))
     for dim in (0, 1):
@@ -73,7 +71,7 @@ for _name in ("sort", "argsort"):
 
 
 def extremes(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """The first of the best in each row, -1 where there is none; the first NaN before all."""
+    """The first extreme of each row, -1 for an empty row; the first NaN wins."""
     f, plain = getattr(bench.xp, name), getattr(np, name)
     out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
 
@@ -107,9 +105,9 @@ def extremes(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
                 )
             if not dim:
                 whole = np.concatenate([x.exact.template, *x.exact])
-                found = bench.lib.read(f(x.x))
+                actual = bench.lib.read(f(x.x))
                 np.testing.assert_array_equal(
-                    found, plain(whole) if whole.size else -1, err_msg=f"axis=None, {draw}"
+                    actual, plain(whole) if whole.size else -1, err_msg=f"axis=None, {draw}"
                 )
 
 
@@ -119,15 +117,15 @@ for _name in ("argmax", "argmin"):
 
 @operation("nonzero", ALL, ("float32", "int32", "bool"))
 def nonzero(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The row, the position in the row and the element of each, in the order of the rows."""
+    """Row, position in the row and element of each nonzero, in the order of the rows."""
     for token in ((), (3,), (3, 2)):
         x = bench.ragged(layout, token, dtype, "bool")
         got = [bench.lib.read(part) for part in bench.xp.nonzero(x.x)]
-        found = [
+        coordinates = [
             (i, *place) for i, row in enumerate(x.exact) for place in np.argwhere(row).tolist()
         ]
         np.testing.assert_array_equal(
-            np.stack(got, axis=1), np.asarray(found, np.int64).reshape(-1, len(token) + 2)
+            np.stack(got, axis=1), np.asarray(coordinates, np.int64).reshape(-1, len(token) + 2)
         )
 
 
@@ -135,10 +133,10 @@ def nonzero(bench: Bench, layout: Layout, dtype: str) -> None:
 def searchsorted(bench: Bench, layout: Layout, dtype: str) -> None:
     """Ragged numbers in one sorted table."""
     table = np.asarray([-3, -1, 0, 0, 2, 5])
-    own = bench.lib.make(table, dtype)
+    library_table = bench.lib.make(table, dtype)
     for dim, x in cubes(bench, layout, dtype):
         for side in ("left", "right"):
-            got = bench.xp.searchsorted(own, x.x, side=side)
+            got = bench.xp.searchsorted(library_table, x.x, side=side)
             bench.close(
                 got,
                 [np.searchsorted(table, row, side=side) for row in x.exact],
@@ -148,7 +146,7 @@ def searchsorted(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("isin: invert", ("plain",), ("int32",))
 def not_in(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Not among dense numbers."""
+    """Membership in dense numbers, inverted."""
     x, table = bench.ragged(layout, (3,), dtype, "natural"), bench.dense((4,), dtype, "natural")
     bench.check(
         lambda a, b: bench.xp.isin(a, b, invert=True),
@@ -161,7 +159,7 @@ def not_in(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("isin", ALL, ("int32", "int8", "float32"))
 def isin(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Among dense numbers, or among those of all rows of another ragged array."""
+    """Membership in dense numbers, or in the numbers of all rows of another ragged array."""
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, "natural", dim)
         table = bench.dense((4,), dtype, "natural")
@@ -179,7 +177,7 @@ def isin(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 def unique(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """The distinct numbers of all rows together; where each stands is ragged again."""
+    """The distinct numbers of all rows together; the inverse indices are ragged."""
     for dim, draw in ((0, "ties"), (1, "ties"), (0, "special")):
         if draw == "special" and dtype != "float32":
             continue
@@ -189,9 +187,9 @@ def unique(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
             flat, return_index=True, return_counts=True, equal_nan=False
         )
         got = getattr(bench.xp, name)(x.x)
-        found = bench.lib.read(got if name == "unique_values" else got.values)
-        order = np.argsort(found, kind="stable")
-        np.testing.assert_array_equal(found[order], values)
+        actual = bench.lib.read(got if name == "unique_values" else got.values)
+        order = np.argsort(actual, kind="stable")
+        np.testing.assert_array_equal(actual[order], values)
         if name in ("unique_counts", "unique_all"):
             np.testing.assert_array_equal(bench.lib.read(got.counts)[order], counts)
         if name in ("unique_inverse", "unique_all"):
@@ -212,7 +210,10 @@ for _name in ("unique_values", "unique_counts", "unique_inverse", "unique_all"):
 
 @operation("take_along_axis", ALL, MOVED)
 def take_along_axis(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Positions in the row, also from its end, another number of them for each row; and entries of an element axis."""
+    """Positions in the row, also negative, with other lengths than the rows.
+
+    Also entries of an element axis.
+    """
     lengths = lengths_of(layout)
     for dim, x in cubes(bench, layout, dtype):
         counts = [int(bench.rng.integers(0, 4)) if length else 0 for length in lengths]

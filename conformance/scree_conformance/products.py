@@ -1,4 +1,7 @@
-"""Products and norms: tokens times matrices, one for all or one a row, and the functions of a matrix for each token."""
+"""Cases of products and norms: tokens times matrices, and functions of one matrix per token.
+
+The matrix is shared by all rows, or there is one per row.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,20 @@ from .table import DTYPES, operation
 
 
 def _rough(bench: Bench, dtype: str, truth: Callable[..., Any]) -> Any:
-    """Libraries round the products of half precision once, and some their parts: the reference rounds the result."""
+    """Return a reference that rounds the result.
+
+    Some libraries round products of half precision once, some round partial products too.
+    """
     if dtype not in HALF:
         return None
 
     def rough(*args: Any) -> Any:
-        found = truth(*args)
+        result = truth(*args)
         rounded = oracle.rounded(dtype)
         return (
-            [rounded(np.asarray(row)) for row in found]
-            if isinstance(found, list)
-            else rounded(np.asarray(found))
+            [rounded(np.asarray(row)) for row in result]
+            if isinstance(result, list)
+            else rounded(np.asarray(result))
         )
 
     return rough
@@ -61,7 +67,10 @@ def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
         x = bench.ragged(layout, (3,), dtype, draw, dim)
         y = bench.like(x, (3,), dtype, draw)
         for f in functions:
-            inner = lambda a, b: [(p * q).sum(1 - dim) for p, q in zip(a, b, strict=True)]  # noqa: E731
+
+            def inner(a: Any, b: Any) -> list[np.ndarray]:
+                return [(p * q).sum(1 - dim) for p, q in zip(a, b, strict=True)]
+
             bench.check(
                 lambda a, b: f(a, b, axis=1 - dim - 2),
                 inner,
@@ -88,14 +97,14 @@ def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
                 note=f"{dim}, tokens: ",
             )
     x, v = bench.ragged(layout, (3,), dtype, draw), bench.dense((3,), dtype, draw)
-    right, left = oracle.each(lambda row, v: row @ v), lambda v, a: [row @ v for row in a]
+    token_by_vector, left = oracle.each(lambda row, v: row @ v), lambda v, a: [row @ v for row in a]
     bench.check(
         bench.xp.vecdot,
-        right,
+        token_by_vector,
         x,
         v,
         dtype=out,
-        rough=_rough(bench, dtype, right),
+        rough=_rough(bench, dtype, token_by_vector),
         note="dense second: ",
     )
     bench.check(
@@ -123,7 +132,7 @@ def vecdot(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("tensordot linalg.tensordot", ALL)
 def tensordot(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The last element axes against the first of a dense array."""
+    """The last element axes against the first axes of a dense array."""
     x = bench.ragged(layout, (2, 3), dtype)
     functions = [bench.xp.tensordot, bench.xp.linalg.tensordot]
     for axes, shape in ((1, (3, 4)), (2, (2, 3, 4)), (2, (2, 3)), (0, (2,))):
@@ -200,7 +209,7 @@ def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) 
 
 @operation("linalg.vector_norm: nothing", EMPTY, ("float32",))
 def norm_of_nothing(bench: Bench, layout: Layout, dtype: str) -> None:
-    """A vector without entries has the norm 0, whatever the order (but the least of nothing is infinite)."""
+    """A vector without entries has the norm 0 in every order, except infinity as a minimum."""
     x = bench.ragged(layout, (3,), dtype)
     empty = np.asarray(lengths_of(layout), int) == 0
     for order in (1, 2, 3, 0, np.inf):
@@ -211,7 +220,7 @@ def norm_of_nothing(bench: Bench, layout: Layout, dtype: str) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------------ matrices
+# ----------------------------------------------------------------------------------------- matrices
 def _spd(m: np.ndarray) -> np.ndarray:
     return m @ m.swapaxes(-1, -2) + 4 * np.eye(m.shape[-1])
 
@@ -219,7 +228,8 @@ def _spd(m: np.ndarray) -> np.ndarray:
 #: Function of a matrix -> NumPy's.
 MATRICES: dict[str, Callable[..., Any]] = {
     **{name: getattr(np.linalg, name) for name in (
-        "cholesky", "det", "diagonal", "eigvalsh", "inv", "matrix_norm", "matrix_rank", "pinv", "slogdet", "svdvals", "trace")},
+        "cholesky", "det", "diagonal", "eigvalsh", "inv", "matrix_norm", "matrix_rank", "pinv",
+        "slogdet", "svdvals", "trace")},
     "tril": np.tril, "triu": np.triu,
 }  # fmt: skip
 #: Function whose factors are not unique -> the matrix again, of the dense factors.
@@ -236,7 +246,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "eigvals": (
         lambda xp, x: xp.sort(xp.real(xp.linalg.eigvals(x)), axis=-1),
         np.linalg.eigvalsh,
-    ),  # in no order of their own
+    ),  # eigenvalues have no defined order
     "matrix_power": (
         lambda xp, x: xp.linalg.matrix_power(x, 3),
         lambda m: np.linalg.matrix_power(m, 3),
@@ -249,33 +259,36 @@ OTHERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def of_matrices(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """The function of the matrix of each token, (n, None, 3, 3), symmetric and positive, held against NumPy's on each row."""
+    """The function of the matrix of each token, against NumPy's function on each row.
+
+    The array is (n, None, 3, 3); its matrices are symmetric and positive definite.
+    """
     home = bench.xp if name in ("tril", "triu") else bench.xp.linalg
     raw = bench.ragged(layout, (3, 3), dtype)
     exact = _spd(np.concatenate([raw.exact.template, *raw.exact]))
     x = bench.of(bench.lib.make(exact, dtype), lengths_of(layout))
     if name in FACTORS:
         factors = getattr(home, name)(x.x)
-        got, right = (
+        got, expected = (
             x.x.with_values(FACTORS[name](bench.xp, *(part.values for part in factors))),
             list(x.exact),
         )
     else:
         call, plain = OTHERS.get(name) or (lambda xp, x: getattr(home, name)(x), MATRICES[name])
-        got, right = call(bench.xp, x.x), list(map(plain, x.exact))
+        got, expected = call(bench.xp, x.x), list(map(plain, x.exact))
     several = isinstance(got, tuple)
     parts, truths = (
-        (got, [[row[i] for row in right] for i in range(len(got))])
+        (got, [[row[i] for row in expected] for i in range(len(got))])
         if several
-        else ((got,), [right])
+        else ((got,), [expected])
     )
     for part, truth in zip(parts, truths, strict=True):
-        found = bench.rows(part)
-        assert len(found) == len(truth)
+        rows = bench.rows(part)
+        assert len(rows) == len(truth)
         assert bench.lib.dtype_name(part) in (dtype, bench.lib.default_integer), (
             f"dtype {bench.lib.dtype_name(part)}"
         )
-        for f, t in zip(found, truth, strict=True):
+        for f, t in zip(rows, truth, strict=True):
             assert f.shape == np.shape(t), f"expected shape {np.shape(t)}, got {f.shape}"
             np.testing.assert_allclose(
                 f,

@@ -1,4 +1,7 @@
-"""Axes, rows and tokens in other places: what only moves numbers must be right to the bit, against NumPy's own on each row."""
+"""Cases of functions that move axes, rows and tokens, against NumPy's functions on each row.
+
+Functions that only move numbers must be exact, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ MOVED = (
     "bool",
     "bfloat16",
     "complex64",
-)  # nothing is computed: any dtype will do
+)  # nothing is computed: any dtype works
 
 
 def numbers(dtype: str) -> str:
-    """The draw that suits a dtype."""
+    """Return the draw that suits a dtype."""
     other = "natural" if dtype[0] == "u" else "any" if dtype in FLOATS else "integer"
     return {"bool": "bool", "complex64": "complex"}.get(dtype, other)
 
@@ -34,20 +37,20 @@ def numbers(dtype: str) -> str:
 def cubes(
     bench: Bench, layout: Layout, dtype: str, token: tuple[int, ...] = (3,)
 ) -> list[tuple[int, Data]]:
-    """(the ragged axis of a row, an array) for every place that the ragged axis can have."""
+    """Yield (ragged axis of a row, array) for every possible position of the ragged axis."""
     dims = range(2 if bench.lib.compiles else len(token) + 1)
     return [(dim, bench.ragged(layout, token, dtype, numbers(dtype), dim)) for dim in dims]
 
 
 def by_row(f: Callable[..., Any]) -> Callable[[Rows], list[np.ndarray]]:
-    """`f` on each row."""
+    """Apply `f` to each row."""
     return lambda rows: [np.asarray(f(row)) for row in rows]
 
 
-# ------------------------------------------------------------------------------------------------ axes
+# --------------------------------------------------------------------------------------------- axes
 @operation("expand_dims squeeze", ALL, MOVED)
 def axes_of_size_one(bench: Bench, layout: Layout, dtype: str) -> None:
-    """A new axis at every place behind the batch, and away again."""
+    """A new axis at every position after the batch axis, and its removal."""
     xp = bench.xp
     for dim, x in cubes(bench, layout, dtype):
         for axis in bench.some((1, 2, 3, -1, -2, -3)):
@@ -77,7 +80,7 @@ def axes_of_size_one(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("permute_dims moveaxis matrix_transpose linalg.matrix_transpose", ALL, MOVED)
 def permuted(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Every order of the axes behind the batch, the ragged one among them."""
+    """Every order of the axes after the batch axis, the ragged axis among them."""
     xp = bench.xp
     for dim, x in cubes(bench, layout, dtype, (3, 2)):
         for axes in bench.some(((0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 3, 1), (0, -1, 2, 1))):
@@ -103,7 +106,7 @@ def permuted(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("reshape", ALL, MOVED)
 def reshaped(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The element axes in other shapes; None stands for the ragged axis, -1 for what follows from the others."""
+    """The element axes in other shapes; None is the ragged axis, -1 the inferred size."""
     n = len(lengths_of(layout))
     x = bench.ragged(layout, (4, 3), dtype, numbers(dtype))
     for want in ((n, None, 12), (-1, None, 3, 4), (n, None, 2, 2, 3), (n, None, 4, 3)):
@@ -126,7 +129,7 @@ def reshaped(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("broadcast_to broadcast_arrays", ALL, MOVED)
 def stretched(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Axes of size 1 stretched; dense operands take the rows of the ragged one."""
+    """Axes of size 1 broadcast; dense operands broadcast to the rows of the ragged one."""
     xp, n = bench.xp, len(lengths_of(layout))
     for dim in (0, 1):
         x = bench.ragged(layout, (1, 3) if not dim else (3, 1), dtype, numbers(dtype), dim)
@@ -147,10 +150,10 @@ def stretched(bench: Bench, layout: Layout, dtype: str) -> None:
     got = xp.broadcast_arrays(
         x.x, *(o.x for o in others), bench.like(x, (1,), dtype, numbers(dtype)).x
     )
-    for found, other in zip(got, [x, *others], strict=False):
+    for result, other in zip(got, [x, *others], strict=False):
         spread = oracle.each(lambda row, o: np.broadcast_to(o, row.shape))(x.exact, other.exact)
         bench.close(
-            found,
+            result,
             spread,
             dtype=dtype,
             note=f"{np.shape(other.exact) if other is not x else 'ragged'}: ",
@@ -181,15 +184,15 @@ def unstacked(bench: Bench, layout: Layout, dtype: str) -> None:
             )
 
 
-# ------------------------------------------------------------------------------------------------ rows and tokens
+# ---------------------------------------------------------------------------------- rows and tokens
 def batch(f: Callable[[np.ndarray], np.ndarray]) -> Callable[[Rows], list[np.ndarray]]:
-    """`f` on the numbers of the rows."""
+    """Return `f` applied to the row indices."""
     return lambda rows: [rows[i] for i in f(np.arange(len(rows)))]
 
 
 @operation("flip", ALL, MOVED)
 def flipped(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Rows reversed, the batch reversed, elements reversed, and all of it at once."""
+    """Rows reversed, the batch reversed, elements reversed, and all of them at once."""
     for dim, x in cubes(bench, layout, dtype):
         for axis in bench.some((1, 2, -1, -2, (1, 2))):
             inner = tuple(a % 3 - 1 for a in np.atleast_1d(axis).tolist())
@@ -210,7 +213,7 @@ def flipped(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("roll", ALL, MOVED)
 def rolled(bench: Bench, layout: Layout, dtype: str) -> None:
-    """By more than a row, backwards, by nothing; several axes at once."""
+    """By more than a row, backwards, by zero; several axes at once."""
     for dim, x in cubes(bench, layout, dtype):
         for shift, axis in bench.some(((1, 1), (-2, 2), (7, -1), (0, 1), (-601, dim + 1))):
             bench.check(
@@ -234,7 +237,7 @@ def rolled(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("repeat", ALL, MOVED)
 def repeated(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Tokens, rows and elements; as often as one number says, or each as often as its own."""
+    """Tokens, rows and elements; by one count for all, or by one count for each."""
     xp, n = bench.xp, len(lengths_of(layout))
     for dim, x in cubes(bench, layout, dtype):
         for count in bench.some((3, 0, 1)):
@@ -265,7 +268,7 @@ def repeated(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("tile", ALL, MOVED)
 def tiles(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Rows end to end, the batch again, elements side by side; missing entries stand for 1."""
+    """Rows end to end, the batch repeated, elements side by side; missing repetitions are 1."""
     for dim, x in cubes(bench, layout, dtype):
         for times in bench.some(((2, 3), (3, 1), (2,), (1, 4, 1), (1, 1, 1), (1, 0, 2), ())):
             inner = ((1, 1) + times)[-2:]
@@ -285,12 +288,12 @@ def tiles(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("diff", ALL, (*FLOATS, "int32", "int8"))
 def differences(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Within rows and along elements; short rows become empty; rows may be put before and behind."""
+    """Within rows and along elements; short rows become empty; rows are prepended and appended."""
     half = dtype in HALF
     for dim, x in cubes(bench, layout, dtype):
         for axis, n in bench.some(product((1, 2, -1), (1, 0, 2))):
             if n == 2 and half:
-                continue  # the differences between are rounded
+                continue  # the intermediate differences are rounded
             bench.check(
                 lambda a: bench.xp.diff(a, axis=axis, n=n),
                 by_row(partial(_diff, axis=axis % 3 - 1, n=n)),

@@ -1,4 +1,4 @@
-"""The functions of the standard on ragged arrays, against NumPy's own on each row."""
+"""Cases of the standard's functions on ragged arrays, against NumPy's functions on each row."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .layouts import ALL, SHORT, Layout, lengths_of
 from .oracle import Rows
 from .table import DTYPES, operation
 
-# ------------------------------------------------------------------------------------------------ elementwise
-#: Domain -> (domains of the arguments, dtypes); function -> domain. The library's own function, on the same numbers without
-#: rows, is the reference: what it loses, a ragged array may lose too.
+# -------------------------------------------------------------------------------------- elementwise
+#: Domain -> (domains of the arguments, dtypes); function -> domain. The reference is the library's
+#: own function on the same numbers without rows: scree may lose the precision that it loses.
 DOMAINS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "any": (("any",), DTYPES),
     "unit": (("unit",), DTYPES),
@@ -49,17 +49,20 @@ ELEMENTWISE: dict[str, str] = {
     **dict.fromkeys("isfinite isinf isnan signbit".split(), "special"),
     **dict.fromkeys("conj imag real".split(), "complex"),
     **dict.fromkeys("atan2 copysign hypot logaddexp nextafter".split(), "any2"),
-    **dict.fromkeys("add equal greater greater_equal less less_equal maximum minimum multiply not_equal subtract".split(),
+    **dict.fromkeys(("add", "equal", "greater", "greater_equal", "less", "less_equal", "maximum",
+                     "minimum", "multiply", "not_equal", "subtract"),
                     "number2"),
     **dict.fromkeys("logical_and logical_or logical_xor".split(), "bool2"),
     **dict.fromkeys("bitwise_and bitwise_or bitwise_xor".split(), "bits2"),
     **dict.fromkeys("bitwise_left_shift bitwise_right_shift".split(), "shift"),
     **dict.fromkeys("floor_divide remainder".split(), "division"),
-    "acosh": "above1", "bitwise_invert": "bits", "clip": "clip", "divide": "quotient", "logical_not": "bool",
+    "acosh": "above1", "bitwise_invert": "bits", "clip": "clip", "divide": "quotient",
+    "logical_not": "bool",
     "pow": "positive2", "where": "where",
 }  # fmt: skip
 
-#: Form of the other operand -> (shape of a token, shape of the operand for n rows; None for one that is ragged too).
+#: Form of the other operand -> (shape of a token, shape of the operand for n rows). The second is
+#: None for a ragged operand.
 FORMS: dict[str, tuple[tuple[int, ...], Any]] = {
     "ragged": ((2,), None),
     "scalar": ((2,), "scalar"),
@@ -73,7 +76,10 @@ FORMS: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 def by_library(bench: Bench, f: Callable[..., Any], args: list[Any]) -> Any:
-    """The library's own function on the tokens of all rows, every operand spread over the tokens by NumPy."""
+    """Return the library's own function on the tokens of all rows.
+
+    NumPy broadcasts every operand to the tokens.
+    """
     first = next(a for a in args if isinstance(a, Data) and isinstance(a.exact, Rows))
     dense = []
     for a in args:
@@ -93,9 +99,8 @@ def elementwise(
     """One function, with every form of the second operand on either side."""
     f, plain = getattr(bench.xp, name), getattr(np, name)
     forms = FORMS if len(domains) > 1 else {"ragged": FORMS["ragged"]}
-    if (
-        bench.lib.compiles and name != "add"
-    ):  # what the other operand becomes has nothing to do with the function
+    # Broadcasting of the other operand does not depend on the function.
+    if bench.lib.compiles and name != "add":
         forms = {form: FORMS[form] for form in ("ragged", "(n, 1)") if form in forms}
     for form, (token, shape) in forms.items():
         first = bench.ragged(layout, token, _dtype(dtype, domains[0]), domains[0])
@@ -110,16 +115,16 @@ def elementwise(
             )
         for args in orders:
             try:
-                own = by_library(bench, f, args)
+                reference = by_library(bench, f, args)
             except TypeError:
                 assert form == "scalar", f"{name} is not in the library"
-                continue  # the library itself takes no scalars here, as array-api-strict in `where`
+                continue  # the library accepts no scalars here, such as array-api-strict in `where`
             got = f(*(a.x if isinstance(a, Data) else a for a in args))
             note = f"{form}, {'ragged first' if args[0] is first else 'ragged second'}: "
             bench.close(
                 got,
-                *_truth(bench, name, plain, args, own, first),
-                dtype=bench.lib.dtype_name(own),
+                *_truth(bench, name, plain, args, reference, first),
+                dtype=bench.lib.dtype_name(reference),
                 relative=True,
                 note=note,
             )
@@ -140,20 +145,20 @@ def _operand(
     return bench.dense(shape(first.x.batch_size), _dtype(dtype, draw), draw)
 
 
-#: Functions whose result depends on the precision itself: the library's own is the truth.
+#: Functions whose result depends on the precision: the library's own result is the reference.
 OWN = ("nextafter", "floor_divide", "remainder")
 
 
 def _truth(
-    bench: Bench, name: str, plain: Callable[..., Any], args: list[Any], own: Any, first: Data
+    bench: Bench, name: str, plain: Callable[..., Any], args: list[Any], reference: Any, first: Data
 ) -> tuple[Any, Any, Any]:
     lengths = np.cumsum([row.shape[0] for row in first.exact])[:-1]
-    library = np.split(bench.lib.read(own), lengths) if first.exact else []
+    library = np.split(bench.lib.read(reference), lengths) if first.exact else []
     if name in OWN:
         return library, library, library
     with np.errstate(all="ignore"):
-        right = oracle.each(plain)(*(a.exact if isinstance(a, Data) else a for a in args))
-    return right, right, library
+        expected = oracle.each(plain)(*(a.exact if isinstance(a, Data) else a for a in args))
+    return expected, expected, library
 
 
 for _name, _domain in ELEMENTWISE.items():
@@ -194,10 +199,10 @@ def operators(bench: Bench, layout: Layout, dtype: str) -> None:
                 orders[2] = [scalar, bench.like(first, (2,), dtype, draws[1])]
         for args in orders:
             try:
-                own = by_library(bench, f, args)
+                reference = by_library(bench, f, args)
             except TypeError:
                 assert args[0] is not first, f"{name} is not in the library"
-                continue  # the library itself takes no scalar on the left
+                continue  # the library accepts no scalar on the left
             plain = (
                 f
                 if name not in ("floordiv", "mod")
@@ -206,19 +211,21 @@ def operators(bench: Bench, layout: Layout, dtype: str) -> None:
             got = f(*(a.x if isinstance(a, Data) else a for a in args))
             bench.close(
                 got,
-                *_truth(bench, name, plain, args, own, first),
-                dtype=bench.lib.dtype_name(own),
+                *_truth(bench, name, plain, args, reference, first),
+                dtype=bench.lib.dtype_name(reference),
                 relative=True,
                 note=f"{name}: ",
             )
 
 
-# ------------------------------------------------------------------------------------------------- reductions
-#: (ragged_dim, axis, keepdims): the ragged axis, element axes, all of them, with and without the batch; and, on rows of single
-#: numbers, the ragged axis once more.
+# --------------------------------------------------------------------------------------- reductions
+#: (ragged_dim, axis, keepdims): the ragged axis, element axes, all axes, with and without the batch
+#: axis. `NUMBERS_ALONE` is the ragged axis again, for tokens that are single numbers.
 AXES = [
-    (0, 1, False), (0, 1, True), (0, 2, False), (0, -1, True), (0, -2, False), (0, None, False), (0, (0, 1), True),
-    (0, (1, 2), False), (0, (2, 1), True), (0, (0, 1, 2), False), (1, 2, False), (1, 2, True), (1, 1, False), (1, None, False),
+    (0, 1, False), (0, 1, True), (0, 2, False), (0, -1, True), (0, -2, False), (0, None, False),
+    (0, (0, 1), True),
+    (0, (1, 2), False), (0, (2, 1), True), (0, (0, 1, 2), False), (1, 2, False), (1, 2, True),
+    (1, 1, False), (1, None, False),
     (1, (0, 2), False), (1, (1, 2), False),
 ]  # fmt: skip
 NUMBERS_ALONE = (0, 1, False)
@@ -273,7 +280,7 @@ for _name, _dtypes in REDUCTIONS.items():
 
 @operation("all any max mean min prod sum: elements of size 0", SHORT, ("float32", "int32"))
 def of_no_elements(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Rows, and arrays, whose tokens have no elements have the values of empty ones."""
+    """Rows and arrays whose tokens have no elements have the values of empty ones."""
     for dim in (0, 1):
         x = bench.ragged(layout, (0,), dtype, "natural", dim)
         for name in (
@@ -304,7 +311,7 @@ def of_no_elements(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("sum cumulative_sum: dtype=", SHORT, ("float16", "bfloat16", "int8", "uint8"))
 def with_dtype(bench: Bench, layout: Layout, dtype: str) -> None:
-    """`dtype` of sums, products and scans is the dtype of the result, and what is added up in."""
+    """`dtype` of sums, products and scans is the dtype of the result and of the accumulation."""
     wide = "float32" if dtype in HALF else "int32"
     x = bench.ragged(layout, (3,), dtype, "natural" if wide == "int32" else "any")
     for axis in (1, 2, None, (0, 1), (1, 2)):
@@ -352,7 +359,7 @@ for _name in ("cumulative_sum", "cumulative_prod"):
     operation(_name, ALL, (*DTYPES, "int32", "int8"))(partial(scanning, name=_name))
 
 
-# ------------------------------------------------------------------------------------------------ other kinds
+# -------------------------------------------------------------------------------------- other kinds
 @operation("astype", SHORT, ("float32", "int32", "bool", "float16"))
 def astype(bench: Bench, layout: Layout, dtype: str) -> None:
     """Casts between every two dtypes."""
@@ -373,7 +380,7 @@ def astype(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("zeros_like ones_like full_like empty_like", SHORT, ("float32", "int32"))
 def filled(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Arrays like another, also of another dtype."""
+    """Arrays like another, also with another dtype."""
     x = bench.ragged(layout, (2,), dtype, "natural").x
     for options, out in (({}, dtype), ({"dtype": bench.lib.dtypes["int8"]}, "int8")):
         for name, args, value in (
@@ -400,9 +407,8 @@ def matmul(bench: Bench, layout: Layout, dtype: str) -> None:
     for token in ((4,), (2, 4)):
         x = bench.ragged(layout, token, dtype)
         truth = oracle.each(lambda row, matrix: row @ matrix)
-        half = (
-            dtype in HALF
-        )  # libraries round the result of half precision once, and some its parts
+        # Libraries round a half-precision result once; some also round partial results.
+        half = dtype in HALF
         rough = (lambda a, m: [oracle.rounded(dtype)(row @ m) for row in a]) if half else None
         bench.check(bench.xp.matmul, truth, x, b, rough=rough)
         bench.check(operator.matmul, truth, x, b, rough=rough)
@@ -436,7 +442,7 @@ def take(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("concat", ALL, ("float32", "int32"))
 def concat(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Batches, rows, and element axes put together."""
+    """Batches, rows, and element axes concatenated."""
     lengths = lengths_of(layout)
     for dim in (0, 1):
         a, b = (
@@ -474,7 +480,7 @@ def concat(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("stack", SHORT, ("float32", "int32"))
 def stack(bench: Bench, layout: Layout, dtype: str) -> None:
-    """A new element axis, before or behind the ragged one."""
+    """A new element axis, before or after the ragged axis."""
     for dim in (0, 1):
         a = bench.ragged(layout, (3,), dtype, dim=dim)
         b = bench.like(a, (3,), dtype)
@@ -490,7 +496,7 @@ def stack(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("result_type can_cast", ("plain",), ("float32",))
 def dtypes(bench: Bench, layout: Layout, dtype: str) -> None:
-    """They see the dtype of a ragged array."""
+    """Functions of dtypes accept a ragged array."""
     x = bench.ragged(layout, (), dtype).x
     for other in ("float32", "float16", "float64", "int32"):
         if other in bench.lib.dtypes and (

@@ -1,4 +1,4 @@
-"""Making ragged arrays, taking them apart, indexing them, and what their layout says."""
+"""Cases of creation, conversion and indexing of ragged arrays, and of their layouts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pack(bench: Bench, layout: Layout, dtype: str) -> None:
     dtypes=("float32",),
 )
 def creation(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Nothing is copied; lengths and ids give the same rows."""
+    """Values are not copied; lengths and ids give the same rows."""
     lengths, make = lengths_of(layout), bench.lib.make
     for dim in (0, 1):
         x = bench.ragged(layout, (3,), dtype, dim=dim)
@@ -52,8 +52,8 @@ def creation(bench: Bench, layout: Layout, dtype: str) -> None:
                 assert got.values is x.x.values, "values were copied"
                 assert got.offsets is cu, "offsets were copied"
                 bench.close(got, list(x.exact))
-        for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
-            bench.close(scree.from_lengths(x.x.values, given, ragged_dim=dim), list(x.exact))
+        for form in (lengths, make(np.asarray(lengths, np.int32), "int32")):
+            bench.close(scree.from_lengths(x.x.values, form, ragged_dim=dim), list(x.exact))
         ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
         bench.close(
             scree.from_segment_ids(x.x.values, make(ids, "int32"), len(lengths), ragged_dim=dim),
@@ -68,7 +68,7 @@ def creation(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.to_padded", dtypes=ANY, kernel="pad")
 def padding(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Padding on both sides, with room to spare."""
+    """Padding on both sides, to more than the longest row."""
     lengths = lengths_of(layout)
     n, longest = len(lengths), max(lengths, default=0)
     for dim in (0, 1):
@@ -82,20 +82,23 @@ def padding(bench: Bench, layout: Layout, dtype: str) -> None:
                 expected = np.full(
                     (n, 2, size) if dim else (n, size, 2), fill, x.exact.template.dtype
                 )
-                real = np.zeros((n, size), bool)
+                token_mask = np.zeros((n, size), bool)
                 for i, row in enumerate(x.exact):
                     cut = (
                         slice(0, lengths[i]) if side == "right" else slice(size - lengths[i], size)
                     )
-                    real[i, cut] = True
+                    token_mask[i, cut] = True
                     expected[(i, slice(None), cut) if dim else (i, cut)] = row
                 bench.close(padded, expected, dtype=dtype, note=f"{side}, length={length}: ")
-                bench.close(mask, real, dtype="bool")
+                bench.close(mask, token_mask, dtype="bool")
 
 
 @operation("ragged.from_padded", dtypes=ANY, kernel="unpad")
 def unpadding(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Padding on both sides, with room to spare, back by mask and by lengths; the number of tokens given and not."""
+    """Padding on both sides, to more than the longest row, and back by mask and by lengths.
+
+    Both with and without the number of tokens.
+    """
     lengths, make, read, unpad = (
         lengths_of(layout),
         bench.lib.make,
@@ -112,11 +115,11 @@ def unpadding(bench: Bench, layout: Layout, dtype: str) -> None:
                         bench.run(unpad, padded, m, ragged_dim=dim), list(x.exact), dtype=dtype
                     )
                 if side == "right":
-                    for given in (lengths, make(np.asarray(lengths, np.int32), "int32")):
-                        found = bench.run(
-                            unpad, padded, lengths=given, ragged_dim=dim, total=sum(lengths)
+                    for form in (lengths, make(np.asarray(lengths, np.int32), "int32")):
+                        unpadded = bench.run(
+                            unpad, padded, lengths=form, ragged_dim=dim, total=sum(lengths)
                         )
-                        bench.close(found, list(x.exact))
+                        bench.close(unpadded, list(x.exact))
     scattered = bench.rng.integers(0, 2, (4, 6)).astype(bool)  # holes anywhere
     dense = bench.dense((4, 6, 2), dtype, "natural")
     bench.close(
@@ -127,9 +130,12 @@ def unpadding(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 SLICES = [
-    slice(1, None), slice(None, 2), slice(1, 3), slice(-2, None), slice(None, -1), slice(-3, -1), slice(None, None, 2),
-    slice(1, None, 2), slice(None, None, -1), slice(None, None, -2), slice(-1, 0, -1), slice(3, None, -1), slice(None, 1, -1),
-    slice(100, None), slice(None, -100), slice(-100, 100), slice(100, None, -3), slice(2, 2), slice(None),
+    slice(1, None), slice(None, 2), slice(1, 3), slice(-2, None), slice(None, -1), slice(-3, -1),
+    slice(None, None, 2),
+    slice(1, None, 2), slice(None, None, -1), slice(None, None, -2), slice(-1, 0, -1),
+    slice(3, None, -1), slice(None, 1, -1),
+    slice(100, None), slice(None, -100), slice(-100, 100), slice(100, None, -3), slice(2, 2),
+    slice(None),
 ]  # fmt: skip
 
 
@@ -196,7 +202,7 @@ def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("indexing: ragged masks", dtypes=("float32", "int32", "bfloat16"))
 def masks(bench: Bench, layout: Layout, dtype: str) -> None:
-    """`arr[mask]` keeps the rows: by token, and by element, whose order is that of the row."""
+    """`arr[mask]` keeps the rows: by token, and by element in the order of the row."""
     x = bench.ragged(layout, (3,), dtype)
     tokens = bench.like(x, (), "bool", "bool")
     bench.close(
@@ -211,7 +217,10 @@ def masks(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("indexing: ragged positions", dtypes=("float32", "bfloat16"))
 def places(bench: Bench, layout: Layout, dtype: str) -> None:
-    """`arr[index]` takes of each row the tokens at the positions in the same row of `index`, counted from its end if negative."""
+    """`arr[index]` takes from each row the tokens at the positions in the same row of `index`.
+
+    Negative positions count from the end of the row.
+    """
     lengths = lengths_of(layout)
     counts = [int(bench.rng.integers(0, 4)) if n else 0 for n in lengths]
     rows = [
@@ -233,12 +242,17 @@ def places(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("indexing: None, Ellipsis and arrays on element axes", dtypes=("float32",))
 def axes(bench: Bench, layout: Layout, dtype: str) -> None:
-    """New axes of size 1 behind the batch, an ellipsis anywhere, and arrays on the element axes, one at a time."""
+    """New axes of size 1 after the batch axis, an ellipsis anywhere, and indices on element axes.
+
+    The arrays index one element axis at a time.
+    """
     x = bench.ragged(layout, (4, 3), dtype)
     arr, make, every = x.x, bench.lib.make, slice(None)
     keys: list[tuple[Any, ...]] = [
-        (every, None), (every, every, None), (..., None), (every, None, ..., 1), (every, ..., 2, None), (..., 1, every),
-        (every, every, slice(1, 3), None, slice(None, None, 2)), (every, slice(1, None), 0), (every, None, slice(None, 2), None),
+        (every, None), (every, every, None), (..., None), (every, None, ..., 1),
+        (every, ..., 2, None), (..., 1, every),
+        (every, every, slice(1, 3), None, slice(None, None, 2)), (every, slice(1, None), 0),
+        (every, None, slice(None, 2), None),
     ]  # fmt: skip
     for key in bench.some(keys):
         bench.close(
@@ -257,7 +271,7 @@ def axes(bench: Bench, layout: Layout, dtype: str) -> None:
             )
 
 
-#: Update -> NumPy's, which meets every place once.
+#: Update -> NumPy's function, which visits every position once.
 UPDATES = {
     "set": None,
     "add": np.add,
@@ -269,7 +283,10 @@ UPDATES = {
 
 @operation("at", dtypes=("float32", "int32"))
 def updates(bench: Bench, layout: Layout, dtype: str) -> None:
-    """`scree.at(arr)[key].set(value)` and its kin: rows, slices, elements, masks; and places that meet many values."""
+    """`scree.at(arr)[key].set(value)` and the other updates: rows, slices, elements, masks.
+
+    Some positions receive many values.
+    """
     x = bench.ragged(layout, (3,), dtype, "integer")
     value = bench.dense((), dtype, "natural")
     n = len(lengths_of(layout))
@@ -309,7 +326,10 @@ def updates(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("broadcasting: errors", ("plain", "ones", "one_row", "empty_between"), ("float32",))
 def misfits(bench: Bench, layout: Layout, dtype: str) -> None:
-    """What does not fit says so: a missing axis, other sizes, a dense ragged axis, rows of length 1, other rows."""
+    """Errors name the misfit: a missing axis, other sizes, a dense ragged axis, rows of length 1.
+
+    Also other rows.
+    """
     n, longest = len(lengths_of(layout)), max(lengths_of(layout))
     x = bench.ragged(layout, (2,), dtype).x
     misfit = [(5,), (n, 7, 1), (n + 1, 1, 2), (1, n, 1, 2), (n, longest + 1, 2)]
@@ -318,7 +338,7 @@ def misfits(bench: Bench, layout: Layout, dtype: str) -> None:
             ValueError, f"shape {shape} does not broadcast", lambda: x + bench.dense(shape, dtype).x
         )
     if n > 2:
-        hint = "one entry a row"
+        hint = "one entry per row"
         raises(ValueError, hint, lambda: x + bench.dense((n,), dtype).x)
         raises(ValueError, hint, lambda: bench.xp.where(x > 0, bench.dense((n,), dtype).x, x))
     other = bench.ragged([*lengths_of(layout), 1], (2,), dtype).x
@@ -327,7 +347,7 @@ def misfits(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 def raises(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
-    """A call must raise, and its message hold the text."""
+    """Check that a call raises, and that its message contains the text."""
     try:
         got = call()
     except kind as error:
@@ -354,20 +374,20 @@ def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
     for size in (1, 4, 32):
         tiles = x.layout.tiles(size)
         tokens, valid = bench.read(tiles.tokens), bench.read(tiles.valid)
-        found = [tokens[i][valid[i]].tolist() for i in range(len(tokens)) if valid[i].any()]
+        tile_tokens = [tokens[i][valid[i]].tolist() for i in range(len(tokens)) if valid[i].any()]
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=int)])
         expected = [
             list(range(a, min(a + size, int(e))))
             for s, e in zip(offsets, offsets[1:], strict=False)
             for a in range(int(s), int(e), size)
         ]
-        assert found == expected, f"tiles({size})"
+        assert tile_tokens == expected, f"tiles({size})"
         assert tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < max(total, 1))
 
 
 @operation("ragged.same_layout ragged.align", dtypes=("float32",))
 def sharing(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Layouts are shared by identity, compared by value where that is free, and declared elsewhere."""
+    """Layouts are shared by identity, compared by value where that is free, else declared."""
     a, b = bench.ragged(layout, (2,), dtype), bench.ragged(layout, (2,), dtype)
     same = bench.xp.ragged.same_layout
     assert same(a.x, a.x) is True
@@ -391,7 +411,7 @@ def sharing(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("mT with_values to_device", dtypes=("float32",))
 def methods(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Views keep the layout, and values of another shape may take it."""
+    """Views keep the layout; values of another shape may take it."""
     x = bench.ragged(layout, (2, 3), dtype)
     bench.close(x.x.mT, [row.swapaxes(1, 2) for row in x.exact])
     y = bench.ragged(layout, (2,), dtype)

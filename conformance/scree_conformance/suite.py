@@ -1,7 +1,8 @@
-"""The table of operations: for each, the call on scree, the oracle, and the layouts and dtypes to try it on.
+"""The table of operations: per operation the call, the oracle, the layouts and the dtypes.
 
-`cases(lib)` lists the cases of a library; pytest and the command line both run that list. A case raises `AssertionError` where
-scree is wrong, and `Rejected` where the kernel provider under test will not take the call.
+`cases(lib)` lists the cases of a library; pytest and the command line both run that list. A case
+raises `AssertionError` where scree is wrong. It raises `Rejected` where the kernel provider under
+test rejects the call.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from .backends import Library
 from .layouts import FEW
 from .table import OPERATIONS, Case
 
-#: Each puts its operations into the table when it is imported.
+#: Each module adds its operations to the table when it is imported.
 MODULES = (standard, reshaping, ordering, products, extension, structure, transforms, dense, laws)
 
 
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
-    """All cases of a library; with a kernel provider, those of the operations that may have one.
+    """Yield all cases of a library; with a kernel provider, only cases of operations with kernels.
 
-    Where every shape is compiled, each costs seconds. There an operation is tried on few layouts and one more; and in few
-    dtypes: the first, the hardest where scree itself has to do with precision, which is where an operation has many layouts,
-    and one more. The one more is another for other operations, so that none is left out.
+    Where the library compiles every shape, each shape costs seconds. There an operation runs on few
+    layouts plus one more, and in few dtypes. The dtypes are the first, bfloat16 for operations with
+    many layouts (there scree itself affects the precision), and one more. The additional layout and
+    dtype differ between operations, so that the suite leaves none out.
     """
     for operation in OPERATIONS:
         if kernel is not None and operation.kernel is None:
@@ -42,6 +44,6 @@ def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
 
 
 def _and_one(names: Sequence[str], some: Sequence[str], turn: int) -> list[str]:
-    """Those of the names that are among some, and one of the rest, in turn."""
+    """Return the names that are in `some`, and one of the rest, chosen by `turn`."""
     rest = [name for name in names if name not in some]
     return [name for name in names if name in some or name == rest[turn % len(rest)]]

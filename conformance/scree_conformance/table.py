@@ -1,4 +1,4 @@
-"""The lines of the table: an operation, the check of it, and where to try it."""
+"""The entries of the table: an operation, its check, and the layouts and dtypes to try."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .layouts import ALL, Layout
 
 Check = Callable[[Bench, Layout, str], None]
 
-#: float32 comes first: it is tried on every layout, the others on the first.
+#: float32 comes first: it runs on every layout, the other dtypes on the first layout only.
 DTYPES = ("float32", *(name for name in FLOATS if name != "float32"))
 
-#: Every function that scree has for ragged arrays, or says why not, by the name that it has in `xp`.
+#: Name in `xp` of every function that scree implements for ragged arrays, or refuses with a reason.
 FUNCTIONS = (
     *KINDS,
     *(f"{extension}.{name}" for extension, kinds in EXTENSIONS.items() for name in kinds),
@@ -27,15 +27,16 @@ FUNCTIONS = (
 
 
 class Absent(Exception):
-    """The library has no such function, or not for this dtype, as its table of gaps says."""
+    """The library lacks the function, or lacks it for this dtype, as its table of gaps says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """``check(bench, layout, dtype)`` raises unless scree is right; `kernel` says that providers may run it.
+    """One entry: ``check(bench, layout, dtype)`` raises unless scree is right.
 
-    The name lists the functions that it checks, and, behind a colon, what of them: ``"sort argsort: NaN"``. Names of other
-    words are promises that belong to no function.
+    `kernel` is the operation that kernel providers may implement, or None. The name lists the
+    checked functions and, after a colon, the checked variant: ``"sort argsort: NaN"``. Other names
+    are promises that belong to no function.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Operation:
 
     @property
     def variant(self) -> str:
-        """What of them it checks."""
+        """The variant of the functions that it checks."""
         return self.name.partition(": ")[2]
 
 
@@ -66,17 +67,20 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What pytest and the reports call it."""
+        """The name in pytest and in the reports."""
         return f"{self.operation.name}-{self.layout}-{self.dtype}"
 
     def run(self, bench: Bench) -> None:
-        """Raise `AssertionError`, or whatever scree raises, unless scree is right; `Absent` for a known gap of the library."""
+        """Run the case; raise `Absent` for a known gap of the library.
+
+        A failure raises `AssertionError`, or the error that scree raised.
+        """
         gap = bench.lib.gap(self.operation.name, self.dtype)
         with bench.lib.context():
             bench.start(self.name)
             try:
                 self.operation.check(bench, self.layout, self.dtype)
-            except Exception as error:  # any failure will do for a gap that the table names
+            except Exception as error:  # any failure confirms a gap of the table
                 if gap is None:
                     raise
                 raise Absent(gap) from error
@@ -96,7 +100,7 @@ def operation(
     *,
     kernel: str | None = None,
 ) -> Callable[[Check], Check]:
-    """Put the decorated check into the table."""
+    """Add the decorated check to the table."""
 
     def add(check: Check) -> Check:
         OPERATIONS.append(Operation(name, check, layouts, dtypes, kernel))

@@ -1,4 +1,7 @@
-"""`xp.ragged` compiled and differentiated: the same results, and gradients as finite differences of the oracle give them."""
+"""`xp.ragged` compiled and differentiated.
+
+Compiled calls give the same results. Gradients match finite differences of the oracle.
+"""
 
 from __future__ import annotations
 
@@ -19,58 +22,143 @@ from .oracle import Rows
 from .table import Absent, operation
 
 Shapes = tuple[tuple[int, ...], ...]
-STEP = 1e-4  # of the central differences, whose error is about its square
+STEP = 1e-4  # of the central differences; their error is about its square
 WHERE = ("empty_between", "blocks")
 
-#: Function -> (shapes of a token of the ragged arguments, shapes of the dense ones, the call, the oracle).
+#: Function -> (token shapes of the ragged arguments, shapes of the dense arguments, call, oracle).
 TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]] = {
     "softmax": (((3,),), (), lambda r, x: r.softmax(x), oracle.softmax),
     "log_softmax": (((3,),), (), lambda r, x: r.log_softmax(x), oracle.log_softmax),
     "logsumexp": (((3,),), (), lambda r, x: r.logsumexp(x), oracle.logsumexp),
+    "topk": (((3,),), (), lambda r, x: r.topk(x, 2)[0], lambda x: oracle.topk(x, 2)[0]),
     "rms_norm": (((4,),), ((4,),), lambda r, x, w: r.rms_norm(x, w), oracle.rms_norm),
-    "layer_norm": (((4,),), ((4,), (4,)), lambda r, x, w, b: r.layer_norm(x, w, b), oracle.layer_norm),
-    "cross_entropy": (((5,),), (), lambda r, x: r.cross_entropy(x, _classes(r, x, 5), reduction="none"),
-                      lambda x: oracle.cross_entropy(x, _some(x, 5), reduction="none")),
-    "linear_cross_entropy": (((4,),), ((6, 4), (6,)), lambda r, x, w, b: r.linear_cross_entropy(x, w, _classes(r, x, 6), b),
-                             lambda x, w, b: oracle.linear_cross_entropy(x, w, _some(x, 6), b)),
+    "layer_norm": (
+        ((4,),),
+        ((4,), (4,)),
+        lambda r, x, w, b: r.layer_norm(x, w, b),
+        oracle.layer_norm,
+    ),
+    "cross_entropy": (
+        ((5,),),
+        (),
+        lambda r, x: r.cross_entropy(x, _classes(r, x, 5), reduction="none"),
+        lambda x: oracle.cross_entropy(x, _some(x, 5), reduction="none"),
+    ),
+    "linear_cross_entropy": (
+        ((4,),),
+        ((6, 4), (6,)),
+        lambda r, x, w, b: r.linear_cross_entropy(x, w, _classes(r, x, 6), b),
+        lambda x, w, b: oracle.linear_cross_entropy(x, w, _some(x, 6), b),
+    ),
     "swiglu": (((4,),), (), lambda r, x: r.swiglu(x), oracle.swiglu),
     "split": (((4,),), (), lambda r, x: r.split(x, (1, 3))[1], lambda x: [row[:, 1:] for row in x]),
     "rope": (((2, 4),), (), lambda r, x: r.rope(x), oracle.rope),
-    "attention": (((4, 4), (2, 4), (2, 3)), (), lambda r, q, k, v: r.attention(q, k, v, causal=True),
-                  lambda q, k, v: oracle.attention(q, k, v, causal=True)[0]),
-    "gather": (((3,),), (), lambda r, x: r.gather(x, _first(x)),
-               lambda x: [np.broadcast_to(_all(x)[:1], row.shape) for row in x]),
-    "scatter": (((3,),), (), lambda r, x: r.scatter(x, _reversed(x), x.total_length), lambda x: _all(x)[::-1]),
-    "scatter_add": (((3,),), (), lambda r, x: r.scatter_add(x, _first(x), 2),
-                    lambda x: np.stack([_all(x).sum(0), x.template.sum(0)])),
-    "group": (((3,),), (), lambda r, x: r.group(x, _reversed(x).values % 2, 2)[0],
-              lambda x: [_all(x)[np.arange(len(_all(x)))[::-1] % 2 == g] for g in (0, 1)]),
-    "to_padded": (((3,),), (), lambda r, x: r.to_padded(x, length=130)[0],
-                  lambda x: x.stack(lambda row: np.concatenate([row, np.zeros((130 - len(row), 3), row.dtype)]))),
-    "align": (((3,), (3,)), (), lambda r, x, y: r.align(y, like=x) * x, lambda x, y: [p * q for p, q in zip(x, y, strict=True)]),
-    "from_offsets": (((3,),), (), lambda r, x: r.from_offsets(x.values * 2, x.offsets), lambda x: [row * 2 for row in x]),
-    "from_cu_seqlens": (((3,),), (), lambda r, x: r.from_cu_seqlens(x.values * 2, x.offsets), lambda x: [row * 2 for row in x]),
-    "from_lengths": (((3,),), (), lambda r, x: r.from_lengths(x.values * 2, x.lengths), lambda x: [row * 2 for row in x]),
-    "from_segment_ids": (((3,),), (), lambda r, x: r.from_segment_ids(x.values * 2, r.segment_ids(x), x.batch_size),
-                         lambda x: [row * 2 for row in x]),
-    "segment_ids": (((),), (), lambda r, x: x.with_values(x.values * r.segment_ids(x)),
-                    lambda x: [row * i for i, row in enumerate(x)]),
-    "positions": (((),), (), lambda r, x: x.with_values(x.values * r.positions(x)),
-                  lambda x: [row * np.arange(len(row)) for row in x]),
-    "unpack": (((3,),), (), lambda r, x: x.__array_namespace__().concat(r.unpack(x), axis=0), lambda x: _all(x)),
+    "attention": (
+        ((4, 4), (2, 4), (2, 3)),
+        (),
+        lambda r, q, k, v: r.attention(q, k, v, causal=True),
+        lambda q, k, v: oracle.attention(q, k, v, causal=True)[0],
+    ),
+    "gather": (
+        ((3,),),
+        (),
+        lambda r, x: r.gather(x, _first(x)),
+        lambda x: [np.broadcast_to(_all(x)[:1], row.shape) for row in x],
+    ),
+    "scatter": (
+        ((3,),),
+        (),
+        lambda r, x: r.scatter(x, _reversed(x), x.total_length),
+        lambda x: _all(x)[::-1],
+    ),
+    "scatter_add": (
+        ((3,),),
+        (),
+        lambda r, x: r.scatter_add(x, _first(x), 2),
+        lambda x: np.stack([_all(x).sum(0), x.template.sum(0)]),
+    ),
+    "group": (
+        ((3,),),
+        (),
+        lambda r, x: r.group(x, _reversed(x).values % 2, 2)[0],
+        lambda x: [_all(x)[np.arange(len(_all(x)))[::-1] % 2 == g] for g in (0, 1)],
+    ),
+    "to_padded": (
+        ((3,),),
+        (),
+        lambda r, x: r.to_padded(x, length=130)[0],
+        lambda x: x.stack(
+            lambda row: np.concatenate([row, np.zeros((130 - len(row), 3), row.dtype)])
+        ),
+    ),
+    "align": (
+        ((3,), (3,)),
+        (),
+        lambda r, x, y: r.align(y, like=x) * x,
+        lambda x, y: [p * q for p, q in zip(x, y, strict=True)],
+    ),
+    "from_offsets": (
+        ((3,),),
+        (),
+        lambda r, x: r.from_offsets(x.values * 2, x.offsets),
+        lambda x: [row * 2 for row in x],
+    ),
+    "from_cu_seqlens": (
+        ((3,),),
+        (),
+        lambda r, x: r.from_cu_seqlens(x.values * 2, x.offsets),
+        lambda x: [row * 2 for row in x],
+    ),
+    "from_lengths": (
+        ((3,),),
+        (),
+        lambda r, x: r.from_lengths(x.values * 2, x.lengths),
+        lambda x: [row * 2 for row in x],
+    ),
+    "from_segment_ids": (
+        ((3,),),
+        (),
+        lambda r, x: r.from_segment_ids(x.values * 2, r.segment_ids(x), x.batch_size),
+        lambda x: [row * 2 for row in x],
+    ),
+    "segment_ids": (
+        ((),),
+        (),
+        lambda r, x: x.with_values(x.values * r.segment_ids(x)),
+        lambda x: [row * i for i, row in enumerate(x)],
+    ),
+    "positions": (
+        ((),),
+        (),
+        lambda r, x: x.with_values(x.values * r.positions(x)),
+        lambda x: [row * np.arange(len(row)) for row in x],
+    ),
+    "unpack": (
+        ((3,),),
+        (),
+        lambda r, x: x.__array_namespace__().concat(r.unpack(x), axis=0),
+        lambda x: _all(x),
+    ),
     "pack": (((3,),), (), lambda r, x: r.pack(r.unpack(x)), list),
-    "from_padded": (((3,),), (), lambda r, x: r.from_padded(*r.to_padded(x, length=130), total=x.total_length), list),
-}  # fmt: skip
+    "from_padded": (
+        ((3,),),
+        (),
+        lambda r, x: r.from_padded(*r.to_padded(x, length=130), total=x.total_length),
+        list,
+    ),
+}
 #: Function -> why it cannot be compiled.
 UNTRACED = {
-    "pack": "the lengths are those of Python's list", "unpack": "the sizes of the rows depend on the offsets",
+    "pack": "the lengths come from a Python list",
+    "unpack": "the sizes of the rows depend on the offsets",
+    "topk": "the lengths of the result depend on the offsets",
     "same_layout": "it answers with a Python bool",
     "dropout": "the state of a generator is no array",
 }  # fmt: skip
 
 
 def _classes(r: Any, x: scree.Array, count: int) -> scree.Array:
-    """A class for each token by its position; every third has none."""
+    """Return one class per token by its position; every third token is ignored."""
     at, xp = r.positions(x), x.__array_namespace__()
     return x.with_values(xp.where(at % 3 == 1, -100, at % count), ragged_dim=0)
 
@@ -82,12 +170,12 @@ def _some(rows: Rows, count: int) -> list[np.ndarray]:
 
 
 def _first(x: scree.Array) -> scree.Array:
-    """For every token the number 0."""
+    """Return the number 0 for every token."""
     return x.with_values(x.__array_namespace__().zeros_like(scree.segment_ids(x)), ragged_dim=0)
 
 
 def _reversed(x: scree.Array) -> scree.Array:
-    """The numbers of the tokens, the last one first."""
+    """Return the token numbers in reverse order."""
     ids = scree.segment_ids(x)
     xp = x.__array_namespace__()
     return x.with_values(
@@ -111,7 +199,7 @@ def _inputs(bench: Bench, layout: Layout, name: str) -> list[Data]:
 
 
 def _function(bench: Bench, name: str, inputs: list[Data]) -> Callable[..., Any]:
-    """The call on plain arrays: the values of the ragged arguments, the dense arguments; offsets are the last argument."""
+    """Return the call on dense arrays: ragged values, dense arguments, and the offsets last."""
     tokens, _, call, _ = TRACED[name]
     longest = inputs[0].x.max_length
 
@@ -122,8 +210,8 @@ def _function(bench: Bench, name: str, inputs: list[Data]) -> Callable[..., Any]
             ragged[0],
             *(x if name == "align" else scree.align(x, like=ragged[0]) for x in ragged[1:]),
         ]
-        found = call(bench.xp.ragged, *ragged, *values[len(tokens) :])
-        return (found.values, found.offsets) if isinstance(found, scree.Array) else (found,)
+        result = call(bench.xp.ragged, *ragged, *values[len(tokens) :])
+        return (result.values, result.offsets) if isinstance(result, scree.Array) else (result,)
 
     return run
 
@@ -133,15 +221,15 @@ def _plain(inputs: list[Data]) -> list[Any]:
 
 
 def jitted(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """Compiled, with the offsets as an argument: the oracle's result."""
+    """Compiled, with the offsets as an argument: the result of the oracle."""
     if bench.lib.jit is None:
         raise Absent("the library compiles nothing")
     inputs = _inputs(bench, layout, name)
     compiled = bench.lib.jit(_function(bench, name, inputs))
 
     def call(*_: Any) -> Any:
-        found = compiled(*_plain(inputs), inputs[0].x.offsets)
-        return scree.from_offsets(*found) if len(found) == 2 else found[0]
+        result = compiled(*_plain(inputs), inputs[0].x.offsets)
+        return scree.from_offsets(*result) if len(result) == 2 else result[0]
 
     bench.check(call, TRACED[name][3], *inputs, curved=True)
 
@@ -156,16 +244,16 @@ def differentiated(bench: Bench, layout: Layout, dtype: str, *, name: str) -> No
     dense = make(weights, dtype)
 
     def loss(*arrays: Any) -> Any:
-        found = run(*arrays, offsets)[0]
-        return xp.sum(xp.where(xp.isfinite(found), found, xp.zeros_like(found)) * dense)
+        result = run(*arrays, offsets)[0]
+        return xp.sum(xp.where(xp.isfinite(result), result, xp.zeros_like(result)) * dense)
 
     def truth(exact: list[Any]) -> float:
         with np.errstate(all="ignore"):
-            found = TRACED[name][3](*exact)
+            result = TRACED[name][3](*exact)
             whole = (
-                np.concatenate([np.zeros((0, *weights.shape[1:])), *found])
-                if isinstance(found, list)
-                else found
+                np.concatenate([np.zeros((0, *weights.shape[1:])), *result])
+                if isinstance(result, list)
+                else result
             )
         return float(np.sum(np.where(np.isfinite(whole), whole, 0) * weights))
 
@@ -181,11 +269,11 @@ def differentiated(bench: Bench, layout: Layout, dtype: str, *, name: str) -> No
             )
             for by in (STEP, -STEP)
         )
-        right, size = (up - down) / (2 * STEP), float(np.sum(np.abs(gradient * direction)))
+        expected, size = (up - down) / (2 * STEP), float(np.sum(np.abs(gradient * direction)))
         allowed = 64 * EPS["float32"] * size + STEP * STEP * max(size, 1)
-        found = float(np.sum(gradient * direction))
-        assert math.isfinite(found) and abs(found - right) <= allowed, (
-            f"argument {i}: {found}, expected {right} +- {allowed:.3g}"
+        slope = float(np.sum(gradient * direction))
+        assert math.isfinite(slope) and abs(slope - expected) <= allowed, (
+            f"argument {i}: {slope}, expected {expected} +- {allowed:.3g}"
         )
 
 
@@ -201,13 +289,13 @@ def _moved(exact: Any, by: np.ndarray) -> Any:
 
 
 def never(bench: Bench, layout: Layout, dtype: str, *, why: str) -> None:
-    """What cannot be compiled."""
+    """Report a function that cannot be compiled."""
     raise Absent(why)
 
 
 @operation("ragged.dropout: differentiated", WHERE, ("float32",))
 def dropped(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The gradient is 0 where the result is, and the factor of the others elsewhere."""
+    """The gradient is 0 where the result is 0, and the scale factor elsewhere."""
     if bench.lib.grad is None:
         raise Absent("the library has no gradients")
     x, generator = bench.ragged(layout, (4,), dtype, "positive").x, bench.lib.generator

@@ -1,4 +1,7 @@
-"""The suite on every library: ``SCREE_BACKENDS=numpy,torch`` picks some, and one that is missing is a failure."""
+"""Run the suite on every library.
+
+``SCREE_BACKENDS=numpy,torch`` selects libraries; a missing library is a failure.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,22 @@ bench = cache(lambda name: Bench(load(name)))
 
 
 def _all() -> list[object]:
-    found: list[object] = []
+    parameters: list[object] = []
     for name in BACKENDS:
         try:
-            found += [
+            parameters += [
                 pytest.param(name, case, id=f"{name}-{case.name}") for case in cases(load(name))
             ]
         except ImportError:  # becomes a case that fails
-            found.append(pytest.param(name, None, id=f"{name}-missing"))
-    return found
+            parameters.append(pytest.param(name, None, id=f"{name}-missing"))
+    return parameters
 
 
 @pytest.mark.parametrize(("name", "case"), _all())
 def test_conformance(name: str, case: Case | None) -> None:
-    on = bench(name)  # raises where the library is missing: that is a failure, not a reason to skip
+    on = bench(name)  # raises if the library is missing: that is a failure, not a reason to skip
     assert case is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with suppress(
-            Absent
-        ):  # a gap of the library that its table names, and that was seen to be one
+        with suppress(Absent):  # a confirmed gap of the library's table
             case.run(on)

@@ -1,4 +1,4 @@
-"""Drawn rows: every operation of the table on any layout and dtype, and the functions with axes on any shape besides."""
+"""Random rows: every operation on any layout and dtype, functions with axes on any shape."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 2), st.integers(0, 70)), max_size=7)
 
 
 def drawn(name: str, examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Settings of a library: one that compiles every shape gets few examples, and the same ones in every run."""
+    """Return the settings of a library.
+
+    A library that compiles every shape gets few examples, the same ones in every run.
+    """
     few = 1 if name == "jax" else examples
     return settings(
         max_examples=few,
@@ -44,8 +47,8 @@ def drawn(name: str, examples: int) -> Callable[[Callable[..., None]], Callable[
     )
 
 
-# ---------------------------------------------------------------------------------------- every operation of the table
-#: Operations of functions that run on any layout; the others are about one.
+# --------------------------------------------------------------------- every operation of the table
+#: Operations that run on any layout; the others need a particular layout.
 ANYWHERE = [
     op
     for op in OPERATIONS
@@ -54,7 +57,8 @@ ANYWHERE = [
 
 
 @pytest.mark.parametrize(("name", "operation"), [
-    pytest.param(name, op, id=f"{name}-{op.name}") for name in BACKENDS for op in ANYWHERE[:: 12 if name == "jax" else 1]
+    pytest.param(name, op, id=f"{name}-{op.name}")
+    for name in BACKENDS for op in ANYWHERE[:: 12 if name == "jax" else 1]
 ])  # fmt: skip
 def test_operations_on_drawn_rows(name: str, operation: Operation) -> None:
     on = bench(name)
@@ -67,26 +71,24 @@ def test_operations_on_drawn_rows(name: str, operation: Operation) -> None:
         ),
     )
     def run(lengths: list[int], dtype: str) -> None:
-        with (
-            warnings.catch_warnings(),
-            suppress(Absent),
-        ):  # a gap that the library's table names, as in test_conformance
+        # Absent is a gap in the library's table, as in test_conformance.
+        with warnings.catch_warnings(), suppress(Absent):
             warnings.simplefilter("ignore")
             Case(operation, lengths, dtype).run(on)
 
     run()
 
 
-# --------------------------------------------------------------------------------------------- functions with an axis
+# --------------------------------------------------------------------------- functions with an axis
 def axis_of(data: st.DataObject, ndim: int, first: int = 1) -> int:
-    """An axis behind the batch, counted from either end."""
+    """Draw an axis after the batch axis, counted from either end."""
     return data.draw(
         st.integers(first, ndim - 1).flatmap(lambda a: st.sampled_from((a, a - ndim))), "axis"
     )
 
 
 def reduction(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """Any set of axes but the batch without the ragged one."""
+    """Draw any set of axes, except the batch axis without the ragged axis."""
     ragged, axes = (
         x.ragged_dim + 1,
         st.lists(st.integers(0, x.ndim - 1), min_size=1, unique=True).map(tuple),
@@ -101,7 +103,7 @@ def reduction(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any
 
 
 def scan(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """Running sums and products along any axis behind the batch."""
+    """Running sums and products along any axis after the batch axis."""
     axis, initial = axis_of(data, x.ndim), data.draw(st.booleans(), "include_initial")
     return (
         lambda a: getattr(xp, name)(a, axis=axis, include_initial=initial),
@@ -110,7 +112,7 @@ def scan(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
 
 
 def sorting(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """Sorted along any axis behind the batch, up or down."""
+    """Sorting along any axis after the batch axis, ascending or descending."""
     axis, down = axis_of(data, x.ndim), data.draw(st.booleans(), "descending")
     at = axis % x.ndim - 1
     places = partial(order, axis=at, descending=down)
@@ -126,7 +128,7 @@ def sorting(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
 def each(
     plain: Callable[..., Any], options: Callable[[st.DataObject], tuple[Any, ...]] = lambda data: ()
 ) -> Any:
-    """A function of a row and one of its axes."""
+    """Return a check of a function of a row and one of its axes."""
 
     def rule(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
         axis, more = axis_of(data, x.ndim), options(data)
@@ -139,7 +141,7 @@ def each(
 
 
 def expanded(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """A new axis anywhere behind the batch."""
+    """A new axis anywhere after the batch axis."""
     axis = axis_of(data, x.ndim + 1)
     return (
         lambda a: xp.squeeze(xp.expand_dims(xp.expand_dims(a, axis=axis), axis=axis), axis=axis),
@@ -148,7 +150,7 @@ def expanded(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]
 
 
 def permuted(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """The axes behind the batch in any order."""
+    """The axes after the batch axis in any order."""
     axes = tuple(data.draw(st.permutations(range(1, x.ndim)), "axes"))
     return lambda a: xp.permute_dims(a, (0, *axes)), lambda rows: [
         row.transpose([i - 1 for i in axes]) for row in rows
@@ -156,7 +158,7 @@ def permuted(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]
 
 
 def joined(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """The array and itself, along any axis."""
+    """The array concatenated with itself, along any axis."""
     axis = axis_of(data, x.ndim, 0)
     if axis % x.ndim == 0:
         return lambda a: xp.concat([a, a], axis=axis), lambda rows: [*rows, *rows]
@@ -166,11 +168,11 @@ def joined(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
 
 
 def along(xp: Any, x: Any, data: st.DataObject, name: str) -> tuple[Any, Any]:
-    """A function of `xp.ragged` along the ragged axis, wherever it is."""
+    """Return a check of a function of `xp.ragged` along the ragged axis, at every position."""
     return getattr(xp.ragged, name), partial(getattr(oracle, name), axis=x.ragged_dim)
 
 
-#: Function -> (its call and its oracle, for an array), the draw of the numbers, dtypes.
+#: Function -> (call and oracle for an array, draw of the numbers, dtypes).
 RULES: dict[str, tuple[Callable[..., tuple[Any, Any]], str, tuple[str, ...]]] = {
     **dict.fromkeys(("sum", "max", "min", "mean"), (reduction, "any", DTYPES)),
     **dict.fromkeys(("prod",), (reduction, "near1", DTYPES)),
@@ -180,13 +182,16 @@ RULES: dict[str, tuple[Callable[..., tuple[Any, Any]], str, tuple[str, ...]]] = 
     "cumulative_sum": (scan, "any", DTYPES), "cumulative_prod": (scan, "near1", DTYPES),
     **dict.fromkeys(("sort", "argsort"), (sorting, "ties", ("float32", "int32", "bfloat16"))),
     "flip": (each(np.flip), "any", DTYPES),
-    "roll": (each(np.roll, lambda data: (data.draw(st.integers(-80, 80)),)), "any", ("float32", "bool")),
-    "repeat": (each(np.repeat, lambda data: (data.draw(st.integers(0, 3)),)), "any", ("float32", "int32")),
-    "expand_dims": (expanded, "any", ("float32", "int32")), "permute_dims": (permuted, "any", ("float32", "int32")),
+    "roll": (each(np.roll, lambda data: (data.draw(st.integers(-80, 80)),)), "any",
+             ("float32", "bool")),
+    "repeat": (each(np.repeat, lambda data: (data.draw(st.integers(0, 3)),)), "any",
+               ("float32", "int32")),
+    "expand_dims": (expanded, "any", ("float32", "int32")),
+    "permute_dims": (permuted, "any", ("float32", "int32")),
     "concat": (joined, "any", ("float32", "int32")),
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (along, "any", DTYPES)),
 }  # fmt: skip
-#: Results whose dtype is not that of the input.
+#: Results whose dtype differs from the dtype of the input.
 DTYPE = {"all": "bool", "any": "bool"}
 
 
@@ -214,9 +219,8 @@ def test_functions_on_drawn_shapes(name: str, function: str) -> None:
             on.start(str(seed))
             x = on.ragged(lengths, token, dtype, draw, dim)
             call, truth = rule(on.xp, x.x, data, function)
-            assume(
-                math.prod(token) or function not in ("max", "min")
-            )  # the standard leaves the greatest of no elements open
+            # The standard does not define the maximum of no elements.
+            assume(math.prod(token) or function not in ("max", "min"))
             out = None if function in ("argsort", "count_nonzero") else DTYPE.get(function, dtype)
             close(on, x, call, truth, out, function)
 
@@ -231,11 +235,10 @@ def close(
     out: str | None,
     function: str,
 ) -> None:
-    """`Bench.check`, which compares the dtype besides where one is expected."""
+    """Run `Bench.check`, which also compares the dtype where one is expected."""
     expected = out or on.lib.dtype_name(call(x.x))
-    one = not isinstance(
-        truth(x.exact), list
-    )  # one number for many: chance may spare the reference its error
+    # One number from many: errors of the reference can cancel by chance.
+    one = not isinstance(truth(x.exact), list)
     on.check(
         call,
         truth,

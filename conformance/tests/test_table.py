@@ -1,4 +1,4 @@
-"""The table is complete, the command line works, the page of coverage is no older than the table."""
+"""The table is complete, the command line works, and the coverage page matches the table."""
 
 import json
 from collections import Counter
@@ -75,7 +75,7 @@ def test_the_hard_layouts_are_there() -> None:
     assert any(max(r, default=0) >= 500 and len(r) > 1 for r in rows)
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# --------------------------------------------------------------------------------- the command line
 def test_reports_in_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
@@ -90,11 +90,11 @@ def test_reports_in_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str
         )
         == 0
     )
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert (found["backend"], found["failed"], found["passed"]) == (
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["backend"], report["failed"], report["passed"]) == (
         "numpy",
         0,
-        found["operations"]["ragged.softmax"]["passed"],
+        report["operations"]["ragged.softmax"]["passed"],
     )
     report = (tmp_path / "report.md").read_text()
     assert "| ragged.softmax |" in report
@@ -160,7 +160,7 @@ def test_the_loopback_kernel_runs_every_call() -> None:
         scree.softmax(x, kernel=loopback.PROVIDER)
 
 
-# -------------------------------------------------------------------------------------------- the page of coverage
+# ----------------------------------------------------------------------------- the page of coverage
 def test_coverage_adds_up_operations_and_keeps_other_libraries(tmp_path: Path) -> None:
     def line(passed: int, absent: int, why: str) -> SimpleNamespace:
         return SimpleNamespace(passed=passed, failed=0, absent=absent, why=why)
@@ -172,16 +172,16 @@ def test_coverage_adds_up_operations_and_keeps_other_libraries(tmp_path: Path) -
         {"unique_all": line(0, 2, "not there"), "ragged.rope: jitted": line(2, 0, "")},
     )
     coverage.update(path, "numpy", {"unique_all": line(2, 0, "")})
-    found = json.loads(path.read_text())
-    assert list(found) == ["numpy", "torch"]
-    assert found["torch"]["functions"]["unique_all"] == {"eager": [0, 0, 2, "not there"]}
-    assert found["torch"]["functions"]["ragged.rope"] == {"jitted": [2, 0, 0, ""]}
+    saved = json.loads(path.read_text())
+    assert list(saved) == ["numpy", "torch"]
+    assert saved["torch"]["functions"]["unique_all"] == {"eager": [0, 0, 2, "not there"]}
+    assert saved["torch"]["functions"]["ragged.rope"] == {"jitted": [2, 0, 0, ""]}
 
 
 def test_the_page_of_coverage_knows_every_function() -> None:
-    found = json.loads(COVERAGE.read_text())
-    assert set(found) == set(coverage.PACKAGES)
-    for column in found.values():
+    saved = json.loads(COVERAGE.read_text())
+    assert set(saved) == set(coverage.PACKAGES)
+    for column in saved.values():
         assert list(column["functions"]) == list(FUNCTIONS), (
             "run python -m scree_conformance --coverage for each backend"
         )
