@@ -1,4 +1,4 @@
-"""`python -m scree_bench`: the command line."""
+"""Entry point of `python -m scree_bench`."""
 
 from .cli import app
 

@@ -1,11 +1,13 @@
-"""Attention algorithms to learn from: each is short, written once on the Array API, and runs on every library.
+"""Attention algorithms to learn from, each short and written once on the Array API.
 
-They take dense arrays ``q`` (n, heads, length, dim) and ``k``, ``v`` (n, kv_heads, length, dim). None of them is fast: they show
-what the fast ones do. Memory is what sets them apart, so each comes with an estimate of the most bytes that it holds at once
-beside its inputs, which ``scree-bench algorithms`` holds against what was measured.
+They take dense arrays ``q`` (n, heads, length, dim) and ``k``, ``v`` (n, kv_heads, length, dim).
+None of them is fast: they show the ideas of the fast kernels, on every library. They differ in
+memory. So each algorithm has an estimate of its peak bytes in addition to its inputs, which
+``scree-bench algorithms`` compares with the measured peak.
 
-The blocked ones take ``visit(i, j, top, total)``, which is called after each block with the numbers of its queries and keys, the
-running maximum and the running sum: that is what the pictures are drawn from.
+The blocked algorithms call ``visit(i, j, top, total)`` after each block, if it is given. The
+arguments are the block numbers of queries and keys, the running maximum and the running sum. The
+pictures are drawn from these calls.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Visit = Callable[[int, int, Any, Any], None]
 
 
 class Shape(NamedTuple):
-    """The sizes of a problem, and bytes of a number."""
+    """Sizes of a problem, and bytes per number."""
 
     n: int
     heads: int
@@ -43,21 +45,21 @@ class Shape(NamedTuple):
         return self.n * self.heads * self.length * self.dim * self.item
 
     def tile(self, queries: int, keys: int) -> int:
-        """Bytes of the scores between so many queries and keys."""
+        """Bytes of the scores between `queries` queries and `keys` keys."""
         return self.n * self.heads * queries * keys * self.item
 
 
 def _positions(xp: Any, count: int, like: Any) -> Any:
-    """(count,) 0, 1, 2, ... on the device of an array."""
+    """Return the (count,) positions 0, 1, 2, ... on the device of an array."""
     return xp.arange(count, device=backend(like).device(like))
 
 
 def _causal(
     xp: Any, scores: Any, first: int = 0, window: int | None = None, groups: int = 1
 ) -> Any:
-    """(queries, keys) whether a query sees a key; the first query stands `first` positions behind the first key.
+    """Return a (queries, keys) mask: whether a query attends to a key.
 
-    So many queries as there are groups stand at each position.
+    The first query is `first` positions after the first key. Each position has `groups` queries.
     """
     queries, keys = (_positions(xp, count, scores) for count in scores.shape[2:])
     ahead = xp.expand_dims(queries // groups, axis=1) + first - xp.expand_dims(keys, axis=0)
@@ -65,7 +67,7 @@ def _causal(
 
 
 def naive(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """All scores at once: ``softmax(q k^T / sqrt(dim)) v``."""
+    """Compute all scores at once: ``softmax(q k^T / sqrt(dim)) v``."""
     xp = scree.namespace(q)
     scores = xp.matmul(q * (1 / math.sqrt(q.shape[3])), xp.matrix_transpose(k))
     scores = xp.where(_causal(xp, scores), scores, -math.inf)
@@ -76,11 +78,14 @@ def naive(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
 
 
 def masked(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """All scores at once, of rows that are padded at the end: a mask says which keys are real. Here the last quarter is not."""
+    """Compute all scores at once, of rows that are padded at the end.
+
+    A mask excludes the keys of the padding. Here the last quarter is padding.
+    """
     xp, length = scree.namespace(q), q.shape[2]
-    real = _positions(xp, length, q) < length - length // 4
+    is_token = _positions(xp, length, q) < length - length // 4
     scores = xp.matmul(q * (1 / math.sqrt(q.shape[3])), xp.matrix_transpose(k))
-    scores = xp.where(_causal(xp, scores) & real, scores, -math.inf)
+    scores = xp.where(_causal(xp, scores) & is_token, scores, -math.inf)
     scores = scores - xp.max(scores, axis=-1, keepdims=True)
     scores = xp.exp(scores)
     scores = scores / xp.sum(scores, axis=-1, keepdims=True)
@@ -88,15 +93,16 @@ def masked(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
 
 
 def _start(xp: Any, q: Any) -> tuple[Any, Any, Any]:
-    """A running softmax that has seen nothing: maximum, sum, and weighted values."""
+    """Return the initial running softmax: maximum, sum, and weighted values."""
     first = q[:, :, :, :1]
     return xp.full_like(first, -math.inf), xp.zeros_like(first), xp.zeros_like(q)
 
 
 def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """Blocks of keys outside, blocks of queries inside; the result is normalized after every block (Dao et al., 2022).
+    """Loop over blocks of keys, then over blocks of queries (Dao et al., 2022).
 
-    Each block of keys is read once, but the running softmax of every query has to be kept and read again.
+    The result is normalized after every block. Each block of keys is read once, but the running
+    softmax of every query has to be kept and read again.
     """
     xp, length = scree.namespace(q), q.shape[2]
     q = q * (1 / math.sqrt(q.shape[3]))
@@ -106,7 +112,7 @@ def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
         keys, values = xp.matrix_transpose(k[:, :, j : j + BLOCK, :]), v[:, :, j : j + BLOCK, :]
         for number, i in enumerate(starts):
             if j > i:
-                continue  # no query of the block sees any of these keys
+                continue  # no query of the block attends to these keys
             top, total, out = running[number]
             queries = q[:, :, i : i + BLOCK, :]
             scores = xp.matmul(queries, keys)
@@ -114,16 +120,19 @@ def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
                 scores = xp.where(_causal(xp, scores), scores, -math.inf)
             highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
             weights = xp.exp(scores - highest)
-            old = total * xp.exp(top - highest)
-            total = old + xp.sum(weights, axis=-1, keepdims=True)
-            running[number] = highest, total, (out * old + xp.matmul(weights, values)) / total
+            old_total = total * xp.exp(top - highest)
+            total = old_total + xp.sum(weights, axis=-1, keepdims=True)
+            running[number] = highest, total, (out * old_total + xp.matmul(weights, values)) / total
             if visit:
                 visit(number, j // BLOCK, highest, total)
     return xp.concat([out for _, _, out in running], axis=2)
 
 
 def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, groups: int = 1) -> Any:
-    """Blocks of queries outside, blocks of keys inside; one normalization at the end of each block of queries."""
+    """Loop over blocks of queries, then over blocks of keys.
+
+    Each block of queries is normalized once, at its end.
+    """
     xp, length = scree.namespace(q), k.shape[2]
     q = q * (1 / math.sqrt(q.shape[3]))
     blocks = []
@@ -138,9 +147,9 @@ def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, grou
                 scores = xp.where(_causal(xp, scores, i - j, window, groups), scores, -math.inf)
             highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
             safe = xp.where(xp.isfinite(highest), highest, 0.0)  # no key of the window so far
-            weights, old = xp.exp(scores - safe), xp.exp(top - safe)
-            total = total * old + xp.sum(weights, axis=-1, keepdims=True)
-            out = out * old + xp.matmul(weights, values)
+            weights, rescale = xp.exp(scores - safe), xp.exp(top - safe)
+            total = total * rescale + xp.sum(weights, axis=-1, keepdims=True)
+            out = out * rescale + xp.matmul(weights, values)
             top = highest
             if visit:
                 visit(i // BLOCK, j // BLOCK, top, total)
@@ -149,17 +158,26 @@ def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, grou
 
 
 def flash_v2(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """Blocks of queries outside, so that they run apart; normalized once, at the end (Dao, 2023)."""
+    """Loop over blocks of queries, which are independent of each other (Dao, 2023).
+
+    The result is normalized once per block of queries, at its end.
+    """
     return _flash(q, k, v, None, visit)
 
 
 def sliding_window(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """As flash v2, but a query sees the last `WINDOW` keys alone: blocks before them are not visited at all."""
+    """Compute as flash v2, but a query attends only to the last `WINDOW` keys.
+
+    Blocks before the window are not visited.
+    """
     return _flash(q, k, v, WINDOW, visit)
 
 
 def grouped_query(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
-    """Several heads of queries share one of keys and values: their queries are laid side by side, keys are never repeated."""
+    """Compute attention whose query heads share heads of keys and values.
+
+    The queries of one group are placed side by side, so keys are never repeated.
+    """
     xp = scree.namespace(q)
     n, heads, length, dim = q.shape
     shared = k.shape[1]
@@ -175,17 +193,20 @@ def grouped_query(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
 
 
 def _all_scores(s: Shape) -> int:
-    """The scaled queries, and two copies of the scores: before and after each step."""
+    """Bytes of the scaled queries and of two copies of the scores, before and after each step."""
     return s.output + 2 * s.scores
 
 
 def _one_running(s: Shape) -> int:
-    """The scaled queries, the result twice while its blocks are joined, and the last block at work."""
+    """Bytes of the scaled queries, the result and the block in progress.
+
+    The result counts twice, since its blocks are concatenated.
+    """
     return 3 * s.output + s.tile(BLOCK, s.dim) + 2 * s.tile(BLOCK, BLOCK)
 
 
 def _all_running(s: Shape) -> int:
-    """As `_one_running`, and the maximum and the sum of every query."""
+    """Bytes of `_one_running`, and of the maximum and the sum of every query."""
     return _one_running(s) + 2 * s.output // s.dim
 
 
@@ -198,14 +219,19 @@ def _one(heads: int) -> int:
 
 
 class Algorithm(NamedTuple):
-    """An algorithm, its estimate of the most bytes held beside the inputs, and the heads of its keys by those of the queries."""
+    """An algorithm, its memory estimate and its number of key heads.
+
+    The estimate is the peak bytes in addition to the inputs. ``kv_heads(heads)`` gives the heads of
+    keys and values for a number of query heads.
+    """
 
     run: Callable[..., Any]
     estimate_memory: Callable[[Shape], int]
     kv_heads: Callable[[int], int] = lambda heads: heads
 
 
-#: Name -> algorithm. Multi-query attention is grouped-query attention with one head of keys and values for all.
+#: Name -> algorithm. Multi-query attention is grouped-query attention with a single head of keys
+#: and values.
 ALGORITHMS = {
     "naive": Algorithm(naive, _all_scores),
     "padding-masked": Algorithm(masked, _all_scores),

@@ -1,7 +1,8 @@
-"""How each attention is called: ours, each library's own on padded batches, and the kernels that can be imported.
+"""Calls of each attention: scree, the padded attention of each library, and importable kernels.
 
-Each is made for a `Work` on a library, and prepares its own form of it: what is converted there, padding for instance, is not
-timed. Its results come back packed, so that all are compared with the same float64 reference. Who may run where stands in `peers`.
+Each attention is built for a `Work` on a library and prepares its own form of the inputs. Such
+conversions (padding, for example) are not timed. Results are returned packed, so that all are
+compared with the same float64 reference. `peers` says which attention can run where.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ Make = Callable[[Library, Work], Function]
 
 
 class Prepared(NamedTuple):
-    """What a peer runs: ``function(*args)``, the gradient to send back, and how a result or gradient becomes packed."""
+    """The call of a peer: ``function(*args)``, and the gradient of its result.
+
+    `packed` converts a result or a gradient to packed tokens.
+    """
 
     function: Function
     args: tuple[Any, ...]
@@ -40,18 +44,18 @@ Prepare = Callable[[Library, Work], Prepared]
 
 
 def packed(make: Make) -> Prepare:
-    """An attention on rows end to end."""
+    """Prepare an attention on packed rows."""
     return lambda lib, work: Prepared(make(lib, work), *inputs(lib, work))
 
 
 def padded(make: Make) -> Prepare:
-    """An attention on a padded batch, (rows, heads, longest, dim)."""
+    """Prepare an attention on a padded batch, (rows, heads, longest, dim)."""
     return lambda lib, work: Prepared(make(lib, work), *_dense(lib, work))
 
 
-# ------------------------------------------------------------------------------------------------------ ours
+# --- scree ---
 def ours(kernel: str | None) -> Prepare:
-    """`scree.attention` on the kernel that is named, or on the first that accepts."""
+    """Prepare `scree.attention` on the named kernel, or on the first that accepts the inputs."""
 
     def make(lib: Library, work: Work) -> Function:
         (q, _, _), _ = inputs(lib, work)
@@ -67,7 +71,10 @@ def ours(kernel: str | None) -> Prepare:
 
 
 def ours_traced(lib: Library, work: Work) -> Function:
-    """Under `jit`, where the offsets are an argument as they are in training: another batch does not compile again."""
+    """Build `scree.attention` under `jit`.
+
+    The offsets are an argument, as in training, so that another batch does not compile again.
+    """
     import jax
 
     offsets = lib.make(work.offsets, "int32")
@@ -82,27 +89,30 @@ def ours_traced(lib: Library, work: Work) -> Function:
     return partial(run, offsets)
 
 
-# ------------------------------------------------------------------------------------------- padded batches
+# --- padded batches ---
 def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
-    """Inputs and gradient as (rows, heads, longest, dim), zeros in the padding, and the way back."""
+    """Return padded inputs, the padded gradient, and a function that packs a result.
+
+    The padded arrays are (rows, heads, longest, dim), with zeros in the padding.
+    """
     require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim, lib.device)
     (q, k, v), cotangent = inputs(lib, work)
-    tokens, real = (
+    tokens, token_mask = (
         lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True)
     )
     xp = lib.xp
 
     def pad(x: Any) -> Any:
-        found = xp.reshape(
+        out = xp.reshape(
             xp.take(x, xp.reshape(tokens, (-1,)), axis=0), (*tokens.shape, *x.shape[1:])
         )
-        found = xp.permute_dims(
-            xp.where(real[:, :, None, None], found, xp.zeros_like(found)), (0, 2, 1, 3)
+        out = xp.permute_dims(
+            xp.where(token_mask[:, :, None, None], out, xp.zeros_like(out)), (0, 2, 1, 3)
         )
         return (
-            np.ascontiguousarray(found)
+            np.ascontiguousarray(out)
             if lib.name == "numpy"
-            else getattr(found, "contiguous", lambda: found)()
+            else getattr(out, "contiguous", lambda: out)()
         )
 
     slots = lib.make(np.flatnonzero(work.tokens[1].reshape(-1)), "int32")
@@ -115,13 +125,16 @@ def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[An
 
 
 def visible(work: Work) -> np.ndarray:
-    """(rows, 1, longest, longest) which query may see which key; a query in the padding sees the first key, to stay finite."""
-    _, real = work.tokens
-    seen = real[:, None, None, :] & np.ones((work.longest, 1), bool)
+    """Return a (rows, 1, longest, longest) mask: whether a query attends to a key.
+
+    A query in the padding attends to the first key, so that its result stays finite.
+    """
+    _, token_mask = work.tokens
+    mask = token_mask[:, None, None, :] & np.ones((work.longest, 1), bool)
     if work.causal:
-        seen = seen & np.tri(work.longest, dtype=bool)
-    seen[:, :, :, 0] |= ~seen.any(-1)
-    return seen
+        mask = mask & np.tri(work.longest, dtype=bool)
+    mask[:, :, :, 0] |= ~mask.any(-1)
+    return mask
 
 
 def naive(lib: Library, work: Work) -> Function:
@@ -139,7 +152,7 @@ def naive(lib: Library, work: Work) -> Function:
 
 
 def einsum(lib: Library, work: Work) -> Function:
-    """What a first try in NumPy looks like."""
+    """Build the einsum form that a first version in NumPy usually has."""
     require(3 * work.padded_scores)
     mask = visible(work)
 
@@ -151,7 +164,7 @@ def einsum(lib: Library, work: Work) -> Function:
 
 
 def rows(lib: Library, work: Work) -> Function:
-    """A Python loop over rows: the plain form, without padding."""
+    """Build a Python loop over rows, without padding."""
     xp, groups, bounds = lib.xp, work.heads // work.kv_heads, work.offsets.tolist()
     hidden = lib.make(~np.tri(work.longest, dtype=bool), "bool") if work.causal else None
 
@@ -171,7 +184,10 @@ def rows(lib: Library, work: Work) -> Function:
 
 
 def torch_sdpa(backend: str | None) -> Make:
-    """Padded batches in PyTorch. A causal call needs no mask: real tokens come before the padding."""
+    """Build scaled dot-product attention of PyTorch on padded batches.
+
+    A causal call needs no mask: the tokens come before the padding.
+    """
 
     def make(lib: Library, work: Work) -> Function:
         import torch
@@ -241,14 +257,14 @@ def torch_flex(lib: Library, work: Work) -> Function:
         same = row[i] == row[j]
         return same & (i >= j) if work.causal else same
 
-    large = 4 * 8.0 * work.total**2 > available(
-        lib.device
-    )  # an int64 for each pair, a few at once, unless it is compiled
+    # Unless it is compiled, the mask takes an int64 per pair, a few times at once.
+    large = 4 * 8.0 * work.total**2 > available(lib.device)
     mask = create_block_mask(
         seen, None, None, work.total, work.total, device=row.device, _compile=large
     )
     if lib.device == "cpu":
-        torch.compiler.reset()  # it has no backward there, and after one that failed it would not be compiled again
+        # flex_attention has no backward on the CPU. After a failed one it would not compile again.
+        torch.compiler.reset()
     run = torch_compiled(flex_attention)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -260,13 +276,17 @@ def torch_flex(lib: Library, work: Work) -> Function:
     return attend
 
 
-# ---------------------------------------------------------------------------------------- kernels for CUDA
+# --- kernels for CUDA ---
 def _bounds(lib: Library, work: Work) -> tuple[Any, int]:
     return lib.make(work.offsets, "int32"), work.longest
 
 
 def _differentiated(forward: Function, backward: Function) -> Function:
-    """Two operators as one function: `forward` gives the result and what ``backward(dout, q, k, v, out, ...)`` takes behind it."""
+    """Combine two operators into one differentiable function.
+
+    `forward` returns the result, followed by the last arguments of
+    ``backward(dout, q, k, v, out, ...)``.
+    """
     import torch
 
     class Attend(torch.autograd.Function):
@@ -280,12 +300,12 @@ def _differentiated(forward: Function, backward: Function) -> Function:
         def backward(ctx: Any, dout: Any) -> Any:
             return backward(dout, *ctx.saved_tensors, *ctx.rest)
 
-    found: Function = Attend.apply
-    return found
+    apply: Function = Attend.apply
+    return apply
 
 
 def fa2(lib: Library, work: Work) -> Function:
-    """FlashAttention-2 as PyTorch carries it, without what PyTorch puts around it."""
+    """Build FlashAttention-2 from the operators of PyTorch, without PyTorch's wrapper."""
     import torch
 
     cu, longest = _bounds(lib, work)
@@ -307,8 +327,10 @@ def varlen(lib: Library, work: Work) -> Function:
 
     cu, longest = _bounds(lib, work)
     window = (-1, 0) if work.causal else (-1, -1)
-    known = signature(varlen_attn).parameters
-    grouped = {"enable_gqa": True} if work.heads != work.kv_heads and "enable_gqa" in known else {}
+    parameters = signature(varlen_attn).parameters
+    grouped = (
+        {"enable_gqa": True} if work.heads != work.kv_heads and "enable_gqa" in parameters else {}
+    )
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window, **grouped)
@@ -317,7 +339,7 @@ def varlen(lib: Library, work: Work) -> Function:
 
 
 def flash(module: str) -> Make:
-    """FlashAttention-3 and -4, which share the names of their arguments."""
+    """Build FlashAttention-3 or -4, which have the same argument names."""
 
     def make(lib: Library, work: Work) -> Function:
         run = import_module(module).flash_attn_varlen_func
@@ -342,17 +364,17 @@ def flash(module: str) -> Make:
 
 
 def efficient(lib: Library, work: Work) -> Function:
-    """The memory-efficient kernel of xFormers on packed rows: the one that takes float32."""
+    """Build the memory-efficient kernel of xFormers on packed rows, which accepts float32."""
     import torch
 
     cu, longest = _bounds(lib, work)
     aten, mask = torch.ops.aten, int(work.causal)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        found = aten._efficient_attention_forward(
+        results = aten._efficient_attention_forward(
             q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True
         )
-        return found[0][0], *found[1:]
+        return results[0][0], *results[1:]
 
     def backward(
         dout: Any,
@@ -366,7 +388,7 @@ def efficient(lib: Library, work: Work) -> Function:
         most_q: int,
         most_k: int,
     ) -> Any:
-        found = aten._efficient_attention_backward(
+        results = aten._efficient_attention_backward(
             *(x[None] for x in (dout, q, k, v)),
             None,
             out[None],
@@ -381,22 +403,23 @@ def efficient(lib: Library, work: Work) -> Function:
             mask,
             False,
         )
-        return tuple(x[0] for x in found[:3])
+        return tuple(x[0] for x in results[:3])
 
     return _differentiated(forward, backward)
 
 
-# ---------------------------------------------------------------------------------------------- JAX and MLX
+# --- JAX and MLX ---
 def jax_own(lib: Library, work: Work) -> Prepared:
     import jax
 
-    tokens, real = work.tokens
+    tokens, token_mask = work.tokens
     q, k, v, cotangent = (
-        lib.make(np.where(real[:, :, None, None], x[tokens], 0), work.dtype) for x in work.arrays
+        lib.make(np.where(token_mask[:, :, None, None], x[tokens], 0), work.dtype)
+        for x in work.arrays
     )
     lengths, slots = (
         lib.make(np.asarray(work.lengths), "int32"),
-        lib.make(np.flatnonzero(real.reshape(-1)), "int32"),
+        lib.make(np.flatnonzero(token_mask.reshape(-1)), "int32"),
     )
 
     def attend(q: Any, k: Any, v: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: `scree-bench COMMAND`, or `python -m scree_bench COMMAND`."""
+"""Command line: `scree-bench COMMAND`, or `python -m scree_bench COMMAND`."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def about() -> None:
-    """Measure what scree saves and costs on this machine, beside everything else that does the same."""
+    """Measure what scree saves and costs on this machine, compared with other libraries."""
 
 
 COMMANDS = {name: import_module(f"scree_bench.commands.{name}").command for name in MEASURING}
@@ -33,10 +33,10 @@ def everything(
     device: Device = "auto",
     quick: Quick = False,
 ) -> None:
-    """Run every subcommand, each in a process of its own, with its results in the folder OUT.
+    """Run every subcommand in its own process, with its results in the folder OUT.
 
-    The exit status is 1 if one of them has another one than 0. Ctrl-C ends the one that runs, which keeps what it has, and no
-    other is started.
+    The exit status is 1 if a subcommand has an exit status other than 0. Ctrl-C ends the running
+    subcommand, which keeps its results so far. The remaining subcommands are not started.
     """
     failed = []
     for name, command in COMMANDS.items():
@@ -48,12 +48,15 @@ def everything(
             raise typer.Exit(INTERRUPTED)
         failed += [name] if status else []
     if failed:
-        typer.echo(f"not 0: {', '.join(failed)}")
+        typer.echo(f"exit status not 0: {', '.join(failed)}")
         raise typer.Exit(1)
 
 
 def _run(arguments: list[str]) -> int:
-    """The exit status of a subcommand in a process of its own; after Ctrl-C, which reaches it too, that of its orderly end."""
+    """Run a subcommand in its own process and return its exit status.
+
+    Ctrl-C also reaches the process. The function then waits for its orderly end.
+    """
     process, interrupted = (
         subprocess.Popen([sys.executable, "-m", "scree_bench", *arguments]),
         False,

@@ -1,6 +1,7 @@
-"""GPT-2 in a page of PyTorch, on tokens without a batch axis: all but attention goes token by token.
+"""GPT-2 in a page of PyTorch, on tokens without a batch axis.
 
-So the ragged and the padded form of the model are one function, which gets its attention and its tokens from outside.
+Everything except attention works per token. So one function is the ragged and the padded form of
+the model; its attention and its tokens are arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 import scree
 
-IGNORED = -100  # target of tokens that have no next one
+IGNORED = -100  # target of tokens without a next token
 
 
 class Size(NamedTuple):
@@ -25,7 +26,7 @@ class Size(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Numbers in the weights, without the positions."""
+        """Number of parameters, without the position embeddings."""
         return (
             self.vocabulary * self.width
             + self.layers * (12 * self.width**2 + 13 * self.width)
@@ -45,7 +46,7 @@ SIZES = {
 
 
 def weights(size: Size, longest: int, device: str, seed: int) -> dict[str, Any]:
-    """Random weights, ready to be trained."""
+    """Return random weights that require gradients."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -54,16 +55,18 @@ def weights(size: Size, longest: int, device: str, seed: int) -> dict[str, Any]:
     def normal(*shape: int) -> Any:
         return (0.02 * torch.randn(shape, generator=generator, device=device)).requires_grad_()
 
-    found = {"tokens": normal(size.vocabulary, d), "positions": normal(longest, d)}
+    parameters = {"tokens": normal(size.vocabulary, d), "positions": normal(longest, d)}
     shapes = {"qkv": (3 * d, d), "out": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
     for i in range(size.layers):
         for name, shape in shapes.items():
-            found[f"{i}.{name}"] = normal(*shape)
-            found[f"{i}.{name}.bias"] = torch.zeros(shape[0], device=device, requires_grad=True)
+            parameters[f"{i}.{name}"] = normal(*shape)
+            parameters[f"{i}.{name}.bias"] = torch.zeros(
+                shape[0], device=device, requires_grad=True
+            )
     for name in [f"{i}.norm{j}" for i in range(size.layers) for j in (1, 2)] + ["norm"]:
-        found[name] = torch.ones(d, device=device, requires_grad=True)
-        found[f"{name}.bias"] = torch.zeros(d, device=device, requires_grad=True)
-    return found
+        parameters[name] = torch.ones(d, device=device, requires_grad=True)
+        parameters[f"{name}.bias"] = torch.zeros(d, device=device, requires_grad=True)
+    return parameters
 
 
 def loss(
@@ -74,7 +77,10 @@ def loss(
     targets: Any,
     attend: Callable[[Any, Any, Any], Any],
 ) -> Any:
-    """The mean loss of the next token; `ids`, `at` (positions) and `targets` are (tokens,), padding included where there is any."""
+    """Compute the mean loss of the next token.
+
+    `ids`, `at` (positions) and `targets` are (tokens,), including padding if there is any.
+    """
     import torch.nn.functional as F  # noqa: N812
 
     def norm(x: Any, name: str) -> Any:
@@ -98,7 +104,7 @@ def loss(
 
 
 class Batch(NamedTuple):
-    """What `loss` needs of a batch, in one of its two forms."""
+    """The arguments of `loss` that depend on the batch, in one of its two forms."""
 
     ids: Any
     at: Any
@@ -111,7 +117,7 @@ def _targets(rows: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def ragged(rows: list[np.ndarray], device: str) -> Batch:
-    """Rows end to end; attention by scree."""
+    """Return a batch of packed rows, with attention by scree."""
     import torch
 
     like = scree.pack([torch.from_numpy(x).to(device) for x in rows])
@@ -128,7 +134,7 @@ def ragged(rows: list[np.ndarray], device: str) -> Batch:
 
 
 def padded(rows: list[np.ndarray], device: str) -> Batch:
-    """Rows padded to the longest; attention by PyTorch."""
+    """Return a batch padded to the longest row, with attention by PyTorch."""
     import torch
     import torch.nn.functional as F  # noqa: N812
 

@@ -1,6 +1,6 @@
-"""The libraries under measurement: how each finishes its work, differentiates, compiles, and counts its memory.
+"""Measured libraries: how each synchronizes, differentiates, compiles and counts memory.
 
-How to make and read their arrays stands in `scree_conformance.backends`; this adds what a measurement needs.
+`scree_conformance.backends` makes and reads their arrays. This module adds what measurements need.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 
-FORMS = 100  # in which `torch.compile` may have one function
+FORMS = 100  # compiled variants that `torch.compile` may keep per function
 
 
 def _itself(x: Any) -> Any:
@@ -34,7 +34,10 @@ def _itself(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """A call that is ready to be made: a thunk that shows its parts, since compilers count memory from them."""
+    """A prepared call: a callable that exposes its function and arguments.
+
+    Compilers count memory from these.
+    """
 
     run: Function
     args: tuple[Any, ...] = ()
@@ -55,16 +58,18 @@ class Library:
     name, device
         Its name, and "cpu" or "cuda".
     arrays
-        How to make and read its arrays.
+        Makes and reads its arrays.
     wait
         Waits until a result has been computed, and returns it.
     phases
-        ``phases(function, args, cotangent)``: what to call for "forward", and where the library differentiates for "backward"
-        (the gradients of all `args`, from a graph that is kept) and "both". They are built when asked for.
+        ``phases(function, args, cotangent)`` returns builders of the calls "forward" and, if the
+        library differentiates, "backward" and "both". "backward" computes the gradients of all
+        `args` from a retained graph.
     peak
-        ``peak(step)``: the most bytes that a call holds at once beside its arguments, by the library's own count.
+        ``peak(step)``: the peak bytes of a call in addition to its arguments, as counted by the
+        library.
     compiled
-        The function as users of the library run it: under `jit` where that is the custom.
+        The function as users of the library run it, for example under `jit`.
     """
 
     name: str
@@ -76,11 +81,15 @@ class Library:
     compiled: Callable[[Function], Function] = _itself
 
     def make(self, x: np.ndarray, dtype: str = "float32") -> Any:
-        """A NumPy array as one of the library."""
+        """Convert a NumPy array to an array of the library."""
         return self.arrays.make(x, dtype)
 
     def normal(self, seed: int, dtype: str = "float32") -> Callable[..., Any]:
-        """``normal(*shape)``: new random numbers at each call; on CUDA they are made there, since on the host they take seconds."""
+        """Return ``normal(*shape)``, which makes new random numbers at each call.
+
+        On CUDA the numbers are generated on the device, since generating them on the host takes
+        seconds.
+        """
         if self.device == "cuda":
             import torch
 
@@ -92,24 +101,31 @@ class Library:
         return lambda *shape: self.make(rng.standard_normal(shape, dtype=np.float32), dtype)
 
     def wide(self, x: Any, like: Any = None) -> Any:
-        """An array in float64: PyTorch's on its device, others as NumPy's; the latter also where `like` is one of NumPy's."""
+        """Convert an array to float64.
+
+        PyTorch's arrays stay on their device; other arrays become NumPy arrays. All arrays become
+        NumPy arrays if `like` is a NumPy array.
+        """
         if self.name == "torch" and not isinstance(like, np.ndarray):
             return x.detach().double()
         return self.arrays.read(x)
 
     @property
     def xp(self) -> Any:
-        """Its namespace, which knows ragged arrays too."""
+        """The namespace of the library, which also accepts ragged arrays."""
         return scree.namespace(self.make(np.zeros(1)))
 
     def steps(self, function: Function, args: Sequence[Any], cotangent: Any = None) -> Steps:
-        """What to time: "forward", and "backward" and "both" where the library differentiates."""
+        """Return builders of the calls to time.
+
+        These are "forward" and, if the library differentiates, "backward" and "both".
+        """
         if self.phases is None or cotangent is None:
             return {"forward": lambda: Step(self.compiled(function), tuple(args))}
         return self.phases(function, args, cotangent)
 
 
-# ------------------------------------------------------------------------------------------------ PyTorch
+# --- PyTorch ---
 def _torch_phases(function: Function, args: Sequence[Any], cotangent: Any) -> Steps:
     import torch
 
@@ -136,17 +152,23 @@ def _torch_phases(function: Function, args: Sequence[Any], cotangent: Any) -> St
 
 
 def torch_compiled(function: Function) -> Function:
-    """The function under `torch.compile`, for each shape anew; it may meet many, where PyTorch would stop after eight."""
+    """Compile a function with `torch.compile`, once per shape.
+
+    The limit of recompilations is raised to `FORMS`; PyTorch would stop after eight.
+    """
     import torch
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = FORMS
-    found: Function = torch.compile(function, dynamic=False)
-    return found
+    compiled: Function = torch.compile(function, dynamic=False)
+    return compiled
 
 
 def nesting(lib: Library, lengths: np.ndarray | Sequence[int]) -> Function:
-    """What makes PyTorch's nested tensor of the tokens of such rows, with the bounds that spare it a look at the device."""
+    """Return a function that makes PyTorch's nested tensor of packed tokens.
+
+    The minimum and maximum lengths are passed, which avoids a device-to-host synchronization.
+    """
     import torch
 
     offsets = lib.make(np.concatenate([[0], np.cumsum(lengths)]), "int64")
@@ -159,23 +181,26 @@ def nesting(lib: Library, lengths: np.ndarray | Sequence[int]) -> Function:
 
 
 def allocations(thunk: Callable[[], Any]) -> tuple[list[tuple[float, int]], Any]:
-    """Seconds and bytes held, after each allocation of PyTorch's CPU tensors during a call; and the profile."""
+    """Return the memory over time of a call, and the profile.
+
+    The first value has one pair (seconds, bytes held) per allocation of PyTorch's CPU tensors.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = thunk()
         del kept
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
-    held, line = 0, []
+    held, timeline = 0, []
     for event in events:
         held += event.nbytes()
-        line.append(((event.start_ns() - events[0].start_ns()) / 1e9, held))
-    return line, found
+        timeline.append(((event.start_ns() - events[0].start_ns()) / 1e9, held))
+    return timeline, profiler
 
 
 def _torch_peak(step: Step) -> int:
-    step()  # what is made once and kept is not the call's
+    step()  # excludes what the first call makes and keeps
     return max((held for _, held in allocations(step)[0]), default=0)
 
 
@@ -196,7 +221,7 @@ def _torch(arrays: backends.Library, device: str) -> Library:
     import torch
     import torch._functorch.config as functorch
 
-    functorch.donated_buffer = False  # backwards are timed on a graph that is kept
+    functorch.donated_buffer = False  # backward is timed on a retained graph
     peak = _cuda_peak if device == "cuda" else _torch_peak
 
     def wait(x: Any) -> Any:
@@ -207,7 +232,7 @@ def _torch(arrays: backends.Library, device: str) -> Library:
     return Library("torch", device, arrays, wait, _torch_phases, peak)
 
 
-# ------------------------------------------------------------------------------------------------ JAX
+# --- JAX ---
 def _jax(arrays: backends.Library, device: str) -> Library:
     import jax
 
@@ -227,13 +252,13 @@ def _jax(arrays: backends.Library, device: str) -> Library:
 
     def peak(step: Step) -> int:
         run: Any = step.run
-        found = run.lower(*step.args).compile().memory_analysis()
-        return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+        memory = run.lower(*step.args).compile().memory_analysis()
+        return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
     return Library("jax", device, arrays, jax.block_until_ready, phases, peak, jax.jit)
 
 
-# ------------------------------------------------------------------------------------------------ MLX
+# --- MLX ---
 def _mlx(arrays: backends.Library, device: str) -> Library:
     import mlx.core as mx
 
@@ -271,7 +296,7 @@ LOADERS: dict[str, Callable[[backends.Library, str], Library]] = {
 
 
 def where(wanted: str) -> str:
-    """The device for ``--device``."""
+    """Return the device for ``--device``."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"--device: expected auto, cpu or cuda, got {wanted!r}")
     if wanted == "cpu" or find_spec("torch") is None:
@@ -286,17 +311,17 @@ def where(wanted: str) -> str:
 
 
 def load(name: str, device: str = "cpu") -> Library:
-    """A library by name; `ImportError` where it is not installed."""
+    """Load a library by name. Raises `ImportError` if it is not installed."""
     return LOADERS[name](backends.load(name, None if device == "cpu" else device), device)
 
 
 def wanted(session: Session, names: str, among: Sequence[str] = tuple(LOADERS)) -> list[Library]:
-    """The libraries for ``--backend`` that are installed; the session notes those that are not.
+    """Return the installed libraries for ``--backend``; the session notes the missing libraries.
 
-    On "cuda" only PyTorch runs: what the others would run on cannot be told from here.
+    On "cuda" only PyTorch runs: the device of the other libraries is not known here.
     """
     listed = words(names, "--backend", ("all", *among))
-    found = []
+    libraries = []
     for name in among if "all" in listed else listed:
         if session.device == "cuda" and name != "torch":
             session.leave_out(
@@ -304,7 +329,7 @@ def wanted(session: Session, names: str, among: Sequence[str] = tuple(LOADERS)) 
             )
             continue
         try:
-            found.append(load(name, session.device))
+            libraries.append(load(name, session.device))
         except ImportError as error:
             session.leave_out(name, f"not installed ({error})")
-    return found
+    return libraries

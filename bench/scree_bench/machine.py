@@ -1,4 +1,4 @@
-"""What a number was measured on: the processor, the versions, and how fast it can copy and multiply at all."""
+"""Description of the machine: processor, versions, and measured copy and matrix-product rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from .measure import Times, interleaved, median
 
-#: Distributions whose versions matter to some number.
+#: Distributions whose versions affect a measured number.
 PACKAGES = (
     "scree",
     "numpy",
@@ -37,7 +37,7 @@ PACKAGES = (
 
 
 def processor() -> str:
-    """The name of the CPU."""
+    """Return the name of the CPU."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(encoding="utf-8").splitlines() if info.exists() else []:
         if line.startswith("model name"):
@@ -46,12 +46,12 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu() -> str | None:
-    """The name of the first CUDA device, or None."""
+    """Return the name of the first CUDA device, or None."""
     if find_spec("torch") is None:
         return None
     import torch
@@ -60,29 +60,29 @@ def gpu() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the installed packages."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # only what is there is named
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # only installed packages are listed
             continue
-    return found
+    return installed
 
 
 def describe(device: str) -> dict[str, Any]:
-    """The machine, as it goes into the results."""
-    found: dict[str, Any] = {
+    """Return the description of the machine for the results."""
+    description: dict[str, Any] = {
         "device": device, "tag": tag(device), "cpu": processor(), "cores": cores(),
         "system": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
     if device.startswith("cuda"):
-        found["gpu"] = gpu()
-    return found
+        description["gpu"] = gpu()
+    return description
 
 
 def tag(device: str) -> str:
-    """A short name of the device for file names: "cpu", "h100", "a100" ..."""
+    """Return a short name of the device for file names: "cpu", "h100", "a100" ..."""
     name = (gpu() or "cuda").lower() if device.startswith("cuda") else device
     words = name.replace("-", " ").split()
     return next(
@@ -92,14 +92,16 @@ def tag(device: str) -> str:
 
 
 def now() -> str:
-    """The time, to the second, in UTC."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def limits(device: str, quick: bool) -> dict[str, float]:
-    """Bytes a second of a large copy (read and written), and floating-point operations a second of a matrix product.
+    """Measure the rate of a large copy and of matrix products.
 
-    By PyTorch where it is installed, which is what most contenders run on, otherwise by NumPy.
+    The copy rate is in bytes read and written per second; the product rates are in floating-point
+    operations per second. They are measured with PyTorch if it is installed, since most contenders
+    run on it, otherwise with NumPy.
     """
     cuda = device.startswith("cuda")
     size, width = (1 << 24, 512) if quick else (1 << 30, 8192) if cuda else (1 << 28, 2048)

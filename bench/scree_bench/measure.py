@@ -1,9 +1,10 @@
-"""How a number comes about: calls in turn, medians with every sample kept, and failures that are results.
+"""Timing and memory: interleaved calls, medians with every sample kept, failures as results.
 
-Contenders are measured in turn, one after the other in every round, so that a drift of the machine meets all of them alike; one
-whose time is used up leaves the rounds. The first call of each warms up (and compiles) and is not counted. A device that works
-behind the host has rounds of its own, a single call between rests, and the host has its loops of calls behind them: what such a
-loop leaves in the cache, and of the clock rate, would meet the next one's sample.
+Contenders are measured round-robin, so that a drift of the machine affects all of them equally. A
+contender that has used its budget leaves the rounds. The first call of each contender warms up
+(and compiles) and is not counted. An asynchronous device has its own rounds, with single calls
+between pauses. The host is timed after them in loops of calls, because such a loop changes the
+cache and the clock rate, which would affect the next sample of the device.
 """
 
 from __future__ import annotations
@@ -23,26 +24,25 @@ from typing import Any, NamedTuple
 
 Thunk = Callable[[], Any]
 
-SHORTEST = (
-    2e-3  # seconds; a sample of a faster call is the mean of so many calls that it lasts this long
-)
-FEWEST = 5  # samples of each contender even where they exceed the budget; two where they do so tenfold, or with `--quick`
-PATIENCE = 120.0  # seconds for building and first calling a contender; one that hangs must not stop the others
-NAP, LONGEST_NAP = (
-    3e-4,
-    0.02,
-)  # seconds that a device sleeps while the host launches a call: at least, and at most
-QUEUED, QUEUED_SECONDS = (
-    30,
-    0.005,
-)  # calls in the loop that times the host, and how long they may take it or the device
-SLOW = 10 * LONGEST_NAP  # seconds; beside a longer call the host is not timed
-L2_BYTES = 256 << 20  # more than the second-level cache of any GPU so far
+#: Seconds. A sample of a faster call is the mean of enough calls to last this long.
+SHORTEST = 2e-3
+#: Samples of each contender, even if they exceed the budget. Two if they exceed it tenfold, or with
+#: `--quick`.
+FEWEST = 5
+#: Seconds for building and first calling a contender. One that hangs must not stop the others.
+PATIENCE = 120.0
+#: Minimum and maximum seconds that a device sleeps while the host launches a call.
+NAP, LONGEST_NAP = 3e-4, 0.02
+#: Calls in the loop that times the host, and the limit of their seconds on the host or the device.
+QUEUED, QUEUED_SECONDS = 30, 0.005
+#: Seconds. The host is not timed for a call that takes longer.
+SLOW = 10 * LONGEST_NAP
+L2_BYTES = 256 << 20  # more than the L2 cache of any GPU so far
 
 OUT_OF_MEMORY = "out of memory"
 FAILED = "failed"
 
-#: What the libraries say when memory runs out; several have no exception of their own for it.
+#: Parts of the out-of-memory messages of the libraries. Several have no exception type for it.
 _SIGNS = (
     "out of memory",
     "out_of_memory",
@@ -56,14 +56,14 @@ _SIGNS = (
 
 
 class Failure(NamedTuple):
-    """Why there is no number: "out of memory" or "failed", and the reason in one line."""
+    """The reason for a missing number: "out of memory" or "failed", and one line of text."""
 
     status: str
     why: str
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What an exception means."""
+        """Return the failure that an exception represents."""
         text = " ".join(str(error).split()) or type(error).__name__
         short = isinstance(error, MemoryError) or any(
             sign in f"{type(error).__name__} {text}".lower() for sign in _SIGNS
@@ -72,12 +72,12 @@ class Failure(NamedTuple):
 
 
 def median(samples: Sequence[float]) -> float:
-    """The median, or NaN of nothing."""
+    """Return the median, or NaN of no samples."""
     return statistics.median(samples) if samples else float("nan")
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Half the interquartile range, over the median: by how much a sample is usually off."""
+    """Return half the interquartile range relative to the median: the usual relative deviation."""
     if len(samples) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -85,7 +85,10 @@ def spread(samples: Sequence[float]) -> float:
 
 
 class Times(NamedTuple):
-    """Seconds a call, all samples; and those of the host alone, where a device works behind it."""
+    """All samples, in seconds per call.
+
+    `host` has the samples of the host alone, for an asynchronous device.
+    """
 
     seconds: list[float]
     host: list[float]
@@ -101,29 +104,32 @@ def interleaved(
     patience: float = PATIENCE,
     out: dict[str, Times | Failure] | None = None,
 ) -> dict[str, Times | Failure]:
-    """Seconds a call of each contender: all samples, or why there are none.
+    """Return the seconds per call of each contender: all samples, or the reason for their absence.
 
     Parameters
     ----------
     thunks
-        The contenders. One that raises is left out of the rounds that follow, and does not stop the others.
+        The contenders. One that raises leaves the rounds and does not stop the others.
     budget
-        Seconds for the samples of each contender, after which it leaves the rounds; on "cuda" for those of the host as many again.
+        Seconds for the samples of each contender, after which it leaves the rounds. On "cuda" the
+        samples of the host have the same budget again.
     wait
-        Waits until the result of a thunk has been computed, for libraries that run behind.
+        Waits until the result of a thunk has been computed, for asynchronous libraries.
     device
         On "cuda" the device is timed, and then the host: see `_device_samples` and `_host_samples`.
     fewest
-        Samples of each contender, even where they exceed the budget; two where they would exceed it tenfold.
+        Samples of each contender, even if they exceed the budget; two if they would exceed it
+        tenfold.
     patience
         Seconds for the first call of each contender, which may compile.
     out
-        Where the result is put together, sample by sample: whoever gives it has what was measured also after an interrupt.
+        The dictionary that is filled sample by sample. A caller that passes it keeps the samples
+        after an interrupt.
 
     Examples
     --------
-    >>> found = interleaved({"sum": lambda: sum(range(10)), "bad": lambda: 1 / 0}, budget=0.01)
-    >>> len(found["sum"].seconds) >= 5, found["bad"]
+    >>> outcome = interleaved({"sum": lambda: sum(range(10)), "bad": lambda: 1 / 0}, budget=0.01)
+    >>> len(outcome["sum"].seconds) >= 5, outcome["bad"]
     (True, Failure(status='failed', why='division by zero'))
     """
     out = {} if out is None else out
@@ -141,31 +147,31 @@ def interleaved(
             for name in list(spent):
                 start = time.perf_counter()
                 try:
-                    kept: list[float] = getattr(out[name], kind)
-                    kept.append(next(samples[name]))
+                    samples_so_far: list[float] = getattr(out[name], kind)
+                    samples_so_far.append(next(samples[name]))
                 except Exception as error:
                     out[name] = Failure.of(error)
                     del spent[name]
                     continue
                 spent[name] += time.perf_counter() - start
-                if len(kept) >= 2 and spent[name] >= (
-                    budget if len(kept) >= fewest else 10 * budget
+                if len(samples_so_far) >= 2 and spent[name] >= (
+                    budget if len(samples_so_far) >= fewest else 10 * budget
                 ):
                     del spent[name]
 
     def there() -> dict[str, Times]:
-        return {name: found for name in thunks if isinstance(found := out[name], Times)}
+        return {name: times for name in thunks if isinstance(times := out[name], Times)}
 
     if not device.startswith("cuda"):
         rounds({name: _samples(thunks[name], wait) for name in there()}, "seconds")
         return out
     on_device = _device_samples()
     rounds({name: on_device(thunks[name]) for name in there()}, "seconds")
-    took = {name: median(found.seconds) for name, found in there().items()}
+    device_seconds = {name: median(times.seconds) for name, times in there().items()}
     rounds(
         {
             name: _host_samples(thunks[name], seconds)
-            for name, seconds in took.items()
+            for name, seconds in device_seconds.items()
             if seconds < SLOW
         },
         "host",
@@ -175,7 +181,10 @@ def interleaved(
 
 @contextmanager
 def within(seconds: float | None) -> Iterator[None]:
-    """Raise `TimeoutError` in what runs for longer; where the system has no alarms, and outside of the main thread, never."""
+    """Raise `TimeoutError` in a block that runs for longer than `seconds`.
+
+    Without effect on systems without alarms, and outside of the main thread.
+    """
     if (
         seconds is None
         or not hasattr(signal, "setitimer")
@@ -197,7 +206,10 @@ def within(seconds: float | None) -> Iterator[None]:
 
 
 def _samples(thunk: Thunk, wait: Callable[[Any], Any]) -> Iterator[float]:
-    """Seconds a call, each waited for; a sample is the mean of so many that it lasts long enough to be told from noise."""
+    """Yield seconds per call, where every call is waited for.
+
+    A sample is the mean of enough calls that it lasts at least `SHORTEST`, to rise above noise.
+    """
     count = 1
     while True:
         start = time.perf_counter()
@@ -211,12 +223,14 @@ def _samples(thunk: Thunk, wait: Callable[[Any], Any]) -> Iterator[float]:
 
 
 def _device_samples() -> Callable[[Thunk], Iterator[float]]:
-    """Seconds of the device alone for a call, by events, from an overwritten second-level cache.
+    """Return a sampler of the device time of a call, by events, with a cleared L2 cache.
 
-    The device sleeps until the host has launched all that the call consists of, so that no kernel comes late: the time is that
-    of a captured graph, also for calls that cannot be captured. A sleep is twice as long as the launch before took. Where the
-    device woke up too early, the sample does not count, and the next sleep is longer. Where none is long enough, the call waits
-    for the device itself, and is timed behind the shortest: a host that has waited for long takes its time to wake up.
+    The device sleeps until the host has launched all kernels of the call, so that no kernel is
+    late. The time then equals the time of a captured graph, also for calls that cannot be captured.
+    A sleep is twice as long as the previous launch. If the device woke up too early, the sample is
+    discarded and the next sleep is longer. If no sleep is long enough, the call itself waits for
+    the device. It is then timed after the shortest sleep, because a host that has waited for long
+    is slow to resume.
     """
     import torch
 
@@ -229,13 +243,14 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
 
     def clear() -> None:
         if driver is not None:
-            driver.cuCtxResetPersistingL2Cache()  # lines that a kernel marked to stay would outlive the zeros
+            # Lines that a kernel marked as persisting would survive the zeros.
+            driver.cuCtxResetPersistingL2Cache()
         cache.zero_()
 
     def event() -> Any:
-        found = torch.cuda.Event(enable_timing=True)
-        found.record()
-        return found
+        new = torch.cuda.Event(enable_timing=True)
+        new.record()
+        return new
 
     def sleep(cycles: float) -> None:
         torch.cuda._sleep(int(cycles))
@@ -245,7 +260,7 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
     sleep(1e6)
     end = event()
     torch.cuda.synchronize()
-    rate = 1e9 / begin.elapsed_time(end)  # cycles a second
+    rate = 1e9 / begin.elapsed_time(end)  # cycles per second
 
     def samples(thunk: Thunk) -> Iterator[float]:
         nap, waits = NAP, False
@@ -271,15 +286,16 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
 
 
 def _host_samples(thunk: Thunk, seconds: float) -> Iterator[float]:
-    """Seconds of the host alone for a call that takes the device so many: the time of a call in a program that is busy.
+    """Yield the host time of a call, given the seconds that it takes on the device.
 
-    The host makes some calls one after another without waiting for any, few enough that the device's queue takes them all.
+    This is the time of the call in a busy program. The host makes a number of calls without waiting
+    for any, few enough that all fit into the queue of the device.
     """
     import torch
 
     most = max(1, min(QUEUED, int(QUEUED_SECONDS / max(seconds, 1e-6))))
     while True:
-        thunk()  # the first after a wait takes longer
+        thunk()  # the first call after a wait takes longer
         calls, start = 0, time.perf_counter()
         while calls < most and time.perf_counter() - start < QUEUED_SECONDS:
             thunk()
@@ -289,15 +305,14 @@ def _host_samples(thunk: Thunk, seconds: float) -> Iterator[float]:
         yield took / calls
 
 
-# ---------------------------------------------------------------------------------------------------- memory
+# --- memory ---
 def available(device: str = "cpu") -> int:
-    """Bytes that an allocation may still take."""
+    """Return the bytes that can still be allocated."""
     if device.startswith("cuda"):
         import torch
 
-        held = (
-            torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        )  # by PyTorch, for what comes next
+        # PyTorch's allocator keeps freed memory for later allocations.
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return int(torch.cuda.mem_get_info()[0] + held)
     for line in (
         Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -310,17 +325,23 @@ def available(device: str = "cpu") -> int:
 
 
 def require(needed: float, device: str = "cpu") -> None:
-    """Raise `MemoryError` where so many bytes are not there; an operating system may end the process instead."""
-    there = available(device)
-    if needed > there:
-        raise MemoryError(f"needs {needed / 1e9:.1f} GB, {there / 1e9:.1f} GB are free")
+    """Raise `MemoryError` if `needed` bytes are not available.
+
+    Without this check the operating system may end the process instead.
+    """
+    free = available(device)
+    if needed > free:
+        raise MemoryError(f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
 def traced_peak(thunk: Thunk) -> int:
-    """The most bytes of NumPy arrays and Python objects that a call holds at once beside what was there before."""
+    """Return the peak bytes of NumPy arrays and Python objects of a call.
+
+    Objects that existed before the call are not counted.
+    """
     import tracemalloc
 
-    thunk()  # what is made once and kept is not the call's
+    thunk()  # excludes what the first call makes and keeps
     gc.collect()
     tracemalloc.start()
     try:

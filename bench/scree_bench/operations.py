@@ -1,4 +1,4 @@
-"""An operation on tokens by several contenders: times, bytes a second beside a plain copy, and errors."""
+"""Measurement of an operation by several contenders: times, rates relative to a copy, errors."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from .measure import Thunk
 from .session import Build, Session
 from .work import worst
 
-#: Builds what is timed: ``(function, args)``.
+#: Builds the timed call: ``(function, args)``.
 Contender = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PHASES = {"forward": 0, "backward": 1, "both": 2}
 COPY = "plain copy"
-SENT_BACK = 1 << 20  # seed of the gradients that are sent back
+SENT_BACK = 1 << 20  # seed of the gradients of results
 
 
 class Operation(NamedTuple):
-    """What is computed, by whom, and how many bytes it cannot help but read and write.
+    """An operation, its contenders, and its minimum traffic in bytes.
 
     Attributes
     ----------
     name
         The operation.
     contenders
-        Who -> builds ``(function, args)``; the function is differentiated by all `args`.
+        Name -> builder of ``(function, args)``. The function is differentiated by all `args`.
     moved
-        Bytes of the forward, the backward, and both passes; 0 where nobody knows.
+        Bytes of the forward, the backward, and both passes; 0 if unknown.
     truth
-        The result in float64, of PyTorch or NumPy, or None; contenders whose result has another form are not compared.
+        The result in float64, of PyTorch or NumPy, or None. Contenders whose result has another
+        form are not compared.
     flops
-        Floating-point operations of the passes, where these and not the bytes are what counts.
+        Floating-point operations of the passes, for compute-bound operations.
     yardsticks
         As `contenders`: other work of the same size, which has no error.
     differentiable
-        Whether there is a backward.
+        Whether there is a backward pass.
     peak
-        Whether the memory of both passes is what it is about.
+        Whether to measure the memory of both passes.
     """
 
     name: str
@@ -55,7 +56,10 @@ class Operation(NamedTuple):
 
 
 def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: Operation) -> None:
-    """Time every contender, forward and, where there is one, backward; beside a copy of as many bytes where these are known."""
+    """Time the forward pass of every contender and, if there is one, the backward pass.
+
+    If the traffic in bytes is known, a copy of as many bytes is timed for comparison.
+    """
     case = {"operation": operation.name, **case}
     peak = session.limits().get(f"matmul_{case['dtype']}_flops")
     for phase, at in PHASES.items():
@@ -87,14 +91,14 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
             if "both_s" in session.row(case, who).values:
                 session.value(case, who, "both_peak_bytes", partial(_peak, lib, build))
     if operation.truth is not None:
-        right = operation.truth()
+        expected = operation.truth()
         for who, build in operation.contenders.items():
             if "forward_s" in session.row(case, who).values:
-                session.value(case, who, "relative_error", partial(_error, lib, build, right))
+                session.value(case, who, "relative_error", partial(_error, lib, build, expected))
 
 
 def step(lib: Library, build: Contender, phase: str) -> Step:
-    """A phase of a contender, ready to be called."""
+    """Build a prepared call of one phase of a contender."""
     function, args = build()
     return lib.steps(
         function, args, None if phase == "forward" else _gradient(lib, function(*args))
@@ -102,7 +106,7 @@ def step(lib: Library, build: Contender, phase: str) -> Step:
 
 
 def _gradient(lib: Library, out: Any, seed: int = SENT_BACK) -> Any:
-    """What is sent back to a result: random numbers, the same ones to all contenders; and one to a loss."""
+    """Return the gradient of a result: the same random numbers for all contenders; 1 for a loss."""
     if isinstance(out, tuple):
         return tuple(_gradient(lib, x, seed + i) for i, x in enumerate(out))
     dtype = lib.arrays.dtype_name(out)
@@ -114,7 +118,7 @@ def _peak(lib: Library, build: Contender) -> int:
 
 
 def _copy(lib: Library, moved: float) -> Thunk:
-    """Reads and writes so many bytes in all."""
+    """Build a copy that reads and writes `moved` bytes in total."""
     import torch
 
     source = torch.randint(256, (int(moved / 2),), dtype=torch.uint8, device=lib.device)
@@ -122,8 +126,8 @@ def _copy(lib: Library, moved: float) -> Thunk:
     return lambda: into.copy_(source)
 
 
-def _error(lib: Library, build: Contender, right: Any) -> float:
-    found = lib.wait(step(lib, build, "forward")())
-    if isinstance(right, tuple):
-        return worst(lib, found, right)
-    return worst(lib, found.reshape(right.shape), (right,))
+def _error(lib: Library, build: Contender, expected: Any) -> float:
+    result = lib.wait(step(lib, build, "forward")())
+    if isinstance(expected, tuple):
+        return worst(lib, result, expected)
+    return worst(lib, result.reshape(expected.shape), (expected,))

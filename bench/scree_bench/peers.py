@@ -1,4 +1,7 @@
-"""Who computes attention, and who of them can run here: on this library, this device, this data type, with what is installed."""
+"""Attention contenders, and the reason if one cannot run.
+
+Reasons depend on the library, the device, the data type and the installed packages.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,23 @@ if TYPE_CHECKING:
     from .session import Session
 
 NO_TIME = "takes long; run without --quick"
-EINSUM = 5e7  # bytes of padded scores up to which NumPy's einsum is run, at a few operations a nanosecond
+#: Bytes of padded scores up to which NumPy's einsum runs, at a few operations per nanosecond.
+EINSUM = 5e7
 
 
 class Peer(NamedTuple):
-    """A contender: its name, the library it needs, and how it prepares a work."""
+    """A contender: its name, the library it needs, and its preparation.
+
+    ``missing(lib, work)`` returns the reason why it cannot run, or None. `slow` contenders take
+    long to compile and do not run with ``--quick``. `backward` says whether it has a backward pass.
+    """
 
     name: str
     library: str
     prepare: Prepare
     missing: Callable[[Library, Work], str | None] = lambda lib, work: None
-    slow: bool = False  # to compile: not with --quick
-    backward: bool = True  # whether it has one
+    slow: bool = False
+    backward: bool = True
 
 
 def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Work], str | None]:
@@ -36,7 +44,10 @@ def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Wo
 def lacking(
     lib: Library, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()
 ) -> str | None:
-    """Why a kernel for CUDA cannot run: not on this device, not for this data type, not without these modules; or None."""
+    """Return the reason why a CUDA kernel cannot run, or None.
+
+    The device, the data type or a module may be missing.
+    """
     if lib.device != "cuda":
         return "runs on CUDA devices only"
     if dtypes and dtype not in dtypes:
@@ -46,15 +57,15 @@ def lacking(
 
 
 def importable(module: str) -> bool:
-    """Whether there is such a module."""
+    """Return whether a module can be imported."""
     try:
         return find_spec(module) is not None
-    except ImportError:  # of the package around the module
+    except ImportError:  # raised for the parent package of the module
         return False
 
 
 def compiler(lib: Library) -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Return the reason why nothing can be compiled here, or None."""
     from shutil import which
 
     if lib.device == "cpu" and not (which("g++") or which("clang++") or which("c++")):
@@ -74,7 +85,7 @@ def _nested(lib: Library, work: Work) -> str | None:
 
 _HALF = ("float16", "bfloat16")
 
-#: All of them, ours first: ratios are against it.
+#: All contenders, scree first: ratios are relative to it.
 PEERS: tuple[Peer, ...] = (
     Peer("scree", "numpy", by.ours(None)),
     Peer("scree", "torch", by.ours(None)),
@@ -133,20 +144,21 @@ PEERS: tuple[Peer, ...] = (
 
 
 def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] = ()) -> list[Peer]:
-    """The peers that can run a work on a library; the session notes the others with the reason.
+    """Return the peers that can run a work on a library.
 
-    With `only`, those that it names, or whose names begin with an entry that is no name.
+    The session notes the other peers with the reason. `only` selects peers by name. An entry that
+    is not a name selects all peers whose names start with it.
     """
     names = {peer.name for peer in PEERS}
-    beginnings = tuple(x for x in only if x not in names)
-    found = []
+    prefixes = tuple(x for x in only if x not in names)
+    peers = []
     for peer in PEERS:
         if peer.library == lib.name and (
-            not only or peer.name in only or peer.name.startswith(beginnings)
+            not only or peer.name in only or peer.name.startswith(prefixes)
         ):
-            why = NO_TIME if session.quick and peer.slow else peer.missing(lib, work)
-            if why is None:
-                found.append(peer)
+            reason = NO_TIME if session.quick and peer.slow else peer.missing(lib, work)
+            if reason is None:
+                peers.append(peer)
             else:
-                session.leave_out(f"{peer.name} on {lib.name}", why)
-    return found
+                session.leave_out(f"{peer.name} on {lib.name}", reason)
+    return peers

@@ -1,11 +1,12 @@
-"""The results of a run: what the JSON holds, how it is written, read, checked, shown and compared.
+"""Results of a run: the JSON schema, reading, writing, checking, tables and comparison.
 
-A row says who did what, and with which outcome::
+A row has a contender (``who``), its case and its outcome::
 
     {"case": {"rows": 16, "dtype": "float32"}, "who": "scree", "status": "ok", "why": "",
-     "values": {"forward_s": 0.0123, "forward_error": 2e-7}, "samples": {"forward_s": [0.0122, 0.0123, 0.0125]}}
+     "values": {"forward_s": 0.0123, "forward_error": 2e-7},
+     "samples": {"forward_s": [0.0122, 0.0123, 0.0125]}}
 
-The name of a value ends in what it is: see `UNITS`. A value that was sampled is the median of its samples.
+The name of a value ends in its unit: see `UNITS`. A sampled value is the median of its samples.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OK = "ok"
 
 
 class Unit(NamedTuple):
-    """How a value is shown, and whether less or more of it is better (-1, 1; 0 for neither)."""
+    """Format of a value, and whether less or more is better (-1 or 1; 0 for neither)."""
 
     show: Callable[[float], str]
     better: int
@@ -56,7 +57,7 @@ UNITS = {
 
 
 def unit(name: str) -> Unit:
-    """The unit of a value, from its name."""
+    """Return the unit of a value, from its name."""
     return UNITS[name.rpartition("_")[2]]
 
 
@@ -72,12 +73,12 @@ class Row:
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, name: str, outcome: Sequence[float] | Failure) -> None:
-        """Put samples in, or why there are none; what was measured before stays."""
+        """Add samples, or the reason for their absence. Earlier measurements stay."""
         if isinstance(outcome, Failure):
             self.status = outcome.status
             self.why = "; ".join(filter(None, (self.why, f"{name}: {outcome.why}")))
         else:
-            self.samples[name] = [float(f"{x:.8g}") for x in outcome]  # more is noise
+            self.samples[name] = [float(f"{x:.8g}") for x in outcome]  # further digits are noise
             self.values[name] = median(self.samples[name])
 
 
@@ -98,26 +99,25 @@ class Result:
 
     @property
     def where(self) -> str:
-        """The device that was measured, in words."""
+        """The measured device, in words."""
         about = self.machine
         return str(about["gpu"]) if "gpu" in about else f"{about['cpu']}, {about['cores']} cores"
 
     @property
     def limits(self) -> list[str]:
         """The limits of the machine, in words."""
-        known = self.machine.get("limits", {})
+        rates = self.machine.get("limits", {})
         return [
             f"{name.rpartition('_')[0].replace('_', ' ')} {unit(name).show(x)}"
-            for name, x in known.items()
+            for name, x in rates.items()
         ]
 
     def write(self, path: Path) -> None:
         """Write the JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self), indent=1, allow_nan=True)
-        text = re.sub(
-            r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text
-        )  # a list of numbers on one line
+        # Put a list of numbers on one line.
+        text = re.sub(r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
         path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -127,7 +127,8 @@ def read(path: Path) -> Result:
     Raises
     ------
     ValueError
-        If it is no result of scree-bench; the message says where it departs.
+        If it is not a result of scree-bench. The message names the first difference from the
+        schema.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -142,20 +143,22 @@ def read(path: Path) -> Result:
 
 _NUMBER = (int, float)
 _ROW: dict[str, Any] = {
-    "case": {str: (str, int, float, bool, type(None))}, "who": str, "status": (OK, OUT_OF_MEMORY, FAILED), "why": str,
+    "case": {str: (str, int, float, bool, type(None))},
+    "who": str, "status": (OK, OUT_OF_MEMORY, FAILED), "why": str,
     "values": {str: _NUMBER}, "samples": {str: [_NUMBER]},
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
-    "schema": (SCHEMA,), "command": str, "config": dict, "machine": dict, "versions": {str: str}, "date": str, "rows": [_ROW],
+    "schema": (SCHEMA,), "command": str, "config": dict, "machine": dict,
+    "versions": {str: str}, "date": str, "rows": [_ROW],
     "left_out": [{"what": str, "why": str}], "extra": dict, "complete": bool,
 }  # fmt: skip
 
 
 def check(data: Any, form: Any = None, at: str = "result") -> None:
-    """Raise `ValueError` where JSON departs from the schema, and say where.
+    """Raise `ValueError` if JSON differs from the schema, and name the place.
 
-    A form is a type or several; the strings that are allowed; ``[form]`` for a list; ``{str: form}`` for any names, and
-    ``{"name": form, ...}`` for exactly these.
+    A form is a type or several types; the allowed strings; ``[form]`` for a list; ``{str: form}``
+    for any names, or ``{"name": form, ...}`` for exactly these names.
     """
     form = _RESULT if form is None else form
     if isinstance(form, list):
@@ -179,9 +182,12 @@ def check(data: Any, form: Any = None, at: str = "result") -> None:
         raise ValueError(f"{at}: expected {form}, got {data!r}")
 
 
-# ---------------------------------------------------------------------------------------------------- tables
+# --- tables ---
 class Table(NamedTuple):
-    """A table as text; what all its rows have in common stands in the caption, and below it what failed."""
+    """A table as text.
+
+    The caption has the case entries that all rows share. Failures are notes below the table.
+    """
 
     caption: str
     header: list[str]
@@ -205,46 +211,49 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def cell(row: Row, name: str, reference: Row | None) -> str:
-    """A value; where it was sampled also the spread; for times and bytes the ratio to the same value of a reference."""
+    """Return a value as text.
+
+    Sampled values also show the spread. Times and bytes also show the ratio to the reference row.
+    """
     if name not in row.values:
         return row.status if row.status != OK else ""
     x, kind = row.values[name], unit(name)
     text = kind.show(x)
     if name.endswith("_s") and len(row.samples.get(name, ())) > 1:
         text += f" ±{spread(row.samples[name]):.0%}"
-    first = reference.values.get(name) if reference is not None and reference is not row else None
-    if first and kind.better < 0 and not name.endswith(("_error", "_ratio")):
-        text += f" ({x / first:.2f}x)"
+    base = reference.values.get(name) if reference is not None and reference is not row else None
+    if base and kind.better < 0 and not name.endswith(("_error", "_ratio")):
+        text += f" ({x / base:.2f}x)"
     return text
 
 
 def tables(rows: Sequence[Row], shown: Sequence[str] = ()) -> list[Table]:
-    """Rows side by side, a table for each kind of case: what was measured, on what, and how it went.
+    """Return one table per kind of case, with its rows side by side.
 
-    With `shown`, of the values only these, in this order.
+    With `shown`, only these values, in this order.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.case), []).append(row)
-    return [_table(list(keys), found, shown) for keys, found in groups.items()]
+    return [_table(list(keys), group, shown) for keys, group in groups.items()]
 
 
 def _table(keys: list[str], rows: list[Row], shown: Sequence[str]) -> Table:
     shared = {k: v for k, v in rows[0].case.items() if all(row.case[k] == v for row in rows)}
     keys = [k for k in keys if k not in shared]
-    there = _unique(name for row in rows for name in row.values)
-    names = [name for name in shown if name in there] or there
-    firsts: dict[str, Row] = {}  # ours where there is one
+    measured = _unique(name for row in rows for name in row.values)
+    names = [name for name in shown if name in measured] or measured
+    references: dict[str, Row] = {}  # scree, if measured
     for row in sorted(rows, key=lambda row: not row.who.startswith("scree")):
-        firsts.setdefault(repr(row.case), row)
+        references.setdefault(repr(row.case), row)
     lines, notes = [], []
     for row in rows:
-        first = firsts[repr(row.case)]
+        reference = references[repr(row.case)]
         lines.append(
             [
                 *(text(row.case[k]) for k in keys),
                 row.who,
-                *(cell(row, name, first) for name in names),
+                *(cell(row, name, reference) for name in names),
             ]
         )
         if row.status != OK:
@@ -255,19 +264,27 @@ def _table(keys: list[str], rows: list[Row], shown: Sequence[str]) -> Table:
 
 
 def pivot(rows: Sequence[Row], value: str, by: Sequence[str], caption: str) -> Table:
-    """One value: a line for each case, told apart by some of its entries, and a column for each contender."""
+    """Return a table of one value: one line per case and one column per contender.
+
+    The entries `by` of the cases distinguish the lines.
+    """
     rows = [row for row in rows if value in row.values or row.status != OK]
     names = _unique(row.who for row in rows)
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(tuple(row.case[k] for k in by), {})[row.who] = row
     lines = []
-    for case, found in cases.items():
-        first = next((row for who, row in found.items() if who.startswith("scree")), None)
+    for case, row_by_contender in cases.items():
+        first = next(
+            (row for who, row in row_by_contender.items() if who.startswith("scree")), None
+        )
         lines.append(
             [
                 *map(text, case),
-                *(cell(found[who], value, first) if who in found else "" for who in names),
+                *(
+                    cell(row_by_contender[who], value, first) if who in row_by_contender else ""
+                    for who in names
+                ),
             ]
         )
     return Table(
@@ -280,13 +297,13 @@ def _note(row: Row, keys: Sequence[str]) -> str:
 
 
 def _title(name: str) -> str:
-    """The heading of a value; what its numbers show anyway is left out."""
+    """Return the heading of a value. A unit that its numbers show is omitted."""
     words, last = name.rpartition("_")[0].replace("_", " "), name.rpartition("_")[2]
     return words + {"s": "", "bytes": "", "value": "", "flops": " rate"}.get(last, f" {last}")
 
 
 def text(x: Any) -> str:
-    """A part of a case as text."""
+    """Return an entry of a case as text."""
     return (
         f"{x:,}"
         if isinstance(x, int) and not isinstance(x, bool)
@@ -296,9 +313,9 @@ def text(x: Any) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- compare
+# --- compare ---
 class Move(NamedTuple):
-    """A value that is not what it was."""
+    """A value that changed between two runs."""
 
     case: dict[str, Any]
     who: str
@@ -310,22 +327,22 @@ class Move(NamedTuple):
 
 
 def compare(before: Result, after: Result, least: float = 0.05) -> list[Move]:
-    """What moved beyond noise between two runs of one subcommand, the largest moves first.
+    """Return the values that changed beyond noise between two runs, the largest changes first.
 
-    Noise is the spread of the samples of both runs together, three times, and at least `least` for what was sampled; what was
-    computed moves when it changes at all.
+    For sampled values, noise is three times the combined spread of both runs, and at least `least`.
+    A computed value counts as changed if it differs at all.
     """
     old = {(repr(row.case), row.who): row for row in before.rows}
     moves = []
     for row in after.rows:
-        was = old.get((repr(row.case), row.who))
+        previous = old.get((repr(row.case), row.who))
         for name in row.values:
-            if was is None or name not in was.values:
+            if previous is None or name not in previous.values:
                 continue
-            a, b = was.values[name], row.values[name]
+            a, b = previous.values[name], row.values[name]
             sampled = name in row.samples
             noise = (
-                max(least, 3 * (spread(was.samples.get(name, [])) + spread(row.samples[name])))
+                max(least, 3 * (spread(previous.samples.get(name, [])) + spread(row.samples[name])))
                 if sampled
                 else 1e-9
             )

@@ -1,4 +1,4 @@
-"""One run of one subcommand: it measures, shows progress, and keeps what it has, whatever happens."""
+"""One run of one subcommand: it measures, shows progress, and keeps partial results."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from . import machine, plots
 from .measure import FEWEST, PATIENCE, Failure, Thunk, Times, interleaved, within
 from .results import Result, Row
 
-#: Builds a contender: what is timed, ready to be called. It may fail, for want of memory or of anything else.
+#: Builds the timed call of a contender. It may fail, for lack of memory or any other reason.
 Build = Callable[[], Thunk]
 
 INTERRUPTED = 130
-EVERY = 5.0  # seconds between two times that the JSON is written on the way
-SECONDS = 0.2  # for each contender of each case
+EVERY = 5.0  # seconds between two writes of the JSON during a run
+SECONDS = 0.2  # per contender and case
 
 
 class Session:
-    """A context under which a subcommand measures.
+    """A context in which a subcommand measures.
+
+    On exit, the table is printed. With ``--out``, JSON and pictures are written into that folder.
+    This also happens after Ctrl-C or SIGTERM, with the measurements so far. The JSON is also
+    written at intervals.
 
     Parameters
     ----------
     command
         The subcommand.
     options
-        Its options as the user gave them; `out` and `quick` are taken out of them.
+        Its options as the user gave them; `out` and `quick` are read from them.
     device
-        Where it runs, "cpu" or "cuda".
-
-    On leaving, the table goes to the screen and, with ``--out``, JSON and pictures into that folder; also after Ctrl-C or a
-    request to end, with what was measured until then. The JSON is written on the way too.
+        The measured device, "cpu" or "cuda".
     """
 
     def __init__(self, command: str, options: Mapping[str, Any], device: str = "cpu") -> None:
@@ -54,12 +55,12 @@ class Session:
         self.result = Result(
             command, config, machine.describe(device), machine.versions(), machine.now()
         )
-        self._before: dict[int, Any] = {}  # what requests to end did
-        self._asked = False  # whether there was one
+        self._before: dict[int, Any] = {}  # previous handlers of the signals
+        self._asked = False  # whether a signal was received
         self._written = 0.0
         self.console = Console()
         if not self.console.is_terminal:
-            self.console.width = 320  # a file takes what it is given
+            self.console.width = 320  # a file has no line limit
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -95,26 +96,26 @@ class Session:
         if self.out is not None:
             self._save(self.out)
         if kind is not None:
-            self.say("Interrupted: this is what had been measured.")
+            self.say("Interrupted: these are the measurements so far.")
             raise typer.Exit(INTERRUPTED)
 
     @property
     def path(self) -> Path:
-        """Where the JSON goes."""
+        """Path of the JSON."""
         return (self.out or Path()) / f"{self.result.command}-{self.result.machine['tag']}.json"
 
-    # ------------------------------------------------------------------------------------------------ measuring
+    # --- measuring ---
     def track(self, items: Iterable[Any], what: str = "") -> Iterator[Any]:
-        """The items, with a bar that shows how far along they are."""
-        found = list(items)
-        task = self._progress.add_task(what or self.result.command, total=len(found))
-        for item in found:
+        """Yield the items and show a progress bar."""
+        sequence = list(items)
+        task = self._progress.add_task(what or self.result.command, total=len(sequence))
+        for item in sequence:
             yield item
             self._progress.advance(task)
             self._keep()
 
     def row(self, case: Mapping[str, Any], who: str) -> Row:
-        """The row of a contender on a case; a new one where there is none yet."""
+        """Return the row of a contender on a case; add a new row if there is none."""
         for row in reversed(self.result.rows):
             if row.who == who and row.case == case:
                 return row
@@ -130,10 +131,10 @@ class Session:
         wait: Callable[[Any], Any] = lambda x: x,
         device: str | None = None,
     ) -> dict[str, Row]:
-        """Time contenders in turn, and put the samples into their rows under `name`.
+        """Time contenders round-robin, and add the samples to their rows under `name`.
 
-        On "cuda" that is the time of the device; beside "call_s" then stands "call_host_s". With ``device="cpu"`` it is the
-        host's clock there too.
+        On "cuda" this is the device time, and "call_s" is accompanied by "call_host_s". With
+        ``device="cpu"`` the host's clock is used on CUDA too.
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
@@ -143,9 +144,8 @@ class Session:
                 try:
                     with within(self.patience):
                         thunks[who] = build()
-                except (
-                    Exception
-                ) as error:  # a contender that fails is a result, and the others still run
+                # A contender that fails is a result, and the others still run.
+                except Exception as error:
                     outcome[who] = Failure.of(error)
             interleaved(
                 thunks,
@@ -156,21 +156,23 @@ class Session:
                 patience=self.patience,
                 out=outcome,
             )
-        finally:  # after an interrupt too: what has a sample by then
-            there = [who for who in contenders if who in outcome and outcome[who] != Times([], [])]
-            rows = {who: self.row(case, who) for who in there}
+        finally:  # after an interrupt too: keeps contenders with a sample
+            measured = [
+                who for who in contenders if who in outcome and outcome[who] != Times([], [])
+            ]
+            rows = {who: self.row(case, who) for who in measured}
             for who, row in rows.items():
-                found = outcome[who]
-                row.add(name, found if isinstance(found, Failure) else found.seconds)
-                if isinstance(found, Times) and found.host:
-                    row.add(f"{name.removesuffix('_s')}_host_s", found.host)
+                result = outcome[who]
+                row.add(name, result if isinstance(result, Failure) else result.seconds)
+                if isinstance(result, Times) and result.host:
+                    row.add(f"{name.removesuffix('_s')}_host_s", result.host)
         self._keep()
         return rows
 
     def value(
         self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]
     ) -> None:
-        """Put one number that is computed or counted into a row; failing is a result too."""
+        """Add one computed or counted number to a row. A failure is a result too."""
         row = self.row(case, who)
         try:
             row.values[name] = float(compute())
@@ -179,27 +181,30 @@ class Session:
         self._keep()
 
     def leave_out(self, what: str, why: str) -> None:
-        """Note what could not run here, once."""
+        """Note once that something could not run here."""
         entry = {"what": what, "why": why}
         if entry not in self.result.left_out:
             self.result.left_out.append(entry)
 
     def limits(self) -> dict[str, float]:
-        """The limits of this machine, measured once a run."""
-        known: dict[str, float] | None = self.result.machine.get("limits")
-        if known is None:
-            known = self.result.machine["limits"] = machine.limits(self.device, self.quick)
-        return known
+        """Return the limits of this machine, measured once per run."""
+        rates: dict[str, float] | None = self.result.machine.get("limits")
+        if rates is None:
+            rates = self.result.machine["limits"] = machine.limits(self.device, self.quick)
+        return rates
 
-    # ------------------------------------------------------------------------------------------------ output
+    # --- output ---
     def say(self, line: str) -> None:
         """Print a line."""
         self.console.print(line, highlight=False, markup=False)
 
     def _keep(self) -> None:
-        """Write the JSON, if it is some seconds since the last time; and end, if that was asked for and did not come through."""
+        """Write the JSON if `EVERY` seconds have passed since the last time.
+
+        Also raises `KeyboardInterrupt` if an earlier one was swallowed.
+        """
         if self._asked:
-            raise KeyboardInterrupt  # raised in a callback of a library it may have been swallowed
+            raise KeyboardInterrupt  # a callback of a library may have swallowed the first
         if self.out is not None and time.monotonic() > self._written + EVERY:
             self.result.write(self.path)
             self._written = time.monotonic()
@@ -207,14 +212,14 @@ class Session:
     def _show(self) -> None:
         result = self.result
         self.say(f"{result.command} on {result.where}, {result.date[:10]}")
-        for found in plots.tables(result):
-            shown = Table(box=box.SIMPLE_HEAD, title=found.caption, title_justify="left")
-            for i, title in enumerate(found.header):
-                shown.add_column(title, justify="right" if i else "left")
-            for line in found.lines:
-                shown.add_row(*map(Text, line))
-            self.console.print(shown)
-            for note in found.notes:
+        for table in plots.tables(result):
+            screen_table = Table(box=box.SIMPLE_HEAD, title=table.caption, title_justify="left")
+            for i, title in enumerate(table.header):
+                screen_table.add_column(title, justify="right" if i else "left")
+            for line in table.lines:
+                screen_table.add_row(*map(Text, line))
+            self.console.print(screen_table)
+            for note in table.notes:
                 self.say(f"- {note}")
         for limit in result.limits:
             self.say(f"limit: {limit}")
@@ -227,5 +232,6 @@ class Session:
             self.say(f"Wrote {self.path} and {len(plots.draw(self.result, out))} pictures.")
         except ImportError:
             self.say(
-                f"Wrote {self.path}; pictures need matplotlib, here or where `scree-bench report` reads the file."
+                f"Wrote {self.path}; pictures need matplotlib, here or where `scree-bench report` "
+                "reads the file."
             )

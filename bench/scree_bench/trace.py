@@ -1,4 +1,4 @@
-"""What a CUDA device does during a call, kernel by kernel, by PyTorch's profiler."""
+"""Timeline of the kernels of a call on a CUDA device, by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-CALLS = 5  # in a profile
-SLEEP = 20_000_000  # cycles that the device sleeps before each, until the host is ahead
-LONG = 1e-3  # seconds of such a sleep, at least
+CALLS = 5  # per profile
+SLEEP = 20_000_000  # cycles that the device sleeps before each call, so that the host is ahead
+LONG = 1e-3  # minimum seconds of such a sleep
 
 
 class Kernel(NamedTuple):
-    """From when to when it ran, in seconds, and whether it is a mark."""
+    """Start and end of a kernel in seconds, and whether it is a mark."""
 
     start: float
     end: float
@@ -28,14 +28,14 @@ def mark() -> None:
 
 
 def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
-    """The kernels of some calls, in order."""
+    """Return the kernels of `CALLS` calls, in order."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     thunk()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(CALLS):
             torch.cuda._sleep(SLEEP)
             thunk()
@@ -43,7 +43,7 @@ def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
     calls: list[list[Kernel]] = []
     for kernel in sorted(
         Kernel(e.time_range.start / 1e6, e.time_range.end / 1e6, "spin" in e.name)
-        for e in found.events()
+        for e in profiler.events()
         if e.device_type == DeviceType.CUDA
     ):
         if kernel.marks and kernel.end - kernel.start > LONG:
@@ -54,21 +54,22 @@ def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
 
 
 def between(kernels: Sequence[Kernel]) -> float:
-    """Seconds in which no kernel runs, from the first to the last."""
+    """Return the seconds between the first and the last kernel in which no kernel runs."""
     return sum(after.start - before.end for before, after in pairwise(kernels))
 
 
 def by_mark(kernels: Sequence[Kernel], marks: Sequence[str]) -> dict[str, float]:
-    """Seconds of the kernels of each part of a call.
+    """Return the seconds of the kernels of each part of a call.
 
-    `marks` are the names of the parts, in the order of their marks: each part has one behind its kernels of the forward pass, and
-    then, where there is a backward pass, one before its kernels of that.
+    `marks` are the names of the parts, in the order of their marks. The mark of a part follows its
+    forward kernels. If there is a backward pass, another mark precedes the backward kernels of the
+    part.
     """
-    found: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
     forward, passed = len(set(marks)), 0
     for kernel in kernels:
         if kernel.marks:
             passed += 1
         else:
-            found[marks[passed if passed < forward else passed - 1]] += kernel.end - kernel.start
-    return found
+            seconds[marks[passed if passed < forward else passed - 1]] += kernel.end - kernel.start
+    return seconds

@@ -1,4 +1,4 @@
-"""An attention problem: random rows of some lengths; and what is right, in float64."""
+"""An attention problem: random rows of given lengths, and its float64 reference."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import scree
 from .formulas import softmax
 from .libraries import Library, load
 
-CHUNK = 2048  # queries of which the reference holds the scores
-BACKWARD = 2.5  # matrix products of the backward pass over those of the forward pass: five over two
+CHUNK = 2048  # queries whose scores the reference holds at once
+BACKWARD = 2.5  # five matrix products in the backward pass, two in the forward pass
 
 
 @dataclass(frozen=True)
 class Work:
-    """One attention problem: random rows of some lengths.
+    """One attention problem: random rows of given lengths.
 
     Attributes
     ----------
     lengths
         Tokens of each row.
     heads, kv_heads, dim
-        Heads of the queries, heads of keys and values, and their size.
+        Heads of the queries, heads of keys and values, and the head dimension.
     dtype
         Name of the data type.
     causal
-        Whether a token sees those before it alone.
+        Whether a token attends only to itself and earlier tokens.
     seed
-        Of the random numbers.
+        Seed of the random numbers.
     """
 
     lengths: tuple[int, ...]
@@ -48,7 +48,7 @@ class Work:
 
     @property
     def total(self) -> int:
-        """Tokens in all."""
+        """Total number of tokens."""
         return sum(self.lengths)
 
     @property
@@ -58,23 +58,26 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the forward pass that no exact algorithm can leave out; backward takes 2.5 times it."""
+        """Floating-point operations that an exact forward pass needs.
+
+        The backward pass takes `BACKWARD` times as many.
+        """
         pairs = sum(n * (n + 1) / 2 if self.causal else n * n for n in self.lengths)
         return 4.0 * self.heads * self.dim * pairs
 
     @property
     def padded_scores(self) -> float:
-        """Bytes of the scores of a padded batch, float32."""
+        """Bytes of the scores of a padded batch, in float32."""
         return 4.0 * len(self.lengths) * self.heads * self.longest**2
 
     @property
     def offsets(self) -> np.ndarray:
-        """(rows + 1,) int32."""
+        """Offsets of the rows, (rows + 1,) int32."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """(total, heads, dim) of queries, keys, values and the gradient of the result."""
+        """Shapes (total, heads, dim) of queries, keys, values and the gradient of the result."""
         return [
             (self.total, h, self.dim)
             for h in (self.heads, self.kv_heads, self.kv_heads, self.heads)
@@ -88,19 +91,22 @@ class Work:
 
     @cached_property
     def made(self) -> dict[str, tuple[Any, ...]]:
-        """The arrays as those of a library, by its name, once they have been made."""
+        """The converted arrays per library name; filled by `inputs`."""
         return {}
 
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, longest) index of each token, 0 in the padding, and which of them are real."""
+        """Index of each token, (rows, longest), 0 in the padding, and the token mask."""
         at = np.arange(self.longest)
-        real = at < np.asarray(self.lengths)[:, None]
-        return np.where(real, self.offsets[:-1, None] + at, 0), real
+        token_mask = at < np.asarray(self.lengths)[:, None]
+        return np.where(token_mask, self.offsets[:-1, None] + at, 0), token_mask
 
 
 def inputs(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
-    """Queries, keys and values, and the gradient of the result: one copy for all the peers of a work."""
+    """Return queries, keys and values, and the gradient of the result.
+
+    All peers of a work share one copy.
+    """
     if lib.name not in work.made:
         if lib.device == "cuda":
             work.made[lib.name] = tuple(
@@ -113,17 +119,21 @@ def inputs(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
 
 
 def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ...]:
-    """Result and, on request, the gradients of q, k and v: float64, head by head and row by row, some queries at a time.
+    """Compute the result and optionally the gradients of q, k and v, in float64.
 
-    Computed from the numbers that the library has, after rounding to its data type; by NumPy, or by PyTorch on its device, where
-    long rows would take NumPy minutes; and they stay there.
+    The inputs are the numbers of the library, after rounding to its data type. The computation goes
+    by head, by row and by chunks of queries. It runs in NumPy, or in PyTorch on its device, where
+    NumPy would take minutes for long rows. PyTorch results stay on the device.
     """
-    own = lib if lib.name == "torch" else load("numpy")
+    compute_lib = lib if lib.name == "torch" else load("numpy")
     args, cotangent = inputs(lib, work)
-    q, k, v, dout = (own.wide(x) if own is lib else lib.arrays.read(x) for x in (*args, cotangent))
-    xp, groups, scale = own.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
+    q, k, v, dout = (
+        compute_lib.wide(x) if compute_lib is lib else lib.arrays.read(x)
+        for x in (*args, cotangent)
+    )
+    xp, groups, scale = compute_lib.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
     out, dq, dk, dv = (xp.zeros_like(x) for x in (q, q, k, v))
-    at = own.make(np.arange(work.total), "int32")
+    at = compute_lib.make(np.arange(work.total), "int32")
     for first, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
         for start, h in itertools.product(range(first, first + n, CHUNK), range(work.heads)):
             stop = min(start + CHUNK, first + n)
@@ -146,15 +156,21 @@ def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ..
     return (out, dq, dk, dv) if gradients else (out,)
 
 
-def distance(found: Any, right: Any) -> float:
-    """Norm of the difference over the norm of what is right, of float64 arrays; NaN where anything is not finite."""
-    xp = scree.namespace(right)
-    return float(xp.sqrt(xp.sum((found - right) ** 2)) / xp.sqrt(xp.sum(right**2)))
+def distance(result: Any, expected: Any) -> float:
+    """Return the norm of the difference relative to the norm of `expected`, for float64 arrays.
+
+    The result is NaN if a number is not finite.
+    """
+    xp = scree.namespace(expected)
+    return float(xp.sqrt(xp.sum((result - expected) ** 2)) / xp.sqrt(xp.sum(expected**2)))
 
 
 def worst(
-    lib: Library, found: Any, right: tuple[Any, ...], packed: Callable[[Any], Any] = lambda x: x
+    lib: Library, result: Any, expected: tuple[Any, ...], packed: Callable[[Any], Any] = lambda x: x
 ) -> float:
-    """The largest distance of a result, or of the parts of one, from what is right; `packed` gives each the form of the latter."""
-    parts = found if isinstance(found, tuple | list) else (found,)
-    return max(distance(lib.wide(packed(x), y), y) for x, y in zip(parts, right, strict=True))
+    """Return the largest distance between the parts of a result and the reference `expected`.
+
+    `packed` converts each part to the form of the reference.
+    """
+    parts = result if isinstance(result, tuple | list) else (result,)
+    return max(distance(lib.wide(packed(x), y), y) for x, y in zip(parts, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Every subcommand with ``--quick``: its JSON fits the schema, and figures whose answers are known have them."""
+"""Every subcommand with ``--quick``: valid JSON, and correct figures with a known value."""
 
 import json
 import math
@@ -109,7 +109,7 @@ def accumulates_as_known(found: Result) -> None:
 
 
 def sums_half_precision_wide(found: Result) -> None:
-    """At 300 a square overflows float16; ours must not, and nowhere be worse than a few roundings."""
+    """At 300 a square overflows float16. scree must not, nor exceed a few roundings of error."""
     eps = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
     rows = [row for row in found.rows if row.who == "scree" and "relative_error" in row.values]
     assert {row.case["size of numbers"] for row in rows} == {1.0, 300.0}
@@ -262,7 +262,8 @@ def test_memory_of_our_own_lengths(tmp_path):
         for row in results.read(path).rows
         if "batch_bytes" in row.values
     }
-    # batches (1, 2) and (3, 8): a token is 16 bytes, and 17 with its mask; three offsets are 12 bytes
+    # Batches (1, 2) and (3, 8): a token is 16 bytes, and 17 with its mask. Three offsets are 12
+    # bytes.
     assert batch["scree"] == (3 * 16 + 12 + 11 * 16 + 12) / 2
     assert batch["padded"] == (4 * 17 + 16 * 17) / 2
     assert batch["padded to powers of two"] == ((1 + 2) * 17 + (4 + 8) * 17) / 2
@@ -444,7 +445,7 @@ def test_ratios_of_two_runs_put_the_worst_first():
 
 
 def sweep() -> Result:
-    """Two named workloads and two of the sweep, by us, in half the time of a peer that fails on the last."""
+    """Two named, two swept workloads: scree takes half the time of a peer failing on the last."""
     machine = {
         "device": "cuda",
         "gpu": "NVIDIA H100 80GB HBM3",
@@ -578,12 +579,16 @@ def test_report_without_results(tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     pytest.param(arguments, marks=needs(arguments[0])) for arguments in
-    [("memory", "--backend", "numpi"), ("attention", "--work", "sed"), ("algorithms", "--lengths", "1,b"),
+    [("memory", "--backend", "numpi"), ("attention", "--work", "sed"),
+     ("algorithms", "--lengths", "1,b"),
      ("overhead", "--device", "tpu"), ("norms", "--shapes", "12"), ("model", "--sizes", "huge"),
-     ("kernels", "--only", "nothing"), ("block", "--dtype", "float8"), ("attention", "--causal", "maybe"),
+     ("kernels", "--only", "nothing"), ("block", "--dtype", "float8"),
+     ("attention", "--causal", "maybe"),
      ("model", "--precisions", "fp8"), ("attention", "--heads", "0,2"),
-     ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0"), ("kernels", "--rows", "0"),
-     ("kernels", "--operations", "nothing", "--quick", "--device", "cpu"), ("throughput", "--num-seqs", "-1"),
+     ("attention", "--work", "gqa", "--dim", "64"), ("collectives", "--sizes", "0"),
+     ("kernels", "--rows", "0"),
+     ("kernels", "--operations", "nothing", "--quick", "--device", "cpu"),
+     ("throughput", "--num-seqs", "-1"),
      ("memory", "--sigma", "-0.5")]
 ])  # fmt: skip
 def test_bad_options_are_named(arguments):

@@ -1,4 +1,4 @@
-"""The parts that the subcommands share: measuring, results, peers, and the algorithms for learners."""
+"""Parts that the subcommands share: measurement, results, peers, and the example algorithms."""
 
 import contextlib
 import doctest
@@ -26,7 +26,7 @@ from scree_bench.session import INTERRUPTED, Session
 from scree_bench.work import BACKWARD, Work, distance, reference
 
 
-# ------------------------------------------------------------------------------------------------ measuring
+# --- measuring ---
 def test_contenders_take_turns():
     calls = []
     found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
@@ -82,7 +82,10 @@ def test_each_result_is_waited_for():
 
 
 class Device:
-    """A device that works behind the host, in the words of PyTorch; both clocks stand still but for what is called."""
+    """An asynchronous device with the API of PyTorch.
+
+    The clocks of host and device only advance by the simulated calls.
+    """
 
     def __init__(self):
         self.host = self.done = 0.0  # what the host's clock says, and when the device has done all
@@ -124,7 +127,10 @@ def device(monkeypatch):
 
 @pytest.mark.needs("torch")
 def test_the_device_is_timed_alone_and_the_host_behind_it(device):
-    """Ten kernels of 5 us whose launches take the host 100 us each: the device sleeps longer until none comes late."""
+    """Ten kernels of 5 us, with launches of 100 us each on the host.
+
+    The device sleeps longer until no kernel is late.
+    """
     calls = []
 
     def many(name):
@@ -193,7 +199,7 @@ def test_peaks_of_numpy_are_exact():
     assert measure.traced_peak(lambda: (y := x + 1, y * 2)) == pytest.approx(2 * x.nbytes, rel=0.01)
 
 
-# -------------------------------------------------------------------------------------------------- session
+# --- session ---
 def options(tmp_path, **more):
     return {"out": tmp_path, "quick": True, **more}
 
@@ -284,7 +290,7 @@ def test_what_was_left_out_is_noted_once(tmp_path):
     assert session.result.left_out == [{"what": "FA3", "why": "not here"}]
 
 
-# -------------------------------------------------------------------------------------------------- results
+# --- results ---
 def example(*times: float) -> Result:
     row = Row({"n": 1}, "scree")
     row.add("call_s", times)
@@ -378,7 +384,7 @@ def test_pictures_have_two_themes(tmp_path):
     )  # the same again, byte for byte
 
 
-# -------------------------------------------------------------------------------------- lengths, work, peers
+# --- lengths, work, peers ---
 def test_lengths_from_files(tmp_path):
     path = tmp_path / "lengths"
     for text in ("3 1,2\n4", "[3, 1, 2, 4]"):
@@ -422,7 +428,10 @@ def test_formulas():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_reference_is_the_derivative_of_itself(causal):
-    """Central differences of the float64 reference against its own gradients, with grouped heads and an empty row."""
+    """Compare the gradients of the float64 reference with its central differences.
+
+    The case has grouped heads and an empty row.
+    """
     lib, work = load("numpy"), Work((3, 0, 5), 4, 2, 3, "float64", causal)
     _, *gradients = reference(lib, work)
     dout, step = work.arrays[3].astype(np.float64), 1e-6
@@ -471,7 +480,7 @@ def test_gradients_sent_back_are_random_and_the_same_to_all():
     assert (e == 1).all() and (f == 1).all()  # a loss
 
 
-# ----------------------------------------------------------------------------------------------- algorithms
+# --- algorithms ---
 def attention(q, k, v, window=math.inf, real=None):
     """One plain loop over heads, float64."""
     out = np.zeros_like(q)
@@ -533,7 +542,7 @@ def test_estimates_scale_as_the_algorithms_do():
     )
 
 
-# ---------------------------------------------------------------------------------------------------- model
+# --- model ---
 def test_sizes_of_gpt2():
     assert gpt.SIZES["small"].parameters + 1024 * 768 == 124_439_808
     assert gpt.SIZES["xl"].parameters + 1024 * 1600 == 1_557_611_200
@@ -567,7 +576,7 @@ def test_kernels_are_told_by_their_names(name, kind):
     assert classify(name) == kind
 
 
-# ---------------------------------------------------------------------------------------------------- block
+# --- block ---
 @pytest.mark.needs("torch")
 def test_the_block_is_compiled_in_one_piece():
     import torch

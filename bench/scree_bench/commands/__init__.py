@@ -1,6 +1,6 @@
-"""The subcommands: one module each, with `command` for the command line and, where there is something to see, `pictures`."""
+"""Subcommands of scree-bench, one module each: `command`, and optionally `tables`, `pictures`."""
 
-#: The subcommands that measure, a module each, in the order in which help and the report show them.
+#: The subcommands that measure, one module each, in the order of the help and of the report.
 MEASURING = (
     "memory",
     "throughput",

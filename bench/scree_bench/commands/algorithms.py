@@ -1,4 +1,7 @@
-"""`algorithms`: time and memory of the study implementations, their estimates against what was measured, and pictures of them."""
+"""`algorithms`: time and memory of the study implementations of attention.
+
+Compares the estimated with the measured memory and draws how the algorithms work.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,12 @@ from ..results import OK, Result, Row, unit
 from ..session import SECONDS, Session
 
 LENGTHS = {"cpu": "256,512,1024,2048", "cuda": "256,512,1024,2048,4096,8192"}
-COMPILED = (
-    1024  # longest sequence for libraries that compile: they see the loops unrolled, block by block
-)
+#: Longest sequence for libraries that compile: they trace the loops unrolled, block by block.
+MAX_COMPILED_LENGTH = 1024
 
 
 def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
-    """Random queries, keys and values."""
+    """Return random queries, keys and values."""
     normal, kv = lib.normal(seed), algorithm.kv_heads(shape.heads)
     return [normal(shape.n, heads, shape.length, shape.dim) for heads in (shape.heads, kv, kv)]
 
@@ -47,10 +49,12 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Study implementations of attention: naive, flash v1 and v2, sliding window, grouped and multi-query, padding-masked.
+    """Measure study implementations of attention, from naive to flash v2, with memory estimates.
 
-    Written once on the Array API in `scree_bench.algorithms`, to be read. Time, peak memory, and the estimate of that memory;
-    the pictures show which blocks each algorithm visits and how its running maximum and sum grow.
+    The implementations are naive, flash v1 and v2, sliding window, grouped and multi-query, and
+    padding-masked attention. `scree_bench.algorithms` has them, written for reading, once for all
+    libraries on the Array API. The values are time, peak memory and the estimate of that memory.
+    The pictures show the blocks that each algorithm visits, and its running maximum and sum.
     """
     with Session("algorithms", locals(), where(device)) as session:
         cuda = session.device == "cuda"
@@ -61,7 +65,7 @@ def command(
         session.result.extra = trace(seed)
         for lib in wanted(session, backend):
             for length in session.track(sizes, lib.name):
-                if lib.arrays.compiles and length > COMPILED:
+                if lib.arrays.compiles and length > MAX_COMPILED_LENGTH:
                     session.leave_out(
                         f"length {length:,} on {lib.name}",
                         "the unrolled loops take too long to compile",
@@ -98,12 +102,15 @@ def _step(lib: Library, algorithm: Algorithm, shape: Shape, seed: int) -> Step:
     return lib.steps(algorithm.run, inputs(lib, shape, algorithm, seed))["forward"]()
 
 
-# -------------------------------------------------------------------------------------------------- pictures
+# ---------------------------------------------------------------------------------------- pictures
 def trace(seed: int, length: int = 512) -> dict[str, Any]:
-    """The blocks that each blocked algorithm visits, in order, and the running maximum and sum of the last query."""
+    """Return the blocks that each blocked algorithm visits, in order.
+
+    Every visit also has the running maximum and sum of the last query.
+    """
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((1, 1, length, 32)) for _ in range(3))
-    found: dict[str, Any] = {"block": BLOCK, "blocks": length // BLOCK, "visits": {}}
+    traced: dict[str, Any] = {"block": BLOCK, "blocks": length // BLOCK, "visits": {}}
     for name in ("flash v1", "flash v2", "sliding window"):
         visits: list[list[float]] = []
 
@@ -111,27 +118,27 @@ def trace(seed: int, length: int = 512) -> dict[str, Any]:
             visits.append([i, j, float(top[0, 0, -1, 0]), float(total[0, 0, -1, 0])])
 
         ALGORITHMS[name].run(q, k, v, visit)
-        found["visits"][name] = visits
-    return found
+        traced["visits"][name] = visits
+    return traced
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Memory against length, time against length, both on a page with the estimates, and the algorithms at work."""
-    found: plots.Pictures = {
+    """Return pictures of memory and time by length, the estimates, and the visited blocks."""
+    drawn: plots.Pictures = {
         "algorithms-blocks": partial(_blocks, result=result),
         "algorithms-softmax": partial(_softmax, result=result),
     }
     for name in dict.fromkeys(row.case["backend"] for row in result.rows):
         rows = [row for row in result.rows if row.case["backend"] == name]
-        for what, value, title in (
-            ("memory", "peak_bytes", "Peak memory beside the inputs"),
+        for metric, value, title in (
+            ("memory", "peak_bytes", "Peak memory without the inputs"),
             ("time", "forward_s", "Time of the forward pass"),
         ):
-            found[f"algorithms-{name}-{what}"] = partial(
+            drawn[f"algorithms-{name}-{metric}"] = partial(
                 _line, rows=rows, value=value, title=f"{title}, {name}"
             )
-        found[f"algorithms-{name}"] = partial(_dashboard, rows=rows, name=name)
-    return found
+        drawn[f"algorithms-{name}"] = partial(_dashboard, rows=rows, name=name)
+    return drawn
 
 
 def _line(figure: Any, rows: list[Row], value: str, title: str) -> None:
@@ -173,7 +180,7 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
 
 
 def _blocks(figure: Any, result: Result) -> None:
-    """Which blocks are visited, numbered in order."""
+    """Draw the visited blocks, numbered in order."""
     visits, blocks = result.extra["visits"], result.extra["blocks"]
     figure.set_size_inches(plots.SIZE[0], 3.3)
     for axes, (name, steps) in zip(figure.subplots(1, len(visits)), visits.items(), strict=True):
@@ -188,7 +195,7 @@ def _blocks(figure: Any, result: Result) -> None:
 
 
 def _softmax(figure: Any, result: Result) -> None:
-    """The running maximum and sum of the last query."""
+    """Draw the running maximum and sum of the last query."""
     high, total = figure.subplots(1, 2)
     for name, steps in result.extra["visits"].items():
         last = [step for step in steps if step[0] == result.extra["blocks"] - 1]

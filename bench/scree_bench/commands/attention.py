@@ -1,4 +1,4 @@
-"""`attention`: every attention that can be imported, forward, backward and both, with errors; and sweeps of tile sizes."""
+"""`attention`: time and error of every attention that can be imported, and sweeps of tile sizes."""
 
 from __future__ import annotations
 
@@ -49,35 +49,33 @@ SHOWN = (
     "forward_error",
     "gradient_error",
 )
-#: Name -> head size, heads and mean length of the works that "shapes" stands for.
+#: Name -> head size, heads and mean length of the workloads that "shapes" selects.
 SHAPES = {
     f"d{dim} h{heads} n{length}": (dim, heads, length)
     for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048))
 }
-CHECKED = 1e11  # operations up to which a CPU computes the float64 reference; some ten seconds
-PHASES = {
-    "forward": 1.0,
-    "backward": BACKWARD,
-    "both": 1 + BACKWARD,
-}  # and their operations over those of the forward pass
-#: Library -> what cannot be timed on it, and why.
+#: Most operations for which a CPU computes the float64 reference; this many take about ten seconds.
+MAX_CHECKED_FLOPS = 1e11
+#: Phase -> its operations relative to the forward pass.
+PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}
+#: Library -> phases that cannot be timed on it -> reason.
 PARTIAL = {
     "numpy": dict.fromkeys(("backward", "both"), "the library does not differentiate"),
-    "mlx": {"backward": "the library keeps no graph; it is in both"},
+    "mlx": {"backward": "the library keeps no graph; the phase both includes it"},
 }
 SKEWED = (32_768, *(128,) * 255)
 TILES = (16, 32, 64, 128)
 
 
-def _near(median: float, rows: int, seed: int) -> tuple[int, ...]:
-    """Log-normal lengths that add up to `rows` times `median`."""
+def _lengths_near(median: float, rows: int, seed: int) -> tuple[int, ...]:
+    """Return log-normal lengths that add up to `rows` times `median`."""
     return tuple(
         map(int, draws.adding_up(rows, int(rows * median), np.random.default_rng(seed), sigma=0.6))
     )
 
 
-#: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all are float32, with a quarter of the heads and rows a quarter
-#: as long.
+#: Name -> lengths, heads, kv_heads, dim, dtype on CUDA. On the CPU all are float32, with a quarter
+#: of the heads and of the row lengths.
 WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
     "seed": (draws.SEED, 16, 16, 64, "float16"),
     "seed-bf16": (draws.SEED, 16, 16, 64, "bfloat16"),
@@ -90,15 +88,15 @@ WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
 
 
 def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple[str, Work]]:
-    """The works that go by a name; "shapes" is all of `SHAPES`."""
+    """Yield the named workloads; "shapes" selects all of `SHAPES`."""
     cuda = device == "cuda"
-    asked = words(names, "--work", ("shapes", *SHAPES, *WORKLOADS))
+    selected = words(names, "--work", ("shapes", *SHAPES, *WORKLOADS))
     for name in itertools.chain.from_iterable(
-        SHAPES if name == "shapes" else (name,) for name in asked
+        SHAPES if name == "shapes" else (name,) for name in selected
     ):
         if name in SHAPES:
             dim, heads, length = SHAPES[name]
-            rows = _near(length // 16 if quick else length, 16, dim + heads + length)
+            rows = _lengths_near(length // 16 if quick else length, 16, dim + heads + length)
             yield name, Work(rows, heads, heads, dim, "bfloat16" if cuda else "float32", seed=seed)
         else:
             rows, heads, kv_heads, dim, dtype = WORKLOADS[name]
@@ -114,10 +112,10 @@ def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple
             yield name, Work(rows, heads, kv_heads, dim, dtype, seed=seed)
 
 
-def own_rows(
+def custom_lengths(
     lengths: Path | None, count: int, medians: list[int], sigmas: list[float], seed: int
 ) -> dict[str, tuple[int, ...]]:
-    """Name -> lengths of the rows: those of a file, or log-normal ones for each median and sigma."""
+    """Return row lengths by name: from a file, or log-normal for each median and sigma."""
     if lengths is not None:
         return {lengths.name: tuple(map(int, draws.read(lengths)))}
     return {
@@ -135,34 +133,29 @@ def command(
     ] = "",
     lengths: Lengths = None,
     num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Rows of your own workload; 16.")
+        int | None, typer.Option(min=1, help="Rows of a custom workload; default 16.")
     ] = None,
-    mean_len: Annotated[str, typer.Option(help="Median length of its rows; 512.")] = "",
+    mean_len: Annotated[str, typer.Option(help="Median length of its rows; default 512.")] = "",
     sigma: Annotated[
         str,
-        typer.Option(
-            help="Standard deviation of the logarithms of the lengths; 0.6, and 0 is all alike."
-        ),
+        typer.Option(help="Standard deviation of the log lengths; default 0.6; 0 makes all equal."),
     ] = "",
-    heads: Annotated[str, typer.Option(help="Heads of the queries; 8.")] = "",
+    heads: Annotated[str, typer.Option(help="Heads of the queries; default 8.")] = "",
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="Heads of keys and values; as many by default.")
     ] = None,
-    dim: Annotated[str, typer.Option(help="Size of a head; 64.")] = "",
+    dim: Annotated[str, typer.Option(help="Size of a head; default 64.")] = "",
     dtype: Annotated[
         str, typer.Option(help="float32, float16, bfloat16; float32 is the default.")
     ] = "",
     causal: Annotated[
-        str,
-        typer.Option(help="Whether a token sees those before it alone: yes, no, or both of them."),
+        str, typer.Option(help="Mask out later tokens: yes, no, or both (yes,no).")
     ] = "yes",
     tiles: Annotated[
         bool, typer.Option("--tiles", help="Sweep tile sizes instead, on PyTorch.")
     ] = False,
-    errors: Annotated[bool, typer.Option(help="Compare all with float64.")] = True,
-    only: Annotated[
-        str, typer.Option(help="Peers, by their names or the first letters of them.")
-    ] = "",
+    errors: Annotated[bool, typer.Option(help="Compare all results with float64.")] = True,
+    only: Annotated[str, typer.Option(help="Peers, by name or prefix of a name.")] = "",
     backend: Backend = "all",
     device: Device = "auto",
     seed: Seed = 0,
@@ -171,12 +164,14 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Attention against every peer that can be imported: forward, backward and both, and the error against float64.
+    """Measure attention against every peer that can be imported: time, and error against float64.
 
-    Named workloads, or your own by any of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype; with
-    commas in those all combinations, and each with all of --causal. The share is that of the useful operations in this machine's
-    peak for matrix products. With --tiles: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and bfloat16, or
-    those asked for, and the best tile of each.
+    The phases are forward, backward and both. The workloads are named (--work), or custom with any
+    of --lengths, --num-seqs, --mean-len, --sigma, --heads, --kv-heads, --dim and --dtype. Comma
+    lists in these options and in --causal give all combinations. The share is the rate of useful
+    operations relative to this machine's peak for matrix products. --tiles finds the best tile of
+    each shape instead: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and
+    bfloat16, unless --mean-len, --dim or --dtype select others.
     """
     with Session("attention", locals(), where(device)) as session:
         sizes, dims, dtypes = (
@@ -189,13 +184,13 @@ def command(
         if lengths or num_seqs or kv_heads or any((mean_len, sigma, heads, dim, dtype)):
             if work:
                 raise typer.BadParameter(
-                    f"--work: expected none beside options of your own workload, got {work!r}"
+                    f"--work: expected none with the options of a custom workload, got {work!r}"
                 )
             shapes = itertools.product(
                 numbers(heads, "--heads") or [8], [kv_heads], dims or [64], dtypes or ["float32"]
             )
             sigmas = numbers(sigma, "--sigma", kind=float, least=0) or [0.6]
-            rows = own_rows(lengths, num_seqs or 16, sizes or [512], sigmas, seed)
+            rows = custom_lengths(lengths, num_seqs or 16, sizes or [512], sigmas, seed)
             works = [
                 (name, Work(n, h, kv or h, d, kind, seed=seed))
                 for (name, n), (h, kv, d, kind) in itertools.product(rows.items(), shapes)
@@ -204,17 +199,17 @@ def command(
             works = list(workloads(work or "seed", session.device, seed, quick))
         masks = words(causal, "--causal", ("yes", "no"))
         cases = [
-            (name, replace(what, causal=mask == "yes"))
-            for (name, what), mask in itertools.product(works, masks)
+            (name, replace(base, causal=mask == "yes"))
+            for (name, base), mask in itertools.product(works, masks)
         ]
         session.limits()
         for lib in wanted(session, backend):
-            for name, what in session.track(cases, lib.name):
+            for name, case_work in session.track(cases, lib.name):
                 _measure(
                     session,
                     lib,
                     name,
-                    what,
+                    case_work,
                     [x.strip() for x in only.split(",") if x.strip()],
                     errors,
                 )
@@ -265,17 +260,17 @@ def _measure(
                 )
     if not errors:
         return None
-    if session.device == "cpu" and PHASES["both"] * work.flops > CHECKED:
+    if session.device == "cpu" and PHASES["both"] * work.flops > MAX_CHECKED_FLOPS:
         return session.leave_out(
             f"errors of {name}", "too many operations for the float64 reference"
         )
     try:
-        right = reference(lib, work, gradients=lib.phases is not None)
-    except Exception as error:  # without a reference the times still stand
+        expected = reference(lib, work, gradients=lib.phases is not None)
+    except Exception as error:  # without a reference the times are still valid
         return session.leave_out(f"errors of {name}", Failure.of(error).why)
     for phase, name, truth in (
-        ("forward", "forward_error", right[:1]),
-        ("both", "gradient_error", right[1:]),
+        ("forward", "forward_error", expected[:1]),
+        ("both", "gradient_error", expected[1:]),
     ):
         for who, prepare in prepared.items():
             if f"{phase}_s" in session.row(case, who).values:
@@ -300,46 +295,46 @@ def _error(
     return worst(lib, lib.wait(step()()), truth, prepare().packed)
 
 
-# --------------------------------------------------------------------------------------------------- tiles
+# ------------------------------------------------------------------------------------------- tiles
 @contextmanager
-def _standard(m: int, n: int) -> Iterator[None]:
-    """The standard path with tiles of so many queries and keys."""
+def _standard_tiles(m: int, n: int) -> Iterator[None]:
+    """Run the standard path with tiles of `m` queries and `n` keys."""
     module = import_module("scree.ops.attention")
     with patch.object(module, "QUERIES", m), patch.object(module, "KEYS", n):
         yield
 
 
 @contextmanager
-def _triton(m: int, n: int) -> Iterator[None]:
-    """The portable Triton kernels with tiles of so many queries and keys, in all three of them."""
-    plans, tuned = (
+def _triton_tiles(m: int, n: int) -> Iterator[None]:
+    """Run all three portable Triton kernels with tiles of `m` queries and `n` keys."""
+    launch_configs, tile_configs = (
         import_module("scree_triton.attention.launch_configs"),
         import_module("scree_triton.attention.tile_configs"),
     )
-    tile = tuned.Tile(m, n, 8 if m * n > 8192 else 4, 2)
+    tile = tile_configs.Tile(m, n, 8 if m * n > 8192 else 4, 2)
     with ExitStack() as stack:
         for name, value in (
             ("SM90_TILES", {}),
-            ("portable_tiles", lambda *_: tuned.Tiles(tile, tile, tile)),
+            ("portable_tiles", lambda *_: tile_configs.Tiles(tile, tile, tile)),
             ("CONFIG_CACHE", {}),
         ):
-            stack.enter_context(patch.object(plans, name, value))
+            stack.enter_context(patch.object(launch_configs, name, value))
         yield
 
 
-#: Kernel -> how to run it with other tiles.
+#: Kernel -> context manager that sets its tile sizes.
 TILERS: dict[str, Callable[[int, int], AbstractContextManager[None]]] = {
-    "standard": _standard,
-    "triton": _triton,
+    "standard": _standard_tiles,
+    "triton": _triton_tiles,
 }
 
 
 def sweep(
     session: Session, sizes: list[int], dims: list[int], dtypes: list[str], seed: int
 ) -> None:
-    """Every tile on every shape: each cell is a row of its own, and the best of them is named for each shape.
+    """Time every tile on every shape, one result row each, and name the best tile per shape.
 
-    Where no sizes are given, all of them: up to 65,536 tokens on CUDA, and up to 2,048 on the CPU.
+    The default sizes go up to 65,536 tokens on CUDA and up to 2,048 on the CPU.
     """
     lib = next(iter(wanted(session, "torch")), None)
     if lib is None:
@@ -357,7 +352,7 @@ def sweep(
         work = Work((length,), 1, 1, dim, dtype, True, seed)
         case = {"kernel": kernel, "length": length, "dim": dim, "dtype": dtype}
         for (m, n), phase in itertools.product(itertools.product(candidates, candidates), PHASES):
-            with TILERS[kernel](m, n):  # one after the other: each tile compiles kernels of its own
+            with TILERS[kernel](m, n):  # one at a time: each tile compiles separate kernels
                 builds = {
                     f"{m} x {n}": partial(_step, lib, partial(ours(kernel), lib, work), phase)
                 }
@@ -366,47 +361,49 @@ def sweep(
         for phase in PHASES:
             timed = [row for row in rows if f"{phase}_s" in row.values]
             best = min(timed, key=lambda row: row.values[f"{phase}_s"], default=None)
-            found = session.row({**case, "best of": phase}, best.who if best else "none")
+            best_row = session.row({**case, "best of": phase}, best.who if best else "none")
             if best:
-                found.values[f"{phase}_s"] = best.values[f"{phase}_s"]
+                best_row.values[f"{phase}_s"] = best.values[f"{phase}_s"]
             else:
-                found.add(f"{phase}_s", Failure(FAILED, "no tile runs"))
+                best_row.add(f"{phase}_s", Failure(FAILED, "no tile runs"))
 
 
-# -------------------------------------------------------------------------------------- tables and pictures
+# ----------------------------------------------------------------------------- tables and pictures
 def tables(result: Result) -> list[Table]:
-    """The values that say most of named workloads; of the sweep over shapes the ratios, and times of the whole."""
+    """Return the main values of named workloads, and ratios and times of the sweep over shapes."""
     swept = [row for row in result.rows if row.case.get("work") in SHAPES]
-    found = results.tables([row for row in result.rows if row not in swept], SHOWN)
+    shown = results.tables([row for row in result.rows if row not in swept], SHOWN)
     if swept:
-        found.append(_ratios(swept))
-        found += [
+        shown.append(_ratios(swept))
+        shown += [
             results.pivot(swept, f"{phase}_s", ["work"], f"the sweep over shapes, {name}")
             for phase, name in (("forward", "forward"), ("both", "forward and backward"))
         ]
-    return found
+    return shown
 
 
 def _ratios(rows: Sequence[Row]) -> Table:
-    """Our time over each peer's, over all shapes."""
+    """Return the table of our time over each peer's, over all shapes."""
     lines = []
-    own = {repr(row.case): row.values for row in rows if row.who == "scree"}
+    scree_values = {repr(row.case): row.values for row in rows if row.who == "scree"}
     for who in dict.fromkeys(row.who for row in rows if row.who != "scree"):
         for phase in PHASES:
             value = f"{phase}_s"
-            found = sorted(
-                own[repr(row.case)][value] / row.values[value]
+            ratios = sorted(
+                scree_values[repr(row.case)][value] / row.values[value]
                 for row in rows
-                if row.who == who and value in row.values and value in own.get(repr(row.case), ())
+                if row.who == who
+                and value in row.values
+                and value in scree_values.get(repr(row.case), ())
             )
-            if found:
-                faster = f"{sum(x <= 1 for x in found)} of {len(found)}"
+            if ratios:
+                faster = f"{sum(x <= 1 for x in ratios)} of {len(ratios)}"
                 lines.append(
                     [
                         who,
                         phase,
-                        f"{median(found):.2f}",
-                        f"{found[0]:.2f} to {found[-1]:.2f}",
+                        f"{median(ratios):.2f}",
+                        f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
                         faster,
                     ]
                 )
@@ -415,10 +412,10 @@ def _ratios(rows: Sequence[Row]) -> Table:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Times of the fastest on each named workload, by phase; of the sweep over shapes the ratios to ours; and the best tiles."""
+    """Return pictures of the fastest times, the ratios over shapes, and the best tiles."""
     rows = [row for row in result.rows if row.status == OK and "work" in row.case]
     tiled = [row for row in result.rows if row.status == OK and "kernel" in row.case]
-    found: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
+    drawn: plots.Pictures = {"attention-tiles": partial(_grid, rows=tiled)} if tiled else {}
     for phase, name in (
         ("forward", "forward"),
         ("backward", "backward"),
@@ -428,24 +425,24 @@ def pictures(result: Result) -> plots.Pictures:
         swept = [row for row in timed if row.case["work"] in SHAPES]
         named = [row for row in timed if row not in swept]
         if named:
-            found[f"attention-{phase}"] = partial(_bars, rows=named, phase=phase, name=name)
+            drawn[f"attention-{phase}"] = partial(_bars, rows=named, phase=phase, name=name)
         if swept:
-            found[f"attention-shapes-{phase}"] = partial(
+            drawn[f"attention-shapes-{phase}"] = partial(
                 _curves, rows=swept, phase=phase, name=name
             )
-    return found
+    return drawn
 
 
 def _bars(figure: Any, rows: list[Row], phase: str, name: str) -> None:
     groups = plots.grouped(
         rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "heads", "kv_heads", "dim")
     )
-    title = f"Attention, {name}: less is better, a scale for each workload"
+    title = f"Attention, {name}: less is better, one scale per workload"
     plots.bars(figure.add_subplot(), plots.fastest(groups, 6), f"{phase}_s", title, apart=True)
 
 
 def _grid(figure: Any, rows: list[Row]) -> None:
-    """The best tile of each shape, forward and backward, and how much slower the worst is."""
+    """Draw the best tile of each shape, forward and backward, and the ratio of the worst to it."""
     shapes = {(row.case["dtype"], row.case["dim"]): None for row in rows}
     sizes = sorted({row.case["length"] for row in rows})
     worst = np.full((len(shapes), len(sizes)), np.nan)
@@ -478,7 +475,8 @@ def _grid(figure: Any, rows: list[Row]) -> None:
         aspect="auto",
     )
     axes.set(
-        title="Best tile (queries x keys), and how much slower the worst one is", xlabel="length"
+        title="Best tile (queries x keys), and time of the worst tile relative to it",
+        xlabel="length",
     )
     axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
     axes.set_yticks(range(len(shapes)), [f"{dtype}\nhead size {dim}" for dtype, dim in shapes])
@@ -488,11 +486,13 @@ def _grid(figure: Any, rows: list[Row]) -> None:
 
 def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
     axes = figure.add_subplot()
-    own = {row.case["work"]: row.values[f"{phase}_s"] for row in rows if row.who == "scree"}
-    theirs = [row for row in rows if row.who != "scree" and row.case["work"] in own]
+    scree_times = {row.case["work"]: row.values[f"{phase}_s"] for row in rows if row.who == "scree"}
+    theirs = [row for row in rows if row.who != "scree" and row.case["work"] in scree_times]
     for who in dict.fromkeys(row.who for row in theirs):
         points = sorted(
-            own[row.case["work"]] / row.values[f"{phase}_s"] for row in theirs if row.who == who
+            scree_times[row.case["work"]] / row.values[f"{phase}_s"]
+            for row in theirs
+            if row.who == who
         )
         axes.plot(range(1, len(points) + 1), points, marker="o", label=who)
     axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
@@ -501,7 +501,7 @@ def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
         xlabel="shapes, sorted",
         yscale="log",
     )
-    axes.set_xticks(range(5, len(own) + 1, 5))
+    axes.set_xticks(range(5, len(scree_times) + 1, 5))
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         which(lambda v, _: f"{v:.2g}")
     if theirs:

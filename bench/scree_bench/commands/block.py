@@ -1,4 +1,4 @@
-"""`block`: one transformer block on ragged arrays, forward and backward, whole and term by term, beside its limit."""
+"""`block`: one transformer block on ragged arrays, whole and term by term, against its limit."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ SHOWN_OF_TERMS = (
 )
 BETWEEN = "between kernels"
 
-#: ``mark(name, y)`` is told what came out of a term, and gives it back.
+#: ``mark(name, y)`` receives the result of a term, and returns it.
 Mark = Callable[[str, Any], Any]
 
 
 class Sizes(NamedTuple):
-    """Tokens in all, and the sizes of the block."""
+    """Total number of tokens, and the sizes of the block."""
 
     tokens: int
     width: int
@@ -69,7 +69,11 @@ SIZES = {
 
 
 class Weights(NamedTuple):
-    """The weights of a block; queries, keys and values come out of one product, and so do gate and values of the second half."""
+    """Weights of a block.
+
+    One product computes queries, keys and values; another computes gate and values of the second
+    half.
+    """
 
     norm1: Any
     qkv: Any
@@ -80,7 +84,10 @@ class Weights(NamedTuple):
 
 
 def block(x: scree.Array, w: Weights, s: Sizes, mark: Mark = lambda _, y: y) -> scree.Array:
-    """(n, None, width): norm, attention with rotary positions, norm, gated feed-forward network, on any library."""
+    """Apply the block to an array (n, None, width), on any library.
+
+    Its terms are norm, attention with rotary positions, norm, gated feed-forward network.
+    """
     xp = scree.namespace(x)
     y = mark("norm", xp.ragged.rms_norm(x, w.norm1, eps=EPS))
     y = mark("product: queries, keys, values", y @ w.qkv)
@@ -97,19 +104,19 @@ def block(x: scree.Array, w: Weights, s: Sizes, mark: Mark = lambda _, y: y) -> 
     return mark("sum", x + y)
 
 
-def plain(x: Any, w: Weights, s: Sizes, turn: Function, attend: Function) -> Any:
-    """The same in PyTorch's own functions, on (..., width); `turn` gives positions to queries and keys."""
+def plain(x: Any, w: Weights, s: Sizes, rotate: Function, attend: Function) -> Any:
+    """Apply the block in PyTorch's functions, on (..., width); `rotate` applies the positions."""
     import torch.nn.functional as F  # noqa: N812
 
     y = (F.rms_norm(x, (s.width,), w.norm1, EPS) @ w.qkv).unflatten(-1, (-1, s.dim))
     q, k, v = y.split([s.heads, s.kv_heads, s.kv_heads], -2)
-    x = x + attend(turn(q), turn(k), v).flatten(-2) @ w.out
+    x = x + attend(rotate(q), rotate(k), v).flatten(-2) @ w.out
     gate, up = (F.rms_norm(x, (s.width,), w.norm2, EPS) @ w.up).chunk(2, -1)
     return x + (F.silu(gate) * up) @ w.down
 
 
 class Case:
-    """Random rows and weights, and the block in every form: ``function(x, *weights)`` and its `x`."""
+    """Random rows and weights, and all forms of a block: ``function(x, *weights)`` and its `x`."""
 
     def __init__(self, lib: Library, s: Sizes, rows: int, dtype: str, seed: int) -> None:
         self.lib, self.s, self.dtype = lib, s, dtype
@@ -145,7 +152,7 @@ class Case:
         )
 
     def ours(self, **marks: Mark) -> tuple[Function, Any]:
-        """On ragged arrays."""
+        """Return the form on ragged arrays."""
         offsets, longest, s = self.like.offsets, self.work.longest, self.s
         return (
             lambda x, *w: (
@@ -155,10 +162,10 @@ class Case:
         )
 
     def padded(self) -> tuple[Function, Any]:
-        """On a padded batch."""
+        """Return the form on a padded batch."""
         import torch.nn.functional as F  # noqa: N812
 
-        turn = self._turn(self.lib.make(np.arange(self.work.longest), "int32"))
+        rotate = self._rotary(self.lib.make(np.arange(self.work.longest), "int32"))
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -166,21 +173,21 @@ class Case:
                 q, k, v, is_causal=True, enable_gqa=True
             ).transpose(1, 2)
 
-        return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x[
+        return lambda x, *w: plain(x, Weights(*w), self.s, rotate, attend), self.x[
             self.tokens
         ] * self.real[:, :, None]
 
     def varlen(self) -> tuple[Function, Any]:
-        """On rows end to end, with the attention that PyTorch has for them."""
+        """Return the form on packed rows, with PyTorch's varlen attention."""
         name = "varlen_attn (FA2)" if find_spec("torch.nn.attention.varlen") else "FA2 (aten)"
         attend = (
             next(peer for peer in PEERS if peer.name == name).prepare(self.lib, self.work).function
         )
-        turn = self._turn(scree.positions(self.like))
-        return lambda x, *w: plain(x, Weights(*w), self.s, turn, attend), self.x
+        rotate = self._rotary(scree.positions(self.like))
+        return lambda x, *w: plain(x, Weights(*w), self.s, rotate, attend), self.x
 
-    def _turn(self, at: Any, dtype: str = "") -> Function:
-        """Rotary positions; the angles are made once."""
+    def _rotary(self, at: Any, dtype: str = "") -> Function:
+        """Return a function that applies rotary positions; the angles are computed once."""
         import torch
 
         half = self.s.dim // 2
@@ -191,14 +198,14 @@ class Case:
             t(angle).to(self.lib.arrays.dtypes[dtype or self.dtype]) for t in (torch.cos, torch.sin)
         )
 
-        def turn(x: Any) -> Any:
+        def rotate(x: Any) -> Any:
             low, high = x.chunk(2, -1)
             return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
-        return turn
+        return rotate
 
     def truth(self) -> tuple[Any, ...]:
-        """The result and the gradients of all leaves, in float64, with attention row by row."""
+        """Return the result and the gradients of all leaves in float64, with attention per row."""
         import torch
 
         def attend(q: Any, k: Any, v: Any) -> Any:
@@ -221,30 +228,30 @@ class Case:
             return torch.cat(outs, 1).transpose(0, 1)
 
         leaves = [self.lib.wide(x).requires_grad_() for x in (self.x, *self.weights)]
-        turn = self._turn(scree.positions(self.like), "float64")
-        out = plain(leaves[0], Weights(*leaves[1:]), self.s, turn, attend)
+        rotate = self._rotary(scree.positions(self.like), "float64")
+        out = plain(leaves[0], Weights(*leaves[1:]), self.s, rotate, attend)
         return (out.detach(), *torch.autograd.grad(out, leaves, self.lib.wide(self.gradient)))
 
     def packed(self, x: Any) -> Any:
-        """A padded result as rows end to end; weights and packed results as they are."""
+        """Pack a padded result; return weights and packed results unchanged."""
         return x[self.real] if x.shape[:2] == self.real.shape else x
 
 
 def step(case: Case, form: Callable[[], tuple[Function, Any]], phase: str) -> Step:
-    """A pass through a form of the block; random numbers are sent back to every real token."""
+    """Return a pass through a form of the block; every real token gets a random gradient."""
     function, x = form()
     back = case.gradient if x.ndim == 2 else case.gradient[case.tokens] * case.real[:, :, None]
     return case.lib.steps(function, (x, *case.weights), back)[phase]()
 
 
 def compiled(form: Callable[[], tuple[Function, Any]]) -> tuple[Function, Any]:
-    """The form under `torch.compile`."""
+    """Return the form under `torch.compile`."""
     function, x = form()
     return torch_compiled(function), x
 
 
 def captured(ready: Callable[[], Step]) -> Step:
-    """The call as a CUDA graph; its results stand where they stood when it was captured."""
+    """Return the call as a CUDA graph; replays write to the results of the capture."""
     import torch
 
     call = ready()
@@ -264,9 +271,10 @@ def captured(ready: Callable[[], Step]) -> Step:
 
 
 class Term(NamedTuple):
-    """A part of the block: ``run(*args)``, and its least bytes and operations forward and backward.
+    """A part of the block: ``run(*args)``, its fewest bytes and operations forward and backward.
 
-    Its arrays are random as those of the block are: a product of ones takes a device less power, and so less time.
+    Its arrays are random, like the arrays of the block. A product of ones takes a device less
+    power, and so less time.
     """
 
     run: Function
@@ -276,7 +284,7 @@ class Term(NamedTuple):
 
 
 def terms(case: Case) -> dict[str, Term]:
-    """What the block consists of, by name."""
+    """Return the terms of the block, by name."""
     s, w, like = case.s, case.weights, case.like
     t, item, heads = case.work.total, case.x.element_size(), s.heads + 2 * s.kv_heads
     tokens = partial(case.normal, t)
@@ -290,11 +298,10 @@ def terms(case: Case) -> dict[str, Term]:
         )
 
     def norm(x: Any, w: Any) -> Any:
-        return scree.rms_norm(
-            like.with_values(x), w, eps=EPS
-        ).values, x  # which meets its gradient behind the attention again
+        # The block adds x again after the attention: its gradient is a sum of two.
+        return scree.rms_norm(like.with_values(x), w, eps=EPS).values, x
 
-    def apart(y: Any) -> Any:
+    def split_heads(y: Any) -> Any:
         return tuple(
             x.values
             for x in scree.split(like.with_values(y), (s.heads, s.kv_heads, s.kv_heads), axis=2)
@@ -309,19 +316,21 @@ def terms(case: Case) -> dict[str, Term]:
         )
         return normed.values, total.values
 
-    row, turned = float(t * s.width * item), float(t * (s.heads + s.kv_heads) * s.dim * item)
+    row, rotated = float(t * s.width * item), float(t * (s.heads + s.kv_heads) * s.dim * item)
     hidden, kv = float(t * s.hidden * item), (s.kv_heads, s.dim)
     return {
         "norm": Term(norm, (case.x, w.norm1), (2 * row, 6 * row)),
         "product: queries, keys, values": product(w.qkv),
-        "queries, keys, values apart": Term(apart, (tokens(heads, s.dim),)),
-        "rope": Term(lambda x: scree.rope(like.with_values(x)).values, (tokens(s.heads + s.kv_heads, s.dim),), (2 * turned,) * 2),
+        "queries, keys, values apart": Term(split_heads, (tokens(heads, s.dim),)),
+        "rope": Term(lambda x: scree.rope(like.with_values(x)).values,
+                     (tokens(s.heads + s.kv_heads, s.dim),), (2 * rotated,) * 2),
         "attention": Term(attend, (tokens(s.heads, s.dim), tokens(*kv), tokens(*kv)),
                           flops=(case.work.flops, BACKWARD * case.work.flops)),
         "product: output": product(w.out),
         "norm of a sum": Term(normed_sum, (case.x, tokens(s.width), w.norm2), (4 * row, 4 * row)),
         "product: gate and up": product(w.up),
-        "gate": Term(lambda y: scree.swiglu(like.with_values(y)).values, (tokens(2 * s.hidden),), (3 * hidden, 5 * hidden)),
+        "gate": Term(lambda y: scree.swiglu(like.with_values(y)).values,
+                     (tokens(2 * s.hidden),), (3 * hidden, 5 * hidden)),
         "product: down": product(w.down),
         "sum": Term(lambda x, y: x + y, (case.x, tokens(s.width)), (3 * row, 0)),
     }  # fmt: skip
@@ -330,7 +339,7 @@ def terms(case: Case) -> dict[str, Term]:
 def command(
     rows: Annotated[int, typer.Option(min=1, help="Rows; lengths are log-normal.")] = 16,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 1,024 on the CPU.")
+        int | None, typer.Option(min=1, help="Total tokens; 16,384 on CUDA, 1,024 on the CPU.")
     ] = None,
     dtype: Dtype = "",
     device: Device = "auto",
@@ -340,12 +349,15 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """One transformer block on ragged arrays, forward and backward, against padding and PyTorch's varlen attention.
+    """Measure one transformer block, ragged, against padding and PyTorch's varlen attention.
 
-    Norm, one product for queries, keys and values, rotary positions, attention, product, norm, gated feed-forward network: width
-    2,048, 16 heads on 4 of keys, 128 each, on CUDA, and less on the CPU. Eager and compiled, and on CUDA as a captured graph too.
-    The limit is the sum of the terms: operations over the measured peak of matrix products, or bytes over the measured bandwidth.
-    On CUDA each term is measured by itself, and inside of the whole block by PyTorch's profiler, with the time between kernels.
+    The block has a norm, one product for queries, keys and values, rotary positions, attention, a
+    product, a norm, and a gated feed-forward network. On CUDA the width is 2,048, with 16 query
+    heads and 4 key heads of 128 each; the CPU gets smaller sizes. The forms are eager and compiled,
+    and on CUDA also a captured graph. The limit is the sum over the terms: operations over the
+    measured peak of matrix products, or bytes over the measured bandwidth. On CUDA each term is
+    measured alone and, by PyTorch's profiler, within the whole block, with the time between
+    kernels.
     """
     with Session("block", locals(), where(device)) as session:
         s = SIZES["quick" if quick else session.device]
@@ -382,28 +394,30 @@ def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
         session.leave_out("compiled forms", why)
     if not cuda:
         session.leave_out("captured forms", "CUDA graphs exist on CUDA devices only")
-    made: dict[str, Callable[[], tuple[Function, Any]]] = dict(forms)
+    contenders: dict[str, Callable[[], tuple[Function, Any]]] = dict(forms)
     if not why:
-        made |= {f"{who}, compiled": partial(compiled, form) for who, form in forms.items()}
+        contenders |= {f"{who}, compiled": partial(compiled, form) for who, form in forms.items()}
     ready = {
         (who, phase): cache(partial(step, case, form, phase))
-        for who, form in made.items()
+        for who, form in contenders.items()
         for phase in PHASES
     }
     for phase in PHASES:
-        builds: dict[str, Build] = {who: ready[who, phase] for who in made}
+        builds: dict[str, Build] = {who: ready[who, phase] for who in contenders}
         if cuda:
-            builds |= {f"{who}, captured": partial(captured, ready[who, phase]) for who in made}
+            builds |= {
+                f"{who}, captured": partial(captured, ready[who, phase]) for who in contenders
+            }
         for row in session.time(
             {"part": WHOLE, **about}, f"{phase}_s", builds, wait=case.lib.wait
         ).values():
             if phase == "both" and "both_s" in row.values:
                 row.values["real_tokens"] = case.work.total / row.values["both_s"]
-    right = case.truth()
-    for who in made:
+    expected = case.truth()
+    for who in contenders:
         for phase, name, truth in (
-            ("forward", "forward_error", right[:1]),
-            ("both", "gradient_error", right[1:]),
+            ("forward", "forward_error", expected[:1]),
+            ("both", "gradient_error", expected[1:]),
         ):
             if f"{phase}_s" in session.row({"part": WHOLE, **about}, who).values:
                 session.value(
@@ -424,11 +438,11 @@ def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
     parts = terms(case)
     total = Row({"part": "the sum of the terms", **about}, "scree")
     for phase in PHASES:
-        found = inside(case, phase) if session.device == "cuda" else {}
-        for name in (*parts, *({BETWEEN} & found.keys())):
+        kernel_times = inside(case, phase) if session.device == "cuda" else {}
+        for name in (*parts, *({BETWEEN} & kernel_times.keys())):
             row, values = session.row({"part": name, **about}, "scree"), {}
-            if name in found:
-                values[f"{phase}_inside_s"] = found[name]
+            if name in kernel_times:
+                values[f"{phase}_inside_s"] = kernel_times[name]
             if name in parts:
                 builds = {"scree": partial(_part, case, parts[name], phase)}
                 session.time(row.case, f"{phase}_s", builds, wait=case.lib.wait)
@@ -458,7 +472,10 @@ def _part(case: Case, term: Term, phase: str) -> Step:
 
 
 def inside(case: Case, phase: str) -> dict[str, float]:
-    """Seconds of the kernels of each term in a pass through the whole block, and between all kernels; by PyTorch's profiler."""
+    """Return the seconds of the kernels per term in a whole pass, and between all kernels.
+
+    PyTorch's profiler measures them.
+    """
     marks: list[str] = []
 
     def mark(name: str, y: Any) -> Any:
@@ -478,14 +495,14 @@ def inside(case: Case, phase: str) -> dict[str, float]:
 
     between = [trace.between(kernels) for kernels in trace.of(step(case, case.ours, phase))]
     run = step(case, partial(case.ours, mark=mark), phase)
-    found = [trace.by_mark(kernels, marks) for kernels in trace.of(marked)]
-    return {name: median([taken[name] for taken in found]) for name in dict.fromkeys(marks)} | {
+    profiled = [trace.by_mark(kernels, marks) for kernels in trace.of(marked)]
+    return {name: median([taken[name] for taken in profiled]) for name in dict.fromkeys(marks)} | {
         BETWEEN: median(between)
     }
 
 
 def tables(result: Result) -> list[Table]:
-    """The whole block by everyone; and its terms, each beside its limit."""
+    """Return the whole block by all contenders, and each term with its limit."""
     whole, parts = (
         [row for row in result.rows if (row.case["part"] == WHOLE) is kind]
         for kind in (True, False)
@@ -494,7 +511,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """The whole block by everyone, and each term beside its limit."""
+    """Return pictures of the whole block by all contenders, and of each term with its limit."""
     rows = [row for row in result.rows if "both_s" in row.values]
     whole = {WHOLE: {row.who: row.values["both_s"] for row in rows if row.case["part"] == WHOLE}}
     parts = {
@@ -507,7 +524,7 @@ def pictures(result: Result) -> plots.Pictures:
     }
     titles = {
         "block": (whole, "A transformer block, forward and backward: less is better"),
-        "block-terms": (parts, "Its terms, forward and backward, beside the limit of the machine"),
+        "block-terms": (parts, "Its terms, forward and backward, and the limit of the machine"),
     }
 
     def paint(figure: Any, groups: dict[str, dict[str, float]], title: str) -> None:

@@ -1,4 +1,4 @@
-"""`collectives`: time and bandwidth of what processes of a group exchange: gloo on the CPU, NCCL on GPUs."""
+"""`collectives`: time and bandwidth in a process group: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..options import Device, Out, Quick, numbers
 from ..results import Result, unit
 from ..session import Session
 
-#: Name -> bytes that must pass each link, over the bytes of the whole buffer, for a group of n processes.
+#: Name -> bytes that must pass each link, relative to the whole buffer, for n processes.
 BUS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -26,23 +26,20 @@ BUS = {
     "all-to-all": lambda n: (n - 1) / n,
 }
 
-#: A sample is the mean of so many calls that their buffers hold so many bytes.
+#: A sample is the mean of enough calls that their buffers hold this many bytes.
 SAMPLE = {"cuda": 200_000_000, "cpu": 10_000_000}
-SLOW, FEW = (
-    500_000_000,
-    3,
-)  # bytes of a buffer from which on, on the CPU, a call takes seconds; samples of these
-HELD = 3.0  # bytes that a process holds, over those of the buffer
+#: A CPU call with a buffer of at least this many bytes takes seconds: fewer samples are taken.
+SLOW_BYTES, SLOW_SAMPLES = 500_000_000, 3
+HELD = 3.0  # bytes that a process holds, relative to the buffer
 
 
 def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[str, Any]:
-    """What each process calls; buffers of `size` bytes in all, a share a process."""
+    """Return the calls of each process; the buffers have `size` bytes, split evenly."""
     count = max(1, size // 4 // world)
     whole, part = torch.ones(count * world, device=device), torch.ones(count, device=device)
     other = torch.empty_like(whole)
-    scatter = (
-        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    )  # the name before PyTorch 2.13
+    # PyTorch before 2.13 has only `reduce_scatter_tensor`.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return {
         "all-reduce": lambda: dist.all_reduce(whole),
         "all-gather": lambda: dist.all_gather_into_tensor(other, part),
@@ -52,32 +49,33 @@ def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[st
 
 
 def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, folder: str) -> None:
-    """One process of a group; the first writes what it measured, a line a size and operation."""
+    """Run one process of a group, which writes one line of times per size and operation."""
     import torch
     import torch.distributed as dist
 
-    own = {}
+    options = {}
     if device == "cuda":
         torch.cuda.set_device(rank)
-        own = {"device_id": torch.device("cuda", rank)}
+        options = {"device_id": torch.device("cuda", rank)}
     else:
         torch.set_num_threads(1)
-    meeting = f"file://{folder}/meet"
+    init_method = f"file://{folder}/meet"
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", meeting, rank=rank, world_size=world, **own
+        "nccl" if device == "cuda" else "gloo", init_method, rank=rank, world_size=world, **options
     )
     with open(Path(folder) / f"times-{rank}", "w", encoding="utf-8") as file:
         for size in sizes:
             for name, call in _calls(dist, torch, size, world, device).items():
                 try:
                     calls = -(-SAMPLE[device] // size)
-                    count = min(samples, FEW) if device == "cpu" and size >= SLOW else samples
-                    found: Any = [
+                    slow = device == "cpu" and size >= SLOW_BYTES
+                    count = min(samples, SLOW_SAMPLES) if slow else samples
+                    times: Any = [
                         _seconds(call, calls, dist, torch, device) for _ in range(count + 1)
                     ][1:]
-                except Exception as error:  # all processes meet it alike
-                    found = Failure.of(error).why
-                file.write(json.dumps([size, name, found]) + "\n")
+                except Exception as error:  # all processes get the same error
+                    times = Failure.of(error).why
+                file.write(json.dumps([size, name, times]) + "\n")
                 file.flush()
     dist.destroy_process_group()
 
@@ -94,22 +92,24 @@ def _seconds(call: Any, calls: int, dist: Any, torch: Any, device: str) -> float
 
 def command(
     sizes: Annotated[
-        str, typer.Option(help="Megabytes of the buffers, with commas between them.")
+        str, typer.Option(help="Buffer sizes in megabytes, separated by commas.")
     ] = "1,10,100,1000",
     worlds: Annotated[
-        str, typer.Option(help="Processes of a group, with commas between them.")
+        str, typer.Option(help="Process counts of the groups, separated by commas.")
     ] = "2,4",
     samples: Annotated[
-        int, typer.Option(min=2, help="Samples of each; of large buffers on the CPU three at most.")
+        int, typer.Option(min=2, help="Samples of each; at most three of large buffers on the CPU.")
     ] = 10,
     device: Device = "auto",
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """All-reduce, all-gather, reduce-scatter, all-to-all: time and bus bandwidth, by buffer and number of processes.
+    """Measure time and bus bandwidth of collectives, by buffer size and number of processes.
 
-    Bus bandwidth is what a link has to carry: it does not depend on the number of processes. A sample is the time of the first
-    process, which starts with the others behind a barrier; of small buffers it is the mean of several calls in a row.
+    The collectives are all-reduce, all-gather, reduce-scatter and all-to-all. Bus bandwidth is the
+    rate that each link carries: it does not depend on the number of processes. A sample is the
+    time of the first process, which starts with the others after a barrier. For small buffers it
+    is the mean of several successive calls.
     """
     with Session("collectives", locals(), where(device)) as session:
         if find_spec("torch") is None:
@@ -133,19 +133,22 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
         return session.leave_out(
             f"{world} processes", f"there are {torch.cuda.device_count()} GPUs"
         )
-    fit = []
+    feasible = []
     for size in sizes:
         try:
             require(HELD * size * (1 if session.device == "cuda" else world), session.device)
-            fit.append(size)
+            feasible.append(size)
         except MemoryError as error:
             session.leave_out(f"{world} processes, {size:,} bytes", str(error))
-    if not fit:
+    if not feasible:
         return None
     with tempfile.TemporaryDirectory() as folder:
         try:
             processes.spawn(
-                worker, (world, fit, session.device, samples, folder), nprocs=world, daemon=True
+                worker,
+                (world, feasible, session.device, samples, folder),
+                nprocs=world,
+                daemon=True,
             )
         except Exception as error:  # a process that dies is a result
             session.leave_out(f"the rest of {world} processes", " ".join(str(error).split())[-300:])
@@ -155,7 +158,7 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
 
 
 def _read(session: Session, world: int, written: Path) -> None:
-    """What the first process has written."""
+    """Add the times that the first process has written."""
     for line in written.read_text(encoding="utf-8").splitlines() if written.exists() else ():
         size, name, seconds = json.loads(line)
         if isinstance(seconds, str):
@@ -167,7 +170,7 @@ def _read(session: Session, world: int, written: Path) -> None:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Bus bandwidth against the size of the buffer."""
+    """Return the picture of bus bandwidth by buffer size."""
 
     def paint(figure: Any) -> None:
         worlds = list(dict.fromkeys(row.case["processes"] for row in result.rows))

@@ -1,4 +1,4 @@
-"""`kernels`: what a transformer on ragged batches does beside attention and norms, against PyTorch's ways to do it."""
+"""`kernels`: operations of a transformer on ragged batches, without attention and norms."""
 
 from __future__ import annotations
 
@@ -30,20 +30,16 @@ SHOWN = (
     "both_peak_bytes",
     "relative_error",
 )
-TRANSFORMERS = (
-    "transformers.modeling_flash_attention_utils"  # where its ways in and out of padding are
-)
-ALONG = (
-    "softmax",
-    "logsumexp",
-    "of rows",
-    "cumulative_sum",
-)  # how the names of operations along rows end
-CHECKED = 1000  # rows up to which the truth is computed, in a loop over them
+#: Module of transformers that converts to and from padded batches.
+TRANSFORMERS = "transformers.modeling_flash_attention_utils"
+#: Last words of the names of operations along rows.
+ALONG_ROWS = ("softmax", "logsumexp", "of rows", "cumulative_sum")
+#: Most rows for which the truth is computed, in a loop over them.
+MAX_CHECKED_ROWS = 1000
 
 
 class Sizes(NamedTuple):
-    """Rows, and what each of their tokens is."""
+    """Lengths of the rows, and the shape and data type of a token."""
 
     lengths: Callable[[np.random.Generator], np.ndarray]
     token: tuple[int, ...]
@@ -51,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 class Batch:
-    """Rows of random tokens on PyTorch, and what several operations need of them."""
+    """Rows of random tokens on PyTorch, and derived inputs that several operations share."""
 
     def __init__(self, lib: Library, sizes: Sizes, seed: int, quick: bool = False) -> None:
         self.lib, self.rng, self.token, self.dtype = (
@@ -73,59 +69,59 @@ class Batch:
 
     @cached_property
     def mask(self) -> Any:
-        """(rows, longest) where a padded batch holds tokens."""
+        """Mask (rows, longest) of the tokens of a padded batch."""
         return self.lib.make(np.arange(self.longest) < self.lengths[:, None], "bool")
 
     def runs(self, who: str, why: str | None) -> bool:
-        """Whether there is no reason why a contender cannot run; one that there is is noted."""
+        """Return whether a contender can run, and record the reason if it cannot."""
         self.left_out |= {who: why} if why else {}
         return not why
 
     @property
     def compiles(self) -> bool:
-        """Whether `torch.compile` can run, and there is time for it."""
+        """Return whether `torch.compile` can run, and there is time for it."""
         return self.runs("compiled forms", NO_TIME if self.quick else compiler(self.lib))
 
     @property
     def transformers(self) -> bool:
-        """Whether there is such a package, and time to import it."""
-        there = importable("transformers")
+        """Return whether transformers is installed, and there is time to import it."""
+        installed = importable("transformers")
         return self.runs(
-            "transformers", NO_TIME if self.quick else None if there else "cannot be imported"
+            "transformers", NO_TIME if self.quick else None if installed else "cannot be imported"
         )
 
     def classes(self, count: int) -> Any:
-        """A class for each token."""
+        """Return a random class per token."""
         return self.lib.make(self.rng.integers(0, count, self.total), "int64")
 
     def rows(self, values: Any) -> scree.Array:
-        """Values as rows."""
+        """Return values as ragged rows."""
         return self.like.with_values(values)
 
     @cached_property
     def nested(self) -> Function:
-        """What makes PyTorch's nested tensor of values."""
+        """Function that makes PyTorch's nested tensor of values."""
         return nesting(self.lib, self.lengths)
 
     def padded(self, fill: float = 0.0) -> Any:
-        """The values as a padded batch."""
+        """Return the values as a padded batch."""
         return scree.to_padded(self.like, fill_value=fill)[0]
 
     def by_row(
         self, function: Callable[[Any], Any], put: str = "cat", values: Any = None
     ) -> Callable[[], Any] | None:
-        """What a float64 loop over rows gives, on the tensors themselves; None where there are too many rows for it."""
+        """Return a float64 loop over the rows of tensors, or None if there are too many rows."""
         import torch
 
-        if len(self.lengths) > CHECKED:
+        if len(self.lengths) > MAX_CHECKED_ROWS:
             return None
         wide = self.lib.wide(self.values if values is None else values)
         return lambda: getattr(torch, put)([function(x) for x in wide.split(self.lengths.tolist())])
 
 
 def _softmax(name: str) -> Callable[[Batch], Operation]:
-    """`softmax`, `log_softmax` or `logsumexp`, which gives a number a row."""
-    own, per_row = getattr(scree, name), name == "logsumexp"
+    """Return the operation `softmax`, `log_softmax` or `logsumexp` (one number per row)."""
+    ragged, per_row = getattr(scree, name), name == "logsumexp"
 
     def operation(b: Batch) -> Operation:
         import torch
@@ -135,30 +131,30 @@ def _softmax(name: str) -> Callable[[Batch], Operation]:
         def values(x: Any) -> Any:
             return x if per_row else x.values
 
-        found: dict[str, Contender] = {
-            "scree": lambda: (lambda x: values(own(b.rows(x))), (b.values,))
+        contenders: dict[str, Contender] = {
+            "scree": lambda: (lambda x: values(ragged(b.rows(x))), (b.values,))
         }
-        if b.lib.device == "cuda":  # elsewhere it is what runs anyway
-            found["scree, standard path"] = lambda: (
-                lambda x: values(own(b.rows(x), kernel="standard")),
+        if b.lib.device == "cuda":  # elsewhere scree takes the standard path anyway
+            contenders["scree, standard path"] = lambda: (
+                lambda x: values(ragged(b.rows(x), kernel="standard")),
                 (b.values,),
             )
         if b.total == b.longest * len(b.lengths):
             shape = (len(b.lengths), b.longest, *b.values.shape[1:])
-            found["torch, dense"] = lambda: (lambda x: bare(x, 1), (b.values.reshape(shape),))
+            contenders["torch, dense"] = lambda: (lambda x: bare(x, 1), (b.values.reshape(shape),))
         else:
-            if name == "softmax":  # PyTorch has no other of them along nested rows
-                found["torch.nested"] = lambda: (
+            if name == "softmax":  # PyTorch has none of the others along nested rows
+                contenders["torch.nested"] = lambda: (
                     lambda x: bare(b.nested(x), 1).values(),
                     (b.values,),
                 )
-            found["padded"] = lambda: (
+            contenders["padded"] = lambda: (
                 lambda x: bare(x, 1) if per_row else bare(x, 1)[b.mask],
                 (b.padded(-np.inf),),
             )
         forward, backward = (1 if per_row else 2) * b.bytes, (2 if per_row else 3) * b.bytes
         truth = b.by_row(lambda x: bare(x, 0), "stack" if per_row else "cat")
-        return Operation(name, found, (forward, backward, forward + backward), truth)
+        return Operation(name, contenders, (forward, backward, forward + backward), truth)
 
     return operation
 
@@ -172,13 +168,11 @@ def _reduction(name: str) -> Callable[[Batch], Operation]:
             b.like.lengths.long(),
             {"max": "amax", "min": "amin"}.get(name, name),
         )
-        values = (
-            1 + b.values / 32 if name == "prod" else b.values
-        )  # a product of numbers about 0 is 0
-        back = (
-            1 if name in ("sum", "mean") else 2
-        ) * b.bytes  # the others look at their input again
-        found: dict[str, Contender] = {
+        # A product of numbers about 0 underflows to 0.
+        values = 1 + b.values / 32 if name == "prod" else b.values
+        # The backward passes of all but sum and mean read their input again.
+        back = (1 if name in ("sum", "mean") else 2) * b.bytes
+        contenders: dict[str, Contender] = {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (values,)),
             "segment_reduce": lambda: (
                 lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True),
@@ -191,18 +185,18 @@ def _reduction(name: str) -> Callable[[Batch], Operation]:
         }
         truth = b.by_row(lambda x: getattr(x, bare)(0), "stack", values)
         return Operation(
-            f"{name} of rows", found, (b.bytes, back, b.bytes + back), truth, yardsticks=whole
+            f"{name} of rows", contenders, (b.bytes, back, b.bytes + back), truth, yardsticks=whole
         )
 
     return operation
 
 
 def _search(name: str) -> Callable[[Batch], Operation]:
-    """`argmax`, `any` or `all`, which have no gradient."""
+    """Return the operation `argmax`, `any` or `all`, which have no gradient."""
 
     def operation(b: Batch) -> Operation:
         xp, fill = b.lib.xp, {"argmax": -np.inf, "any": 0.0, "all": 1.0}[name]
-        found: dict[str, Contender] = {
+        contenders: dict[str, Contender] = {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (b.values,)),
             "padded": lambda: (lambda x: getattr(x, name)(1), (b.padded(fill),)),
         }
@@ -211,7 +205,12 @@ def _search(name: str) -> Callable[[Batch], Operation]:
         }
         truth = b.by_row(lambda x: getattr(x, name)(0).double(), "stack")
         return Operation(
-            f"{name} of rows", found, (b.bytes, 0, 0), truth, yardsticks=whole, differentiable=False
+            f"{name} of rows",
+            contenders,
+            (b.bytes, 0, 0),
+            truth,
+            yardsticks=whole,
+            differentiable=False,
         )
 
     return operation
@@ -231,7 +230,10 @@ def _cumulative_sum(b: Batch) -> Operation:
 
 
 def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
-    """Halves of a head as pairs, or neighbors; a compiled form is given the cosines and sines, another finds them as ours does."""
+    """Return rope, with the halves of a head or adjacent features as pairs.
+
+    One compiled form gets cosines and sines as inputs; another computes them, as scree does.
+    """
 
     def operation(b: Batch) -> Operation:
         import torch
@@ -240,10 +242,10 @@ def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
         heads = b.values.reshape(b.total, -1, dim)
         frequencies = 10000.0 ** (-torch.arange(0, dim, 2, device=heads.device) / dim)
 
-        def turn(x: Any, cos: Any, sin: Any) -> Any:
+        def rotate(x: Any, cos: Any, sin: Any) -> Any:
             low, high = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-            found = low * cos - high * sin, high * cos + low * sin
-            return torch.stack(found, -1).flatten(-2) if interleaved else torch.cat(found, -1)
+            parts = low * cos - high * sin, high * cos + low * sin
+            return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
 
         def angles() -> Any:
             at = torch.arange(b.total, dtype=offsets.dtype, device=heads.device)
@@ -253,60 +255,66 @@ def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
         def factors(angle: Any) -> tuple[Any, Any]:
             return angle.cos().to(heads.dtype), angle.sin().to(heads.dtype)
 
-        def itself(x: Any) -> Any:
-            return turn(x, *factors(angles()))
+        def computed(x: Any) -> Any:
+            return rotate(x, *factors(angles()))
 
         cos, sin = factors(angles())
 
-        def given(x: Any) -> Any:
-            return turn(x, cos, sin)
+        def precomputed(x: Any) -> Any:
+            return rotate(x, cos, sin)
 
         def truth() -> Any:
             angle = angles().double()
-            return turn(b.lib.wide(heads), angle.cos(), angle.sin())
+            return rotate(b.lib.wide(heads), angle.cos(), angle.sin())
 
-        found: dict[str, Contender] = {
+        contenders: dict[str, Contender] = {
             "scree": lambda: (
                 lambda x: scree.rope(b.rows(x), interleaved=interleaved).values,
                 (heads,),
             ),
-            "by hand": lambda: (itself, (heads,)),
-            "by hand, cos and sin given": lambda: (given, (heads,)),
+            "by hand": lambda: (computed, (heads,)),
+            "by hand, cos and sin given": lambda: (precomputed, (heads,)),
         }
         if b.compiles:
-            found["compiled"] = lambda: (torch_compiled(itself), (heads,))
-            found["compiled, cos and sin given"] = lambda: (torch_compiled(given), (heads,))
+            contenders["compiled"] = lambda: (torch_compiled(computed), (heads,))
+            contenders["compiled, cos and sin given"] = lambda: (
+                torch_compiled(precomputed),
+                (heads,),
+            )
         name = "rope, neighbors as pairs" if interleaved else "rope"
-        return Operation(name, found, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth)
+        return Operation(name, contenders, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth)
 
     return operation
 
 
 def _cross_entropy(b: Batch) -> Operation:
-    """The features of a token are its logits."""
+    """Return the cross entropy with the features of a token as its logits."""
     import torch.nn.functional as F  # noqa: N812
 
     right = b.classes(b.width)
 
-    def own(x: Any) -> Any:
+    def eager(x: Any) -> Any:
         return F.cross_entropy(x.float(), right)
 
-    found: dict[str, Contender] = {
+    contenders: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.cross_entropy(b.rows(x), b.rows(right)), (b.values,)),
-        "torch": lambda: (own, (b.values,)),
+        "torch": lambda: (eager, (b.values,)),
     }
     if b.compiles:
-        found["torch, compiled"] = lambda: (torch_compiled(own), (b.values,))
+        contenders["torch, compiled"] = lambda: (torch_compiled(eager), (b.values,))
     if b.dtype == "bfloat16":
-        found["torch, in bfloat16"] = lambda: (lambda x: F.cross_entropy(x, right), (b.values,))
+        contenders["torch, in bfloat16"] = lambda: (
+            lambda x: F.cross_entropy(x, right),
+            (b.values,),
+        )
     moved = b.bytes, 2 * b.bytes, 3 * b.bytes
     return Operation(
-        "cross_entropy", found, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right)
+        "cross_entropy", contenders, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right)
     )
 
 
 def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Operation]:
-    """The losses of the logits that a product makes of the tokens, for so many classes; twice the features by default."""
+    """Return the cross entropy of tokens times weights; default: two classes per feature."""
 
     def operation(b: Batch) -> Operation:
         import torch.nn.functional as F  # noqa: N812
@@ -314,7 +322,7 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
         count = classes or 2 * b.width
         right, weight = b.classes(count), b.normal(count, b.width) / b.width**0.5
 
-        def own(x: Any, w: Any) -> Any:
+        def eager(x: Any, w: Any) -> Any:
             return F.cross_entropy((x @ w.T).float(), right)
 
         def liger() -> tuple[Function, tuple[Any, ...]]:
@@ -323,26 +331,26 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
             ).LigerFusedLinearCrossEntropyFunction.apply
             return lambda x, w: run(x, w, right)[0], (b.values, weight)
 
-        found: dict[str, Contender] = {
+        contenders: dict[str, Contender] = {
             "scree": lambda: (
                 lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(right)),
                 (b.values, weight),
             ),
-            "torch": lambda: (own, (b.values, weight)),
+            "torch": lambda: (eager, (b.values, weight)),
         }
         if b.compiles:
-            found["torch, compiled"] = lambda: (torch_compiled(own), (b.values, weight))
+            contenders["torch, compiled"] = lambda: (torch_compiled(eager), (b.values, weight))
         if b.dtype == "bfloat16":
-            found["torch, in bfloat16"] = lambda: (
+            contenders["torch, in bfloat16"] = lambda: (
                 lambda x, w: F.cross_entropy(x @ w.T, right),
                 (b.values, weight),
             )
         if b.runs("liger_kernel", lacking(b.lib, b.dtype, modules=["liger_kernel"])):
-            found["liger_kernel"] = liger
+            contenders["liger_kernel"] = liger
         done = 2.0 * b.total * b.width * count
         return Operation(
             "linear_cross_entropy",
-            found,
+            contenders,
             flops=(done, 2 * done, 3 * done),
             peak=True,
             truth=lambda: F.cross_entropy(b.lib.wide(b.values) @ b.lib.wide(weight).T, right),
@@ -352,7 +360,7 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
 
 
 def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
-    """Each row times a matrix of its own, (width, wide): rows are the tokens of an expert."""
+    """Return the product of each row, one per expert, with a separate matrix (width, wide)."""
 
     def operation(b: Batch) -> Operation:
         import torch
@@ -364,7 +372,7 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
         def loop(x: Any, w: Any) -> Any:
             return torch.cat([part @ w[i] for i, part in enumerate(x.split(lengths))])
 
-        found: dict[str, Contender] = {
+        contenders: dict[str, Contender] = {
             "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
             "loop over rows": lambda: (loop, (b.values, weights)),
         }
@@ -372,7 +380,7 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
             "torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))
         }
         if b.runs("grouped_mm", lacking(b.lib, b.dtype, ["bfloat16"])):
-            found["grouped_mm"] = lambda: (
+            contenders["grouped_mm"] = lambda: (
                 lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends),
                 (b.values, weights),
             )
@@ -383,7 +391,7 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
 
         return Operation(
             "grouped product",
-            found,
+            contenders,
             truth=truth,
             flops=(done, 2 * done, 3 * done),
             yardsticks=dense,
@@ -469,14 +477,16 @@ def _to_padded(b: Batch) -> Operation:
         run, real = import_module(TRANSFORMERS)._pad_input, b.mask.flatten().nonzero().flatten()
         return lambda x: run(x, real, *b.mask.shape), (b.values,)
 
-    found: dict[str, Contender] = {
+    contenders: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.to_padded(b.rows(x))[0], (b.values,)),
         "pad_sequence": lambda: (lambda x: pad(x.split(lengths), batch_first=True), (b.values,)),
         "torch.nested": lambda: (lambda x: b.nested(x).to_padded_tensor(0.0), (b.values,)),
     }
     if b.transformers:
-        found["transformers, pad_input"] = transformers
-    return Operation("to_padded", found, (b.bytes + slots, b.bytes + slots, 2 * (b.bytes + slots)))
+        contenders["transformers, pad_input"] = transformers
+    return Operation(
+        "to_padded", contenders, (b.bytes + slots, b.bytes + slots, 2 * (b.bytes + slots))
+    )
 
 
 def _from_padded(b: Batch) -> Operation:
@@ -486,7 +496,7 @@ def _from_padded(b: Batch) -> Operation:
         run = import_module(TRANSFORMERS)._unpad_input
         return lambda x: run(x, b.mask)[0], (b.padded(),)
 
-    found: dict[str, Contender] = {
+    contenders: dict[str, Contender] = {
         "scree": lambda: (
             lambda x: scree.from_padded(x, b.mask, total=b.total).values,
             (b.padded(),),
@@ -498,13 +508,13 @@ def _from_padded(b: Batch) -> Operation:
         "boolean mask": lambda: (lambda x: x[b.mask], (b.padded(),)),
     }
     if b.transformers:
-        found["transformers, unpad_input"] = transformers
-    return Operation("from_padded", found, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))
+        contenders["transformers, unpad_input"] = transformers
+    return Operation("from_padded", contenders, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))
 
 
 TEXT = "text"  # the batch of the command line
 
-#: Who does what on it.
+#: Operations on this batch, each with its contenders.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
     *map(_softmax, ("softmax", "log_softmax", "logsumexp")),
     *map(_reduction, ("sum", "mean", "max", "min", "prod")),
@@ -525,12 +535,12 @@ OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
 
 
 def about(rows: int, mean: int, sigma: float = 0.6) -> Callable[[np.random.Generator], np.ndarray]:
-    """Log-normal lengths."""
+    """Return a function that draws log-normal lengths of about this mean."""
     return lambda rng: adding_up(rows, rows * mean, rng, sigma)
 
 
-def alike(length: int) -> Callable[[np.random.Generator], np.ndarray]:
-    """So many rows of one length that they hold 16M tokens."""
+def equal_lengths(length: int) -> Callable[[np.random.Generator], np.ndarray]:
+    """Return a function that makes rows of one length, 16M tokens in total."""
     return lambda rng: np.full((1 << 24) // length, length)
 
 
@@ -538,22 +548,30 @@ def _skewed(rng: np.random.Generator) -> np.ndarray:
     return np.concatenate([np.full(500_000, 4), [10_000_000], np.full(500_000, 4)])
 
 
-#: What stresses some of them, on CUDA alone: lengths of rows, what a token is, and who does what.
+#: Batches that stress some kernels, only on CUDA: name -> sizes, and operations.
 HARD: dict[str, tuple[Sizes, tuple[Callable[[Batch], Operation], ...]]] = {
-    **{f"rows of {n:,}": (Sizes(alike(n), (), "float32"), (_softmax("softmax"),)) for n in (1, 4, 64, 500, 4096, 65_536, 1 << 20)},
+    **{f"rows of {n:,}": (Sizes(equal_lengths(n), (), "float32"), (_softmax("softmax"),))
+       for n in (1, 4, 64, 500, 4096, 65_536, 1 << 20)},
     "rows of about 500": (Sizes(about(32_768, 500), (), "float32"),
                           (_softmax("softmax"), *map(_reduction, ("sum", "max", "prod")))),
     "rows of about 500, x 16": (Sizes(about(4096, 500), (16,), "bfloat16"), (_softmax("softmax"),)),
-    "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"), (_reduction("sum"), _reduction("max"))),
-    "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"), tuple(map(_reduction, ("sum", "max", "prod")))),
-    "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
-    "numbers": (Sizes(about(512, 8192), (), "float32"), (_gather, _scatter, _concat, _to_padded, _from_padded)),
-    "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"), (_rope(), _rope(interleaved=True))),
-    **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"), (_grouped(m),))
+    "10M tokens among 1M rows of 4": (Sizes(_skewed, (), "float32"),
+                                      (_reduction("sum"), _reduction("max"))),
+    "1M rows of 4": (Sizes(lambda rng: np.full(1_000_000, 4), (), "float32"),
+                     tuple(map(_reduction, ("sum", "max", "prod")))),
+    "narrow tokens": (Sizes(about(512, 2048), (8,), "bfloat16"),
+                      (_gather, _scatter, _concat, _to_padded, _from_padded)),
+    "numbers": (Sizes(about(512, 8192), (), "float32"),
+                (_gather, _scatter, _concat, _to_padded, _from_padded)),
+    "heads of queries and keys": (Sizes(about(16, 1024), (20, 128), "bfloat16"),
+                                  (_rope(), _rope(interleaved=True))),
+    **{f"{n} experts, {k:,} x {m:,}": (Sizes(about(n, 32_768 // n, 1.0), (k,), "bfloat16"),
+                                       (_grouped(m),))
        for n, k, m in ((8, 2048, 4096), (64, 2048, 1408), (128, 2048, 768))},
     **{f"{n:,} classes": (Sizes(about(16, (1 << 25) // n), (n,), "bfloat16"), (_cross_entropy,))
        for n in (32_768, 50_257, 262_144)},
-    **{f"product, {n:,} classes": (Sizes(about(16, 512), (2048,), "bfloat16"), (_linear_cross_entropy(n),))
+    **{f"product, {n:,} classes": (Sizes(about(16, 512), (2048,), "bfloat16"),
+                                   (_linear_cross_entropy(n),))
        for n in (32_768, 131_072)},
 }  # fmt: skip
 
@@ -563,19 +581,14 @@ def command(
         int, typer.Option(min=1, help="Rows of the batch; lengths are log-normal.")
     ] = 16,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in all; 16,384 on CUDA, 2,048 on the CPU.")
+        int | None, typer.Option(min=1, help="Total tokens; 16,384 on CUDA, 2,048 on the CPU.")
     ] = None,
-    width: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 1024,
+    width: Annotated[int, typer.Option(min=1, help="Features per token.")] = 1024,
     dtype: Dtype = "",
     only: Annotated[
-        str,
-        typer.Option(
-            help="Batches, by the first letters of their names; text is that of these options."
-        ),
+        str, typer.Option(help="Batches, by prefixes of names; text is the batch of these options.")
     ] = "",
-    operations: Annotated[
-        str, typer.Option(help="Operations, by the first letters of their names.")
-    ] = "",
+    operations: Annotated[str, typer.Option(help="Operations, by prefixes of names.")] = "",
     device: Device = "auto",
     seed: Seed = 0,
     seconds: Seconds = SECONDS,
@@ -583,11 +596,12 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Softmax, reductions, scans, rope, grouped products, gather and scatter, packing: against PyTorch's ways to do it.
+    """Measure softmax, reductions, scans, rope, products, gather and packing against PyTorch.
 
-    Bytes are those that must pass; the share is that of a plain copy of as many bytes in the same run, forward and backward.
-    Products have a rate of operations instead, and the share is that of the peak. On CUDA there are also batches that stress
-    some kernels: row lengths, skew, experts, classes.
+    Only necessary bytes count, forward and backward. The share is relative to a plain copy of as
+    many bytes in the same run. Products have a rate of operations instead, relative to the peak of
+    matrix products. On CUDA additional batches stress some kernels: row lengths, skew, experts,
+    classes.
     """
     with Session("kernels", locals(), where(device)) as session:
         dtype = data_type(dtype, session.device)
@@ -604,12 +618,14 @@ def command(
                 f"{len(HARD)} batches that stress some kernels",
                 NO_TIME if quick else "run on CUDA devices only",
             )
-        chosen = {name: found for name, found in batches.items() if name.startswith(_words(only))}
+        chosen = {
+            name: entry for name, entry in batches.items() if name.startswith(_prefixes(only))
+        }
         if not chosen:
             raise typer.BadParameter(
                 f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}"
             )
-        there: list[str] = []
+        names: list[str] = []
         for lib in wanted(session, "torch", ("torch",)):
             for what, (sizes, makers) in session.track(chosen.items()):
                 batch = Batch(lib, sizes, seed, quick)
@@ -620,24 +636,25 @@ def command(
                     "dtype": sizes.dtype,
                 }
                 for operation in (make(batch) for make in makers):
-                    there.append(operation.name)
-                    if operation.name.startswith(_words(operations)):
+                    names.append(operation.name)
+                    if operation.name.startswith(_prefixes(operations)):
                         measure(session, lib, {"batch": what, **case}, operation)
                 for who, why in batch.left_out.items():
                     session.leave_out(who, why)
-        if there and not session.result.rows:
+        if names and not session.result.rows:
             raise typer.BadParameter(
-                f"--operations: expected the beginnings of some of {', '.join(there)}, got {operations!r}"
+                f"--operations: expected the beginnings of some of {', '.join(names)}, "
+                f"got {operations!r}"
             )
 
 
-def _words(text: str) -> tuple[str, ...]:
-    """The beginnings that a list option names; every name has one of none."""
+def _prefixes(text: str) -> tuple[str, ...]:
+    """Return the prefixes in a list option; without any, the empty one, which matches all."""
     return tuple(x.strip() for x in text.split(",") if x.strip()) or ("",)
 
 
 def tables(result: Result) -> list[Table]:
-    """The values that say most: of what moves bytes, and of products."""
+    """Return the main values: of operations bound by bandwidth, and of products."""
     products = {repr(row.case) for row in result.rows if "forward_flops" in row.values}
     kinds = (
         [row for row in result.rows if (repr(row.case) in products) is kind]
@@ -647,8 +664,11 @@ def tables(result: Result) -> list[Table]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Times of ours and of the two fastest others: along rows and elsewhere, on texts and on what stresses some of them."""
-    found: plots.Pictures = {}
+    """Return pictures of the times of scree and of the two fastest peers.
+
+    There is one picture each for operations along rows and others, on texts and on stress batches.
+    """
+    drawn: plots.Pictures = {}
     for phase, hard, along in itertools.product(
         ("forward", "backward"), (False, True), (False, True)
     ):
@@ -658,18 +678,18 @@ def pictures(result: Result) -> plots.Pictures:
             if f"{phase}_s" in row.values
             and row.who != COPY
             and (row.case.get("batch", TEXT) != TEXT) is hard
-            and row.case["operation"].endswith(ALONG) is along
+            and row.case["operation"].endswith(ALONG_ROWS) is along
         ]
         if rows:
-            found[f"kernels-{'hard-' if hard else ''}{'rows-' if along else ''}{phase}"] = partial(
+            drawn[f"kernels-{'hard-' if hard else ''}{'rows-' if along else ''}{phase}"] = partial(
                 _paint, rows=rows, phase=phase
             )
-    return found
+    return drawn
 
 
 def _paint(figure: Any, rows: list[Row], phase: str) -> None:
     groups = plots.grouped(
         rows, f"{phase}_s", plots.labels(rows, "rows", "tokens", "width", "dtype")
     )
-    title = f"{phase.capitalize()}: less is better, a scale for each operation"
+    title = f"{phase.capitalize()}: less is better, one scale per operation"
     plots.bars(figure.add_subplot(), plots.fastest(groups, 3), f"{phase}_s", title, apart=True)

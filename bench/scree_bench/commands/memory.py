@@ -1,4 +1,4 @@
-"""`memory`: bytes of ragged batches against padded, length-sorted and bucketed ones; and peaks that were measured."""
+"""`memory`: bytes of ragged, padded, length-sorted and bucketed batches, and measured peaks."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from ..session import Session
 from ..work import Work
 
 ITEM, OFFSET, MASK = 4, 4, 1  # bytes: a float32 number, an int32 offset, a mask's boolean
-PUBLISHED = (
-    (64, 256.0, 0.6),
-    (32, 1024.0, 1.2),
-)  # rows, median and sigma for which savings of 71% and 85% were published
+#: Rows, median and sigma for which savings of 71% and 85% were published.
+PUBLISHED = ((64, 256.0, 0.6), (32, 1024.0, 1.2))
 POOL = 100  # batches whose rows are sorted together
 HEADS, DIM = 4, 32
-PEAK_SCORES = {
-    "cuda": 2e9,
-    "cpu": 3e8,
-}  # bytes of padded scores up to which the peak is measured; the naive form holds three
+#: Most bytes of padded scores for which the peak is measured; the naive form holds three copies.
+PEAK_SCORES = {"cuda": 2e9, "cpu": 3e8}
 
 
 def ragged_bytes(lengths: np.ndarray, width: int) -> int:
-    """Bytes of a ragged batch: every token once, and the offsets."""
+    """Return the bytes of a ragged batch: every token once, and the offsets."""
     return int(lengths.sum()) * width * ITEM + (len(lengths) + 1) * OFFSET
 
 
 def padded_bytes(lengths: np.ndarray, width: int) -> int:
-    """Bytes of a padded batch: as many tokens as the longest row has, for every row, and the mask."""
+    """Return the bytes of a padded batch: all rows as long as the longest, and the mask."""
     return len(lengths) * int(lengths.max()) * (width * ITEM + MASK)
 
 
 def bucketed_bytes(lengths: np.ndarray, width: int) -> int:
-    """Bytes where every row is padded to the next power of two, as compilers for static shapes want it."""
+    """Return the bytes with every row padded to the next power of two.
+
+    Compilers for static shapes need such a batch.
+    """
     slots = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     return int(slots.sum()) * (width * ITEM + MASK)
 
 
 def savings(batches: list[np.ndarray], width: int) -> dict[str, dict[str, float]]:
-    """Mean bytes of a batch in each of four ways, and what is saved of the padded bytes; sorting is over all rows together."""
+    """Return the mean bytes of a batch in four layouts, and the saved share of the padded bytes.
+
+    Sorting is over the rows of all batches together.
+    """
     rows = np.sort(np.concatenate(batches))
     ordered = np.split(rows, np.cumsum([len(x) for x in batches])[:-1])
     ways = {
@@ -72,7 +74,7 @@ def command(
     ] = None,
     feature_dim: Annotated[int, typer.Option(min=1, help="Numbers in a token.")] = 512,
     trials: Annotated[
-        int, typer.Option(min=1, help="Batches; the published savings are those of five.")
+        int, typer.Option(min=1, help="Batches; the published savings are for five.")
     ] = 5,
     lengths: Lengths = None,
     backend: Backend = "all",
@@ -81,23 +83,30 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Bytes of ragged batches against padded ones, counted; and the peak of attention, measured.
+    """Count the bytes of ragged and padded batches, and measure the peak memory of attention.
 
-    Without options, for the two kinds of batches whose savings were published, 71% and 85%: 64 rows of median 256 (sigma 0.6)
-    and 32 rows of median 1,024 (sigma 1.2). Five batches say little: over many (--trials 1000) it is 70% and 82%. Saved is the
-    share of the padded bytes that the ragged batch does not need; sorting takes the rows of all batches, so it is for those who
-    may change their order. Peaks are those of one such batch; on the CPU of rows a quarter as long.
+    The default batches are the two kinds whose savings were published. Five batches are a small
+    sample: the mean of many (--trials 1000) is lower.
+
+    - 64 rows of median 256 (sigma 0.6): published 71%, over 1,000 batches 70%
+    - 32 rows of median 1,024 (sigma 1.2): published 85%, over 1,000 batches 82%
+
+    Saved is the share of the padded bytes that the ragged batch does not need. Sorting takes the
+    rows of all batches, so it applies only if their order may change. Peaks are measured on one
+    such batch; on the CPU its rows have a quarter of the length.
     """
     with Session("memory", locals(), where(device)) as session:
         cases: list[tuple[dict[str, Any], list[np.ndarray]]] = []
         if lengths is not None:
-            found = draws.read(lengths)
-            size = num_seqs or min(32, len(found))
-            cases = [({"rows": size, "lengths": lengths.name}, draws.batches(found, size))]
+            row_lengths = draws.read(lengths)
+            size = num_seqs or min(32, len(row_lengths))
+            cases = [({"rows": size, "lengths": lengths.name}, draws.batches(row_lengths, size))]
         else:
-            asked = (num_seqs, mean_len, sigma)
-            own = tuple(b if a is None else a for a, b in zip(asked, PUBLISHED[0], strict=True))
-            kinds = PUBLISHED if asked == (None, None, None) else [own]
+            options = (num_seqs, mean_len, sigma)
+            custom = tuple(
+                b if a is None else a for a, b in zip(options, PUBLISHED[0], strict=True)
+            )
+            kinds = PUBLISHED if options == (None, None, None) else [custom]
             for rows, median, deviation in kinds:
                 rngs = (np.random.default_rng(seed + i) for i in range(max(trials, POOL)))
                 batches = [draws.lognormal(int(rows), median, deviation, rng) for rng in rngs]
@@ -113,8 +122,8 @@ def command(
 def _count(
     session: Session, case: dict[str, Any], batches: list[np.ndarray], trials: int, width: int
 ) -> None:
-    for who, found in savings(batches, width).items():
-        session.row(case, who).values |= found
+    for who, values in savings(batches, width).items():
+        session.row(case, who).values |= values
     each = [1 - ragged_bytes(x, width) / padded_bytes(x, width) for x in batches[:trials]]
     row = session.row({**case, "batches": len(each)}, "scree")
     row.values = {
@@ -126,7 +135,10 @@ def _count(
 
 
 def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Library) -> None:
-    """The peak of attention on one batch, forward and with its gradients, inputs counted; on the CPU of rows a quarter as long."""
+    """Measure the peak of attention on one batch, forward and with gradients, inputs included.
+
+    On the CPU its rows have a quarter of the length.
+    """
     batch = batch[:4] // 4 if session.quick else batch // 4 if session.device == "cpu" else batch
     work = _work(batch)
     most = PEAK_SCORES[session.device]
@@ -135,7 +147,8 @@ def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Libra
     if len(work.lengths) < len(batch):
         session.leave_out(
             f"peaks of all {len(batch)} rows of median {case.get('median', 'as given')}",
-            f"padded scores of more than {most / 1e9:g} GB; the first {len(work.lengths)} rows are measured",
+            f"padded scores of more than {most / 1e9:g} GB; "
+            f"the first {len(work.lengths)} rows are measured",
         )
     what = {**case, "rows": len(work.lengths), "longest": work.longest, "heads": HEADS, "dim": DIM}
     for peer in contenders(session, lib, work):
@@ -162,7 +175,7 @@ def _peak(session: Session, case: dict[str, Any], lib: Library, peer: Peer, work
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Bytes of a batch in each way, the savings of all batches, and the measured peaks."""
+    """Return pictures of bytes by layout, the savings of all batches, and the measured peaks."""
     batch, each, peak = (
         [row for row in result.rows if any(name in row.values for name in names)]
         for names in (("batch_bytes",), ("mean_saved",), ("forward_peak_bytes",))
@@ -181,7 +194,7 @@ def pictures(result: Result) -> plots.Pictures:
                 alpha=0.8,
                 label=label(row).replace("\n", ", ") or row.who,
             )
-        axes.set(title="Saved against a padded batch, in each batch", ylabel="batches")
+        axes.set(title="Saved relative to a padded batch, per batch", ylabel="batches")
         axes.xaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
         axes.yaxis.set_major_locator(plots.ticks(5, whole=True))
         axes.legend()
@@ -197,9 +210,9 @@ def pictures(result: Result) -> plots.Pictures:
             figure.add_subplot(), plots.grouped(peak, value, plots.labels(peak)), value, title
         )
 
-    found = {
+    drawn = {
         "memory-batch": (batch, counted),
         "memory-saved": (each, spreads),
         "memory-peak": (peak, peaks),
     }
-    return {name: paint for name, (rows, paint) in found.items() if rows}
+    return {name: paint for name, (rows, paint) in drawn.items() if rows}

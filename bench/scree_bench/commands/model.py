@@ -1,4 +1,4 @@
-"""`model`: whole training steps of GPT-2 on rows of different lengths, ragged and padded: time and memory of each phase."""
+"""`model`: time and memory of GPT-2 training steps by phase, ragged and padded."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ from ..session import Session
 from ..work import BACKWARD
 
 PHASES = ("forward", "backward", "optimizer")
-WARM_UPS = (0, 1, 5)  # steps that are left out of a mean
-POINTS = 1000  # of a timeline
+WARM_UPS = (0, 1, 5)  # warm-up steps excluded from a mean
+POINTS = 1000  # most points of a timeline
 PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16 autocast"}
-LIMITS = {
-    "fp32": "float32",
-    "bf16 autocast": "bfloat16",
-}  # the data type whose matrix products are the limit
+#: Precision -> data type whose peak of matrix products is the limit.
+LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}
 
-#: Class -> what stands in the names of its kernels; the first that fits counts. What is left are norms, softmax and reductions.
+#: Class -> pattern in the names of its kernels; the first match counts. The remaining kernels are
+#: norms, softmax and reductions.
 CLASSES = {
     "attention": "attention|flash|fmha|sdpa|^(forward|dq|dkdv)_kernel",
     "matmul": "(^|[^a-z])(add|badd|b)?mm([^a-z]|$)|gemm|matmul|linear|cutlass|nvjet",
@@ -42,7 +41,7 @@ CLASSES = {
 
 
 class Step:
-    """One training step of one contender, phase by phase; the state lives on between steps."""
+    """Training step of one contender, phase by phase; the state persists between steps."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Step:
         }
 
     def run(self, name: str) -> float:
-        """Seconds of a phase, by the host's clock, from an idle device to an idle device."""
+        """Return the seconds of a phase, by the host's clock, from idle device to idle device."""
         self.wait()
         start = time.perf_counter()
         with self._marked(name):
@@ -92,13 +91,13 @@ class Step:
         return time.perf_counter() - start
 
     def wait(self) -> None:
-        """Until the device is idle."""
+        """Wait until the device is idle."""
         if self.device == "cuda":
             self.torch.cuda.synchronize()
 
     @contextmanager
     def _marked(self, name: str) -> Iterator[None]:
-        """A range that Nsight shows."""
+        """Mark a range that Nsight shows."""
         if self.device != "cuda":
             yield
             return
@@ -119,29 +118,27 @@ def command(
     ] = "",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 4,
     sigma: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Standard deviation of the logarithms of the lengths; 0 is all alike."
-        ),
+        float, typer.Option(min=0, help="Standard deviation of the log lengths; 0 makes all equal.")
     ] = 0.6,
     lengths: Lengths = None,
     precisions: Annotated[
         str, typer.Option(help="fp32, tf32 (only on CUDA), bf16 (autocast).")
     ] = "fp32,tf32,bf16",
-    compiled: Annotated[bool, typer.Option("--compiled", help="Compiled forms too.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Add compiled forms.")] = False,
     steps: Annotated[
-        int, typer.Option(min=1, help="Steps that are measured, beside five to warm up.")
+        int, typer.Option(min=1, help="Measured steps, after five warm-up steps.")
     ] = 10,
     device: Device = "auto",
     seed: Seed = 0,
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Training steps of GPT-2, ragged and padded: forward, backward and optimizer, time, memory and where they go.
+    """Measure time and memory of GPT-2 training steps, ragged and padded, by phase and kernel.
 
-    Both forms start from the same weights, so their first losses must agree. Means are after 0, 1 and 5 steps of warming up; the
-    spread is that after 5. Peaks are those of each phase, over what was held before the step. The share of the limit is that of
-    the operations on real tokens in this machine's peak for matrix products.
+    The phases are forward, backward and optimizer. Both forms start from the same weights, so their
+    first losses must agree. Means are after 0, 1 and 5 warm-up steps; the spread is after 5. The
+    peak of each phase is relative to the memory held before the step. The share of the limit is the
+    rate of operations on real tokens relative to this machine's peak for matrix products.
     """
     with Session("model", locals(), where(device)) as session:
         if find_spec("torch") is None:
@@ -149,19 +146,21 @@ def command(
         sizes = sizes or ("small" if session.device == "cuda" else "mini")
         contexts = contexts or ("128,256,512" if session.device == "cuda" else "64,128")
         chosen, medians = words(sizes, "--sizes", gpt.SIZES), numbers(contexts, "--contexts")
-        asked = words(precisions, "--precisions", PRECISIONS)
+        selected = words(precisions, "--precisions", PRECISIONS)
         if quick:
             chosen, medians, steps = ["tiny"], [24], 3
-        own = draws.read(lengths)[:batch] if lengths else None
-        medians = medians if own is None else [int(np.median(own))]
-        cases = itertools.product(chosen, medians, asked)
+        file_lengths = draws.read(lengths)[:batch] if lengths else None
+        medians = medians if file_lengths is None else [int(np.median(file_lengths))]
+        cases = itertools.product(chosen, medians, selected)
         session.result.extra = {"timelines": {}, "kernels": {}}
         for name, median, precision in session.track(cases):
             if precision == "tf32" and session.device != "cuda":
                 session.leave_out("tf32", "exists on CUDA devices only")
                 continue
             rng = np.random.default_rng(seed)
-            counts = draws.lognormal(batch, median, sigma, rng) if own is None else own
+            counts = file_lengths
+            if counts is None:
+                counts = draws.lognormal(batch, median, sigma, rng)
             rows = [rng.integers(0, gpt.SIZES[name].vocabulary, int(n)) for n in counts]
             case = {
                 "size": name,
@@ -195,9 +194,7 @@ def _measure(
                 running[who] = Step(
                     size, make(rows, device), longest, device, case["precision"], compile_it, seed
                 )
-            except (
-                Exception
-            ) as error:  # out of memory, most of all: a result, and the others still run
+            except Exception as error:  # e.g. out of memory: a result; the other contenders run on
                 session.row(case, who).add("step_s", Failure.of(error))
     times: dict[str, dict[str, list[float]]] = {
         who: {phase: [] for phase in PHASES} for who in running
@@ -212,9 +209,7 @@ def _measure(
                         session.row(case, who).values["first_loss_value"] = float(
                             running[who].loss.detach()
                         )
-                except (
-                    Exception
-                ) as error:  # out of memory, most of all: a result, and the others still run
+                except Exception as error:  # e.g. out of memory: the other contenders run on
                     session.row(case, who).add("step_s", Failure.of(error))
                     del running[who]
     finally:  # after an interrupt too
@@ -228,18 +223,21 @@ def _measure(
         try:
             _memory(session, row, step)
             _profile(session, row, step)
-        except Exception as error:  # out of memory, most of all: a result, and the others still run
+        except Exception as error:  # e.g. out of memory: the other contenders run on
             row.add("profile", Failure.of(error))
 
 
 def step_flops(size: gpt.Size, rows: list[np.ndarray]) -> float:
-    """Operations of a step that no form of it can leave out: those of the weights on real tokens, and causal attention."""
+    """Return the operations that every form of a step needs.
+
+    They are products of weights and real tokens, and causal attention.
+    """
     tokens, pairs = sum(map(len, rows)), sum(len(row) * (len(row) + 1) / 2 for row in rows)
     return 6.0 * size.parameters * tokens + (1 + BACKWARD) * 4.0 * size.layers * size.width * pairs
 
 
 def _summarize(row: Row, times: dict[str, list[float]]) -> None:
-    """Times of whole steps, where there are any beside those that warm up."""
+    """Add the times of whole steps, if there are any after the warm-up."""
     every = [sum(parts) for parts in zip(*times.values(), strict=False)]
     last = max(WARM_UPS)
     if len(every) <= last:
@@ -254,29 +252,28 @@ def _summarize(row: Row, times: dict[str, list[float]]) -> None:
 
 
 def _memory(session: Session, row: Row, step: Step) -> None:
-    """Peaks of each phase, and what is held through a whole step."""
+    """Add the peak of each phase, and the timeline of memory held through a whole step."""
     line: list[list[float]] = []
     base, start = 0, 0.0
     for phase in PHASES:
-        found = (
+        events = (
             _cuda_allocations(step, phase)
             if session.device == "cuda"
             else allocations(step.phases[phase])[0]
         )
         row.values[f"{phase}_peak_bytes"] = float(
-            base + max((held for _, held in found), default=0)
+            base + max((held for _, held in events), default=0)
         )
-        line += [[start + at, base + held, PHASES.index(phase)] for at, held in found]
+        line += [[start + at, base + held, PHASES.index(phase)] for at, held in events]
         base, start = (int(line[-1][1]), line[-1][0]) if line else (base, start)
     session.result.extra["timelines"][_label(row)] = line[:: max(1, len(line) // POINTS)]
 
 
 def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
-    """Seconds and bytes held after each event of PyTorch's memory snapshot."""
+    """Return seconds and bytes held after each event of PyTorch's memory snapshot."""
     memory = step.torch.cuda.memory
-    memory._record_memory_history(
-        context=None, max_entries=1_000_000
-    )  # without the places in the code, which take long
+    # Without stack traces, which are slow to record.
+    memory._record_memory_history(context=None, max_entries=1_000_000)
     step.run(phase)
     events = memory._snapshot()["device_traces"][step.torch.cuda.current_device()]
     memory._record_memory_history(enabled=None)
@@ -288,49 +285,47 @@ def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
 
 
 def _profile(session: Session, row: Row, step: Step) -> None:
-    """The share of each class of kernels in a phase, and the kernels that take longest."""
+    """Add the share of each kernel class in a phase, and the slowest kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     cuda = session.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     for phase in PHASES:
-        with profile(activities=activities) as found:
+        with profile(activities=activities) as profiled:
             step.run(phase)
-        own = {
+        kernel_times = {
             e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e6
-            for e in found.key_averages()
+            for e in profiled.key_averages()
             if not cuda
             or (e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False))
         }
-        total = sum(own.values()) or 1.0
+        total = sum(kernel_times.values()) or 1.0
         shares = dict.fromkeys((*CLASSES, "other"), 0.0)
-        for name, seconds in own.items():
+        for name, seconds in kernel_times.items():
             shares[classify(name)] += seconds / total
         target = session.row({**row.case, "phase": phase}, row.who)
         target.values |= {f"{name}_share": share for name, share in shares.items()}
-        longest = sorted(own.items(), key=lambda item: -item[1])[:10]
+        longest = sorted(kernel_times.items(), key=lambda item: -item[1])[:10]
         session.result.extra["kernels"][f"{_label(row)}, {phase}"] = [
             [name[:120], seconds] for name, seconds in longest
         ]
 
 
 def classify(kernel: str) -> str:
-    """The class of a kernel, by its name."""
+    """Return the class of a kernel, by its name."""
     name = kernel.lower()
     return next((kind for kind, words in CLASSES.items() if re.search(words, name)), "other")
 
 
 def tables(result: Result) -> list[Table]:
-    """Times and memory of each case; the shares of each phase; and the kernels that take longest in the last case."""
-    found = results.tables(result.rows)
+    """Return times and memory per case, shares per phase, and the last case's slowest kernels."""
+    shown = results.tables(result.rows)
     last = list(result.extra.get("kernels", {}).items())[-len(PHASES) :]
     for name, kernels in last:
         lines = [[kernel, unit("self_s").show(seconds)] for kernel, seconds in kernels]
-        found.append(
-            Table(f"the kernels that take longest, {name}", ["kernel", "of itself"], lines, [])
-        )
-    return found
+        shown.append(Table(f"slowest kernels, {name}", ["kernel", "self time"], lines, []))
+    return shown
 
 
 def _label(row: Row) -> str:
@@ -338,16 +333,16 @@ def _label(row: Row) -> str:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Time by phase, peak memory, and the timeline of a step."""
+    """Return pictures of the time by phase, and of the memory through a step."""
     rows = [row for row in result.rows if "step_s" in row.values and row.status == OK]
     lines = result.extra.get("timelines", {})
 
     def phases(figure: Any) -> None:
         axes, label, left = figure.add_subplot(), plots.labels(rows, "tokens"), np.zeros(len(rows))
         for phase in PHASES:
-            found = np.asarray([row.values[f"{phase}_s"] for row in rows])
-            axes.barh(range(len(rows)), found, left=left, label=phase)
-            left += found
+            seconds = np.asarray([row.values[f"{phase}_s"] for row in rows])
+            axes.barh(range(len(rows)), seconds, left=left, label=phase)
+            left += seconds
         axes.set_yticks(
             range(len(rows)),
             [", ".join(filter(None, (label(row).replace("\n", ", "), row.who))) for row in rows],
@@ -364,8 +359,7 @@ def pictures(result: Result) -> plots.Pictures:
         for name, points in list(lines.items())[-4:]:
             axes.plot([p[0] for p in points], [p[1] for p in points], label=name, linewidth=1.2)
         axes.set(
-            title="Memory held through a step, over what was there before",
-            xlabel="seconds, as profiled",
+            title="Memory held through a step, relative to the start", xlabel="seconds, as profiled"
         )
         axes.yaxis.set_major_formatter(lambda v, _: unit("x_bytes").show(v) if v else "0")
         axes.legend()

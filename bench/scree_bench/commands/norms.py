@@ -1,4 +1,4 @@
-"""`norms`: rms_norm and layer_norm against PyTorch's own, compiled ones, and the kernels that can be imported."""
+"""`norms`: rms_norm and layer_norm against PyTorch, eager and compiled, and imported kernels."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ def _quack(name: str) -> Function:
     return lambda x, w, r: run(x, w, residual=r, eps=EPS, prenorm=True)
 
 
-#: Other people's kernels: module -> the norms it has, and how to get at them.
+#: Third-party kernels: module -> its norms, and a function that loads one.
 IMPORTED: dict[str, tuple[tuple[str, ...], Callable[[str], Function]]] = {
     "liger_kernel": (("rms_norm", "layer_norm"), _liger),
     "quack": (("rms_norm", "rms_norm of a sum"), _quack),
 }
 
-#: Name -> as one writes it in PyTorch's functions, and how often it must read or write all tokens, forward and backward.
+#: Name -> the norm in PyTorch's functions, and the reads and writes of all tokens that it needs,
+#: forward and backward.
 NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
     "rms_norm": (lambda F: lambda x, w: F.rms_norm(x, w.shape, w, EPS), (2, 3)),
     "rms_norm of a sum": (
@@ -66,7 +67,7 @@ NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
 def functions(
     session: Session, lib: Library, name: str, dtype: str, rows: scree.Array
 ) -> dict[str, Function]:
-    """Who -> the norm of the tokens of such rows; that of a sum gives the sum too."""
+    """Return the norm of each contender by name; the norm of a sum returns the sum too."""
     import torch.nn.functional as F  # noqa: N812
 
     def ours(kernel: str | None) -> Function:
@@ -83,24 +84,24 @@ def functions(
 
         return run
 
-    own = NORMS[name][0](F)
-    found = {"scree": ours(None), "torch": own}
-    if session.device == "cuda":  # elsewhere it is what runs anyway
-        found["scree, standard path"] = ours("standard")
+    eager = NORMS[name][0](F)
+    by_name = {"scree": ours(None), "torch": eager}
+    if session.device == "cuda":  # elsewhere scree takes the standard path anyway
+        by_name["scree, standard path"] = ours("standard")
     if why := NO_TIME if session.quick else compiler(lib):
         session.leave_out("torch, compiled", why)
     else:
-        found["torch, compiled"] = torch_compiled(own)
+        by_name["torch, compiled"] = torch_compiled(eager)
     for module, (names, get) in IMPORTED.items():
         if name in names:
             if why := lacking(lib, dtype):
                 session.leave_out(module, why)
                 continue
             try:
-                found[module] = get(name)
-            except Exception as error:  # also where a package does not fit its dependencies
+                by_name[module] = get(name)
+            except Exception as error:  # a package may also be incompatible with its dependencies
                 session.leave_out(module, f"cannot be imported ({error})")
-    return found
+    return by_name
 
 
 def command(
@@ -116,17 +117,18 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """rms_norm and layer_norm, forward and backward: bytes a second, and the share of a plain copy of as many bytes.
+    """Measure rms_norm and layer_norm, forward and backward, relative to a plain copy.
 
-    Bytes are those that must pass: x once in and once out forward, x and the gradient in and a gradient out backward. The norm of
-    a sum adds a residual first and gives the sum too.
+    Only necessary bytes count. Forward reads x and writes the result; backward reads x and the
+    gradient, and writes a gradient. The share is relative to a plain copy of as many bytes. The
+    norm of a sum adds a residual first and returns the sum too.
     """
     with Session("norms", locals(), where(device)) as session:
         dtype = data_type(dtype, session.device)
         sizes = [numbers(x, "--shapes", "x") for x in (shapes or SHAPES[session.device]).split(",")]
         if any(len(size) != 2 for size in sizes):
             raise typer.BadParameter(
-                f"--shapes: expected tokens x width, as 12160x4096, got {shapes!r}"
+                f"--shapes: expected tokens x width, such as 12160x4096, got {shapes!r}"
             )
         sizes = [[64, 256]] if quick else sizes
         for lib in wanted(session, "torch", ("torch",)):
@@ -171,23 +173,23 @@ def _operation(
 
 
 def tables(result: Result) -> list[Table]:
-    """The values that say most."""
+    """Return the main values."""
     return results.tables(result.rows, SHOWN)
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Bytes a second, forward and backward."""
+    """Return pictures of bytes per second, forward and backward."""
 
     def paint(figure: Any, phase: str) -> None:
         value = f"{phase}_rate"
         groups = plots.grouped(result.rows, value, plots.labels(result.rows))
         plots.bars(
-            figure.add_subplot(), groups, value, f"Norms, {phase}: bytes a second, more is better"
+            figure.add_subplot(), groups, value, f"Norms, {phase}: bytes per second, more is better"
         )
 
-    there = [
+    timed = [
         phase
         for phase in ("forward", "backward")
         if any(f"{phase}_rate" in row.values for row in result.rows)
     ]
-    return {f"norms-{phase}": partial(paint, phase=phase) for phase in there}
+    return {f"norms-{phase}": partial(paint, phase=phase) for phase in timed}

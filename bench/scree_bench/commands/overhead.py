@@ -1,4 +1,4 @@
-"""`overhead`: microseconds that a call costs beside the library's own, on input so small that nothing else counts."""
+"""`overhead`: host time of a call relative to the bare library, on input too small to matter."""
 
 from __future__ import annotations
 
@@ -23,19 +23,15 @@ from ..results import Result, Table
 from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
-HEADS, WIDTH = 4, 64  # of what a layer of a model calls
-OF_A_LAYER = (
-    " in a layer",
-    " with gradients",
-    ", on one thread",
-    ", without autograd",
-)  # how the names of such calls end
+HEADS, WIDTH = 4, 64  # sizes for the calls of a model's layer
+#: Last words of the names of such calls.
+OF_A_LAYER = (" in a layer", " with gradients", ", on one thread", ", without autograd")
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
 LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
 
 
 def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
-    """Name -> our call, and the bare call on the values that it stands for, where there is one."""
+    """Return our call and the equivalent bare call on the values, if there is one, by name."""
     rng, total = np.random.default_rng(0), sum(LENGTHS)
     values = lib.make(rng.standard_normal((total, 2, 16), dtype=np.float32))
     arr: Any = scree.from_lengths(values, LENGTHS)
@@ -60,12 +56,13 @@ def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
     }
 
 
-def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
-    """What a layer of a model calls, forward alone and with its gradients: ours, and PyTorch's own on the values.
+def layer_calls(lib: Library) -> dict[str, dict[str, Thunk]]:
+    """Return the calls of a model's layer, forward alone and with gradients: scree's and PyTorch's.
 
-    Beside the gradients stands "empty", an autograd function in Python that only allocates: what no such function can go below.
-    PyTorch's own attention, on CUDA, is the operator of FlashAttention-2: with gradients through PyTorch's autograd, which knows it
-    in C++, and as `varlen_attn`, the function that calls it; without autograd its two halves one after the other, and ours.
+    "empty" is an autograd function in Python that only allocates: the lower bound for such
+    functions. PyTorch's attention on CUDA is the operator of FlashAttention-2. With gradients it
+    goes through PyTorch's autograd, which implements it in C++, or through `varlen_attn`, which
+    calls it. Without autograd, its forward and backward operators run in sequence, as do scree's.
     """
     import torch
 
@@ -84,7 +81,7 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
     plain = [lib.make(rng.standard_normal(shape), half) for shape in shapes]
     leaves = [x.clone().requires_grad_() for x in plain]
     rows: Any = scree.from_lengths(plain[0], LENGTHS)
-    own, xp = torch.nn.functional, scree.namespace(rows)
+    functional, xp = torch.nn.functional, scree.namespace(rows)
     flash = (
         _flash(rows, (plain[0], plain[1], plain[2]), leaves[:3], torch.randn_like(plain[0]))
         if lib.device == "cuda"
@@ -94,13 +91,14 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
     def layers(
         x: Any, y: Any, z: Any, weight: Any, matrix: Any
     ) -> dict[str, tuple[Thunk, Thunk | None, tuple[Any, ...]]]:
-        """Name -> ours, PyTorch's own, and what they take."""
+        """Return our call, PyTorch's, and their inputs, by name."""
         q, k, v = map(rows.with_values, (x, y, z))
         attention = flash.get("autograd" if x.requires_grad else "forward")
         return {
             "attention": (lambda: xp.ragged.attention(q, k, v, causal=True), attention, (x, y, z)),
-            "rms_norm": (lambda: xp.ragged.rms_norm(q, weight), lambda: own.rms_norm(x, (WIDTH,), weight), (x, weight)),
-            "softmax": (lambda: xp.ragged.softmax(q), lambda: own.softmax(x, 0), (x,)),
+            "rms_norm": (lambda: xp.ragged.rms_norm(q, weight),
+                         lambda: functional.rms_norm(x, (WIDTH,), weight), (x, weight)),
+            "softmax": (lambda: xp.ragged.softmax(q), lambda: functional.softmax(x, 0), (x,)),
             "sum of rows": (lambda: xp.sum(q, axis=1), lambda: x.sum(0), (x,)),
             "rope": (lambda: xp.ragged.rope(q), None, (x,)),
             "swiglu": (lambda: xp.ragged.swiglu(q), None, (x,)),
@@ -115,31 +113,36 @@ def beside_torch(lib: Library) -> dict[str, dict[str, Thunk]]:
             return lambda: torch.autograd.grad(f(), inputs, like)
         return lambda: torch.autograd.grad(f().values, inputs, like)
 
-    found: dict[str, dict[str, Thunk | None]] = {}
+    calls_by_name: dict[str, dict[str, Thunk | None]] = {}
     for name, (ours, bare, _) in layers(*plain).items():
-        found[f"{name} in a layer"] = {"scree": ours, "bare": bare}
+        calls_by_name[f"{name} in a layer"] = {"scree": ours, "bare": bare}
     for name, (ours, bare, inputs) in layers(*leaves).items():
         like = as_values(ours()).detach()
-        found[f"{name} with gradients"] = {
-            "scree": gradients(ours, inputs), "bare": None if bare is None else gradients(bare, inputs),
+        calls_by_name[f"{name} with gradients"] = {
+            "scree": gradients(ours, inputs),
+            "bare": None if bare is None else gradients(bare, inputs),
             "empty": gradients(partial(Empty.apply, like, *inputs), inputs),
         }  # fmt: skip
     if flash:
-        found["attention and its gradients, without autograd"] = {
+        calls_by_name["attention and its gradients, without autograd"] = {
             "scree": flash["ours"],
             "bare": flash["both"],
         }
         if "varlen_attn" in flash:
-            found["attention with gradients"]["varlen_attn"] = gradients(
+            calls_by_name["attention with gradients"]["varlen_attn"] = gradients(
                 flash["varlen_attn"], tuple(leaves[:3])
             )
     return {
-        name: {who: f for who, f in each.items() if f is not None} for name, each in found.items()
+        name: {who: f for who, f in each.items() if f is not None}
+        for name, each in calls_by_name.items()
     }
 
 
 def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) -> dict[str, Thunk]:
-    """FlashAttention-2 in PyTorch, on values and on leaves of autograd; and our two halves without autograd."""
+    """Return PyTorch's FlashAttention-2, on values and on autograd leaves, and our kernels.
+
+    Our forward and backward run without autograd.
+    """
     import torch
 
     from scree_triton.attention.interface import make_spec
@@ -170,7 +173,7 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
         out, lse = scree.attention(q, *others, causal=True, return_lse=True)
         return backward(*plain, None, out.values, lse.values.t(), grad, None)
 
-    found: dict[str, Thunk] = {
+    thunks: dict[str, Thunk] = {
         "forward": lambda: forward(*plain),
         "autograd": lambda: forward(*leaves)[0],
         "both": both,
@@ -179,29 +182,32 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
     if find_spec("torch.nn.attention.varlen") is not None:
         from torch.nn.attention.varlen import varlen_attn
 
-        found["varlen_attn"] = lambda: varlen_attn(
+        thunks["varlen_attn"] = lambda: varlen_attn(
             *leaves, offsets, offsets, longest, longest, window_size=(-1, 0)
         )
-    return found
+    return thunks
 
 
 def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
-    """Every elementwise function of the standard and every reduction, on NumPy: kind, name, our call and the bare one."""
+    """Yield kind, name, our call and the bare call of functions of the standard, on NumPy.
+
+    They are all elementwise functions and all reductions.
+    """
     x = scree.from_lengths(np.linspace(0.1, 0.9, sum(LENGTHS)), LENGTHS)
     i, b = x.with_values(np.arange(x.total_length)), x.with_values(x.values > 0.5)
     xp, bare = scree.namespace(x), x.layout.xp
-    tries = ((x,), (x, x), (i,), (i, i), (b,), (b, b), (b, x, x))
+    candidates = ((x,), (x, x), (i,), (i, i), (b,), (b, b), (b, x, x))
     for name, kind in scree.functions.KINDS.items():
         if kind.name == "reduction":
             ours, its = getattr(xp, name), getattr(bare, name)
             yield kind.name, name, partial(ours, x, axis=1), partial(its, x.values, axis=0)
         elif kind.name == "elementwise":
-            given = next(arrays for arrays in tries if _takes(getattr(bare, name), arrays))
-            dense = [arr.values for arr in given]
+            inputs = next(arrays for arrays in candidates if _takes(getattr(bare, name), arrays))
+            dense = [arr.values for arr in inputs]
             yield (
                 kind.name,
                 name,
-                partial(getattr(xp, name), *given),
+                partial(getattr(xp, name), *inputs),
                 partial(getattr(bare, name), *dense),
             )
 
@@ -209,7 +215,7 @@ def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
 def _takes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> bool:
     try:
         return isinstance(function(*(arr.values for arr in arrays)), np.ndarray)
-    except (TypeError, ValueError):  # other types, or another number of arguments
+    except (TypeError, ValueError):  # wrong types, or wrong number of arguments
         return False
 
 
@@ -220,11 +226,12 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Microseconds a call, against the bare library; and how long imports take.
+    """Measure microseconds per call against the bare library, and the time of imports.
 
-    Thirteen tokens in three rows, so what is measured is what the host does. On libraries that run behind on the CPU each call
-    waits; on CUDA none does. What PyTorch's models call in each layer stands beside PyTorch's own, with its gradients too, and
-    beside an autograd function that computes nothing.
+    The input has thirteen tokens in three rows, so host time dominates. On the CPU each call of an
+    asynchronous library waits for its result; on CUDA no call waits. The calls of a layer of a
+    PyTorch model are compared with PyTorch's functions, forward and with gradients, and with an
+    autograd function that computes nothing.
     """
     with Session("overhead", locals(), where(device)) as session:
         for lib in wanted(session, backend):
@@ -232,12 +239,12 @@ def command(
                 case = {"backend": lib.name, "call": what}
                 contenders: dict[str, Build] = {"scree": partial(_values, ours)}
                 if bare is not None:
-                    contenders["bare"] = partial(_itself, bare)
+                    contenders["bare"] = partial(_identity, bare)
                 rows = session.time(
                     case,
                     "call_s",
                     contenders,
-                    wait=_itself if lib.device == "cuda" else lib.wait,
+                    wait=_identity if lib.device == "cuda" else lib.wait,
                     device="cpu",
                 )
                 if bare is not None and all("call_s" in row.values for row in rows.values()):
@@ -247,18 +254,15 @@ def command(
             if lib.name == "torch":
                 import torch
 
-                for what, thunks in session.track(
-                    beside_torch(lib).items(), "beside PyTorch's own"
-                ):
+                for what, thunks in session.track(layer_calls(lib).items(), "against PyTorch"):
                     builds: dict[str, Build] = {
-                        who: partial(_itself, f) for who, f in thunks.items()
+                        who: partial(_identity, f) for who, f in thunks.items()
                     }
                     session.time(
                         {"backend": lib.name, "call": what}, "call_s", builds, device="cpu"
                     )
-                    if (
-                        lib.device == "cuda" and "with gradients" in what
-                    ):  # elsewhere there is one thread
+                    # On other devices autograd has one thread anyway.
+                    if lib.device == "cuda" and "with gradients" in what:
                         with torch.autograd.set_multithreading_enabled(False):
                             case = {"backend": lib.name, "call": f"{what}, on one thread"}
                             session.time(case, "call_s", builds, device="cpu")
@@ -271,7 +275,7 @@ def command(
                     rows = session.time(
                         case,
                         "call_s",
-                        {"scree": partial(_values, ours), "bare": partial(_itself, bare)},
+                        {"scree": partial(_values, ours), "bare": partial(_identity, bare)},
                     )
                     if all("call_s" in row.values for row in rows.values()):
                         over = rows["scree"].values["call_s"] - rows["bare"].values["call_s"]
@@ -287,22 +291,18 @@ def command(
         session.time({"what": "import in a new process"}, "import_s", imports, device="cpu")
 
 
-def _itself(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
 def _values(thunk: Thunk) -> Thunk:
-    """What a library waits for: the values of a ragged array; other results as they are."""
+    """Return a call whose result a library can wait for: the values of a ragged array."""
 
     def call() -> Any:
-        found = thunk()
-        return (
-            found.values
-            if isinstance(found, scree.Array)
-            else found
-            if hasattr(found, "shape")
-            else ()
-        )
+        result = thunk()
+        if isinstance(result, scree.Array):
+            return result.values
+        return result if hasattr(result, "shape") else ()
 
     return call
 
@@ -313,19 +313,19 @@ def _importer(name: str) -> Thunk:
 
 
 def tables(result: Result) -> list[Table]:
-    """Ours and the bare call side by side."""
+    """Return our call and the bare call side by side."""
     calls, others = (
         [row for row in result.rows if ("call" in row.case) is kind] for kind in (True, False)
     )
     side_by_side = results.pivot(
-        calls, "call_s", ["backend", "call"], "a call, and the bare call that it stands for"
+        calls, "call_s", ["backend", "call"], "a call, and the equivalent bare call"
     )
     return [side_by_side, *results.tables(others)]
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """What each call costs; and what those of a layer do, beside PyTorch's own."""
-    found: plots.Pictures = {}
+    """Return pictures of the time of each call, and of a layer's calls against PyTorch's."""
+    drawn: plots.Pictures = {}
     libraries = dict.fromkeys(row.case["backend"] for row in result.rows if "backend" in row.case)
     for name, layer in itertools.product(libraries, (False, True)):
         rows = [
@@ -339,5 +339,5 @@ def pictures(result: Result) -> plots.Pictures:
             plots.bars(figure.add_subplot(), groups, "call_s", f"A call on thirteen tokens, {name}")
 
         if rows:
-            found[f"overhead-{name}{'-layer' if layer else ''}"] = paint
-    return found
+            drawn[f"overhead-{name}{'-layer' if layer else ''}"] = paint
+    return drawn

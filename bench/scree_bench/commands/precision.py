@@ -1,4 +1,4 @@
-"""`precision`: what each data type costs in accuracy: accumulation, softmax, norms and sums, against float64."""
+"""`precision`: errors of each data type against float64: accumulation, softmax, norms and sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ..work import distance
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SCALES = (1.0, 300.0)  # at 300 the square of a number no longer fits float16
 
-#: The sum of a thousand times 0.01: data type of the sum, that of the number, and that to which it is converted before adding.
+#: Data types for the sum of a thousand times 0.01: of the sum, of the number, and of the number
+#: converted before adding.
 ACCUMULATIONS = (
     ("float32", "float32", "float32"),
     ("float16", "float16", "float16"),
@@ -31,7 +32,8 @@ ACCUMULATIONS = (
 )
 
 
-#: Name -> on a ragged array, and on one row in plain functions of a namespace, of which the truth is made too.
+#: Name -> function of a ragged array, and function of one row in plain namespace functions, which
+#: also computes the truth.
 OPERATIONS: dict[str, tuple[Callable[[Any, scree.Array], Any], Callable[[Any, Any], Any]]] = {
     "softmax": (lambda xp, x: xp.ragged.softmax(x).values, partial(softmax, axis=0)),
     "rms_norm": (lambda xp, x: xp.ragged.rms_norm(x, eps=EPS).values, rms_norm),
@@ -42,7 +44,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any, scree.Array], Any], Callable[[Any, An
 
 
 def accumulate(lib: Library, total: str, number: str, added: str) -> float:
-    """A thousand times 0.01, added one by one."""
+    """Return the sum of a thousand times 0.01, added one by one."""
     kinds, xp = lib.arrays.dtypes, lib.xp
     sum_so_far, x = (
         xp.asarray(value, dtype=kinds[name]) for value, name in ((0.0, total), (0.01, number))
@@ -60,10 +62,11 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Accumulation in four combinations of data types; softmax, norms and sums in each, against float64.
+    """Measure errors against float64: accumulation, softmax, norms and sums in each data type.
 
-    An error is the norm of the difference over the norm of what is right, on inputs that the data type can hold. Beside scree
-    stands the same formula in the data type itself, row by row; what overflows is not finite.
+    Accumulation uses four combinations of data types. An error is the norm of the difference over
+    the norm of the truth, on inputs that the data type can represent. The peer of scree is the same
+    formula in the data type itself, row by row. A result that overflows is not finite.
     """
     with Session("precision", locals(), where(device)) as session:
         rng = np.random.default_rng(seed)
@@ -120,13 +123,13 @@ def _operations(
         session.value(case, "in the dtype itself", "relative_error", plain)
 
 
-def _distance(found: np.ndarray, truth: np.ndarray) -> float:
+def _distance(result: np.ndarray, truth: np.ndarray) -> float:
     with np.errstate(all="ignore"):
-        return distance(found, truth)
+        return distance(result, truth)
 
 
 def tables(result: Result) -> list[Table]:
-    """Contenders side by side."""
+    """Return tables with the contenders side by side."""
     added = [row for row in result.rows if "sum in" in row.case]
     others = [row for row in result.rows if "operation" in row.case]
     keys = ["operation", "dtype", "size of numbers", "backend"]
@@ -142,7 +145,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Errors by operation and data type, on numbers of about 1."""
+    """Return the picture of errors by operation and data type, on numbers of about 1."""
     rows = [
         row
         for row in result.rows

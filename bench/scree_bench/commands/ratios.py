@@ -1,4 +1,4 @@
-"""`ratios`: scree against the best hand-written form of each library, and a limit for each, which may fail the run."""
+"""`ratios`: scree against the best hand-written form per library; a passed limit fails the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..session import Session
 
 
 class Case(NamedTuple):
-    """`ours` against `peer`; `limit` bounds the ratio of the two, or their difference in seconds."""
+    """A comparison of `ours` and `peer`; `limit` bounds the ratio or the difference in seconds."""
 
     name: str
     ours: Thunk
@@ -34,7 +34,10 @@ class Case(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """How one would do by hand, in one library, what scree does; `to_padded` gets values and mask, `from_padded` both too."""
+    """Hand-written forms of scree's functions in one library.
+
+    `to_padded` takes values and mask, `from_padded` a padded array and mask.
+    """
 
     pack: Callable[[list[Any]], Any]
     to_padded: Callable[[Any, Any], Any]
@@ -42,7 +45,7 @@ class Hand(NamedTuple):
 
 
 def _in_place(xp: Any) -> Hand:
-    """NumPy, and what can be written to as its arrays can."""
+    """Return the forms for NumPy, and for libraries whose arrays are mutable like its arrays."""
 
     def to_padded(values: Any, mask: Any) -> Any:
         out = xp.zeros((*mask.shape, *values.shape[1:]), dtype=values.dtype)
@@ -55,7 +58,10 @@ def _in_place(xp: Any) -> Hand:
 def _by_numpy(
     make: Callable[[np.ndarray], Any], pack: Callable[[list[Any]], Any] | None = None
 ) -> Hand:
-    """A NumPy detour: the fastest on the CPU, where JAX outside of `jit` compiles for every new shape."""
+    """Return forms that convert to NumPy and back.
+
+    They are the fastest on the CPU, where JAX outside of `jit` compiles for every new shape.
+    """
 
     def detour(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: make(function(*map(np.asarray, args)))
@@ -81,13 +87,13 @@ HANDS: dict[str, Callable[[], Hand]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------- cases
+# ------------------------------------------------------------------------------------------- cases
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
 def general_cases(lib: Library, quick: bool) -> list[Case]:
-    """Elementwise overhead, row sums, packing and padding."""
+    """Return cases of elementwise overhead, row sums, packing and padding."""
     rng, hand, wait = np.random.default_rng(0), HANDS[lib.name](), lib.wait
     small: Any = scree.from_lengths(lib.make(_normal(rng, 13, 8)), [4, 2, 7])
     xp, bare = scree.namespace(small), small.layout.xp
@@ -153,7 +159,10 @@ def general_cases(lib: Library, quick: bool) -> list[Case]:
 
 
 def attention_cases(lib: Library, quick: bool) -> list[Case]:
-    """16 log-normal sequences, about 2,000 real and 4,500 padded tokens, 4 heads x 32, float32, causal."""
+    """Return cases of causal attention in float32, with 4 heads x 32.
+
+    The 16 log-normal sequences have about 2,000 real and 4,500 padded tokens.
+    """
     rng = np.random.default_rng(11)
     lengths = adding_up(16, 2_000, rng)
     arrays = [_normal(rng, lengths.sum(), 4, 32) for _ in range(3)]
@@ -180,9 +189,8 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
         return weights(a @ b.transpose(0, 1, 3, 2)) @ c
 
     naive_limit = 1 / 20 if lib.name in ("numpy", "torch") else 1
-    matmul_limit = (
-        4 if lib.name == "mlx" else 1
-    )  # whose matrix products are slower on a CPU than NumPy's
+    # On a CPU, matrix products of MLX are slower than NumPy's.
+    matmul_limit = 4 if lib.name == "mlx" else 1
     cases = [
         Case(
             f"attention, {lengths.sum():,} of {16 * n:,} tokens, against naive NumPy (einsum)",
@@ -204,7 +212,7 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
 
 
 def sort_case(lib: Library, quick: bool) -> list[Case]:
-    """Sorting within rows, against a sort of values and then, stably, of rows."""
+    """Return a case of sorting within rows, against a sort of values and a stable sort of rows."""
     rng = np.random.default_rng(2)
     lengths = rng.poisson(50, 10_000 if quick else 100_000)
     values = _normal(rng, lengths.sum())
@@ -233,8 +241,8 @@ def sort_case(lib: Library, quick: bool) -> list[Case]:
     return [Case(what + "two sorts", lambda: wait(xp.sort(arr, axis=1).values), by_keys, 3)]
 
 
-def rival_cases(quick: bool) -> list[Case]:
-    """awkward-array and scikit-hep's ragged, on NumPy."""
+def other_library_cases(quick: bool) -> list[Case]:
+    """Return cases against awkward-array and scikit-hep's ragged, on NumPy."""
     import awkward as ak
     import ragged
 
@@ -259,7 +267,8 @@ def rival_cases(quick: bool) -> list[Case]:
             lambda: ak.sort(theirs, axis=1),
             lambda: ragged.sort(wrapped, axis=1),
         ),
-        # a compiled loop finds the place on the way; NumPy's reduceat finds the maximum alone, which takes as long already
+        # A compiled loop finds the index along with the maximum. NumPy's reduceat finds only the
+        # maximum, which already takes as long.
         "argmax": (
             3,
             lambda: xp.argmax(arr, axis=1),
@@ -287,12 +296,12 @@ def command(
     quick: Quick = False,
     out: Out = None,
     rivals: Annotated[
-        bool, typer.Option(help="Against awkward-array and ragged too, on NumPy.")
+        bool, typer.Option(help="Add cases against awkward-array and ragged, on NumPy.")
     ] = True,
 ) -> None:
-    """Against the best hand-written form of each library: ratios, and a limit for each.
+    """Measure ratios to the best hand-written form of each library, with a limit for each.
 
-    The exit status is 1 where a limit is passed, so a script can hold them.
+    The exit status is 1 if a limit is passed, so that a script can enforce the limits.
     """
     with Session("ratios", locals()) as session:
         for lib in wanted(session, backend):
@@ -303,7 +312,7 @@ def command(
             ]
             if rivals and lib.name == "numpy":
                 try:
-                    cases += rival_cases(quick)
+                    cases += other_library_cases(quick)
                 except ImportError as error:
                     session.leave_out("awkward and ragged", f"not installed ({error})")
             for case in session.track(cases, lib.name):
@@ -331,17 +340,18 @@ def _measure(session: Session, lib: Library, case: Case) -> None:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Ratios beside their limits, a picture for each library."""
+    """Return pictures of the ratios and their limits, one per library."""
     rows = [row for row in result.rows if "over_ratio" in row.values]
 
     def paint(figure: Any, name: str) -> None:
         groups = {
             row.case["what"].replace(", against ", "\nagainst "): {
-                "scree's time over that by hand": row.values["over_ratio"], "limit": row.values["limit_ratio"],
+                "scree's time over the time by hand": row.values["over_ratio"],
+                "limit": row.values["limit_ratio"],
             }
             for row in rows if row.case["backend"] == name
         }  # fmt: skip
-        title = f"{name}: time over that of the best form by hand, a scale for each case"
+        title = f"{name}: time over the best form by hand, one scale per case"
         plots.bars(figure.add_subplot(), groups, "over_ratio", title, apart=True)
 
     return {

@@ -1,4 +1,4 @@
-"""`throughput`: real tokens a second of four operations, ragged against every way to do without."""
+"""`throughput`: real tokens per second of four operations, ragged against the alternatives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ LOOP = "loop over rows"
 
 @dataclass(frozen=True)
 class Stream:
-    """Batches of rows as they come; `ordered` holds the same rows, sorted by length before they are cut into batches."""
+    """Batches of rows in their original order.
+
+    `ordered` has the same rows, sorted by length before they are cut into batches.
+    """
 
     batches: list[np.ndarray]
     heads: int
@@ -43,11 +46,11 @@ class Stream:
 
     @property
     def total(self) -> int:
-        """Real tokens."""
+        """Number of real tokens."""
         return int(sum(x.sum() for x in self.batches))
 
     def works(self, ordered: bool = False) -> list[Work]:
-        """An attention problem for each batch."""
+        """Return one attention problem per batch."""
         lists = self.ordered if ordered else self.batches
         return [
             Work(tuple(map(int, x)), self.heads, self.heads, self.dim, seed=self.seed + i)
@@ -55,8 +58,9 @@ class Stream:
         ]
 
 
-# ------------------------------------------------------------------------------------- operations on tokens
-#: Name -> on a ragged array; on one row (tokens first); on a padded batch (rows, longest, ...) with its mask (rows, longest, 1).
+# ---------------------------------------------------------------------------- operations on tokens
+#: Name -> function of a ragged array; of one row (tokens first); of a padded batch
+#: (rows, longest, ...) with its mask (rows, longest, 1).
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (
         lambda xp, x, weight: xp.ragged.rms_norm(x, weight, eps=EPS).values,
@@ -77,7 +81,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[...
     ),
 }
 
-#: What PyTorch has of its own: on a padded batch with its mask, and on a nested tensor.
+#: PyTorch's functions: on a padded batch with its mask, and on a nested tensor.
 TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm": (
         lambda F, x, mask, weight: F.rms_norm(x, weight.shape, weight, EPS),
@@ -97,7 +101,7 @@ TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[], Thunk]]:
-    """The contenders of an operation that goes over tokens: who -> what builds the pass over all batches."""
+    """Return builders of a pass over all batches by contender, for an operation on tokens."""
     ragged, on_row, padded = OPERATIONS[operation]
     xp, width = lib.xp, stream.heads * stream.dim
     rng = np.random.default_rng(stream.seed)
@@ -139,7 +143,7 @@ def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[
         return lambda: every(run, dense(batches))
 
     plain = lib.compiled(lambda x, mask: padded(xp, x, mask, weight))
-    found = {
+    passes = {
         "scree": ours,
         "padded": padding(plain, stream.batches),
         "padded, sorted": padding(plain, stream.ordered),
@@ -148,7 +152,7 @@ def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[
     if lib.name == "torch":
         import torch.nn.functional as F  # noqa: N812
 
-        own, nested = TORCH[operation]
+        eager, nested = TORCH[operation]
 
         def jagged() -> Thunk:
             return every(
@@ -156,17 +160,17 @@ def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[
                 [(nesting(lib, x)(lib.make(values(x))),) for x in stream.batches],
             )
 
-        found["padded, torch's own"] = padding(
-            lambda x, mask: own(F, x, mask, weight), stream.batches
+        passes["padded, torch's own"] = padding(
+            lambda x, mask: eager(F, x, mask, weight), stream.batches
         )
-        found["torch.nested"] = jagged
-    return found
+        passes["torch.nested"] = jagged
+    return passes
 
 
 def attention_builds(
     session: Session, lib: Library, stream: Stream
 ) -> dict[str, Callable[[], Thunk]]:
-    """The contenders of attention; each padded one also on rows sorted by length."""
+    """Return the contenders of attention; padded ones also run on rows sorted by length."""
 
     def build(peer: Peer, ordered: bool) -> Callable[[], Thunk]:
         def passes() -> Thunk:
@@ -176,18 +180,17 @@ def attention_builds(
 
         return passes
 
-    found = {}
+    builders = {}
     for peer in contenders(session, lib, stream.works()[0]):
         if peer.slow and len(stream.batches) > 1:
             session.leave_out(
-                f"{peer.name} on a stream",
-                "compiles for each of its batches; it is there for one batch",
+                f"{peer.name} on a stream", "compiles for each batch; measured on one batch"
             )
             continue
-        found[peer.name] = build(peer, False)
+        builders[peer.name] = build(peer, False)
         if peer.name.startswith("padded") and "einsum" not in peer.name and len(stream.batches) > 1:
-            found[f"{peer.name}, sorted"] = build(peer, True)
-    return found
+            builders[f"{peer.name}, sorted"] = build(peer, True)
+    return builders
 
 
 def command(
@@ -200,11 +203,10 @@ def command(
         float, typer.Option(min=0, help="Standard deviation of their logarithms.")
     ] = 0.8,
     batches: Annotated[
-        int | None, typer.Option(min=1, help="Batches to work through; 4 on CUDA, 2 on the CPU.")
+        int | None, typer.Option(min=1, help="Batches of the stream; 4 on CUDA, 2 on the CPU.")
     ] = None,
     heads: Annotated[
-        int,
-        typer.Option(min=1, help="Heads of attention; a token has that many times --dim numbers."),
+        int, typer.Option(min=1, help="Heads of attention; a token has heads x dim features.")
     ] = 4,
     dim: Annotated[int, typer.Option(min=1, help="Size of a head.")] = 32,
     backend: Backend = "all",
@@ -214,24 +216,25 @@ def command(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """Attention, rms_norm, softmax and reductions: ragged, padded, sorted, nested, and by a loop over rows.
+    """Measure real tokens per second: ragged, padded, sorted, nested, and in a loop over rows.
 
-    A stream of batches goes through each contender, forward only; what counts are real tokens a second. Padded batches are
-    padded before the clock starts. The sorted form has seen all rows before the first batch. The share of the limit is that of
-    the operations in this machine's peak for matrix products, or of the bytes in its bandwidth. Beside the stream stands the
-    one batch of sixteen rows, 4 heads x 32, that the project's first CPU table was made on.
+    The operations are attention, rms_norm, softmax and reductions. Each contender processes a
+    stream of batches, forward only. Padding is not timed. The sorted form sorts all rows before the
+    first batch. The share of the limit is the rate of operations relative to this machine's peak
+    for matrix products, or the rate of bytes relative to its bandwidth. The second workload is one
+    batch of sixteen rows, 4 heads x 32, from the first CPU table of the project.
     """
     with Session("throughput", locals(), where(device)) as session:
         rng = np.random.default_rng(seed)
         batches = batches or (4 if session.device == "cuda" else 2)
         if quick:
             mean_len, batches = min(mean_len, 48), min(batches, 2)
-        found = (
+        row_lengths = (
             draws.read(lengths)
             if lengths
             else draws.lognormal(num_seqs * batches, mean_len, sigma, rng)
         )
-        stream = Stream(draws.batches(found, num_seqs), heads, dim, seed)
+        stream = Stream(draws.batches(row_lengths, num_seqs), heads, dim, seed)
         first = Stream(
             [draws.adding_up(16, 200 if quick else 2_000, np.random.default_rng(11))], 4, 32, seed
         )
@@ -241,11 +244,11 @@ def command(
                     session, lib, name, "attention", rows, attention_builds(session, lib, rows)
                 )
                 for operation in OPERATIONS if name == "stream" else ():
-                    everyone = builds(lib, rows, operation)
+                    contenders_by_name = builds(lib, rows, operation)
                     if quick and lib.arrays.compiles:
                         session.leave_out(f"{LOOP} on {lib.name}", NO_TIME)
-                        del everyone[LOOP]
-                    _measure(session, lib, name, operation, rows, everyone)
+                        del contenders_by_name[LOOP]
+                    _measure(session, lib, name, operation, rows, contenders_by_name)
 
 
 def _measure(
@@ -272,7 +275,11 @@ def _measure(
 
 
 def _least(session: Session, operation: str, stream: Stream) -> float:
-    """Seconds that the limits of the machine leave: operations of attention, or a look at every number and a result of each."""
+    """Return the least seconds by the limits of the machine.
+
+    For attention, operations set it. Otherwise it is one read per number, and one write per number
+    unless the operation is a reduction.
+    """
     limits = session.limits()
     if operation == "attention":
         return sum(work.flops for work in stream.works()) / limits["matmul_float32_flops"]
@@ -281,8 +288,8 @@ def _least(session: Session, operation: str, stream: Stream) -> float:
 
 
 def pictures(result: Result) -> plots.Pictures:
-    """Tokens a second, an operation each."""
-    found: plots.Pictures = {}
+    """Return pictures of tokens per second, one per operation."""
+    drawn: plots.Pictures = {}
     for operation in dict.fromkeys(row.case["operation"] for row in result.rows):
         rows = [
             row
@@ -296,8 +303,8 @@ def pictures(result: Result) -> plots.Pictures:
                 figure.add_subplot(),
                 groups,
                 "real_tokens",
-                f"{operation}: real tokens a second, more is better",
+                f"{operation}: real tokens per second, more is better",
             )
 
-        found[f"throughput-{operation.replace(' ', '-')}"] = paint
-    return found
+        drawn[f"throughput-{operation.replace(' ', '-')}"] = paint
+    return drawn
