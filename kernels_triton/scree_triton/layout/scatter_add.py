@@ -14,20 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import on_its_device
-from ..runtime.launch import INTERPRETED, Launch, contiguous, empty
+from ..runtime.device import INTERPRETED
+from ..runtime.launch import Launch, contiguous, empty, method_on_device
 from . import scatter_add_bucketed, scatter_add_sorted
 
-_NARROW, _MANY = (
+_NARROW_BYTES, _ATOMIC_BYTES = (
     16,
     128,
 )  # bytes of a token that is added as it comes: always, and beyond what bins are for
 _TOKENS, _ELEMENTS = (64, 128), 1024  # that a program adds as they come
-_SPARSE, _MOST_PARTS = (
+_MAX_PLACES_PER_TOKEN, _MAX_PARTS = (
     4,
     8,
 )  # places a token, and parts of the sums, up to which these are made one after another
-ACC = {
+ACC_TYPES = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,
     torch.float32: tl.float32,
@@ -35,7 +35,7 @@ ACC = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-_WIDE = {
+ACC_DTYPES = {
     tl.float32: torch.float32,
     tl.float64: torch.float64,
     tl.int32: torch.int32,
@@ -44,7 +44,7 @@ _WIDE = {
 
 
 @triton.jit(do_not_specialize=("count", "first", "size"))
-def add_kernel(
+def atomic_kernel(
     X, INDEX, OUT, count, first, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr
 ):
     """OUT (size, C), which held 0: the sums of the tokens X (count, C) that go to each place, `first` and what follows.
@@ -59,11 +59,11 @@ def add_kernel(
         )
         - first
     )
-    there = ((place >= 0) & (place < size))[:, None] & (column < C)
+    inside = ((place >= 0) & (place < size))[:, None] & (column < C)
     x = tl.load(
-        X + token[:, None] * C + column, mask=there, other=0, eviction_policy="evict_first"
+        X + token[:, None] * C + column, mask=inside, other=0, eviction_policy="evict_first"
     ).to(OUT.dtype.element_ty)
-    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=there, sem="relaxed")
+    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=inside, sem="relaxed")
 
 
 @cache
@@ -73,11 +73,11 @@ def _launch(
     """What adds, and the tokens of a program."""
     block = triton.next_power_of_2(width)
     tokens = min(max(_ELEMENTS // block, _TOKENS[0]), _TOKENS[1])
-    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4)), tokens
+    return Launch(atomic_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4)), tokens
 
 
 @cache
-def _cached(device: torch.device) -> int:
+def l2_budget(device: torch.device) -> int:
     """The bytes of sums that the cache holds beside what passes through it."""
     return (
         1 << 25
@@ -86,7 +86,7 @@ def _cached(device: torch.device) -> int:
     )
 
 
-class _Coming:
+class AtomicConfig:
     """What follows from shapes and dtypes where tokens are added as they come.
 
     Sums that take more than the cache holds are made in parts that it does hold, unless these are many or tokens are sparse: the
@@ -106,25 +106,27 @@ class _Coming:
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         width = math.prod(shape[1:])
         self.launch, tokens = _launch(device, x, index, wide, width)
-        parts = -(-size * width * wide.itemsize // _cached(device))
-        parts = parts if parts <= _MOST_PARTS and _SPARSE * shape[0] >= size else 1
-        self.each = size // parts // 16 * 16 + 16  # so that all parts have the same alignment
+        parts = -(-size * width * wide.itemsize // l2_budget(device))
+        parts = parts if parts <= _MAX_PARTS and _MAX_PLACES_PER_TOKEN * shape[0] >= size else 1
+        self.part_size = size // parts // 16 * 16 + 16  # so that all parts have the same alignment
         self.out, self.sums = (
             (*contiguous((size, *shape[1:])), x),
-            (*contiguous((min(self.each, size), *shape[1:])), wide),
+            (*contiguous((min(self.part_size, size), *shape[1:])), wide),
         )
         self.programs, self.count = -(-shape[0] // tokens), shape[0]
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """(size, ...): the tokens of x, contiguous, added up at `index`."""
         out = self.new(*self.out)
         wide = None if self.sums[2] == out.dtype else self.new(*self.sums)
-        for i, part in enumerate((out,) if out.shape[0] <= self.each else out.split(self.each)):
+        for i, part in enumerate(
+            (out,) if out.shape[0] <= self.part_size else out.split(self.part_size)
+        ):
             sums = part if wide is None else wide[: part.shape[0]]
             sums.zero_()
             self.launch(
-                self.programs, (x, index, sums), (), (self.count, i * self.each, part.shape[0])
+                self.programs, (x, index, sums), (), (self.count, i * self.part_size, part.shape[0])
             )
             if wide is not None:
                 part.copy_(sums)
@@ -132,30 +134,37 @@ class _Coming:
 
 
 @lru_cache(1024)
-def _plan(
+def scatter_add_config(
     device: torch.device,
     x: torch.dtype,
     index: torch.dtype,
     shape: tuple[int, ...],
     size: int,
-    ordered: bool,
+    deterministic: bool,
 ) -> Any:
     """What runs such an addition; None where there is nothing to add."""
     if not math.prod(shape) * size:
         return None
-    few, width = scatter_add_bucketed.suits(shape[0], size), math.prod(shape[1:]) * x.itemsize
-    if width <= (_NARROW if few else _MANY) and not (ordered and x.is_floating_point):
-        way = _Coming
+    bucketed, width = (
+        scatter_add_bucketed.is_supported(shape[0], size),
+        math.prod(shape[1:]) * x.itemsize,
+    )
+    if width <= (_NARROW_BYTES if bucketed else _ATOMIC_BYTES) and not (
+        deterministic and x.is_floating_point
+    ):
+        config_type = AtomicConfig
     else:
-        way = scatter_add_bucketed.Plan if few else scatter_add_sorted.Plan
-    return way(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
+        config_type = (
+            scatter_add_bucketed.LaunchConfig if bucketed else scatter_add_sorted.LaunchConfig
+        )
+    return config_type(device, x, index, shape, size, ACC_TYPES[x], ACC_DTYPES[ACC_TYPES[x]])
 
 
-def add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+def scatter_add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
     """(size, ...): the tokens of x, (tokens, ...), added up at `index`; an index that is no place of these counts nothing."""
-    plan = _plan(
+    config = scatter_add_config(
         x.device, x.dtype, index.dtype, x.shape, size, torch.are_deterministic_algorithms_enabled()
     )
-    if plan is None:
+    if config is None:
         return torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return plan.run(x.contiguous(), index)  # type: ignore[no-any-return]
+    return config.run(x.contiguous(), index)  # type: ignore[no-any-return]

@@ -12,18 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import on_its_device
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.launch import Launch, contiguous, empty, method_on_device
 
 _ELEMENTS = 2048  # in a tile
 _WIDE_TOKEN = (
     512  # elements, from which on a program has one place, and reads some of its tokens at once
 )
-_AT_ONCE = 4
-_MOST_PLACES = 128  # of a program
-_CHUNK = 32  # tokens, at least
-_MOST_CHUNKS = 2048
-_BOUNDS = 256  # places whose tokens a program looks up
+_UNROLL = 4
+_MAX_PLACES = 128  # of a program
+_MIN_CHUNK = 32  # tokens, at least
+_MAX_CHUNKS = 2048
+_LOOKUP_BLOCK = 256  # places whose tokens a program looks up
 
 
 @triton.jit
@@ -35,14 +34,14 @@ def _sum(
     columns,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     SORTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """(places, BC): the tokens [begin, end) of the order, or of X itself, added up."""
     total = tl.zeros([begin.shape[0], BC], ACC)
-    for first in range(0, tl.max(end - begin, 0), AT_ONCE):
-        at = begin[:, None] + first + tl.arange(0, AT_ONCE)[None, :]
+    for first in range(0, tl.max(end - begin, 0), UNROLL):
+        at = begin[:, None] + first + tl.arange(0, UNROLL)[None, :]
         valid = at < end[:, None]
         token = tl.load(ORDER + at, mask=valid, other=0).to(tl.int64) if SORTED else at.to(tl.int64)
         mask = valid[:, :, None]
@@ -69,7 +68,7 @@ def prepare_kernel(
     CHUNK: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     PLACES: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -91,11 +90,9 @@ def prepare_kernel(
         if tl.load(KEYS + begin) == tl.load(KEYS + begin + (CHUNK - 1)):
             columns = (program - lookups) % COLUMNS * BC + tl.arange(0, BC)
             one = begin + tl.zeros([1], tl.int64)
-            found = _sum(X, ORDER, one, one + CHUNK, columns, C, BC, AT_ONCE, True, ACC)
+            part = _sum(X, ORDER, one, one + CHUNK, columns, C, BC, UNROLL, True, ACC)
             tl.store(
-                PARTS + chunk.to(tl.int64) * C + columns[None, :],
-                found,
-                mask=(columns < C)[None, :],
+                PARTS + chunk.to(tl.int64) * C + columns[None, :], part, mask=(columns < C)[None, :]
             )
 
 
@@ -110,7 +107,7 @@ def add_kernel(
     CHUNK: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     PLACES: tl.constexpr,
     ACC: tl.constexpr,
 ):
@@ -124,7 +121,7 @@ def add_kernel(
         (begin + (CHUNK - 1)) // CHUNK * CHUNK, end
     )  # the chunks of this place alone begin
     last = tl.maximum(end // CHUNK * CHUNK, first)  # and end
-    total = _sum(X, ORDER, begin, first, columns, C, BC, AT_ONCE, True, ACC)
+    total = _sum(X, ORDER, begin, first, columns, C, BC, UNROLL, True, ACC)
     total += _sum(
         PARTS,
         ORDER,
@@ -133,11 +130,11 @@ def add_kernel(
         columns,
         C,
         BC,
-        AT_ONCE,
+        UNROLL,
         False,
         ACC,
     )
-    total += _sum(X, ORDER, last, end, columns, C, BC, AT_ONCE, True, ACC)
+    total += _sum(X, ORDER, last, end, columns, C, BC, UNROLL, True, ACC)
     mask = (place < size)[:, None]
     if C % BC != 0:
         mask = mask & (columns < C)[None, :]
@@ -157,18 +154,20 @@ def _launches(
     """What prepares and what adds, the programs of a token, and the places of a program."""
     block = min(triton.next_power_of_2(width), 1024)
     wide = block >= _WIDE_TOKEN
-    places = 1 if wide else min(_ELEMENTS // block, _MOST_PLACES)
+    places = 1 if wide else min(_ELEMENTS // block, _MAX_PLACES)
     same = dict(CHUNK=chunk, C=width, BC=block)
-    at_once = max(_AT_ONCE, min(chunk, _ELEMENTS // block))
+    unroll = max(_UNROLL, min(chunk, _ELEMENTS // block))
     prepare = Launch(
-        prepare_kernel, dict(**same, AT_ONCE=at_once, PLACES=_BOUNDS, ACC=acc), dict(num_warps=4)
+        prepare_kernel,
+        dict(**same, UNROLL=unroll, PLACES=_LOOKUP_BLOCK, ACC=acc),
+        dict(num_warps=4),
     )
-    each = dict(AT_ONCE=_AT_ONCE if wide else 1, PLACES=places, ACC=acc)
+    each = dict(UNROLL=_UNROLL if wide else 1, PLACES=places, ACC=acc)
     add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4))
     return prepare, add, -(-width // block), places
 
 
-def _narrow(size: int) -> torch.dtype:
+def _smallest_dtype(size: int) -> torch.dtype:
     """The smallest integers that hold the places: sorting goes over their bytes one after another."""
     return next(
         dtype
@@ -177,7 +176,7 @@ def _narrow(size: int) -> torch.dtype:
     )
 
 
-class Plan:
+class LaunchConfig:
     """What follows from shapes and dtypes, so that a call only allocates and launches."""
 
     def __init__(
@@ -191,13 +190,13 @@ class Plan:
         wide: torch.dtype,
     ):
         count, width = shape[0], math.prod(shape[1:])
-        chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))
-        self.keys, bounds = _narrow(size), torch.int32 if count < 1 << 31 else torch.int64
+        chunk = max(_MIN_CHUNK, triton.next_power_of_2(-(-count // _MAX_CHUNKS)))
+        self.keys, bounds = _smallest_dtype(size), torch.int32 if count < 1 << 31 else torch.int64
         self.prepare, self.finish, columns, places = _launches(
             device, x, self.keys, bounds, acc, width, chunk
         )
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.size, lookups = size, size // _BOUNDS + 1
+        self.size, lookups = size, size // _LOOKUP_BLOCK + 1
         self.bounds, self.parts = (
             (*contiguous((size + 1,)), bounds),
             (*contiguous((count // chunk, width)), wide),
@@ -206,7 +205,7 @@ class Plan:
         self.numbers = count, size, count.bit_length(), lookups
         self.programs = lookups + count // chunk * columns, -(-size // places) * columns
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """(size, ...): the tokens of x, contiguous, added up at `index`."""
         keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)

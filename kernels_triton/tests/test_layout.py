@@ -126,9 +126,14 @@ def test_taken_again():
 @pytest.mark.parametrize(("token", "long"), [((), False), ((2,), False), ((), True)])
 def test_many_rows(token, long, monkeypatch):
     """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""
-    monkeypatch.setattr(strided_copy, "_long", lambda *tokens: long)
-    for plan in (padding._pad_plan, padding._unpad_plan, gather._select_plan, concat._join_plan):
-        plan.cache_clear()
+    monkeypatch.setattr(strided_copy, "needs_int64", lambda *tokens: long)
+    for config in (
+        padding.pad_config,
+        padding.unpad_config,
+        gather.select_config,
+        concat.concat_config,
+    ):
+        config.cache_clear()
     lengths = torch.randint(-3, 5, (700,), generator=torch.Generator().manual_seed(0)).clamp(min=0)
     x = scree.from_lengths(numbers(int(lengths.sum()), *token), lengths)
     rows = rows_of(x)
@@ -187,8 +192,7 @@ def test_reasons():
     assert "one element" in scree.explain("pad", x.with_values(x.values[:, :0])).rejected["triton"]
     places = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     assert (
-        "add up bool"
-        in scree.explain("scatter_add", x.values.bool(), places, 6).rejected["triton"]
+        "not add bool" in scree.explain("scatter_add", x.values.bool(), places, 6).rejected["triton"]
     )
 
 
@@ -198,8 +202,8 @@ def test_reasons():
 )  # those of 6 together, or by one program
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
     """Sums of chunks and of stretches, in a fixed order; and of narrow tokens in any order, where nobody asks for that."""
-    monkeypatch.setattr(scatter_add_bucketed, "_MANY", many)
-    scatter_add._plan.cache_clear()
+    monkeypatch.setattr(scatter_add_bucketed, "MAX_SPLIT_PLACES", many)
+    scatter_add.scatter_add_config.cache_clear()
     x = numbers(300, *width)
     index = torch.where(
         torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6,
@@ -218,7 +222,7 @@ def test_many_tokens_in_one_place(width, size, many, monkeypatch):
             np.abs(found.cpu().numpy() - exact).max()
             <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
         )
-    assert torch.equal(found, scatter_add.add(x, index, size))
+    assert torch.equal(found, scatter_add.scatter_add(x, index, size))
 
 
 @pytest.mark.parametrize("count", [200] if INTERPRETED else [200, 60_000, 200_000])
@@ -236,7 +240,7 @@ def test_places_like_words(count):
     bound = torch.zeros_like(exact).index_add(0, index, x.cpu().double().abs())
     found = scree.scatter_add(x, index.to(DEVICE), size, kernel="triton")
     assert bool(((found.cpu() - exact).abs() <= 500 * 2**-24 * bound).all())
-    assert torch.equal(found, scatter_add.add(x, index.to(DEVICE), size))
+    assert torch.equal(found, scatter_add.scatter_add(x, index.to(DEVICE), size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.int64])
@@ -247,7 +251,7 @@ def test_narrow_tokens(dtype, width):
         numbers(300, width, dtype=dtype),
         torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
     )
-    found = scatter_add.add(x, index, 7).cpu()
+    found = scatter_add.scatter_add(x, index, 7).cpu()
     known, wide = (
         ((index >= 0) & (index < 7)).cpu(),
         torch.float64 if dtype.is_floating_point else dtype,
@@ -264,22 +268,22 @@ def test_narrow_tokens(dtype, width):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
 def test_sums_beyond_the_cache(dtype, monkeypatch):
     """Made in parts, the last one shorter; half precision goes through memory for one part."""
-    monkeypatch.setattr(scatter_add, "_cached", lambda device: 500)
+    monkeypatch.setattr(scatter_add, "l2_budget", lambda device: 500)
     x, index = (
         numbers(300, 3, dtype=dtype),
         torch.randint(-2, 103, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
     )
-    plan = scatter_add._Coming(
+    config = scatter_add.AtomicConfig(
         x.device,
         dtype,
         index.dtype,
         x.shape,
         100,
-        scatter_add.ACC[dtype],
-        scatter_add._WIDE[scatter_add.ACC[dtype]],
+        scatter_add.ACC_TYPES[dtype],
+        scatter_add.ACC_DTYPES[scatter_add.ACC_TYPES[dtype]],
     )
-    assert 100 // plan.each >= 2 and 100 % plan.each
-    found, known = plan.run(x, index), (index >= 0) & (index < 100)
+    assert 100 // config.part_size >= 2 and 100 % config.part_size
+    found, known = config.run(x, index), (index >= 0) & (index < 100)
     exact = torch.zeros((100, 3), dtype=torch.float64).index_add(
         0, index[known].cpu(), x[known].cpu().double()
     )
@@ -345,8 +349,8 @@ def test_gradient_of_rows(chosen, dim):
 @pytest.mark.parametrize(("dim", "few"), [(0, 8000), (1, 8000), (0, 7999)])
 def test_holes_in_the_mask(dim, few, monkeypatch):
     """With the number of tokens given, or room for more; up to so many slots every program counts those before its own."""
-    monkeypatch.setattr(scatter_indices, "_FEW", few)
-    scatter_indices._marking.cache_clear()
+    monkeypatch.setattr(scatter_indices, "MAX_SLOTS_ONE_PASS", few)
+    scatter_indices.mark_config.cache_clear()
     mask = (torch.rand(4, 2000, generator=torch.Generator().manual_seed(0)) < 0.3).to(DEVICE)
     mask[1], mask[2] = False, True  # and with them whole blocks
     padded = numbers(*((4, 2000, 2), (4, 2, 2000))[dim]).requires_grad_()
@@ -362,7 +366,7 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     right[mask.cpu().numpy()] = np.moveaxis(dy.cpu().numpy(), dim, 0)
     assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
     for total in (count + 5, None):
-        offsets, slots = scatter_indices.mark(mask, total, torch.int64)
+        offsets, slots = scatter_indices.mask_indices(mask, total, torch.int64)
         assert offsets.tolist() == y.offsets.tolist() and (
             total is None or slots[count:].tolist() == [mask.numel()] * 5
         )
@@ -421,12 +425,12 @@ def test_padding_alike_is_checked_once(isolated_registry):
 def test_numbers_beyond():
     """What is no token is 0, and nothing is read or written there."""
     index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
-    assert gather.take(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
-    assert scatter_add.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
+    assert gather.gather(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
+    assert scatter_add.scatter_add(numbers(4, 2), index, 3)[:2].abs().max() == 0
     for x in (numbers(4, 1), numbers(4, 64)):  # put there at once, and looked up
-        found = gather.put(x, index, 3)
+        found = gather.scatter_unique(x, index, 3)
         assert found[:2].abs().max() == 0 and torch.equal(found[2], x[1])
-    assert scatter_indices.last(index, 3).tolist() == [-1, -1, 1]
+    assert scatter_indices.last_tokens(index, 3).tolist() == [-1, -1, 1]
 
 
 def test_groups_and_back():
