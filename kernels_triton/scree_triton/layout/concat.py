@@ -1,4 +1,4 @@
-"""Rows of up to four arrays, each row of one behind that of the one before it; and the arrays of which rows were joined."""
+"""Concatenation of the rows of up to four arrays, and the inverse split."""
 
 import math
 from collections.abc import Sequence
@@ -87,11 +87,12 @@ def concat_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every token of up to four arrays, X with offsets O, to its place in rows that are joined; BACK from there.
+    """Copy every token of up to four arrays X with offsets O to its place in the concatenated rows.
 
-    The blocks of array i begin at `block<i>`. What stands behind the last row of each counts as one more row.
+    INVERSE copies in the other direction. The blocks of array i begin at `block<i>`. The tail of
+    each array counts as one more row.
     """
-    if INVERSE:  # what is made stands before what is given
+    if INVERSE:  # outputs come before inputs
         X0, X1, X2, X3, OUT = P0, P1, P2, P3, P4
     else:
         OUT, X0, X1, X2, X3 = P0, P1, P2, P3, P4
@@ -115,7 +116,8 @@ def concat_kernel(
     token -= before.to(token.dtype) * TOKENS
     first -= before.to(token.dtype) * TOKENS
     row, _, _ = find_rows(OFFSETS, OFFSETS, token, first, n, TOKENS, PER_THREAD)
-    place = token  # what the earlier arrays have up to the end of this row, and the later ones before it, stands before
+    # Tokens before it: of earlier arrays up to the end of this row, of later arrays before the row.
+    place = token
     for i in tl.static_range(COUNT):
         OTHER = O0 if i == 0 else O1 if i == 1 else O2 if i == 2 else O3
         end = total0 if i == 0 else total1 if i == 1 else total2 if i == 2 else total3
@@ -171,7 +173,7 @@ def concat_config(
     dim: int,
     back: bool,
 ) -> LaunchConfig:
-    """What joins arrays of so many tokens, or with `back` takes one apart to such."""
+    """Return the launch config of `concat`, or with `back` of `split`, for these token counts."""
     first, *_ = specs = [TensorSpec(*one) for one in specs]
     outputs = [
         first.with_shape(resized_shape(first.shape, dim, total))
@@ -201,7 +203,7 @@ def concat_config(
 
 
 def concat(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Row i of each of up to four arrays end to end."""
+    """Concatenate row i of each of up to four arrays."""
     xs = [with_regular_strides(x, dim) for x in xs]
     config = concat_config(
         tuple(tensor_spec(x) for x in xs),
@@ -218,7 +220,7 @@ def concat(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int
 def split(
     dy: torch.Tensor, offsets: Sequence[torch.Tensor], totals: Sequence[int], dim: int
 ) -> list[torch.Tensor]:
-    """The arrays of which rows were joined."""
+    """Return the arrays whose rows were concatenated."""
     dy = with_regular_strides(dy, dim)
     config = concat_config(
         (tensor_spec(dy),),

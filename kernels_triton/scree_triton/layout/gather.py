@@ -1,4 +1,4 @@
-"""Tokens by their numbers, and back to their places; rows whose tokens stand at equal distances, and their gradient."""
+"""Gather by index, scatter to distinct indices, selection of rows, and their gradients."""
 
 import math
 from collections.abc import Sequence
@@ -25,9 +25,8 @@ from .strided_copy import (
     with_regular_strides,
 )
 
-_LOOKUP_BYTES = (
-    8  # bytes that are written and read for a place, where the token that goes there is looked up
-)
+# Bytes that are written and read per output token if the kernel looks up its source token.
+_LOOKUP_BYTES = 8
 
 
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
@@ -53,12 +52,14 @@ def gather_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Token i of OUT from token INDEX[i] of X, if there is one; with CHECK, if CHECK[INDEX[i]] is i."""
+    """Compute OUT[i] = X[INDEX[i]]; 0 if the index is out of bounds.
+
+    With CHECKED, a token is also 0 unless CHECK[INDEX[i]] is i.
+    """
     _, first, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     exists = token < count
-    policy: tl.constexpr = (
-        "evict_first" if PER_THREAD == 1 else ""
-    )  # a gain where tokens come from anywhere, else a loss
+    # Faster if the sources are not adjacent, slower otherwise.
+    policy: tl.constexpr = "evict_first" if PER_THREAD == 1 else ""
     source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy=policy)
     valid = (source >= 0) & (source < size)
     if CHECKED:
@@ -105,7 +106,7 @@ def scatter_unique_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Token i of X to token TO[i] of OUT, if there is one."""
+    """Compute OUT[TO[i]] = X[i] for the indices within bounds."""
     _, _, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     place = tl.load(TO + token, mask=token < count, other=-1)
     valid = (place >= 0) & (place < size)
@@ -169,9 +170,9 @@ def select_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of OUT, whose tokens stand at STARTS, STARTS + step ... in X; BACK puts them there.
+    """Gather rows whose tokens are at STARTS, STARTS + step ... in X; INVERSE scatters them to X.
 
-    BACK is 2 where they fill X; then what stands behind the last row in both is set to 0.
+    INVERSE is 2 if the rows fill X; then the tail of X is set to 0.
     """
     _, first, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     row, begin, start = find_rows(OFFSETS, STARTS, token, first, n, TOKENS, PER_THREAD)
@@ -238,7 +239,10 @@ def gather_config(
 def _gather_checked(
     x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, ordered: bool
 ) -> torch.Tensor:
-    """The tokens of x at `index`, which mostly ascends where it is `ordered`; 0 where there is none, or `check` leads elsewhere."""
+    """Return the tokens of x at `index`, which mostly ascends if it is `ordered`.
+
+    A token is 0 if its index is out of bounds, or if `check` at the index is another token.
+    """
     x = with_regular_strides(x, 0)
     config = gather_config(
         tensor_spec(x), index.dtype, None if check is None else check.dtype, index.shape[0], ordered
@@ -247,9 +251,10 @@ def _gather_checked(
 
 
 def gather(x: torch.Tensor, index: torch.Tensor, distinct: bool) -> torch.Tensor:
-    """The tokens of x, (tokens, ...), at `index`; 0 where there is none.
+    """Return the tokens of x, (tokens, ...), at `index`; 0 for an index out of bounds.
 
-    `distinct` says that none is taken twice, which is good to know for the gradient; they mostly come in order then.
+    `distinct` means that no index repeats, which makes the gradient cheaper. The indices mostly
+    ascend then.
     """
     return _gather_checked(x, index, None, distinct)
 
@@ -268,7 +273,10 @@ def scatter_unique_config(x: tuple[Any, ...], index: torch.dtype, size: int) -> 
 
 
 def scatter_unique(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """(size, ...): the tokens of x at the places `index`, of which none comes twice; 0 elsewhere."""
+    """Scatter the tokens of x to `index`, which has no duplicates.
+
+    Returns (size, ...), 0 elsewhere.
+    """
     if x.numel() * x.itemsize > _LOOKUP_BYTES * size:
         return _gather_checked(x, last_tokens(index, size), None, True)
     x = with_regular_strides(x, 0)
@@ -276,12 +284,12 @@ def scatter_unique(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Ten
 
 
 def scatter_last(x: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The tokens of x at the places `index`, where these meet those that are `kept`, one a place, or -1."""
+    """Scatter the tokens of x to `index`; `kept` is the token of each place, or -1."""
     return _gather_checked(x, kept, None, False)
 
 
 def gather_last(dy: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The gradient of the x whose tokens were put at `index`; 0 for those that were not kept."""
+    """Return the gradient of `scatter_last`; 0 for tokens that were not kept."""
     return _gather_checked(dy, index, kept, False)
 
 
@@ -297,7 +305,7 @@ def select_config(
     fill: int,
     back: bool,
 ) -> LaunchConfig:
-    """What copies tokens to rows, or with `back` from them to so many tokens, as the kernel says."""
+    """Return the launch config of `select`, or with `back` of its gradient with `size` tokens."""
     spec = TensorSpec(*spec)
     out = spec.with_shape(resized_shape(spec.shape, dim, size))
     outputs = [(out.shape, out.dtype)]
@@ -336,7 +344,7 @@ def select(
     distinct: bool,
     fill: int = 0,
 ) -> torch.Tensor:
-    """Rows (..., total, ...), whose tokens stand at `starts`, `starts + step` ... in x."""
+    """Return rows (..., total, ...) whose tokens are at `starts`, `starts + step` ... in x."""
     x = with_regular_strides(x, dim)
     config = select_config(
         tensor_spec(x),
@@ -361,7 +369,7 @@ def select_backward(
     step: int,
     distinct: bool,
 ) -> torch.Tensor:
-    """The gradient of the x of this shape whose rows were selected; what was taken twice adds up."""
+    """Return the gradient of `select` for an x of this shape; repeated tokens are added."""
     if not distinct:
         numbers = torch.arange(shape[dim], dtype=offsets.dtype, device=dy.device)
         numbers = select(numbers, offsets, starts, 0, dy.shape[dim], step, True, -1)

@@ -1,7 +1,8 @@
-"""Functions that are linear in what they move, with gradients of every order, for eager and for compiled code.
+"""Linear-map autograd: gradients of every order for the layout operations, eager and compiled.
 
-The gradient of such a function is another one of them, so that a row of the table `LINEAR` is all that a function needs:
-autograd and `torch.compile` hear of all of them in one way.
+The layout operations are linear, so the gradient of each is another entry of `LINEAR_MAPS`. One
+entry is all that an operation needs: one mechanism registers all of them with autograd and
+`torch.compile`.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from .strided_copy import resized_shape
 class LinearMap(NamedTuple):
     """A function that is linear in its first argument.
 
-    `gradient(f, dy, shape, *args)` is that of an x of this shape, by the functions `f`; `empty(x, *args)` shows the result.
+    `gradient(f, dy, shape, *args)` computes the gradient of an x of this shape with the functions
+    `f`. `empty(x, *args)` returns empty outputs for shape inference.
     """
 
     run: Callable[..., Any]
@@ -93,10 +95,10 @@ LINEAR_MAPS = {
         lambda dy, shape, *_: dy.new_empty(shape),
     ),
 }
-_EAGER = (
-    SimpleNamespace()
-)  # the functions of this table for eager code, which are differentiable in their turn
-_OPERATORS = SimpleNamespace()  # and for compiled code
+# The functions of the table for eager code, which are differentiable themselves, and the operators
+# for compiled code.
+_EAGER = SimpleNamespace()
+_OPERATORS = SimpleNamespace()
 
 
 def _record_map(ctx, x, name, *args):
@@ -151,7 +153,7 @@ def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
 
 
 def apply(name: str, x: torch.Tensor, *args: Any) -> Any:
-    """A function of the table, by its name."""
+    """Call the linear map of this name."""
     return (
         getattr(_OPERATORS, name)(x, *args)
         if torch.compiler.is_compiling()
@@ -216,7 +218,7 @@ _split_op = define_operator("split", split, _split_fake)
 
 
 def concat_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Row i of each of up to four arrays end to end, with a gradient."""
+    """Concatenate row i of each of up to four arrays, with a gradient."""
     if torch.compiler.is_compiling():
         return _concat_op(xs, offsets, dim)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):

@@ -1,4 +1,4 @@
-"""What kernels ask of offsets: the row of a token, by bisection; and offsets from lengths, by one launch."""
+"""Offsets: the row of a token, by bisection, and offsets from lengths, by one launch."""
 
 from functools import cache
 from typing import Any
@@ -10,17 +10,16 @@ import triton.language as tl
 from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, launch_on_device
 
-_BLOCK = 1024  # rows of a program
-_SCAN_BLOCK = 8192  # rows at a time, of those before
-_MAX_ROWS = (
-    1 << 16
-)  # beyond, a scan is faster than programs that each look at all rows before their own
+_BLOCK = 1024  # rows per program
+_SCAN_BLOCK = 8192  # earlier rows summed at a time
+# With more rows, a scan is faster than programs that each read all rows before their own.
+_MAX_ROWS = 1 << 16
 _DTYPES = (torch.int32, torch.int64)
 
 
 @triton.jit
 def row_of(OFFSETS, tokens, n, bisections):
-    """The row of each token; n behind the last one."""
+    """Return the row of each token; n for a token of the tail."""
     low = tl.zeros_like(tokens).to(tl.int32)
     high = low + n + 1
     for _ in range(bisections):
@@ -33,9 +32,9 @@ def row_of(OFFSETS, tokens, n, bisections):
 
 @triton.jit(do_not_specialize=("n",))
 def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, SCAN_BLOCK: tl.constexpr):
-    """OFFSETS (n + 1,): the sums of what stands before each of LENGTHS (n,), and of all.
+    """Compute OFFSETS (n + 1,), the exclusive sums of LENGTHS (n,) and the total.
 
-    A program does BLOCK of them, and adds up by itself what stands before these, BEFORE lengths at a time.
+    A program does BLOCK rows. It adds the lengths before its rows itself, SCAN_BLOCK at a time.
     """
     number: tl.constexpr = OFFSETS.dtype.element_ty
     first = tl.program_id(0) * BLOCK
@@ -50,7 +49,7 @@ def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, SCAN_BLOCK: tl.cons
 
 
 def offsets_from_lengths(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(n + 1,) of a dtype: where rows of these lengths begin, and where the last one ends."""
+    """Return the offsets (n + 1,) of rows of these lengths, in this dtype."""
     n = lengths.shape[0]
     result = torch.empty((n + 1,), dtype=dtype, device=lengths.device)
     launch_on_device(
@@ -76,16 +75,19 @@ _op = define_operator("offsets", offsets_from_lengths, _fake)
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernel does not take an `OffsetsCall`; None if it does."""
+    """Return why the kernel does not support an `OffsetsCall`; None if it does."""
     if call.lengths.shape[0] > _MAX_ROWS:
-        return f"the Triton kernel adds up the lengths of at most {_MAX_ROWS} rows, not {call.lengths.shape[0]}"
+        return (
+            f"the Triton kernel adds up the lengths of at most {_MAX_ROWS} rows, "
+            f"not {call.lengths.shape[0]}"
+        )
     if call.lengths.dtype not in _DTYPES:
         return f"the Triton kernel takes int32 or int64, not {call.lengths.dtype}"
     return None
 
 
 def offsets(call: Any) -> torch.Tensor:
-    """Run an `OffsetsCall`."""
+    """Compute an `OffsetsCall`."""
     return (_op if torch.compiler.is_compiling() else offsets_from_lengths)(
         call.lengths, call.dtype
     )

@@ -1,4 +1,4 @@
-"""Rows of tokens to a padded batch, and back."""
+"""Rows of tokens to a padded batch, and the inverse."""
 
 import math
 from functools import lru_cache
@@ -23,7 +23,7 @@ from .strided_copy import (
     with_regular_strides,
 )
 
-_MIN_LENGTH = 8  # of a padded row, so that tokens side by side are of two rows at most
+_MIN_LENGTH = 8  # of a padded row, so that the adjacent tokens of a thread have at most two rows
 
 
 @triton.jit(
@@ -65,7 +65,7 @@ def pad_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every slot of a padded batch from the token that stands there."""
+    """Copy to every slot of a padded batch its token, or the fill value."""
     _, first, slot, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     exists = slot < slots
     side = (
@@ -73,20 +73,18 @@ def pad_kernel(
         if PER_THREAD == 1
         else (tl.arange(0, TOKENS // PER_THREAD) * PER_THREAD)[:, None]
     )
-    over = side.to(tl.int32) - (length - first % length).to(
-        tl.int32
-    )  # slots behind the row of the first one
+    # Slots after the row of the first slot.
+    over = side.to(tl.int32) - (length - first % length).to(tl.int32)
     most = tl.minimum(length, TOKENS).to(tl.int32)
     each = 1.0 / most.to(tl.float32)
-    rows = tl.where(
-        over < 0, -1, ((over.to(tl.float32) + 0.5) * each).to(tl.int32)
-    )  # exact: both are small
+    # Exact, because both are small.
+    rows = tl.where(over < 0, -1, ((over.to(tl.float32) + 0.5) * each).to(tl.int32))
     place = (over - rows * most).to(slot.dtype) + tl.where(over < 0, length - most, 0)
     row = first // length + 1 + rows
     last_tokens = slots // length
     begin = tl.load(OFFSETS + row, mask=row < last_tokens, other=0).to(slot.dtype)
     end = tl.load(OFFSETS + row + 1, mask=row < last_tokens, other=0).to(slot.dtype)
-    if PER_THREAD > 1:  # rows have SIDE slots at least, so that neighbors are of two rows at most
+    if PER_THREAD > 1:  # a row has at least PER_THREAD slots: at most two rows per thread
         after = tl.load(OFFSETS + row + 2, mask=row + 1 < last_tokens, other=0).to(slot.dtype)
         place = place + tl.arange(0, PER_THREAD)[None, :]
         later = place >= length
@@ -159,7 +157,7 @@ def unpad_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every token from its slot in a padded batch; strides as above."""
+    """Copy every token from its slot in a padded batch; strides as in `pad_kernel`."""
     _, first, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     row, begin, _ = find_rows(OFFSETS, OFFSETS, token, first, n, TOKENS, PER_THREAD)
     place = token - begin
@@ -230,7 +228,10 @@ def pad(
     fill: torch.types.Number,
     marks: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A padded batch (n, ..., length, ...) of rows x, (..., total, ...), and with `marks` the mask of its tokens."""
+    """Return a padded batch (n, ..., length, ...) of rows x, (..., total, ...).
+
+    With `marks`, also return the mask of its tokens.
+    """
     x = with_regular_strides(x, dim)
     config = pad_config(
         tensor_spec(x),
@@ -264,6 +265,6 @@ def unpad_config(
 
 
 def unpad(x: torch.Tensor, offsets: torch.Tensor, dim: int, total: int, left: bool) -> torch.Tensor:
-    """The rows (..., total, ...) of a padded batch x, (n, ..., length, ...)."""
+    """Return the rows (..., total, ...) of a padded batch x, (n, ..., length, ...)."""
     x = with_regular_strides(x, dim + 1, 1)
     return unpad_config(tensor_spec(x), offsets.dtype, dim, total, left).run(x, offsets)[0]

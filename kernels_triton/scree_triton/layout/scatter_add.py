@@ -1,9 +1,11 @@
-"""Tokens added up at numbered places: half precision in float32, in one of three ways.
+"""scatter_add by one of three methods; half precision is added in float32.
 
-Tokens of places that have few are put into bins, and added in their order: see `binned`. Narrow ones are added as they come, by
-atomic instructions, single numbers wherever they go, others beyond what bins are for. That is exact for integers; the sum of
-floating-point numbers depends on an order that nobody knows in its last bits, so that it is not done where
-`torch.use_deterministic_algorithms` asks for equal bits. All else is sorted, and added in its order: see `sorting`.
+- Few tokens per place: bucketed, in the order of the tokens, see `scatter_add_bucketed`.
+- Narrow tokens: atomic additions in any order. This method takes single numbers always, and wider
+  tokens where buckets are not supported. It is exact for integers. The last bits of a
+  floating-point sum depend on the order, so it is not used for floating-point numbers if
+  `torch.use_deterministic_algorithms` asks for equal bits.
+- Otherwise: sorted, in the order of the tokens, see `scatter_add_sorted`.
 """
 
 import math
@@ -18,15 +20,11 @@ from ..runtime.device import INTERPRETED
 from ..runtime.launch import Launch, contiguous, empty, method_on_device
 from . import scatter_add_bucketed, scatter_add_sorted
 
-_NARROW_BYTES, _ATOMIC_BYTES = (
-    16,
-    128,
-)  # bytes of a token that is added as it comes: always, and beyond what bins are for
-_TOKENS, _ELEMENTS = (64, 128), 1024  # that a program adds as they come
-_MAX_PLACES_PER_TOKEN, _MAX_PARTS = (
-    4,
-    8,
-)  # places a token, and parts of the sums, up to which these are made one after another
+# Largest token, in bytes, for atomic additions: where buckets are supported, and elsewhere.
+_NARROW_BYTES, _ATOMIC_BYTES = 16, 128
+_TOKENS, _ELEMENTS = (64, 128), 1024  # tokens (minimum, maximum) and elements per program
+# Places per token, and parts of the sums, up to which the parts are computed one after another.
+_MAX_PLACES_PER_TOKEN, _MAX_PARTS = 4, 8
 ACC_TYPES = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,
@@ -47,9 +45,9 @@ ACC_DTYPES = {
 def atomic_kernel(
     X, INDEX, OUT, count, first, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """OUT (size, C), which held 0: the sums of the tokens X (count, C) that go to each place, `first` and what follows.
+    """Add the tokens X (count, C) to OUT (size, C), the zeroed sums of the places from `first` on.
 
-    What is read once makes room in the cache for the sums.
+    Data that is read once is evicted first, so that the sums stay in the cache.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BC)[None, :]
@@ -70,7 +68,7 @@ def atomic_kernel(
 def _launch(
     device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int
 ) -> tuple[Launch, int]:
-    """What adds, and the tokens of a program."""
+    """Return the launch and the tokens per program."""
     block = triton.next_power_of_2(width)
     tokens = min(max(_ELEMENTS // block, _TOKENS[0]), _TOKENS[1])
     return Launch(atomic_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4)), tokens
@@ -78,7 +76,7 @@ def _launch(
 
 @cache
 def l2_budget(device: torch.device) -> int:
-    """The bytes of sums that the cache holds beside what passes through it."""
+    """Return the bytes of sums that the L2 cache holds while tokens pass through it."""
     return (
         1 << 25
         if INTERPRETED
@@ -87,10 +85,10 @@ def l2_budget(device: torch.device) -> int:
 
 
 class AtomicConfig:
-    """What follows from shapes and dtypes where tokens are added as they come.
+    """Launch config of atomic additions: depends on shapes and dtypes only.
 
-    Sums that take more than the cache holds are made in parts that it does hold, unless these are many or tokens are sparse: the
-    numbers of all tokens are looked at for each part.
+    Sums larger than the cache are computed in parts that fit into the cache, unless there are many
+    parts or few tokens per place: the indices of all tokens are read for each part.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class AtomicConfig:
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         out = self.new(*self.out)
         wide = None if self.sums[2] == out.dtype else self.new(*self.sums)
         for i, part in enumerate(
@@ -142,7 +140,7 @@ def scatter_add_config(
     size: int,
     deterministic: bool,
 ) -> Any:
-    """What runs such an addition; None where there is nothing to add."""
+    """Return the launch config of such a scatter_add; None if there is nothing to add."""
     if not math.prod(shape) * size:
         return None
     bucketed, width = (
@@ -161,7 +159,10 @@ def scatter_add_config(
 
 
 def scatter_add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """(size, ...): the tokens of x, (tokens, ...), added up at `index`; an index that is no place of these counts nothing."""
+    """Return (size, ...): the tokens of x, (tokens, ...), added at `index`.
+
+    Tokens with an index out of bounds are ignored.
+    """
     config = scatter_add_config(
         x.device, x.dtype, index.dtype, x.shape, size, torch.are_deterministic_algorithms_enabled()
     )

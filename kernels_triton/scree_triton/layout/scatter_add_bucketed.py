@@ -1,9 +1,11 @@
-"""Tokens added up at numbered places, a few at each: a place has a bin for the numbers of its tokens.
+"""Bucketed scatter_add, for few tokens per place: each place has a bucket of token numbers.
 
-One kernel puts the tokens into bins, as they come; another one adds up those of each place, in their order. A place with more
-tokens than its bin holds looks for them in the index: by one program, or by one for each stretch of the tokens where they are
-very many, whichever of these comes last adding up the sums. Where the device can, each kernel is launched while the one before
-it still runs, and waits for its end when it needs what that makes.
+One kernel writes the tokens into buckets, in any order. Another kernel adds the tokens of each
+place, in ascending order. If a place has more tokens than its bucket holds, a helper program finds
+its tokens in the index. If it has very many, one job per chunk of the tokens finds and adds them,
+and the last of these jobs to end adds the partial sums. If the device supports PDL (programmatic
+dependent launch), each kernel is launched while the previous one still runs. It waits for the end
+of the previous kernel before it reads the results.
 """
 
 import math
@@ -17,31 +19,33 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..runtime.device import device_info
 from ..runtime.launch import Launch, contiguous, empty, method_on_device
 
-_MAX_TOKENS = (
-    1 << 17
-)  # beyond, looking for many tokens of many places takes longer than sorting all
-_MAX_MEAN = 8  # tokens a place on average
-_MAX_TOTAL_CAPACITY = 1 << 22  # of all bins together
-_CAPACITY_FACTOR = 4  # times the average, so that hardly any bin is too small; and at least
+# With more tokens, finding many tokens of many places takes longer than sorting all tokens.
+_MAX_TOKENS = 1 << 17
+_MAX_MEAN = 8  # tokens per place on average
+_MAX_TOTAL_CAPACITY = 1 << 22  # capacity of all buckets together
+# Capacity of a bucket relative to the average, so that hardly any bucket is too small.
+_CAPACITY_FACTOR = 4
 _MIN_CAPACITY = 16
-_CHUNKS = 32
-MAX_SPLIT_PLACES = 128  # places can have more tokens than one program adds up
-_HELPERS_PER_SM = 4  # programs a multiprocessor that look for tokens
-_TILE = 2048  # elements of narrow tokens at once
-_WIDE_TOKEN = 128  # elements, from which on a tile has so many bytes, which two warps read:
+_CHUNKS = 32  # jobs per place with very many tokens
+MAX_SPLIT_PLACES = 128  # at most so many places have more tokens than one program adds
+_HELPERS_PER_SM = 4  # programs per SM that find the tokens of overflowing places
+_TILE = 2048  # elements per tile of narrow tokens
+# From this number of elements on, a tile has _WIDE_BYTES bytes, read by two warps.
+_WIDE_TOKEN = 128
 _WIDE_BYTES = 2048
-_MAX_PLACES = 128  # of a program
-_CLEAR_BLOCK = 1024  # counts of a program
-_BUCKET_BLOCK = 128  # that a program puts into bins
-_SEARCH_BLOCK = 1024  # numbers of places that are looked at at once
+_MAX_PLACES = 128  # per program
+_CLEAR_BLOCK = 1024  # counts per program of `clear_kernel`
+_BUCKET_BLOCK = 128  # tokens per program of `bucket_kernel`
+_SEARCH_BLOCK = 1024  # indices searched at once
 _UNROLL = 4
-_MAX_REGISTERS = 64  # of a thread, for wide tokens: those that look for tokens must not take the room of those that add
+# Per thread, for wide tokens: the helper programs must not reduce the occupancy of the other ones.
+_MAX_REGISTERS = 64
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=("size",))
 def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """COUNTS (size,): 0."""
+    """Set COUNTS (size,) to 0."""
     if PDL:
         gdc_launch_dependents()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -60,9 +64,10 @@ def bucket_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BINS (size, ROOM) of tokens; behind them the places with more than ROOM, and those with more than `most`.
+    """Write the tokens to BUCKETS (size, CAPACITY), followed by two lists of places.
 
-    COUNTS (size + 2,): how many tokens go to each place, and how many places stand in each of the two lists.
+    The lists hold the places with more than CAPACITY and with more than `max_tokens` tokens. COUNTS
+    (size + 2,) are the tokens per place, and the lengths of the two lists.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
@@ -94,7 +99,7 @@ def _sum_in_order(
     LISTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(BC,): the tokens [begin, end) of a list, or of X itself, added up one after the other."""
+    """Return (BC,): the tokens [begin, end) of a list, or of X itself, added in order."""
     total = tl.zeros([BC], ACC)
     for first in range(begin, end, UNROLL):
         for i in tl.static_range(UNROLL):
@@ -121,7 +126,10 @@ def _sum_of_place(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(BC,): those of the tokens [begin, end) that go to a place, added up. LIST is room for their numbers."""
+    """Return (BC,), the sum of the tokens of a place among the tokens [begin, end).
+
+    LIST is scratch memory for the token numbers.
+    """
     matches = begin * 0
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -161,7 +169,10 @@ def add_kernel(
     ACC: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """OUT (size, C): the sum of the tokens of each place. The first `helpers` programs do the places that have many."""
+    """Compute OUT (size, C), the sum of the tokens of each place.
+
+    The first `helpers` programs do the places whose buckets overflow.
+    """
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     if PDL:
         gdc_wait()
@@ -279,7 +290,11 @@ def _launches(
     capacity: int,
     width: int,
 ) -> tuple[Launch, Launch, Launch, int, int]:
-    """What clears the counts, what fills the bins and what adds, the programs of a token, and the places of a program."""
+    """Return the launches and the tile sizes.
+
+    They are the launches that clear the counts, fill the buckets and add, the programs per place,
+    and the places per program.
+    """
     if width >= _WIDE_TOKEN:
         tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_MAX_REGISTERS)
     else:
@@ -311,12 +326,12 @@ def _launches(
 
 
 def _capacity(count: int, size: int) -> int:
-    """The size of a bin."""
+    """Return the capacity of a bucket."""
     return triton.next_power_of_2(max(_MIN_CAPACITY, _CAPACITY_FACTOR * -(-count // size)))
 
 
 def is_supported(count: int, size: int) -> bool:
-    """Whether so many tokens at so many places are added up here."""
+    """Return whether this method supports so many tokens and places."""
     return (
         count <= min(_MAX_TOKENS, _MAX_MEAN * size)
         and size * _capacity(count, size) <= _MAX_TOTAL_CAPACITY
@@ -324,7 +339,7 @@ def is_supported(count: int, size: int) -> bool:
 
 
 class LaunchConfig:
-    """What follows from shapes and dtypes, so that a call only allocates and launches."""
+    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
 
     def __init__(
         self,
@@ -371,7 +386,7 @@ class LaunchConfig:
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         counts, buckets, parts, out = (
             self.new(*one) for one in (self.counts, self.buckets, self.parts, self.out)
         )

@@ -1,8 +1,9 @@
-"""Tokens added up at numbered places, any number at each: the numbers of the places are sorted.
+"""Sorted scatter_add, for any number of tokens per place: the indices are sorted.
 
-So the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a whole is added up beforehand, by a
-program of its own; a place adds its chunks and what stands beside them, in the order of the tokens. So a place that most tokens
-go to does not keep one program busy alone.
+So the tokens of a place are adjacent in the sorted order. A chunk of the order that belongs to one
+place entirely is added first, by its own program. A place then adds its chunks and the tokens
+before and after them, in the order of the tokens. So a place with most of the tokens does not keep
+a single program busy.
 """
 
 import math
@@ -14,15 +15,14 @@ import triton.language as tl
 
 from ..runtime.launch import Launch, contiguous, empty, method_on_device
 
-_ELEMENTS = 2048  # in a tile
-_WIDE_TOKEN = (
-    512  # elements, from which on a program has one place, and reads some of its tokens at once
-)
+_ELEMENTS = 2048  # per tile
+# From this number of elements on, a program has one place, and reads _UNROLL tokens at once.
+_WIDE_TOKEN = 512
 _UNROLL = 4
-_MAX_PLACES = 128  # of a program
-_MIN_CHUNK = 32  # tokens, at least
+_MAX_PLACES = 128  # per program
+_MIN_CHUNK = 32  # tokens
 _MAX_CHUNKS = 2048
-_LOOKUP_BLOCK = 256  # places whose tokens a program looks up
+_LOOKUP_BLOCK = 256  # places per program of the lookup
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _sum(
     SORTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(places, BC): the tokens [begin, end) of the order, or of X itself, added up."""
+    """Return (places, BC): the sum of the tokens [begin, end) of the order, or of X itself."""
     total = tl.zeros([begin.shape[0], BC], ACC)
     for first in range(0, tl.max(end - begin, 0), UNROLL):
         at = begin[:, None] + first + tl.arange(0, UNROLL)[None, :]
@@ -72,7 +72,10 @@ def prepare_kernel(
     PLACES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Where the tokens of each place begin, BOUNDS (size + 1,); and the sums PARTS (chunks, C) of chunks of a single place."""
+    """Compute BOUNDS (size + 1,), where the tokens of each place begin in the order.
+
+    Also compute PARTS (chunks, C), the sums of the chunks that belong to a single place.
+    """
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     program = tl.program_id(0)
     if program < lookups:
@@ -111,7 +114,7 @@ def add_kernel(
     PLACES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """OUT (size, C): the sum of the tokens of each place."""
+    """Compute OUT (size, C), the sum of the tokens of each place."""
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     place = (tl.program_id(0) // COLUMNS).to(tl.int64) * PLACES + tl.arange(0, PLACES)
     columns = tl.program_id(0) % COLUMNS * BC + tl.arange(0, BC)
@@ -151,7 +154,7 @@ def _launches(
     width: int,
     chunk: int,
 ) -> tuple[Launch, Launch, int, int]:
-    """What prepares and what adds, the programs of a token, and the places of a program."""
+    """Return the two launches, the programs per place and the places per program."""
     block = min(triton.next_power_of_2(width), 1024)
     wide = block >= _WIDE_TOKEN
     places = 1 if wide else min(_ELEMENTS // block, _MAX_PLACES)
@@ -168,7 +171,7 @@ def _launches(
 
 
 def _smallest_dtype(size: int) -> torch.dtype:
-    """The smallest integers that hold the places: sorting goes over their bytes one after another."""
+    """Return the smallest integer dtype that holds the places: a radix sort takes time per byte."""
     return next(
         dtype
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -177,7 +180,7 @@ def _smallest_dtype(size: int) -> torch.dtype:
 
 
 class LaunchConfig:
-    """What follows from shapes and dtypes, so that a call only allocates and launches."""
+    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
 
     def __init__(
         self,
@@ -207,7 +210,7 @@ class LaunchConfig:
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
         bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
         self.prepare(self.programs[0], (x, keys, order, bounds, parts), (), self.numbers)

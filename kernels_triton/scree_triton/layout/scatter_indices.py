@@ -1,4 +1,4 @@
-"""Which token goes where: the slots that a mask marks, and the last token that goes to each of numbered places."""
+"""Scatter indices: the slots that a mask marks, and the last token per place of a scatter."""
 
 import math
 from functools import cache, lru_cache
@@ -14,19 +14,18 @@ from ..runtime.device import device_info
 from ..runtime.launch import Launch, contiguous, empty, launch_on_device, method_on_device
 from .offsets import offsets_from_lengths
 
-MAX_SLOTS_ONE_PASS = 1 << 17  # slots, up to which every program counts all marks before its own
-_TILES = {
-    True: (512, 16),
-    False: (1024, 2),
-}  # by whether they are few: the slots of a program, and its warps
-_BLOCKS_PER_PROGRAM = 4  # blocks that a program counts
-_MAX_PER_THREAD = 8  # neighbors in a thread
-_SCAN_BLOCK = 8192  # of those before, at a time
+# Up to this number of slots, every program counts all marks before its own slots.
+MAX_SLOTS_ONE_PASS = 1 << 17
+# Slots per program and warps, by whether one pass is used.
+_TILES = {True: (512, 16), False: (1024, 2)}
+_BLOCKS_PER_PROGRAM = 4  # blocks that a program of `count_kernel` counts
+_MAX_PER_THREAD = 8  # adjacent slots per thread
+_SCAN_BLOCK = 8192  # earlier slots counted at a time
 
 
 @triton.jit
 def _load_marks(MASK, slot, slots, ends):
-    """1 for the slots that are marked, 0 for others and behind the last one, where a block `ends`."""
+    """Return 1 for marked slots and 0 for others; `ends` means that some slots may not exist."""
     if ends:
         real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
     else:
@@ -36,7 +35,7 @@ def _load_marks(MASK, slot, slots, ends):
 
 @triton.jit(do_not_specialize=("slots",))
 def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
-    """COUNTS (blocks,): how many slots of each block are marked, EACH blocks a program."""
+    """Count the marked slots of each block: COUNTS (blocks,), BLOCKS_PER_PROGRAM per program."""
     block = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     slot = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     real = _load_marks(
@@ -62,16 +61,19 @@ def mark_kernel(
     SCAN_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SLOTS (total,): the marked slots, and `slots` behind them up to `filled`; and the OFFSETS of rows of `length` slots each.
+    """Compute SLOTS (total,), the marked slots, and OFFSETS of rows of `length` slots each.
 
-    A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
-    sums COUNTS, so that a block of which all or nothing is marked is not read. Where not COUNTED, the program counts what is
-    marked before it: of booleans eight at a time, as WORDS, whose multiple by ones has their sum in its highest byte.
+    SLOTS is filled up to `filled` with the number `slots`. A program does one block of slots, with
+    PER_THREAD adjacent slots per thread, of at most two rows. The sums COUNTS are the marks before
+    and in each block, so a block where all or no slots are marked is not read. Unless COUNTED, the
+    program counts the marks before its block. With WORDS it reads eight booleans at a time as one
+    word; the word times 0x0101010101010101 has their sum in its highest byte.
     """
     number: tl.constexpr = SLOTS.dtype.element_ty
     if PDL:
         gdc_wait()
-        if not COUNTED:  # else those that wait would take the room of those that count
+        # With COUNTED, the waiting CTAs would occupy the SMs that the counting CTAs need.
+        if not COUNTED:
             gdc_launch_dependents()
     first = tl.program_id(0).to(number) * BLOCK
     each = tl.arange(0, SCAN_BLOCK)
@@ -79,7 +81,7 @@ def mark_kernel(
         token = tl.load(COUNTS + tl.program_id(0)).to(number)
         found = tl.load(COUNTS + tl.program_id(0) + 1).to(number) - token
     else:
-        found = tl.cast(-1, number)  # not known yet
+        found = tl.cast(-1, number)  # unknown yet
         marks = tl.zeros([SCAN_BLOCK], number)
         if WORDS:
             EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -94,7 +96,7 @@ def mark_kernel(
         token = tl.sum(marks, 0)
     side = first + tl.arange(0, BLOCK // PER_THREAD) * PER_THREAD
     slot = side[:, None] + tl.arange(0, PER_THREAD)[None, :]
-    row = (side + (length - 1)) // length  # that begins here, if one does
+    row = (side + (length - 1)) // length  # the row that begins here, if any
     begin = row * length
     begins = (begin < side + PER_THREAD) & (begin <= slots)
     if found == 0:
@@ -122,7 +124,7 @@ def mark_kernel(
 
 @triton.jit(do_not_specialize=("count", "size"))
 def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
+    """Compute LAST (size,), the last token that goes to each place; the caller fills it with -1."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -144,12 +146,12 @@ def _launch(
 
 
 def _index_dtype(count: int) -> torch.dtype:
-    """The dtype that counts so far, and by a block or a row further."""
+    """Return the dtype for numbers up to `count`, plus a block or a row."""
     return torch.int32 if count < 1 << 30 else torch.int64
 
 
 class _MarkConfig:
-    """What follows from shapes and dtypes where the marks of a mask are counted, so that a call only allocates and launches."""
+    """Launch config of `mask_indices`: depends on shapes and dtypes only."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class _MarkConfig:
 
     @method_on_device
     def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The offsets and the slots of a contiguous mask."""
+        """Return the offsets and the slots of a contiguous mask."""
         begins, found = self.new(*self.offsets), self.new(*self.found)
         if self.slots == 0:
             return begins.zero_(), found.zero_()
@@ -211,9 +213,10 @@ mark_config = lru_cache(1024)(_MarkConfig)
 def mask_indices(
     mask: torch.Tensor, total: int | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none.
+    """Return the offsets of the rows of a mask (n, length), and the slots (total,) of their tokens.
 
-    Where `total` is None there is room for n length tokens, and what stands behind the last one is not written.
+    Slots after the last token are n * length. If `total` is None, the result has n * length slots,
+    and the slots after the last token are not written.
     """
     mask = mask.contiguous()
     words = mask.dtype == torch.bool and mask.data_ptr() % 16 == 0
@@ -221,7 +224,7 @@ def mask_indices(
 
 
 def last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:
-    """The last token that goes to each place; -1 for none."""
+    """Return the last token that goes to each place; -1 for none."""
     count = index.shape[0]
     found = torch.full((size,), -1, dtype=_index_dtype(count), device=index.device)
     if count and size:
@@ -255,12 +258,12 @@ last_tokens_op = define_operator("last", last_tokens, _last_tokens_fake)
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `MarkCall`; they always do."""
+    """Return None: the kernels support every `MarkCall`."""
     return None
 
 
 def mark(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a `MarkCall`."""
+    """Compute a `MarkCall`."""
     return (mask_indices_op if torch.compiler.is_compiling() else mask_indices)(
         call.mask, call.total, call.dtype
     )

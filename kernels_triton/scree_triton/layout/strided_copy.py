@@ -1,12 +1,13 @@
-"""How bytes of tokens are copied from one place to another, whatever the data type.
+"""Strided copy of the bytes of tokens, independent of the dtype.
 
-What moves tokens (`padding`, `picking`, `joining`) differs in how a program finds where a token stands and where it goes, which
-is all that the kernels there say. Bytes move by units of up to 8, and a thread moves two units at a time wherever strides and
-addresses are multiples of 16. Tokens of one unit that go to neighboring places are written up to 16 bytes at once, for which a
-thread has some of them side by side. Where there is nothing to copy, a fill is written: what tokens behind the last row hold is
-not read, and they come out as 0.
+The kernels of `padding`, `gather` and `concat` differ only in how a program computes the source and
+the target of a token. The copy moves units of up to 8 bytes. A thread moves two units at a time if
+all strides and addresses are multiples of 16. Tokens of one unit with adjacent targets are written
+up to 16 bytes at a time, so a thread holds several adjacent tokens. A target without a source
+receives a fill value: the tail is not read, and it becomes 0.
 
-Values have the shape (..., total, ...) with the tokens along one axis; what stands before that axis makes the pieces of a token.
+Values have the shape (..., total, ...), with the tokens along one axis. The axes before this axis
+index the pieces of a token.
 """
 
 import math
@@ -22,10 +23,13 @@ from triton.language.extra.cuda import gdc_wait
 from ..runtime.device import device_info
 from ..runtime.launch import Launch, contiguous, empty, method_on_device
 
-_TILE_UNITS = 1024  # that a program moves
-_TILE_UNITS_INDEXED = 512  # the same where it pads or takes by number;
-_TILE_UNITS_SCATTERED = 128  # and takes single units from anywhere: with more on their way a thread, they wait for each other
-# Tokens of one unit of so many bytes that a program writes to neighboring places, those side by side in a thread, and the warps.
+_TILE_UNITS = 1024  # units that a program moves
+_TILE_UNITS_INDEXED = 512  # the same for padding and gather
+# The same for a gather of single units: with more loads in flight per thread, the loads wait for
+# each other.
+_TILE_UNITS_SCATTERED = 128
+# Bytes of a token of one unit, written to adjacent targets -> tokens per program, adjacent tokens per
+# thread, warps.
 _SINGLE_UNIT_TILES = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _WARPS = 4
 _MODE_FLAGS = (
@@ -34,13 +38,13 @@ _MODE_FLAGS = (
     "CHECKED",
     "INVERSE",
     "COUNT",
-)  # parameters that say what a kernel does, beside its tile
-MAX_CONFIGS = 1024  # of a kind
+)  # constants that select the mode of a kernel; the other ones describe its tile
+MAX_CONFIGS = 1024  # cached launch configs per operation
 
 
 @triton.jit
 def _bisect_rows(OFFSETS, token, low, high, most):
-    """The row of each token, from `low` to `high`, which are up to `most` rows apart."""
+    """Return the row of each token, in [low, high]; the distance is at most `most` rows."""
     zero = tl.zeros(token.shape, tl.int32)
     low, high = low + zero, high + 1 + zero
     while most > 0:
@@ -54,10 +58,11 @@ def _bisect_rows(OFFSETS, token, low, high, most):
 
 @triton.jit
 def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD: tl.constexpr):
-    """The row of each of these tokens (TOKENS // SIDE, SIDE), n behind the last row; where it begins; and STARTS of it.
+    """Return the row of each token, the first token of the row, and the row's entry of STARTS.
 
-    The rows of the first and of the last token are found by looking at 256 rows at once. Those of the first and of the last of
-    SIDE neighbors lie between these, and those of the others between those.
+    The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD). The row of a token of the tail is
+    n. The rows of the first and the last token are found in steps of 256 rows at once. They bound
+    the rows of the first and the last of PER_THREAD adjacent tokens, which bound the other rows.
     """
     ways: tl.constexpr = 256
     ends = first + tl.arange(0, 2) * (TOKENS - 1)
@@ -83,7 +88,7 @@ def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD
         if apart > 1:
             row = _bisect_rows(OFFSETS, token, low[:, None], high[:, None], apart)
             begin, start = tl.load(OFFSETS + row), tl.load(STARTS + row, mask=row < n, other=0)
-        else:  # neighbors are of two rows at most: nothing to look up for each
+        else:  # at most two rows per thread: no lookup per token
             begin = tl.load(OFFSETS + high)[:, None]
             later = token >= begin
             row = tl.where(later, high[:, None], low[:, None])
@@ -106,8 +111,11 @@ def program_tile(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The block of tokens, its first one, all (TOKENS // SIDE, SIDE), and the piece and the first column to copy of them."""
-    if PDL:  # the kernel before this one, whose end it waits for
+    """Return the tile of this program: block, first token, tokens, piece and first column.
+
+    The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD).
+    """
+    if PDL:  # wait for the end of the previous kernel
         gdc_wait()
     COLUMNS: tl.constexpr = (WIDTH + BC - 1) // BC
     program = tl.program_id(0)
@@ -127,7 +135,7 @@ def program_tile(
 
 @triton.jit
 def store_tile(y, value, exists, ends, PER_THREAD: tl.constexpr):
-    """Store neighbors at once where all of them exist; `ends` says that some may not."""
+    """Store adjacent tokens at once if all of them exist; `ends` means that some may not."""
     if PER_THREAD == 1:
         tl.store(y, value, mask=exists)
     else:
@@ -155,7 +163,10 @@ def copy_tile(
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """BC units of each token that exists from the unit `source` to the unit `target`; where it is not real, a fill."""
+    """Copy BC units of each token that exists from the unit `source` to the unit `target`.
+
+    Tokens that are not valid receive the fill value.
+    """
     unit: tl.constexpr = (
         tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
     )
@@ -174,7 +185,10 @@ def copy_tile(
 
 
 class TensorSpec(NamedTuple):
-    """What a plan may know of a tensor: all but what it holds. `low` are the last bits of its address."""
+    """Metadata of a tensor, on which a launch config may depend.
+
+    `address_bits` are the last four bits of its address.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -183,22 +197,25 @@ class TensorSpec(NamedTuple):
     address_bits: int = 0
 
     def with_shape(self, shape: Sequence[int]) -> "TensorSpec":
-        """A new tensor of this shape and the same dtype."""
+        """Return the metadata of a new tensor of this shape and the same dtype and device."""
         return TensorSpec(self.device, self.dtype, *contiguous(shape))
 
     def byte_strides(self, axis: int, rows: int) -> tuple[int, ...]:
-        """The bytes from row to row, with an axis of `rows` in front, from token to token along `axis`, from piece to piece."""
+        """Return the strides in bytes of rows, tokens and pieces.
+
+        Tokens are along `axis`. `rows` is 1 if the first axis is an axis of rows, otherwise 0.
+        """
         step = [stride * self.dtype.itemsize for stride in self.strides]
         return *step[:rows], step[axis], step[axis - 1] if axis > rows else 0
 
 
 def tensor_spec(x: torch.Tensor) -> tuple[Any, ...]:
-    """The fields of `Seen`, by which plans are kept."""
+    """Return the fields of `TensorSpec`, the key of the cached launch configs."""
     return x.device, x.dtype, x.shape, x.stride(), x.data_ptr() & 15
 
 
 class LaunchConfig:
-    """A launch and all that is static of it, so that a call only allocates and launches."""
+    """A launch and its static arguments, so that a call only allocates and launches."""
 
     def __init__(
         self,
@@ -221,7 +238,7 @@ class LaunchConfig:
 
     @method_on_device
     def run(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """What is made of the arrays that are given, the first of which is copied from."""
+        """Return the outputs for these inputs, the first of which is the source of the copy."""
         outputs = [self.new(*one) for one in self.outputs]
         if self.zeros:
             for one in outputs:
@@ -232,10 +249,23 @@ class LaunchConfig:
 
 
 class StridedCopy:
-    """A kernel for the tokens of some arrays, each with its axis of tokens, and 1 where an axis of rows stands in front, or 0.
+    """A copy kernel for given arrays.
 
-    `tokens` is what they are numbered up to; `streams` says that tokens go to neighboring places, mostly from such; then the
-    dtypes of the other pointers, and what the kernel does. Its `steps` are those of the arrays in units, one array after another.
+    Parameters
+    ----------
+    kernel
+        The jitted function.
+    tokens
+        The number of tokens.
+    streams
+        Whether adjacent tokens have adjacent targets, and mostly adjacent sources.
+    arrays
+        For each array its metadata, its token axis, and 1 if its first axis is an axis of rows,
+        otherwise 0. `unit_strides` are their strides in units, one array after another.
+    dtypes
+        The dtypes of the other pointers.
+    flags
+        The values of the kernel's mode flags.
     """
 
     def __init__(
@@ -269,7 +299,7 @@ class StridedCopy:
         self.programs_per_token, self.unit_strides = each, [step // unit for step in steps]
 
     def blocks(self, tokens: int) -> int:
-        """How many blocks of the tokens of a program these are."""
+        """Return the number of blocks of these tokens, one block per program."""
         return -(-tokens // self.tokens)
 
     def config(
@@ -279,7 +309,10 @@ class StridedCopy:
         *numbers: int,
         zeros: bool = False,
     ) -> LaunchConfig:
-        """What makes tensors of these shapes and dtypes by so many blocks; the numbers come before the steps."""
+        """Return the launch config for outputs of these shapes and dtypes.
+
+        The kernel takes the numbers before the strides.
+        """
         return LaunchConfig(
             self.device,
             outputs,
@@ -302,7 +335,10 @@ def _launch(
     streams: bool,
     *flags: bool | int,
 ) -> tuple[Launch, int, int]:
-    """A kernel for pieces of so many units at multiples of `align`; the tokens of a program and the programs of a token."""
+    """Return the launch, the tokens per program and the programs per token.
+
+    A piece has `units` units, and all addresses are multiples of `align` bytes.
+    """
     unit, single = min(align, 8), pieces == units == 1
     if streams and single:
         block, (tokens, side, warps) = 1, _SINGLE_UNIT_TILES[unit]
@@ -317,7 +353,7 @@ def _launch(
             1,
             _WARPS,
         )
-        block = units & -units  # a power of two that divides it, if that is not too small
+        block = units & -units  # a power of two that divides it, unless that is too small
         block = min(block if block >= 32 else triton.next_power_of_2(units), most)
         tokens = most // block
     names = [name for name in kernel.arg_names if name in _MODE_FLAGS]
@@ -341,7 +377,7 @@ def _launch(
 
 
 def needs_int64(tokens: int, arrays: Sequence[tuple[TensorSpec, int, int]]) -> bool:
-    """Whether numbers of tokens, or of the units of arrays, take 64 bits."""
+    """Return whether token numbers or element offsets need 64 bits."""
     return (
         max(
             tokens,
@@ -352,7 +388,7 @@ def needs_int64(tokens: int, arrays: Sequence[tuple[TensorSpec, int, int]]) -> b
 
 
 def with_regular_strides(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
-    """A tensor with the elements of a piece side by side, and its pieces at equal distances: itself, or a copy."""
+    """Return x, or a contiguous copy unless pieces are contiguous and at equal distances."""
     if x.is_contiguous():
         return x
     shape, strides = x.shape, x.stride()
@@ -364,12 +400,12 @@ def with_regular_strides(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Ten
 
 
 def resized_shape(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    """A shape with another size along `dim`."""
+    """Return a shape with another size along `dim`."""
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @lru_cache(1024)
 def fill_words(value: float, sign: float, dtype: torch.dtype) -> tuple[int, int]:
-    """Eight bytes full of a value, as two integers of 32 bits; `sign` tells -0.0 from 0.0."""
+    """Return eight bytes filled with a value, as two int32; `sign` separates -0.0 from 0.0."""
     low, high = torch.full((8 // dtype.itemsize,), value, dtype=dtype).view(torch.int32).tolist()
     return low, high
