@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.compile import define_operator
-from ..runtime.launch import Launch, launch_on_device
+from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
 _BLOCK = 1024  # rows per program
 _SCAN_BLOCK = 8192  # earlier rows summed at a time
@@ -48,6 +48,15 @@ def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, SCAN_BLOCK: tl.cons
     tl.store(OFFSETS + row, tl.sum(before, 0) + tl.cumsum(length, 0) - length, mask=row <= n)
 
 
+@launch_args
+class OffsetsArgs:
+    """Arguments of `offsets_kernel`."""
+
+    LENGTHS: Pointer
+    OFFSETS: Pointer
+    n: Number
+
+
 def offsets_from_lengths(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the offsets (n + 1,) of rows of these lengths, in this dtype."""
     n = lengths.shape[0]
@@ -55,16 +64,19 @@ def offsets_from_lengths(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     launch_on_device(
         _launch(lengths.device, lengths.dtype, dtype),
         n // _BLOCK + 1,
-        (lengths.contiguous(), result),
-        (),
-        (n,),
+        OffsetsArgs(LENGTHS=lengths.contiguous(), OFFSETS=result, n=n),
     )
     return result
 
 
 @cache
 def _launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
-    return Launch(offsets_kernel, dict(BLOCK=_BLOCK, SCAN_BLOCK=_SCAN_BLOCK), dict(num_warps=16))
+    return Launch(
+        offsets_kernel,
+        dict(BLOCK=_BLOCK, SCAN_BLOCK=_SCAN_BLOCK),
+        dict(num_warps=16),
+        args=OffsetsArgs,
+    )
 
 
 def _fake(lengths, dtype):

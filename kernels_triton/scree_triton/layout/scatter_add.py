@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from ..runtime.device import INTERPRETED
-from ..runtime.launch import Launch, contiguous, empty, method_on_device
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 from . import scatter_add_bucketed, scatter_add_sorted
 
 # Largest token, in bytes, for atomic additions: where buckets are supported, and elsewhere.
@@ -64,6 +72,18 @@ def atomic_kernel(
     tl.atomic_add(OUT + place[:, None] * C + column, x, mask=inside, sem="relaxed")
 
 
+@launch_args
+class AtomicArgs:
+    """Arguments of `atomic_kernel`."""
+
+    X: Pointer
+    INDEX: Pointer
+    OUT: Pointer
+    count: Number
+    first: Number
+    size: Number
+
+
 @cache
 def _launch(
     device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int
@@ -71,7 +91,9 @@ def _launch(
     """Return the launch and the tokens per program."""
     block = triton.next_power_of_2(width)
     tokens = min(max(_ELEMENTS // block, _TOKENS[0]), _TOKENS[1])
-    return Launch(atomic_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4)), tokens
+    return Launch(
+        atomic_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4), args=AtomicArgs
+    ), tokens
 
 
 @cache
@@ -123,9 +145,15 @@ class AtomicConfig:
         ):
             sums = part if wide is None else wide[: part.shape[0]]
             sums.zero_()
-            self.launch(
-                self.programs, (x, index, sums), (), (self.count, i * self.part_size, part.shape[0])
+            args = AtomicArgs(
+                X=x,
+                INDEX=index,
+                OUT=sums,
+                count=self.count,
+                first=i * self.part_size,
+                size=part.shape[0],
             )
+            self.launch(self.programs, args)
             if wide is not None:
                 part.copy_(sums)
         return out

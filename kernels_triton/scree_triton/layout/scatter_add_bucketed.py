@@ -17,7 +17,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, contiguous, empty, method_on_device
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 
 # With more tokens, finding many tokens of many places takes longer than sorting all tokens.
 _MAX_TOKENS = 1 << 17
@@ -52,7 +60,7 @@ def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(COUNTS + place, tl.zeros([BLOCK], tl.int32), mask=place < size)
 
 
-@triton.jit(do_not_specialize=("count", "size", "most"))
+@triton.jit(do_not_specialize=("count", "size", "max_tokens"))
 def bucket_kernel(
     INDEX,
     COUNTS,
@@ -146,7 +154,7 @@ def _sum_of_place(
     return total
 
 
-@triton.jit(do_not_specialize=("count", "size", "most", "helpers", "length"))
+@triton.jit(do_not_specialize=("count", "size", "max_tokens", "helpers", "length"))
 def add_kernel(
     X,
     INDEX,
@@ -281,6 +289,43 @@ def add_kernel(
         )
 
 
+@launch_args
+class ClearArgs:
+    """Arguments of `clear_kernel`."""
+
+    COUNTS: Pointer
+    size: Number
+
+
+@launch_args
+class BucketArgs:
+    """Arguments of `bucket_kernel`."""
+
+    INDEX: Pointer
+    COUNTS: Pointer
+    BUCKETS: Pointer
+    count: Number
+    size: Number
+    max_tokens: Number
+
+
+@launch_args
+class AddArgs:
+    """Arguments of `add_kernel`."""
+
+    X: Pointer
+    INDEX: Pointer
+    COUNTS: Pointer
+    BUCKETS: Pointer
+    PARTS: Pointer
+    OUT: Pointer
+    count: Number
+    size: Number
+    max_tokens: Number
+    helpers: Number
+    length: Number
+
+
 @cache
 def _launches(
     device: torch.device,
@@ -301,11 +346,14 @@ def _launches(
         tile, warps, options = _TILE, 4, {}
     block, pdl = min(triton.next_power_of_2(width), tile), device_info(device).supports_pdl
     places = min(tile // block, _MAX_PLACES)
-    clear = Launch(clear_kernel, dict(BLOCK=_CLEAR_BLOCK, PDL=pdl), dict(num_warps=4))
+    clear = Launch(
+        clear_kernel, dict(BLOCK=_CLEAR_BLOCK, PDL=pdl), dict(num_warps=4), args=ClearArgs
+    )
     bucket = Launch(
         bucket_kernel,
         dict(CAPACITY=capacity, BLOCK=_BUCKET_BLOCK, PDL=pdl),
         dict(num_warps=4, launch_pdl=pdl),
+        args=BucketArgs,
     )
     add = Launch(
         add_kernel,
@@ -321,6 +369,7 @@ def _launches(
             PDL=pdl,
         ),
         dict(num_warps=warps, launch_pdl=pdl, **options),
+        args=AddArgs,
     )
     return clear, bucket, add, -(-width // block), places
 
@@ -381,8 +430,8 @@ class LaunchConfig:
         )
         self.parts = *contiguous((many * _CHUNKS, width)), wide
         self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = count, size, max_tokens
-        self.helper_numbers = helpers, length
+        self.numbers = dict(count=count, size=size, max_tokens=max_tokens)
+        self.helper_numbers = dict(helpers=helpers, length=length)
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -390,12 +439,19 @@ class LaunchConfig:
         counts, buckets, parts, out = (
             self.new(*one) for one in (self.counts, self.buckets, self.parts, self.out)
         )
-        self.clear(-(-self.cleared // _CLEAR_BLOCK), (counts,), (), (self.cleared,))
-        self.bucket(self.filling, (index, counts, buckets), (), self.numbers)
-        self.finish(
-            self.programs,
-            (x, index, counts, buckets, parts, out),
-            (),
-            (*self.numbers, *self.helper_numbers),
+        args = ClearArgs(COUNTS=counts, size=self.cleared)
+        self.clear(-(-self.cleared // _CLEAR_BLOCK), args)
+        args = BucketArgs(INDEX=index, COUNTS=counts, BUCKETS=buckets, **self.numbers)
+        self.bucket(self.filling, args)
+        args = AddArgs(
+            X=x,
+            INDEX=index,
+            COUNTS=counts,
+            BUCKETS=buckets,
+            PARTS=parts,
+            OUT=out,
+            **self.numbers,
+            **self.helper_numbers,
         )
+        self.finish(self.programs, args)
         return out

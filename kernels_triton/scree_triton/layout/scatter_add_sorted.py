@@ -13,7 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.launch import Launch, contiguous, empty, method_on_device
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 
 _ELEMENTS = 2048  # per tile
 # From this number of elements on, a program has one place, and reads _UNROLL tokens at once.
@@ -144,6 +152,33 @@ def add_kernel(
     tl.store(OUT + place[:, None] * C + columns[None, :], total.to(OUT.dtype.element_ty), mask=mask)
 
 
+@launch_args
+class PrepareArgs:
+    """Arguments of `prepare_kernel`."""
+
+    X: Pointer
+    KEYS: Pointer
+    ORDER: Pointer
+    BOUNDS: Pointer
+    PARTS: Pointer
+    count: Number
+    size: Number
+    bisections: Number
+    lookups: Number
+
+
+@launch_args
+class AddArgs:
+    """Arguments of `add_kernel`."""
+
+    X: Pointer
+    ORDER: Pointer
+    BOUNDS: Pointer
+    PARTS: Pointer
+    OUT: Pointer
+    size: Number
+
+
 @cache
 def _launches(
     device: torch.device,
@@ -164,9 +199,10 @@ def _launches(
         prepare_kernel,
         dict(**same, UNROLL=unroll, PLACES=_LOOKUP_BLOCK, ACC=acc),
         dict(num_warps=4),
+        args=PrepareArgs,
     )
     each = dict(UNROLL=_UNROLL if wide else 1, PLACES=places, ACC=acc)
-    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4))
+    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4), args=AddArgs)
     return prepare, add, -(-width // block), places
 
 
@@ -205,7 +241,7 @@ class LaunchConfig:
             (*contiguous((count // chunk, width)), wide),
         )
         self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = count, size, count.bit_length(), lookups
+        self.numbers = dict(count=count, size=size, bisections=count.bit_length(), lookups=lookups)
         self.programs = lookups + count // chunk * columns, -(-size // places) * columns
 
     @method_on_device
@@ -213,6 +249,8 @@ class LaunchConfig:
         """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
         bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
-        self.prepare(self.programs[0], (x, keys, order, bounds, parts), (), self.numbers)
-        self.finish(self.programs[1], (x, order, bounds, parts, out), (), (self.size,))
+        args = PrepareArgs(X=x, KEYS=keys, ORDER=order, BOUNDS=bounds, PARTS=parts, **self.numbers)
+        self.prepare(self.programs[0], args)
+        args = AddArgs(X=x, ORDER=order, BOUNDS=bounds, PARTS=parts, OUT=out, size=self.size)
+        self.finish(self.programs[1], args)
         return out

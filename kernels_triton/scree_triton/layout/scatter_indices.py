@@ -11,7 +11,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..runtime.compile import define_operator
 from ..runtime.device import device_info
-from ..runtime.launch import Launch, contiguous, empty, launch_on_device, method_on_device
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    launch_on_device,
+    method_on_device,
+)
 from .offsets import offsets_from_lengths
 
 # Up to this number of slots, every program counts all marks before its own slots.
@@ -138,11 +147,50 @@ def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr
     )
 
 
+@launch_args
+class CountArgs:
+    """Arguments of `count_kernel`."""
+
+    MASK: Pointer
+    COUNTS: Pointer
+    slots: Number
+
+
+@launch_args
+class MarkArgs:
+    """Arguments of `mark_kernel`."""
+
+    MASK: Pointer
+    COUNTS: Pointer
+    OFFSETS: Pointer
+    SLOTS: Pointer
+    slots: Number
+    length: Number
+    total: Number
+    filled: Number
+
+
+@launch_args
+class LastArgs:
+    """Arguments of `last_kernel`."""
+
+    INDEX: Pointer
+    LAST: Pointer
+    count: Number
+    size: Number
+
+
 @cache
 def _launch(
-    kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int
+    kernel: Any,
+    args: Any,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    warps: int,
+    **constants: int,
 ) -> Launch:
-    return Launch(kernel, constants, dict(num_warps=warps, launch_pdl=constants.get("PDL", False)))
+    options = dict(num_warps=warps, launch_pdl=constants.get("PDL", False))
+    return Launch(kernel, constants, options, args=args)
 
 
 def _index_dtype(count: int) -> torch.dtype:
@@ -174,13 +222,23 @@ class _MarkConfig:
             _TILES[self.few],
             min(_MAX_PER_THREAD, 1 << max(length, 1).bit_length() - 1),
         )
-        self.programs, self.numbers = slots // block + 1, (slots, length, total, filled)
+        self.programs, self.numbers = (
+            slots // block + 1,
+            dict(slots=slots, length=length, total=total, filled=filled),
+        )
         self.counts = *contiguous((self.programs,)), torch.int32
         self.count = _launch(
-            count_kernel, device, (marks,), 2, BLOCK=block, BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM
+            count_kernel,
+            CountArgs,
+            device,
+            (marks,),
+            2,
+            BLOCK=block,
+            BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM,
         )
         self.mark = _launch(
             mark_kernel,
+            MarkArgs,
             device,
             (marks, dtype, self.found[2]),
             warps,
@@ -201,9 +259,11 @@ class _MarkConfig:
         counts = begins
         if not self.few:
             counts = self.new(*self.counts)
-            self.count(-(-self.programs // _BLOCKS_PER_PROGRAM), (mask, counts), (), (self.slots,))
+            args = CountArgs(MASK=mask, COUNTS=counts, slots=self.slots)
+            self.count(-(-self.programs // _BLOCKS_PER_PROGRAM), args)
             counts = offsets_from_lengths(counts, self.found[2])
-        self.mark(self.programs, (mask, counts, begins, found), (), self.numbers)
+        args = MarkArgs(MASK=mask, COUNTS=counts, OFFSETS=begins, SLOTS=found, **self.numbers)
+        self.mark(self.programs, args)
         return begins, found
 
 
@@ -230,13 +290,15 @@ def last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:
     if count and size:
         launch = _launch(
             last_kernel,
+            LastArgs,
             index.device,
             (index.dtype, found.dtype),
             4,
             BLOCK=256,
             PDL=device_info(index.device).supports_pdl,
         )
-        launch_on_device(launch, -(-count // 256), (index, found), (), (count, size))
+        args = LastArgs(INDEX=index, LAST=found, count=count, size=size)
+        launch_on_device(launch, -(-count // 256), args)
     return found
 
 

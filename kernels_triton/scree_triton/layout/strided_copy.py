@@ -28,8 +28,8 @@ _TILE_UNITS_INDEXED = 512  # the same for padding and gather
 # The same for a gather of single units: with more loads in flight per thread, the loads wait for
 # each other.
 _TILE_UNITS_SCATTERED = 128
-# Bytes of a token of one unit, written to adjacent targets -> tokens per program, adjacent tokens per
-# thread, warps.
+# Bytes of a token of one unit, written to adjacent targets -> tokens per program, adjacent tokens
+# per thread, warps.
 _SINGLE_UNIT_TILES = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _WARPS = 4
 _MODE_FLAGS = (
