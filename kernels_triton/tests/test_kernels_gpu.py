@@ -1,4 +1,4 @@
-"""The kernels beside attention on a GPU: operations x dtypes x widths x hard layouts against float64."""
+"""GPU tests of all kernels but attention: operations, dtypes, widths, layouts; against float64."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rows of up to four arrays, each row of one behind that of the one before it; and the arrays of which rows were joined."""
+"""Concatenation of the rows of up to four arrays, and the inverse split."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .strided_copy import MOST_PLANS, Copier, Plan, Seen, copy, laid, part, resized, rows_of, seen
+from .strided_copy import (
+    MAX_CONFIGS,
+    LaunchConfig,
+    StridedCopy,
+    TensorSpec,
+    copy_tile,
+    find_rows,
+    program_tile,
+    resized_shape,
+    tensor_spec,
+    with_regular_strides,
+)
 
-MOST_JOINED = 4
+MAX_ARRAYS = 4
 
 
 @triton.jit(
@@ -36,7 +47,7 @@ MOST_JOINED = 4
         "piece3",
     )
 )
-def join_kernel(
+def concat_kernel(
     P0,
     P1,
     P2,
@@ -65,26 +76,29 @@ def join_kernel(
     token3,
     piece3,
     COUNT: tl.constexpr,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
     BC: tl.constexpr,
     TOKENS: tl.constexpr,
-    SIDE: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
-    LONG: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    INT64: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Every token of up to four arrays, X with offsets O, to its place in rows that are joined; BACK from there.
+    """Copy every token of up to four arrays X with offsets O to its place in the concatenated rows.
 
-    The blocks of array i begin at `block<i>`. What stands behind the last row of each counts as one more row.
+    INVERSE copies in the other direction. The blocks of array i begin at `block<i>`. The tail of
+    each array counts as one more row.
     """
-    if BACK:  # what is made stands before what is given
+    if INVERSE:  # outputs come before inputs
         X0, X1, X2, X3, OUT = P0, P1, P2, P3, P4
     else:
         OUT, X0, X1, X2, X3 = P0, P1, P2, P3, P4
-    block, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
+    block, first, token, piece, column = program_tile(
+        PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL
+    )
     X, OFFSETS, before, total, x_token, x_piece = X0, O0, block1 * 0, total0, token0, piece0
     j = block * 0
     if COUNT > 1:
@@ -101,18 +115,19 @@ def join_kernel(
             X, OFFSETS, before, total, x_token, x_piece = X3, O3, block3, total3, token3, piece3
     token -= before.to(token.dtype) * TOKENS
     first -= before.to(token.dtype) * TOKENS
-    row, _, _ = rows_of(OFFSETS, OFFSETS, token, first, n, TOKENS, SIDE)
-    place = token  # what the earlier arrays have up to the end of this row, and the later ones before it, stands before
+    row, _, _ = find_rows(OFFSETS, OFFSETS, token, first, n, TOKENS, PER_THREAD)
+    # Tokens before it: of earlier arrays up to the end of this row, of later arrays before the row.
+    place = token
     for i in tl.static_range(COUNT):
         OTHER = O0 if i == 0 else O1 if i == 1 else O2 if i == 2 else O3
         end = total0 if i == 0 else total1 if i == 1 else total2 if i == 2 else total3
         at = row + (j > i).to(tl.int32)
         others = tl.load(OTHER + at, mask=at <= n, other=end).to(token.dtype)
         place += tl.where(j == i, 0, others)
-    here = token if SIDE > 1 else token * x_token + piece * x_piece
+    here = token if PER_THREAD > 1 else token * x_token + piece * x_piece
     there = place * y_token + piece * y_piece
-    if BACK:
-        copy(
+    if INVERSE:
+        copy_tile(
             OUT,
             X,
             there,
@@ -125,12 +140,12 @@ def join_kernel(
             column,
             WIDTH,
             BC,
-            SIDE,
+            PER_THREAD,
             UNIT,
             ALIGN,
         )
     else:
-        copy(
+        copy_tile(
             X,
             OUT,
             here,
@@ -143,34 +158,34 @@ def join_kernel(
             column,
             WIDTH,
             BC,
-            SIDE,
+            PER_THREAD,
             UNIT,
             ALIGN,
         )
 
 
-@lru_cache(MOST_PLANS)
-def _join_plan(
-    given: tuple[tuple[Any, ...], ...],
+@lru_cache(MAX_CONFIGS)
+def concat_config(
+    specs: tuple[tuple[Any, ...], ...],
     offsets: tuple[torch.dtype, ...],
     n: int,
     totals: tuple[int, ...],
     dim: int,
     back: bool,
-) -> Plan:
-    """What joins arrays of so many tokens, or with `back` takes one apart to such."""
-    first, *_ = given = [Seen(*one) for one in given]
-    made = [
-        first.made(resized(first.shape, dim, total))
+) -> LaunchConfig:
+    """Return the launch config of `concat`, or with `back` of `split`, for these token counts."""
+    first, *_ = specs = [TensorSpec(*one) for one in specs]
+    outputs = [
+        first.with_shape(resized_shape(first.shape, dim, total))
         for total in (totals if back else [sum(totals)])
     ]
-    whole, *parts = (*given, *made) if back else (*made, *given)
-    news = [(one.shape, one.dtype) for one in made]
+    whole, *parts = (*specs, *outputs) if back else (*outputs, *specs)
+    output_specs = [(one.shape, one.dtype) for one in outputs]
     if not math.prod(whole.shape):
-        return Plan(whole.device, news)
-    missing = MOST_JOINED - len(totals)
-    copier = Copier(
-        join_kernel,
+        return LaunchConfig(whole.device, output_specs)
+    unused = MAX_ARRAYS - len(totals)
+    copier = StridedCopy(
+        concat_kernel,
         sum(totals),
         back,
         [(one, dim, 0) for one in (whole, *parts)],
@@ -178,42 +193,42 @@ def _join_plan(
         len(totals),
         back,
     )
-    copier.steps += [0, 0] * missing
+    copier.unit_strides += [0, 0] * unused
     ends = [0]
     for total in totals:
         ends.append(ends[-1] + copier.blocks(total))
-    return copier.plan(
-        news, ends[-1], n, *ends[1:-1], *ends[-1:] * missing, *totals, *[0] * missing
+    return copier.config(
+        output_specs, ends[-1], n, *ends[1:-1], *ends[-1:] * unused, *totals, *[0] * unused
     )
 
 
-def join(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Row i of each of up to four arrays end to end."""
-    xs = [laid(x, dim) for x in xs]
-    plan = _join_plan(
-        tuple(seen(x) for x in xs),
+def concat(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate row i of each of up to four arrays."""
+    xs = [with_regular_strides(x, dim) for x in xs]
+    config = concat_config(
+        tuple(tensor_spec(x) for x in xs),
         tuple(one.dtype for one in offsets),
         offsets[0].shape[0] - 1,
         tuple(x.shape[dim] for x in xs),
         dim,
         False,
     )
-    missing = MOST_JOINED - len(xs)
-    return plan.run(*xs, *xs[:1] * missing, *offsets, *offsets[:1] * missing)[0]
+    unused = MAX_ARRAYS - len(xs)
+    return config.run(*xs, *xs[:1] * unused, *offsets, *offsets[:1] * unused)[0]
 
 
-def unjoin(
+def split(
     dy: torch.Tensor, offsets: Sequence[torch.Tensor], totals: Sequence[int], dim: int
 ) -> list[torch.Tensor]:
-    """The arrays of which rows were joined."""
-    dy = laid(dy, dim)
-    plan = _join_plan(
-        (seen(dy),),
+    """Return the arrays whose rows were concatenated."""
+    dy = with_regular_strides(dy, dim)
+    config = concat_config(
+        (tensor_spec(dy),),
         tuple(one.dtype for one in offsets),
         offsets[0].shape[0] - 1,
         tuple(totals),
         dim,
         True,
     )
-    missing = MOST_JOINED - len(totals)
-    return plan.run(*[dy] * missing, dy, *offsets, *offsets[:1] * missing)
+    unused = MAX_ARRAYS - len(totals)
+    return config.run(*[dy] * unused, dy, *offsets, *offsets[:1] * unused)

@@ -1,4 +1,4 @@
-"""Tokens by their numbers, and back to their places; rows whose tokens stand at equal distances, and their gradient."""
+"""Gather by index, scatter to distinct indices, selection of rows, and their gradients."""
 
 import math
 from collections.abc import Sequence
@@ -9,29 +9,28 @@ import torch
 import triton
 import triton.language as tl
 
-from .scatter_add import add
-from .scatter_indices import last
+from .scatter_add import scatter_add
+from .scatter_indices import last_tokens
 from .strided_copy import (
-    MOST_PLANS,
-    Copier,
-    Plan,
-    Seen,
-    copy,
-    eight,
-    laid,
-    part,
-    resized,
-    rows_of,
-    seen,
+    MAX_CONFIGS,
+    LaunchConfig,
+    StridedCopy,
+    TensorSpec,
+    copy_tile,
+    fill_words,
+    find_rows,
+    program_tile,
+    resized_shape,
+    tensor_spec,
+    with_regular_strides,
 )
 
-_NUMBERS = (
-    8  # bytes that are written and read for a place, where the token that goes there is looked up
-)
+# Bytes that are written and read per output token if the kernel looks up its source token.
+_LOOKUP_BYTES = 8
 
 
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
-def take_kernel(
+def gather_kernel(
     OUT,
     X,
     INDEX,
@@ -47,30 +46,32 @@ def take_kernel(
     WIDTH: tl.constexpr,
     BC: tl.constexpr,
     TOKENS: tl.constexpr,
-    SIDE: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
-    LONG: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    INT64: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Token i of OUT from token INDEX[i] of X, if there is one; with CHECK, if CHECK[INDEX[i]] is i."""
-    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
+    """Compute OUT[i] = X[INDEX[i]]; 0 if the index is out of bounds.
+
+    With CHECKED, a token is also 0 unless CHECK[INDEX[i]] is i.
+    """
+    _, first, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     exists = token < count
-    policy: tl.constexpr = (
-        "evict_first" if SIDE == 1 else ""
-    )  # a gain where tokens come from anywhere, else a loss
+    # Faster if the sources are not adjacent, slower otherwise.
+    policy: tl.constexpr = "evict_first" if PER_THREAD == 1 else ""
     source = tl.load(INDEX + token, mask=exists, other=-1, eviction_policy=policy)
-    real = (source >= 0) & (source < size)
+    valid = (source >= 0) & (source < size)
     if CHECKED:
-        real &= tl.load(CHECK + source, mask=real, other=-1) == token
+        valid &= tl.load(CHECK + source, mask=valid, other=-1) == token
     source = source.to(token.dtype) * x_token + piece * x_piece
-    target = token if SIDE > 1 else token * y_token + piece * y_piece
-    copy(
+    target = token if PER_THREAD > 1 else token * y_token + piece * y_piece
+    copy_tile(
         X,
         OUT,
         source,
         target,
-        real,
+        valid,
         exists,
         first + TOKENS > count,
         0,
@@ -78,14 +79,14 @@ def take_kernel(
         column,
         WIDTH,
         BC,
-        SIDE,
+        PER_THREAD,
         UNIT,
         ALIGN,
     )
 
 
 @triton.jit(do_not_specialize=("count", "size", "x_token", "x_piece", "y_token", "y_piece"))
-def put_kernel(
+def scatter_unique_kernel(
     OUT,
     X,
     TO,
@@ -99,31 +100,31 @@ def put_kernel(
     WIDTH: tl.constexpr,
     BC: tl.constexpr,
     TOKENS: tl.constexpr,
-    SIDE: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
-    LONG: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    INT64: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Token i of X to token TO[i] of OUT, if there is one."""
-    _, _, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
+    """Compute OUT[TO[i]] = X[i] for the indices within bounds."""
+    _, _, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     place = tl.load(TO + token, mask=token < count, other=-1)
-    real = (place >= 0) & (place < size)
+    valid = (place >= 0) & (place < size)
     target = place.to(token.dtype) * y_token + piece * y_piece
-    copy(
+    copy_tile(
         X,
         OUT,
         token * x_token + piece * x_piece,
         target,
-        real,
-        real,
+        valid,
+        valid,
         True,
         0,
         0,
         column,
         WIDTH,
         BC,
-        SIDE,
+        PER_THREAD,
         UNIT,
         ALIGN,
     )
@@ -158,37 +159,37 @@ def select_kernel(
     x_piece,
     y_token,
     y_piece,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
     BC: tl.constexpr,
     TOKENS: tl.constexpr,
-    SIDE: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
-    LONG: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    INT64: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rows of OUT, whose tokens stand at STARTS, STARTS + step ... in X; BACK puts them there.
+    """Gather rows whose tokens are at STARTS, STARTS + step ... in X; INVERSE scatters them to X.
 
-    BACK is 2 where they fill X; then what stands behind the last row in both is set to 0.
+    INVERSE is 2 if the rows fill X; then the tail of X is set to 0.
     """
-    _, first, token, piece, column = part(PIECES, WIDTH, BC, TOKENS, SIDE, LONG, FOLLOWS)
-    row, begin, start = rows_of(OFFSETS, STARTS, token, first, n, TOKENS, SIDE)
+    _, first, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
+    row, begin, start = find_rows(OFFSETS, STARTS, token, first, n, TOKENS, PER_THREAD)
     source = start + (token - begin) * step
-    if BACK:
+    if INVERSE:
         source = tl.where(row < n, source, token)
-    real = (row < n) & (source >= 0) & (source < size)
-    there = source * x_token + piece * x_piece
-    here = token if SIDE > 1 else token * y_token + piece * y_piece
-    if BACK:
-        exists = (real | (row == n)) if BACK == 2 else real
-        copy(
+    valid = (row < n) & (source >= 0) & (source < size)
+    x_at = source * x_token + piece * x_piece
+    y_at = token if PER_THREAD > 1 else token * y_token + piece * y_piece
+    if INVERSE:
+        exists = (valid | (row == n)) if INVERSE == 2 else valid
+        copy_tile(
             FROM,
             TO,
-            here,
-            there,
-            real,
+            y_at,
+            x_at,
+            valid,
             exists & (token < total),
             True,
             low,
@@ -196,17 +197,17 @@ def select_kernel(
             column,
             WIDTH,
             BC,
-            SIDE,
+            PER_THREAD,
             UNIT,
             ALIGN,
         )
     else:
-        copy(
+        copy_tile(
             FROM,
             TO,
-            there,
-            here,
-            real,
+            x_at,
+            y_at,
+            valid,
             token < total,
             first + TOKENS > total,
             low,
@@ -214,78 +215,87 @@ def select_kernel(
             column,
             WIDTH,
             BC,
-            SIDE,
+            PER_THREAD,
             UNIT,
             ALIGN,
         )
 
 
-@lru_cache(MOST_PLANS)
-def _take_plan(
+@lru_cache(MAX_CONFIGS)
+def gather_config(
     x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None, count: int, ordered: bool
-) -> Plan:
-    x = Seen(*x)
-    out = x.made(resized(x.shape, 0, count))
-    made = [(out.shape, out.dtype)]
+) -> LaunchConfig:
+    x = TensorSpec(*x)
+    out = x.with_shape(resized_shape(x.shape, 0, count))
+    outputs = [(out.shape, out.dtype)]
     if not math.prod(out.shape):
-        return Plan(x.device, made)
-    copier = Copier(
-        take_kernel, count, ordered, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None
+        return LaunchConfig(x.device, outputs)
+    copier = StridedCopy(
+        gather_kernel, count, ordered, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None
     )
-    return copier.plan(made, copier.blocks(count), count, x.shape[0])
+    return copier.config(outputs, copier.blocks(count), count, x.shape[0])
 
 
-def _taken(
+def _gather_checked(
     x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, ordered: bool
 ) -> torch.Tensor:
-    """The tokens of x at `index`, which mostly ascends where it is `ordered`; 0 where there is none, or `check` leads elsewhere."""
-    x = laid(x, 0)
-    plan = _take_plan(
-        seen(x), index.dtype, None if check is None else check.dtype, index.shape[0], ordered
-    )
-    return plan.run(x, index, index if check is None else check)[0]
+    """Return the tokens of x at `index`, which mostly ascends if it is `ordered`.
 
-
-def take(x: torch.Tensor, index: torch.Tensor, distinct: bool) -> torch.Tensor:
-    """The tokens of x, (tokens, ...), at `index`; 0 where there is none.
-
-    `distinct` says that none is taken twice, which is good to know for the gradient; they mostly come in order then.
+    A token is 0 if its index is out of bounds, or if `check` at the index is another token.
     """
-    return _taken(x, index, None, distinct)
+    x = with_regular_strides(x, 0)
+    config = gather_config(
+        tensor_spec(x), index.dtype, None if check is None else check.dtype, index.shape[0], ordered
+    )
+    return config.run(x, index, index if check is None else check)[0]
 
 
-@lru_cache(MOST_PLANS)
-def _put_plan(x: tuple[Any, ...], index: torch.dtype, size: int) -> Plan:
-    x = Seen(*x)
-    out = x.made(resized(x.shape, 0, size))
-    made = [(out.shape, out.dtype)]
+def gather(x: torch.Tensor, index: torch.Tensor, distinct: bool) -> torch.Tensor:
+    """Return the tokens of x, (tokens, ...), at `index`; 0 for an index out of bounds.
+
+    `distinct` means that no index repeats, which makes the gradient cheaper. The indices mostly
+    ascend then.
+    """
+    return _gather_checked(x, index, None, distinct)
+
+
+@lru_cache(MAX_CONFIGS)
+def scatter_unique_config(x: tuple[Any, ...], index: torch.dtype, size: int) -> LaunchConfig:
+    x = TensorSpec(*x)
+    out = x.with_shape(resized_shape(x.shape, 0, size))
+    outputs = [(out.shape, out.dtype)]
     if not math.prod(x.shape) * size:
-        return Plan(x.device, made, zeros=True)
-    copier = Copier(put_kernel, x.shape[0], False, [(out, 0, 0), (x, 0, 0)], (index,))
-    return copier.plan(made, copier.blocks(x.shape[0]), x.shape[0], size, zeros=True)
+        return LaunchConfig(x.device, outputs, zeros=True)
+    copier = StridedCopy(
+        scatter_unique_kernel, x.shape[0], False, [(out, 0, 0), (x, 0, 0)], (index,)
+    )
+    return copier.config(outputs, copier.blocks(x.shape[0]), x.shape[0], size, zeros=True)
 
 
-def put(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """(size, ...): the tokens of x at the places `index`, of which none comes twice; 0 elsewhere."""
-    if x.numel() * x.itemsize > _NUMBERS * size:
-        return _taken(x, last(index, size), None, True)
-    x = laid(x, 0)
-    return _put_plan(seen(x), index.dtype, size).run(x, index)[0]
+def scatter_unique(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Scatter the tokens of x to `index`, which has no duplicates.
+
+    Returns (size, ...), 0 elsewhere.
+    """
+    if x.numel() * x.itemsize > _LOOKUP_BYTES * size:
+        return _gather_checked(x, last_tokens(index, size), None, True)
+    x = with_regular_strides(x, 0)
+    return scatter_unique_config(tensor_spec(x), index.dtype, size).run(x, index)[0]
 
 
-def keep(x: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The tokens of x at the places `index`, where these meet those that are `kept`, one a place, or -1."""
-    return _taken(x, kept, None, False)
+def scatter_last(x: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Scatter the tokens of x to `index`; `kept` is the token of each place, or -1."""
+    return _gather_checked(x, kept, None, False)
 
 
-def unkeep(dy: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """The gradient of the x whose tokens were put at `index`; 0 for those that were not kept."""
-    return _taken(dy, index, kept, False)
+def gather_last(dy: torch.Tensor, index: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of `scatter_last`; 0 for tokens that were not kept."""
+    return _gather_checked(dy, index, kept, False)
 
 
-@lru_cache(MOST_PLANS)
-def _select_plan(
-    given: tuple[Any, ...],
+@lru_cache(MAX_CONFIGS)
+def select_config(
+    spec: tuple[Any, ...],
     offsets: torch.dtype,
     starts: torch.dtype,
     n: int,
@@ -294,17 +304,17 @@ def _select_plan(
     step: int,
     fill: int,
     back: bool,
-) -> Plan:
-    """What copies tokens to rows, or with `back` from them to so many tokens, as the kernel says."""
-    given = Seen(*given)
-    out = given.made(resized(given.shape, dim, size))
-    made = [(out.shape, out.dtype)]
-    whole = given.shape[dim] == size
-    if not (math.prod(given.shape) and math.prod(out.shape)):
-        return Plan(given.device, made, zeros=True)
-    x, rows = (out, given) if back else (given, out)
+) -> LaunchConfig:
+    """Return the launch config of `select`, or with `back` of its gradient with `size` tokens."""
+    spec = TensorSpec(*spec)
+    out = spec.with_shape(resized_shape(spec.shape, dim, size))
+    outputs = [(out.shape, out.dtype)]
+    whole = spec.shape[dim] == size
+    if not (math.prod(spec.shape) and math.prod(out.shape)):
+        return LaunchConfig(spec.device, outputs, zeros=True)
+    x, rows = (out, spec) if back else (spec, out)
     total = rows.shape[dim]
-    copier = Copier(
+    copier = StridedCopy(
         select_kernel,
         total,
         not back,
@@ -312,14 +322,14 @@ def _select_plan(
         (offsets, starts),
         back and 1 + whole,
     )
-    return copier.plan(
-        made,
+    return copier.config(
+        outputs,
         copier.blocks(total),
         n,
         total,
         x.shape[dim],
         step,
-        *eight(fill, 1.0, out.dtype),
+        *fill_words(fill, 1.0, out.dtype),
         zeros=back and not whole,
     )
 
@@ -334,15 +344,23 @@ def select(
     distinct: bool,
     fill: int = 0,
 ) -> torch.Tensor:
-    """Rows (..., total, ...), whose tokens stand at `starts`, `starts + step` ... in x."""
-    x = laid(x, dim)
-    plan = _select_plan(
-        seen(x), offsets.dtype, starts.dtype, offsets.shape[0] - 1, dim, total, step, fill, False
+    """Return rows (..., total, ...) whose tokens are at `starts`, `starts + step` ... in x."""
+    x = with_regular_strides(x, dim)
+    config = select_config(
+        tensor_spec(x),
+        offsets.dtype,
+        starts.dtype,
+        offsets.shape[0] - 1,
+        dim,
+        total,
+        step,
+        fill,
+        False,
     )
-    return plan.run(x, offsets, starts)[0]
+    return config.run(x, offsets, starts)[0]
 
 
-def unselect(
+def select_backward(
     dy: torch.Tensor,
     shape: Sequence[int],
     offsets: torch.Tensor,
@@ -351,13 +369,21 @@ def unselect(
     step: int,
     distinct: bool,
 ) -> torch.Tensor:
-    """The gradient of the x of this shape whose rows were selected; what was taken twice adds up."""
+    """Return the gradient of `select` for an x of this shape; repeated tokens are added."""
     if not distinct:
         numbers = torch.arange(shape[dim], dtype=offsets.dtype, device=dy.device)
         numbers = select(numbers, offsets, starts, 0, dy.shape[dim], step, True, -1)
-        return add(dy.movedim(dim, 0), numbers, shape[dim]).movedim(0, dim).contiguous()
-    dy = laid(dy, dim)
-    plan = _select_plan(
-        seen(dy), offsets.dtype, starts.dtype, offsets.shape[0] - 1, dim, shape[dim], step, 0, True
+        return scatter_add(dy.movedim(dim, 0), numbers, shape[dim]).movedim(0, dim).contiguous()
+    dy = with_regular_strides(dy, dim)
+    config = select_config(
+        tensor_spec(dy),
+        offsets.dtype,
+        starts.dtype,
+        offsets.shape[0] - 1,
+        dim,
+        shape[dim],
+        step,
+        0,
+        True,
     )
-    return plan.run(dy, offsets, starts)[0]
+    return config.run(dy, offsets, starts)[0]

@@ -7,10 +7,10 @@ import torch
 
 from scree.functions.manipulation import joined_layout
 
-from .concat import MOST_JOINED
-from .linear_map import apply, join_rows
-from .scatter_add import ACC
-from .scatter_indices import last, last_op, mark
+from .concat import MAX_ARRAYS
+from .linear_map import apply, concat_rows
+from .scatter_add import ACC_TYPES
+from .scatter_indices import last_tokens, last_tokens_op, mask_indices
 
 _ARRAYS = "values", "padded", "arr", "x"  # the field of a call record that holds the tokens
 
@@ -19,8 +19,10 @@ def rejects(call: Any) -> str | None:
     """Return why the kernels do not take a call; None if they do."""
     if hasattr(call, "arrays"):
         x = call.arrays[0].values
-        if len(call.arrays) > MOST_JOINED:
-            return f"the Triton kernels join up to {MOST_JOINED} arrays at once, not {len(call.arrays)}"
+        if len(call.arrays) > MAX_ARRAYS:
+            return (
+                f"the Triton kernels join up to {MAX_ARRAYS} arrays at once, not {len(call.arrays)}"
+            )
         if any(other.values.dtype != x.dtype for other in call.arrays):
             return "the Triton kernels join arrays of one data type"
     else:
@@ -28,7 +30,7 @@ def rejects(call: Any) -> str | None:
         x = x if isinstance(x, torch.Tensor) else x.values
     if x.is_complex():
         return f"the Triton kernels take no {str(x.dtype)[6:]} here"
-    if (x.requires_grad or getattr(call, "add", False)) and x.dtype not in ACC:
+    if (x.requires_grad or getattr(call, "add", False)) and x.dtype not in ACC_TYPES:
         return f"the Triton kernels do not add {str(x.dtype)[6:]}"
     if hasattr(call, "fill_value") and x.numel() == 0 and call.arr.total_length:
         return "the Triton kernels pad tokens of one element at least"
@@ -63,17 +65,17 @@ def unpad(call: Any) -> Any:
     else:
         x = (x.movedim(dim + 1, 1) if dim else x).flatten(0, 1)
         if call.slots is None:
-            slots = mark(call.mask, layout.total, offsets.dtype)[1]
+            slots = mask_indices(call.mask, layout.total, offsets.dtype)[1]
         else:
             slots = call.slots[: layout.total]
-        values = apply("take", x, slots, True)
+        values = apply("gather", x, slots, True)
         values = values.movedim(0, dim) if dim else values
     return call.result(values)
 
 
 def gather(call: Any) -> Any:
     """Compute a `GatherCall`."""
-    values = apply("take", call.values, call.indices.contiguous(), call.distinct)
+    values = apply("gather", call.values, call.indices.contiguous(), call.distinct)
     return call.index.with_values(values, ragged_dim=0)
 
 
@@ -85,7 +87,7 @@ def prepare_gather(call: Any) -> Callable[..., Any] | None:
 
     def run(index: Any, x: Any) -> Any:
         x = x if isinstance(x, torch.Tensor) else x.values
-        values = apply("take", x, index.values.to(dtype).contiguous(), distinct)
+        values = apply("gather", x, index.values.to(dtype).contiguous(), distinct)
         return index.from_layout(values, index.layout)
 
     return run
@@ -98,9 +100,9 @@ def scatter(call: Any) -> torch.Tensor:
 
 def _scatter(values: torch.Tensor, indices: torch.Tensor, size: int, add: bool) -> torch.Tensor:
     if add:
-        return apply("add", values, indices, size)
-    find_last = last_op if torch.compiler.is_compiling() else last
-    return apply("keep", values, indices, find_last(indices, size))
+        return apply("scatter_add", values, indices, size)
+    find_last = last_tokens_op if torch.compiler.is_compiling() else last_tokens
+    return apply("scatter_last", values, indices, find_last(indices, size))
 
 
 def prepare_scatter(call: Any) -> Callable[..., torch.Tensor] | None:
@@ -139,7 +141,7 @@ def prepare_join(call: Any) -> Callable[..., Any]:
     def run(**arrays: Any) -> Any:
         xs = [*arrays.values()]
         offsets = [x.offsets.to(torch.int64) if wide else x.offsets.contiguous() for x in xs]
-        values = join_rows([x.values for x in xs], offsets, dim)
+        values = concat_rows([x.values for x in xs], offsets, dim)
         return xs[0].from_layout(values, joined_layout([x.layout for x in xs]), dim)
 
     return run

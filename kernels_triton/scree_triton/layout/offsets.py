@@ -1,4 +1,4 @@
-"""What kernels ask of offsets: the row of a token, by bisection; and offsets from lengths, by one launch."""
+"""Offsets: the row of a token, by bisection, and offsets from lengths, by one launch."""
 
 from functools import cache
 from typing import Any
@@ -7,21 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import start
 from ..runtime.compile import define_operator
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
-_BLOCK = 1024  # rows of a program
-_BEFORE = 8192  # rows at a time, of those before
-_MOST_ROWS = (
-    1 << 16
-)  # beyond, a scan is faster than programs that each look at all rows before their own
+_BLOCK = 1024  # rows per program
+_SCAN_BLOCK = 8192  # earlier rows summed at a time
+# With more rows, a scan is faster than programs that each read all rows before their own.
+_MAX_ROWS = 1 << 16
 _DTYPES = (torch.int32, torch.int64)
 
 
 @triton.jit
 def row_of(OFFSETS, tokens, n, bisections):
-    """The row of each token; n behind the last one."""
+    """Return the row of each token; n for a token of the tail."""
     low = tl.zeros_like(tokens).to(tl.int32)
     high = low + n + 1
     for _ in range(bisections):
@@ -33,58 +31,75 @@ def row_of(OFFSETS, tokens, n, bisections):
 
 
 @triton.jit(do_not_specialize=("n",))
-def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, BEFORE: tl.constexpr):
-    """OFFSETS (n + 1,): the sums of what stands before each of LENGTHS (n,), and of all.
+def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, SCAN_BLOCK: tl.constexpr):
+    """Compute OFFSETS (n + 1,), the exclusive sums of LENGTHS (n,) and the total.
 
-    A program does BLOCK of them, and adds up by itself what stands before these, BEFORE lengths at a time.
+    A program does BLOCK rows. It adds the lengths before its rows itself, SCAN_BLOCK at a time.
     """
     number: tl.constexpr = OFFSETS.dtype.element_ty
     first = tl.program_id(0) * BLOCK
-    whole = first // BEFORE * BEFORE
-    each = tl.arange(0, BEFORE)
+    whole = first // SCAN_BLOCK * SCAN_BLOCK
+    each = tl.arange(0, SCAN_BLOCK)
     before = tl.load(LENGTHS + whole + each, mask=whole + each < first, other=0).to(number)
-    for at in range(0, whole, BEFORE):
+    for at in range(0, whole, SCAN_BLOCK):
         before += tl.load(LENGTHS + at + each).to(number)
     row = first + tl.arange(0, BLOCK)
     length = tl.load(LENGTHS + row, mask=row < n, other=0).to(number)
     tl.store(OFFSETS + row, tl.sum(before, 0) + tl.cumsum(length, 0) - length, mask=row <= n)
 
 
-def offsets(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(n + 1,) of a dtype: where rows of these lengths begin, and where the last one ends."""
+@launch_args
+class OffsetsArgs:
+    """Arguments of `offsets_kernel`."""
+
+    LENGTHS: Pointer
+    OFFSETS: Pointer
+    n: Number
+
+
+def offsets_from_lengths(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the offsets (n + 1,) of rows of these lengths, in this dtype."""
     n = lengths.shape[0]
-    found = torch.empty((n + 1,), dtype=dtype, device=lengths.device)
-    start(
+    result = torch.empty((n + 1,), dtype=dtype, device=lengths.device)
+    launch_on_device(
         _launch(lengths.device, lengths.dtype, dtype),
         n // _BLOCK + 1,
-        (lengths.contiguous(), found),
-        (),
-        (n,),
+        OffsetsArgs(LENGTHS=lengths.contiguous(), OFFSETS=result, n=n),
     )
-    return found
+    return result
 
 
 @cache
 def _launch(device: torch.device, *dtypes: torch.dtype) -> Launch:
-    return Launch(offsets_kernel, dict(BLOCK=_BLOCK, BEFORE=_BEFORE), dict(num_warps=16))
+    return Launch(
+        offsets_kernel,
+        dict(BLOCK=_BLOCK, SCAN_BLOCK=_SCAN_BLOCK),
+        dict(num_warps=16),
+        args=OffsetsArgs,
+    )
 
 
 def _fake(lengths, dtype):
     return lengths.new_empty((lengths.shape[0] + 1,), dtype=dtype)
 
 
-_op = define_operator("offsets", offsets, _fake)
+_op = define_operator("offsets", offsets_from_lengths, _fake)
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernel does not take an `OffsetsCall`; None if it does."""
-    if call.lengths.shape[0] > _MOST_ROWS:
-        return f"the Triton kernel adds up the lengths of at most {_MOST_ROWS} rows, not {call.lengths.shape[0]}"
+    """Return why the kernel does not support an `OffsetsCall`; None if it does."""
+    if call.lengths.shape[0] > _MAX_ROWS:
+        return (
+            f"the Triton kernel adds up the lengths of at most {_MAX_ROWS} rows, "
+            f"not {call.lengths.shape[0]}"
+        )
     if call.lengths.dtype not in _DTYPES:
         return f"the Triton kernel takes int32 or int64, not {call.lengths.dtype}"
     return None
 
 
-def run(call: Any) -> torch.Tensor:
-    """Run an `OffsetsCall`."""
-    return (_op if torch.compiler.is_compiling() else offsets)(call.lengths, call.dtype)
+def offsets(call: Any) -> torch.Tensor:
+    """Compute an `OffsetsCall`."""
+    return (_op if torch.compiler.is_compiling() else offsets_from_lengths)(
+        call.lengths, call.dtype
+    )

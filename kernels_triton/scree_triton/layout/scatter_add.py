@@ -1,9 +1,11 @@
-"""Tokens added up at numbered places: half precision in float32, in one of three ways.
+"""scatter_add by one of three methods; half precision is added in float32.
 
-Tokens of places that have few are put into bins, and added in their order: see `binned`. Narrow ones are added as they come, by
-atomic instructions, single numbers wherever they go, others beyond what bins are for. That is exact for integers; the sum of
-floating-point numbers depends on an order that nobody knows in its last bits, so that it is not done where
-`torch.use_deterministic_algorithms` asks for equal bits. All else is sorted, and added in its order: see `sorting`.
+- Few tokens per place: bucketed, in the order of the tokens, see `scatter_add_bucketed`.
+- Narrow tokens: atomic additions in any order. This method takes single numbers always, and wider
+  tokens where buckets are not supported. It is exact for integers. The last bits of a
+  floating-point sum depend on the order, so it is not used for floating-point numbers if
+  `torch.use_deterministic_algorithms` asks for equal bits.
+- Otherwise: sorted, in the order of the tokens, see `scatter_add_sorted`.
 """
 
 import math
@@ -14,20 +16,24 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import on_its_device
-from ..runtime.launch import INTERPRETED, Launch, contiguous, empty
+from ..runtime.device import INTERPRETED
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 from . import scatter_add_bucketed, scatter_add_sorted
 
-_NARROW, _MANY = (
-    16,
-    128,
-)  # bytes of a token that is added as it comes: always, and beyond what bins are for
-_TOKENS, _ELEMENTS = (64, 128), 1024  # that a program adds as they come
-_SPARSE, _MOST_PARTS = (
-    4,
-    8,
-)  # places a token, and parts of the sums, up to which these are made one after another
-ACC = {
+# Largest token, in bytes, for atomic additions: where buckets are supported, and elsewhere.
+_NARROW_BYTES, _ATOMIC_BYTES = 16, 128
+_TOKENS, _ELEMENTS = (64, 128), 1024  # tokens (minimum, maximum) and elements per program
+# Places per token, and parts of the sums, up to which the parts are computed one after another.
+_MAX_PLACES_PER_TOKEN, _MAX_PARTS = 4, 8
+ACC_TYPES = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,
     torch.float32: tl.float32,
@@ -35,7 +41,7 @@ ACC = {
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-_WIDE = {
+ACC_DTYPES = {
     tl.float32: torch.float32,
     tl.float64: torch.float64,
     tl.int32: torch.int32,
@@ -44,12 +50,12 @@ _WIDE = {
 
 
 @triton.jit(do_not_specialize=("count", "first", "size"))
-def add_kernel(
+def atomic_kernel(
     X, INDEX, OUT, count, first, size, C: tl.constexpr, BC: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """OUT (size, C), which held 0: the sums of the tokens X (count, C) that go to each place, `first` and what follows.
+    """Add the tokens X (count, C) to OUT (size, C), the zeroed sums of the places from `first` on.
 
-    What is read once makes room in the cache for the sums.
+    Data that is read once is evicted first, so that the sums stay in the cache.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BC)[None, :]
@@ -59,26 +65,40 @@ def add_kernel(
         )
         - first
     )
-    there = ((place >= 0) & (place < size))[:, None] & (column < C)
+    inside = ((place >= 0) & (place < size))[:, None] & (column < C)
     x = tl.load(
-        X + token[:, None] * C + column, mask=there, other=0, eviction_policy="evict_first"
+        X + token[:, None] * C + column, mask=inside, other=0, eviction_policy="evict_first"
     ).to(OUT.dtype.element_ty)
-    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=there, sem="relaxed")
+    tl.atomic_add(OUT + place[:, None] * C + column, x, mask=inside, sem="relaxed")
+
+
+@launch_args
+class AtomicArgs:
+    """Arguments of `atomic_kernel`."""
+
+    X: Pointer
+    INDEX: Pointer
+    OUT: Pointer
+    count: Number
+    first: Number
+    size: Number
 
 
 @cache
 def _launch(
     device: torch.device, x: torch.dtype, index: torch.dtype, wide: torch.dtype, width: int
 ) -> tuple[Launch, int]:
-    """What adds, and the tokens of a program."""
+    """Return the launch and the tokens per program."""
     block = triton.next_power_of_2(width)
     tokens = min(max(_ELEMENTS // block, _TOKENS[0]), _TOKENS[1])
-    return Launch(add_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4)), tokens
+    return Launch(
+        atomic_kernel, dict(C=width, BC=block, TOKENS=tokens), dict(num_warps=4), args=AtomicArgs
+    ), tokens
 
 
 @cache
-def _cached(device: torch.device) -> int:
-    """The bytes of sums that the cache holds beside what passes through it."""
+def l2_budget(device: torch.device) -> int:
+    """Return the bytes of sums that the L2 cache holds while tokens pass through it."""
     return (
         1 << 25
         if INTERPRETED
@@ -86,11 +106,11 @@ def _cached(device: torch.device) -> int:
     )
 
 
-class _Coming:
-    """What follows from shapes and dtypes where tokens are added as they come.
+class AtomicConfig:
+    """Launch config of atomic additions: depends on shapes and dtypes only.
 
-    Sums that take more than the cache holds are made in parts that it does hold, unless these are many or tokens are sparse: the
-    numbers of all tokens are looked at for each part.
+    Sums larger than the cache are computed in parts that fit into the cache, unless there are many
+    parts or few tokens per place: the indices of all tokens are read for each part.
     """
 
     def __init__(
@@ -106,56 +126,74 @@ class _Coming:
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         width = math.prod(shape[1:])
         self.launch, tokens = _launch(device, x, index, wide, width)
-        parts = -(-size * width * wide.itemsize // _cached(device))
-        parts = parts if parts <= _MOST_PARTS and _SPARSE * shape[0] >= size else 1
-        self.each = size // parts // 16 * 16 + 16  # so that all parts have the same alignment
+        parts = -(-size * width * wide.itemsize // l2_budget(device))
+        parts = parts if parts <= _MAX_PARTS and _MAX_PLACES_PER_TOKEN * shape[0] >= size else 1
+        self.part_size = size // parts // 16 * 16 + 16  # so that all parts have the same alignment
         self.out, self.sums = (
             (*contiguous((size, *shape[1:])), x),
-            (*contiguous((min(self.each, size), *shape[1:])), wide),
+            (*contiguous((min(self.part_size, size), *shape[1:])), wide),
         )
         self.programs, self.count = -(-shape[0] // tokens), shape[0]
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         out = self.new(*self.out)
         wide = None if self.sums[2] == out.dtype else self.new(*self.sums)
-        for i, part in enumerate((out,) if out.shape[0] <= self.each else out.split(self.each)):
+        for i, part in enumerate(
+            (out,) if out.shape[0] <= self.part_size else out.split(self.part_size)
+        ):
             sums = part if wide is None else wide[: part.shape[0]]
             sums.zero_()
-            self.launch(
-                self.programs, (x, index, sums), (), (self.count, i * self.each, part.shape[0])
+            args = AtomicArgs(
+                X=x,
+                INDEX=index,
+                OUT=sums,
+                count=self.count,
+                first=i * self.part_size,
+                size=part.shape[0],
             )
+            self.launch(self.programs, args)
             if wide is not None:
                 part.copy_(sums)
         return out
 
 
 @lru_cache(1024)
-def _plan(
+def scatter_add_config(
     device: torch.device,
     x: torch.dtype,
     index: torch.dtype,
     shape: tuple[int, ...],
     size: int,
-    ordered: bool,
+    deterministic: bool,
 ) -> Any:
-    """What runs such an addition; None where there is nothing to add."""
+    """Return the launch config of such a scatter_add; None if there is nothing to add."""
     if not math.prod(shape) * size:
         return None
-    few, width = scatter_add_bucketed.suits(shape[0], size), math.prod(shape[1:]) * x.itemsize
-    if width <= (_NARROW if few else _MANY) and not (ordered and x.is_floating_point):
-        way = _Coming
+    bucketed, width = (
+        scatter_add_bucketed.is_supported(shape[0], size),
+        math.prod(shape[1:]) * x.itemsize,
+    )
+    if width <= (_NARROW_BYTES if bucketed else _ATOMIC_BYTES) and not (
+        deterministic and x.is_floating_point
+    ):
+        config_type = AtomicConfig
     else:
-        way = scatter_add_bucketed.Plan if few else scatter_add_sorted.Plan
-    return way(device, x, index, shape, size, ACC[x], _WIDE[ACC[x]])
+        config_type = (
+            scatter_add_bucketed.LaunchConfig if bucketed else scatter_add_sorted.LaunchConfig
+        )
+    return config_type(device, x, index, shape, size, ACC_TYPES[x], ACC_DTYPES[ACC_TYPES[x]])
 
 
-def add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """(size, ...): the tokens of x, (tokens, ...), added up at `index`; an index that is no place of these counts nothing."""
-    plan = _plan(
+def scatter_add(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Return (size, ...): the tokens of x, (tokens, ...), added at `index`.
+
+    Tokens with an index out of bounds are ignored.
+    """
+    config = scatter_add_config(
         x.device, x.dtype, index.dtype, x.shape, size, torch.are_deterministic_algorithms_enabled()
     )
-    if plan is None:
+    if config is None:
         return torch.zeros((size, *x.shape[1:]), dtype=x.dtype, device=x.device)
-    return plan.run(x.contiguous(), index)  # type: ignore[no-any-return]
+    return config.run(x.contiguous(), index)  # type: ignore[no-any-return]

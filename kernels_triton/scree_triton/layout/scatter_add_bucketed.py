@@ -1,9 +1,11 @@
-"""Tokens added up at numbered places, a few at each: a place has a bin for the numbers of its tokens.
+"""Bucketed scatter_add, for few tokens per place: each place has a bucket of token numbers.
 
-One kernel puts the tokens into bins, as they come; another one adds up those of each place, in their order. A place with more
-tokens than its bin holds looks for them in the index: by one program, or by one for each stretch of the tokens where they are
-very many, whichever of these comes last adding up the sums. Where the device can, each kernel is launched while the one before
-it still runs, and waits for its end when it needs what that makes.
+One kernel writes the tokens into buckets, in any order. Another kernel adds the tokens of each
+place, in ascending order. If a place has more tokens than its bucket holds, a helper program finds
+its tokens in the index. If it has very many, one job per chunk of the tokens finds and adds them,
+and the last of these jobs to end adds the partial sums. If the device supports PDL (programmatic
+dependent launch), each kernel is launched while the previous one still runs. It waits for the end
+of the previous kernel before it reads the results.
 """
 
 import math
@@ -14,75 +16,86 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..runtime.autograd import follows, multiprocessors, on_its_device
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.device import device_info
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
+)
 
-_MOST_TOKENS = (
-    1 << 17
-)  # beyond, looking for many tokens of many places takes longer than sorting all
-_MOST_EACH = 8  # tokens a place on average
-_MOST_ROOM = 1 << 22  # of all bins together
-_ROOM = 4  # times the average, so that hardly any bin is too small; and at least
-_LEAST_ROOM = 16
-_STRETCHES = 32
-_MANY = 128  # places can have more tokens than one program adds up
-_HELPERS = 4  # programs a multiprocessor that look for tokens
-_TILE = 2048  # elements of narrow tokens at once
-_WIDE_TOKEN = 128  # elements, from which on a tile has so many bytes, which two warps read:
+# With more tokens, finding many tokens of many places takes longer than sorting all tokens.
+_MAX_TOKENS = 1 << 17
+_MAX_MEAN = 8  # tokens per place on average
+_MAX_TOTAL_CAPACITY = 1 << 22  # capacity of all buckets together
+# Capacity of a bucket relative to the average, so that hardly any bucket is too small.
+_CAPACITY_FACTOR = 4
+_MIN_CAPACITY = 16
+_CHUNKS = 32  # jobs per place with very many tokens
+MAX_SPLIT_PLACES = 128  # at most so many places have more tokens than one program adds
+_HELPERS_PER_SM = 4  # programs per SM that find the tokens of overflowing places
+_TILE = 2048  # elements per tile of narrow tokens
+# From this number of elements on, a tile has _WIDE_BYTES bytes, read by two warps.
+_WIDE_TOKEN = 128
 _WIDE_BYTES = 2048
-_MOST_PLACES = 128  # of a program
-_CLEARED = 1024  # counts of a program
-_TOKENS = 128  # that a program puts into bins
-_SEEN = 1024  # numbers of places that are looked at at once
-_AT_ONCE = 4
-_REGISTERS = 64  # of a thread, for wide tokens: those that look for tokens must not take the room of those that add
-_NONE = tl.constexpr(0x7FFFFFFF)
+_MAX_PLACES = 128  # per program
+_CLEAR_BLOCK = 1024  # counts per program of `clear_kernel`
+_BUCKET_BLOCK = 128  # tokens per program of `bucket_kernel`
+_SEARCH_BLOCK = 1024  # indices searched at once
+_UNROLL = 4
+# Per thread, for wide tokens: the helper programs must not reduce the occupancy of the other ones.
+_MAX_REGISTERS = 64
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=("size",))
-def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """COUNTS (size,): 0."""
-    if CHAINED:
+def clear_kernel(COUNTS, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Set COUNTS (size,) to 0."""
+    if PDL:
         gdc_launch_dependents()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(COUNTS + place, tl.zeros([BLOCK], tl.int32), mask=place < size)
 
 
-@triton.jit(do_not_specialize=("count", "size", "most"))
-def bin_kernel(
+@triton.jit(do_not_specialize=("count", "size", "max_tokens"))
+def bucket_kernel(
     INDEX,
     COUNTS,
-    BINS,
+    BUCKETS,
     count,
     size,
-    most,
-    ROOM: tl.constexpr,
+    max_tokens,
+    CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """BINS (size, ROOM) of tokens; behind them the places with more than ROOM, and those with more than `most`.
+    """Write the tokens to BUCKETS (size, CAPACITY), followed by two lists of places.
 
-    COUNTS (size + 2,): how many tokens go to each place, and how many places stand in each of the two lists.
+    The lists hold the places with more than CAPACITY and with more than `max_tokens` tokens. COUNTS
+    (size + 2,) are the tokens per place, and the lengths of the two lists.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(INDEX + token, mask=token < count, other=-1).to(tl.int64)
-    known = (place >= 0) & (place < size)
-    if CHAINED:
+    valid = (place >= 0) & (place < size)
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    before = tl.atomic_add(COUNTS + place, 1, mask=known, sem="relaxed")
-    tl.store(BINS + place * ROOM + before, token, mask=known & (before < ROOM))
-    LISTS = BINS + tl.cast(size, tl.int64) * ROOM
+    before = tl.atomic_add(COUNTS + place, 1, mask=valid, sem="relaxed")
+    tl.store(BUCKETS + place * CAPACITY + before, token, mask=valid & (before < CAPACITY))
+    LISTS = BUCKETS + tl.cast(size, tl.int64) * CAPACITY
     for i in tl.static_range(2):
-        over = known & (before == (most if i else ROOM))
+        over = valid & (before == (max_tokens if i else CAPACITY))
         number = tl.atomic_add(
             COUNTS + size + i + tl.zeros([BLOCK], tl.int32), 1, mask=over, sem="relaxed"
         )
-        tl.store(LISTS + i * (count // ROOM + 1) + number, place.to(tl.int32), mask=over)
+        tl.store(LISTS + i * (count // CAPACITY + 1) + number, place.to(tl.int32), mask=over)
 
 
 @triton.jit
-def _in_turn(
+def _sum_in_order(
     X,
     LIST,
     begin,
@@ -90,14 +103,14 @@ def _in_turn(
     columns,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     LISTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(BC,): the tokens [begin, end) of a list, or of X itself, added up one after the other."""
+    """Return (BC,): the tokens [begin, end) of a list, or of X itself, added in order."""
     total = tl.zeros([BC], ACC)
-    for first in range(begin, end, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
+    for first in range(begin, end, UNROLL):
+        for i in tl.static_range(UNROLL):
             at = first + i
             token = tl.cast(tl.load(LIST + at, mask=at < end, other=0) if LISTED else at, tl.int64)
             total += tl.load(X + token * C + columns, mask=(columns < C) & (at < end), other=0).to(
@@ -107,7 +120,7 @@ def _in_turn(
 
 
 @triton.jit
-def _of_stretch(
+def _sum_of_place(
     X,
     INDEX,
     LIST,
@@ -117,12 +130,15 @@ def _of_stretch(
     columns,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(BC,): those of the tokens [begin, end) that go to a place, added up. LIST is room for their numbers."""
-    found = begin * 0
+    """Return (BC,), the sum of the tokens of a place among the tokens [begin, end).
+
+    LIST is scratch memory for the token numbers.
+    """
+    matches = begin * 0
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         here = (tl.load(INDEX + token, mask=token < end, other=-1).to(tl.int64) == place).to(
@@ -130,58 +146,63 @@ def _of_stretch(
         )
         count = tl.sum(here, 0)
         if count > 0:
-            tl.store(LIST + found + tl.cumsum(here, 0) - 1, token, mask=here > 0)
-        found += count
+            tl.store(LIST + matches + tl.cumsum(here, 0) - 1, token, mask=here > 0)
+        matches += count
     tl.debug_barrier()
-    total = _in_turn(X, LIST, 0, found, columns, C, BC, AT_ONCE, True, ACC)
+    total = _sum_in_order(X, LIST, 0, matches, columns, C, BC, UNROLL, True, ACC)
     tl.debug_barrier()
     return total
 
 
-@triton.jit(do_not_specialize=("count", "size", "most", "helpers", "length"))
+@triton.jit(do_not_specialize=("count", "size", "max_tokens", "helpers", "length"))
 def add_kernel(
     X,
     INDEX,
     COUNTS,
-    BINS,
+    BUCKETS,
     PARTS,
     OUT,
     count,
     size,
-    most,
+    max_tokens,
     helpers,
     length,
-    ROOM: tl.constexpr,
-    STRETCHES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    CHUNKS: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
     PLACES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """OUT (size, C): the sum of the tokens of each place. The first `helpers` programs do the places that have many."""
+    """Compute OUT (size, C), the sum of the tokens of each place.
+
+    The first `helpers` programs do the places whose buckets overflow.
+    """
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
-    if CHAINED:
+    if PDL:
         gdc_wait()
     if tl.program_id(0) < helpers:
-        MANY = BINS + tl.cast(size, tl.int64) * ROOM
-        MOST = MANY + (count // ROOM + 1)
+        OVERFLOW = BUCKETS + tl.cast(size, tl.int64) * CAPACITY
+        SPLIT = OVERFLOW + (count // CAPACITY + 1)
         LIST = (
-            MOST
-            + (count // (most + 1) + 1)
-            + tl.program_id(0).to(tl.int64) * tl.maximum(length, most)
+            SPLIT
+            + (count // (max_tokens + 1) + 1)
+            + tl.program_id(0).to(tl.int64) * tl.maximum(length, max_tokens)
         )
-        parts = tl.load(COUNTS + size + 1) * STRETCHES
-        for item in range(tl.program_id(0), (parts + tl.load(COUNTS + size)) * COLUMNS, helpers):
+        split_jobs = tl.load(COUNTS + size + 1) * CHUNKS
+        for item in range(
+            tl.program_id(0), (split_jobs + tl.load(COUNTS + size)) * COLUMNS, helpers
+        ):
             job, column = item // COLUMNS, item % COLUMNS
             columns = column * BC + tl.arange(0, BC)
-            if job < parts:
-                number = job // STRETCHES
-                place = tl.load(MOST + number).to(tl.int64)
-                begin = job % STRETCHES * length
-                part = _of_stretch(
+            if job < split_jobs:
+                number = job // CHUNKS
+                place = tl.load(SPLIT + number).to(tl.int64)
+                begin = job % CHUNKS * length
+                part = _sum_of_place(
                     X,
                     INDEX,
                     LIST,
@@ -191,7 +212,7 @@ def add_kernel(
                     columns,
                     C,
                     BC,
-                    AT_ONCE,
+                    UNROLL,
                     BLOCK,
                     ACC,
                 )
@@ -200,17 +221,17 @@ def add_kernel(
                 done = tl.atomic_add(
                     COUNTS + size + 2 + number * COLUMNS + column, 1, sem="acq_rel"
                 )
-                if done == STRETCHES - 1:
+                if done == CHUNKS - 1:
                     tl.debug_barrier()
-                    total = _in_turn(
+                    total = _sum_in_order(
                         PARTS,
                         LIST,
-                        number * STRETCHES,
-                        number * STRETCHES + STRETCHES,
+                        number * CHUNKS,
+                        number * CHUNKS + CHUNKS,
                         columns,
                         C,
                         BC,
-                        AT_ONCE,
+                        UNROLL,
                         False,
                         ACC,
                     )
@@ -218,10 +239,10 @@ def add_kernel(
                         OUT + place * C + columns, total.to(OUT.dtype.element_ty), mask=columns < C
                     )
             else:
-                place = tl.load(MANY + (job - parts)).to(tl.int64)
-                if tl.load(COUNTS + place) <= most:
-                    total = _of_stretch(
-                        X, INDEX, LIST, place, job * 0, count, columns, C, BC, AT_ONCE, BLOCK, ACC
+                place = tl.load(OVERFLOW + (job - split_jobs)).to(tl.int64)
+                if tl.load(COUNTS + place) <= max_tokens:
+                    total = _sum_of_place(
+                        X, INDEX, LIST, place, job * 0, count, columns, C, BC, UNROLL, BLOCK, ACC
                     )
                     tl.store(
                         OUT + place * C + columns, total.to(OUT.dtype.element_ty), mask=columns < C
@@ -231,13 +252,15 @@ def add_kernel(
         columns = program % COLUMNS * BC + tl.arange(0, BC)
         place = (program // COLUMNS).to(tl.int64) * PLACES + tl.arange(0, PLACES)
         amount = tl.load(COUNTS + place, mask=place < size, other=0)
-        few = amount <= ROOM
-        slot = tl.arange(0, ROOM)
+        few = amount <= CAPACITY
+        slot = tl.arange(0, CAPACITY)
         tokens = tl.load(
-            BINS + place[:, None] * ROOM + slot[None, :], mask=(place < size)[:, None], other=0
+            BUCKETS + place[:, None] * CAPACITY + slot[None, :],
+            mask=(place < size)[:, None],
+            other=0,
         )
         tokens = tl.where(
-            few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NONE
+            few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NO_TOKEN
         )  # the others were never written
         total = tl.zeros([PLACES, BC], ACC)
         last = tl.zeros([PLACES], tl.int32) - 1
@@ -245,16 +268,16 @@ def add_kernel(
         for _ in range(
             0, tl.max(tl.where(few, amount, 0), 0), 2
         ):  # the two tokens that follow on the last one
-            one = tl.min(tl.where(tokens > last[:, None], tokens, _NONE), 1)
-            last = tl.min(tl.where(tokens > one[:, None], tokens, _NONE), 1)
+            one = tl.min(tl.where(tokens > last[:, None], tokens, _NO_TOKEN), 1)
+            last = tl.min(tl.where(tokens > one[:, None], tokens, _NO_TOKEN), 1)
             x = tl.load(
                 X + one.to(tl.int64)[:, None] * C + columns[None, :],
-                mask=(one < _NONE)[:, None] & inside,
+                mask=(one < _NO_TOKEN)[:, None] & inside,
                 other=0,
             )
             y = tl.load(
                 X + last.to(tl.int64)[:, None] * C + columns[None, :],
-                mask=(last < _NONE)[:, None] & inside,
+                mask=(last < _NO_TOKEN)[:, None] & inside,
                 other=0,
             )
             total += x.to(ACC)
@@ -266,53 +289,106 @@ def add_kernel(
         )
 
 
+@launch_args
+class ClearArgs:
+    """Arguments of `clear_kernel`."""
+
+    COUNTS: Pointer
+    size: Number
+
+
+@launch_args
+class BucketArgs:
+    """Arguments of `bucket_kernel`."""
+
+    INDEX: Pointer
+    COUNTS: Pointer
+    BUCKETS: Pointer
+    count: Number
+    size: Number
+    max_tokens: Number
+
+
+@launch_args
+class AddArgs:
+    """Arguments of `add_kernel`."""
+
+    X: Pointer
+    INDEX: Pointer
+    COUNTS: Pointer
+    BUCKETS: Pointer
+    PARTS: Pointer
+    OUT: Pointer
+    count: Number
+    size: Number
+    max_tokens: Number
+    helpers: Number
+    length: Number
+
+
 @cache
 def _launches(
-    device: torch.device, x: torch.dtype, index: torch.dtype, acc: tl.dtype, room: int, width: int
+    device: torch.device,
+    x: torch.dtype,
+    index: torch.dtype,
+    acc: tl.dtype,
+    capacity: int,
+    width: int,
 ) -> tuple[Launch, Launch, Launch, int, int]:
-    """What clears the counts, what fills the bins and what adds, the programs of a token, and the places of a program."""
+    """Return the launches and the tile sizes.
+
+    They are the launches that clear the counts, fill the buckets and add, the programs per place,
+    and the places per program.
+    """
     if width >= _WIDE_TOKEN:
-        tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_REGISTERS)
+        tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_MAX_REGISTERS)
     else:
         tile, warps, options = _TILE, 4, {}
-    block, chained = min(triton.next_power_of_2(width), tile), follows(device)
-    places = min(tile // block, _MOST_PLACES)
-    clear = Launch(clear_kernel, dict(BLOCK=_CLEARED, CHAINED=chained), dict(num_warps=4))
-    fill = Launch(
-        bin_kernel,
-        dict(ROOM=room, BLOCK=_TOKENS, CHAINED=chained),
-        dict(num_warps=4, launch_pdl=chained),
+    block, pdl = min(triton.next_power_of_2(width), tile), device_info(device).supports_pdl
+    places = min(tile // block, _MAX_PLACES)
+    clear = Launch(
+        clear_kernel, dict(BLOCK=_CLEAR_BLOCK, PDL=pdl), dict(num_warps=4), args=ClearArgs
+    )
+    bucket = Launch(
+        bucket_kernel,
+        dict(CAPACITY=capacity, BLOCK=_BUCKET_BLOCK, PDL=pdl),
+        dict(num_warps=4, launch_pdl=pdl),
+        args=BucketArgs,
     )
     add = Launch(
         add_kernel,
         dict(
-            ROOM=room,
-            STRETCHES=_STRETCHES,
+            CAPACITY=capacity,
+            CHUNKS=_CHUNKS,
             C=width,
             BC=block,
             PLACES=places,
-            AT_ONCE=_AT_ONCE,
-            BLOCK=_SEEN,
+            UNROLL=_UNROLL,
+            BLOCK=_SEARCH_BLOCK,
             ACC=acc,
-            CHAINED=chained,
+            PDL=pdl,
         ),
-        dict(num_warps=warps, launch_pdl=chained, **options),
+        dict(num_warps=warps, launch_pdl=pdl, **options),
+        args=AddArgs,
     )
-    return clear, fill, add, -(-width // block), places
+    return clear, bucket, add, -(-width // block), places
 
 
-def _room(count: int, size: int) -> int:
-    """The size of a bin."""
-    return triton.next_power_of_2(max(_LEAST_ROOM, _ROOM * -(-count // size)))
+def _capacity(count: int, size: int) -> int:
+    """Return the capacity of a bucket."""
+    return triton.next_power_of_2(max(_MIN_CAPACITY, _CAPACITY_FACTOR * -(-count // size)))
 
 
-def suits(count: int, size: int) -> bool:
-    """Whether so many tokens at so many places are added up here."""
-    return count <= min(_MOST_TOKENS, _MOST_EACH * size) and size * _room(count, size) <= _MOST_ROOM
+def is_supported(count: int, size: int) -> bool:
+    """Return whether this method supports so many tokens and places."""
+    return (
+        count <= min(_MAX_TOKENS, _MAX_MEAN * size)
+        and size * _capacity(count, size) <= _MAX_TOTAL_CAPACITY
+    )
 
 
-class Plan:
-    """What follows from shapes and dtypes, so that a call only allocates and launches."""
+class LaunchConfig:
+    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
 
     def __init__(
         self,
@@ -325,39 +401,57 @@ class Plan:
         wide: torch.dtype,
     ):
         count, width = shape[0], math.prod(shape[1:])
-        room = _room(count, size)
-        most = max(room, count // _MANY)  # tokens that one program adds up
-        length = -(-count // _STRETCHES)
-        self.clear, self.fill, self.finish, columns, places = _launches(
-            device, x, index, acc, room, width
+        capacity = _capacity(count, size)
+        max_tokens = max(capacity, count // MAX_SPLIT_PLACES)  # tokens that one program adds up
+        length = -(-count // _CHUNKS)
+        self.clear, self.bucket, self.finish, columns, places = _launches(
+            device, x, index, acc, capacity, width
         )
         helpers, many, self.filling = (
-            _HELPERS * multiprocessors(device),
-            count // (most + 1) + 1,
-            -(-count // _TOKENS),
+            _HELPERS_PER_SM * device_info(device).sm_count,
+            count // (max_tokens + 1) + 1,
+            -(-count // _BUCKET_BLOCK),
         )
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         self.programs = helpers + -(-size // places) * columns
         self.cleared = size + 2 + many * columns
         self.counts = *contiguous((self.cleared,)), torch.int32
-        self.bins = (
-            *contiguous((size * room + count // room + 1 + many + helpers * max(length, most),)),
+        self.buckets = (
+            *contiguous(
+                (
+                    size * capacity
+                    + count // capacity
+                    + 1
+                    + many
+                    + helpers * max(length, max_tokens),
+                )
+            ),
             torch.int32,
         )
-        self.parts = *contiguous((many * _STRETCHES, width)), wide
+        self.parts = *contiguous((many * _CHUNKS, width)), wide
         self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = count, size, most
-        self.more = helpers, length
+        self.numbers = dict(count=count, size=size, max_tokens=max_tokens)
+        self.helper_numbers = dict(helpers=helpers, length=length)
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(size, ...): the tokens of x, contiguous, added up at `index`."""
-        counts, bins, parts, out = (
-            self.new(*one) for one in (self.counts, self.bins, self.parts, self.out)
+        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
+        counts, buckets, parts, out = (
+            self.new(*one) for one in (self.counts, self.buckets, self.parts, self.out)
         )
-        self.clear(-(-self.cleared // _CLEARED), (counts,), (), (self.cleared,))
-        self.fill(self.filling, (index, counts, bins), (), self.numbers)
-        self.finish(
-            self.programs, (x, index, counts, bins, parts, out), (), (*self.numbers, *self.more)
+        args = ClearArgs(COUNTS=counts, size=self.cleared)
+        self.clear(-(-self.cleared // _CLEAR_BLOCK), args)
+        args = BucketArgs(INDEX=index, COUNTS=counts, BUCKETS=buckets, **self.numbers)
+        self.bucket(self.filling, args)
+        args = AddArgs(
+            X=x,
+            INDEX=index,
+            COUNTS=counts,
+            BUCKETS=buckets,
+            PARTS=parts,
+            OUT=out,
+            **self.numbers,
+            **self.helper_numbers,
         )
+        self.finish(self.programs, args)
         return out

@@ -1,8 +1,9 @@
-"""Tokens added up at numbered places, any number at each: the numbers of the places are sorted.
+"""Sorted scatter_add, for any number of tokens per place: the indices are sorted.
 
-So the tokens of a place are neighbors. Every chunk of neighbors that belongs to one place as a whole is added up beforehand, by a
-program of its own; a place adds its chunks and what stands beside them, in the order of the tokens. So a place that most tokens
-go to does not keep one program busy alone.
+So the tokens of a place are adjacent in the sorted order. A chunk of the order that belongs to one
+place entirely is added first, by its own program. A place then adds its chunks and the tokens
+before and after them, in the order of the tokens. So a place with most of the tokens does not keep
+a single program busy.
 """
 
 import math
@@ -12,18 +13,24 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import on_its_device
-from ..runtime.launch import Launch, contiguous, empty
-
-_ELEMENTS = 2048  # in a tile
-_WIDE_TOKEN = (
-    512  # elements, from which on a program has one place, and reads some of its tokens at once
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    method_on_device,
 )
-_AT_ONCE = 4
-_MOST_PLACES = 128  # of a program
-_CHUNK = 32  # tokens, at least
-_MOST_CHUNKS = 2048
-_BOUNDS = 256  # places whose tokens a program looks up
+
+_ELEMENTS = 2048  # per tile
+# From this number of elements on, a program has one place, and reads _UNROLL tokens at once.
+_WIDE_TOKEN = 512
+_UNROLL = 4
+_MAX_PLACES = 128  # per program
+_MIN_CHUNK = 32  # tokens
+_MAX_CHUNKS = 2048
+_LOOKUP_BLOCK = 256  # places per program of the lookup
 
 
 @triton.jit
@@ -35,14 +42,14 @@ def _sum(
     columns,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     SORTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """(places, BC): the tokens [begin, end) of the order, or of X itself, added up."""
+    """Return (places, BC): the sum of the tokens [begin, end) of the order, or of X itself."""
     total = tl.zeros([begin.shape[0], BC], ACC)
-    for first in range(0, tl.max(end - begin, 0), AT_ONCE):
-        at = begin[:, None] + first + tl.arange(0, AT_ONCE)[None, :]
+    for first in range(0, tl.max(end - begin, 0), UNROLL):
+        at = begin[:, None] + first + tl.arange(0, UNROLL)[None, :]
         valid = at < end[:, None]
         token = tl.load(ORDER + at, mask=valid, other=0).to(tl.int64) if SORTED else at.to(tl.int64)
         mask = valid[:, :, None]
@@ -69,11 +76,14 @@ def prepare_kernel(
     CHUNK: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     PLACES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Where the tokens of each place begin, BOUNDS (size + 1,); and the sums PARTS (chunks, C) of chunks of a single place."""
+    """Compute BOUNDS (size + 1,), where the tokens of each place begin in the order.
+
+    Also compute PARTS (chunks, C), the sums of the chunks that belong to a single place.
+    """
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     program = tl.program_id(0)
     if program < lookups:
@@ -91,11 +101,9 @@ def prepare_kernel(
         if tl.load(KEYS + begin) == tl.load(KEYS + begin + (CHUNK - 1)):
             columns = (program - lookups) % COLUMNS * BC + tl.arange(0, BC)
             one = begin + tl.zeros([1], tl.int64)
-            found = _sum(X, ORDER, one, one + CHUNK, columns, C, BC, AT_ONCE, True, ACC)
+            part = _sum(X, ORDER, one, one + CHUNK, columns, C, BC, UNROLL, True, ACC)
             tl.store(
-                PARTS + chunk.to(tl.int64) * C + columns[None, :],
-                found,
-                mask=(columns < C)[None, :],
+                PARTS + chunk.to(tl.int64) * C + columns[None, :], part, mask=(columns < C)[None, :]
             )
 
 
@@ -110,11 +118,11 @@ def add_kernel(
     CHUNK: tl.constexpr,
     C: tl.constexpr,
     BC: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    UNROLL: tl.constexpr,
     PLACES: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """OUT (size, C): the sum of the tokens of each place."""
+    """Compute OUT (size, C), the sum of the tokens of each place."""
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     place = (tl.program_id(0) // COLUMNS).to(tl.int64) * PLACES + tl.arange(0, PLACES)
     columns = tl.program_id(0) % COLUMNS * BC + tl.arange(0, BC)
@@ -124,7 +132,7 @@ def add_kernel(
         (begin + (CHUNK - 1)) // CHUNK * CHUNK, end
     )  # the chunks of this place alone begin
     last = tl.maximum(end // CHUNK * CHUNK, first)  # and end
-    total = _sum(X, ORDER, begin, first, columns, C, BC, AT_ONCE, True, ACC)
+    total = _sum(X, ORDER, begin, first, columns, C, BC, UNROLL, True, ACC)
     total += _sum(
         PARTS,
         ORDER,
@@ -133,15 +141,42 @@ def add_kernel(
         columns,
         C,
         BC,
-        AT_ONCE,
+        UNROLL,
         False,
         ACC,
     )
-    total += _sum(X, ORDER, last, end, columns, C, BC, AT_ONCE, True, ACC)
+    total += _sum(X, ORDER, last, end, columns, C, BC, UNROLL, True, ACC)
     mask = (place < size)[:, None]
     if C % BC != 0:
         mask = mask & (columns < C)[None, :]
     tl.store(OUT + place[:, None] * C + columns[None, :], total.to(OUT.dtype.element_ty), mask=mask)
+
+
+@launch_args
+class PrepareArgs:
+    """Arguments of `prepare_kernel`."""
+
+    X: Pointer
+    KEYS: Pointer
+    ORDER: Pointer
+    BOUNDS: Pointer
+    PARTS: Pointer
+    count: Number
+    size: Number
+    bisections: Number
+    lookups: Number
+
+
+@launch_args
+class AddArgs:
+    """Arguments of `add_kernel`."""
+
+    X: Pointer
+    ORDER: Pointer
+    BOUNDS: Pointer
+    PARTS: Pointer
+    OUT: Pointer
+    size: Number
 
 
 @cache
@@ -154,22 +189,25 @@ def _launches(
     width: int,
     chunk: int,
 ) -> tuple[Launch, Launch, int, int]:
-    """What prepares and what adds, the programs of a token, and the places of a program."""
+    """Return the two launches, the programs per place and the places per program."""
     block = min(triton.next_power_of_2(width), 1024)
     wide = block >= _WIDE_TOKEN
-    places = 1 if wide else min(_ELEMENTS // block, _MOST_PLACES)
+    places = 1 if wide else min(_ELEMENTS // block, _MAX_PLACES)
     same = dict(CHUNK=chunk, C=width, BC=block)
-    at_once = max(_AT_ONCE, min(chunk, _ELEMENTS // block))
+    unroll = max(_UNROLL, min(chunk, _ELEMENTS // block))
     prepare = Launch(
-        prepare_kernel, dict(**same, AT_ONCE=at_once, PLACES=_BOUNDS, ACC=acc), dict(num_warps=4)
+        prepare_kernel,
+        dict(**same, UNROLL=unroll, PLACES=_LOOKUP_BLOCK, ACC=acc),
+        dict(num_warps=4),
+        args=PrepareArgs,
     )
-    each = dict(AT_ONCE=_AT_ONCE if wide else 1, PLACES=places, ACC=acc)
-    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4))
+    each = dict(UNROLL=_UNROLL if wide else 1, PLACES=places, ACC=acc)
+    add = Launch(add_kernel, {**same, **each}, dict(num_warps=2 if wide else 4), args=AddArgs)
     return prepare, add, -(-width // block), places
 
 
-def _narrow(size: int) -> torch.dtype:
-    """The smallest integers that hold the places: sorting goes over their bytes one after another."""
+def _smallest_dtype(size: int) -> torch.dtype:
+    """Return the smallest integer dtype that holds the places: a radix sort takes time per byte."""
     return next(
         dtype
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -177,8 +215,8 @@ def _narrow(size: int) -> torch.dtype:
     )
 
 
-class Plan:
-    """What follows from shapes and dtypes, so that a call only allocates and launches."""
+class LaunchConfig:
+    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
 
     def __init__(
         self,
@@ -191,26 +229,28 @@ class Plan:
         wide: torch.dtype,
     ):
         count, width = shape[0], math.prod(shape[1:])
-        chunk = max(_CHUNK, triton.next_power_of_2(-(-count // _MOST_CHUNKS)))
-        self.keys, bounds = _narrow(size), torch.int32 if count < 1 << 31 else torch.int64
+        chunk = max(_MIN_CHUNK, triton.next_power_of_2(-(-count // _MAX_CHUNKS)))
+        self.keys, bounds = _smallest_dtype(size), torch.int32 if count < 1 << 31 else torch.int64
         self.prepare, self.finish, columns, places = _launches(
             device, x, self.keys, bounds, acc, width, chunk
         )
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
-        self.size, lookups = size, size // _BOUNDS + 1
+        self.size, lookups = size, size // _LOOKUP_BLOCK + 1
         self.bounds, self.parts = (
             (*contiguous((size + 1,)), bounds),
             (*contiguous((count // chunk, width)), wide),
         )
         self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = count, size, count.bit_length(), lookups
+        self.numbers = dict(count=count, size=size, bisections=count.bit_length(), lookups=lookups)
         self.programs = lookups + count // chunk * columns, -(-size // places) * columns
 
-    @on_its_device
+    @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """(size, ...): the tokens of x, contiguous, added up at `index`."""
+        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
         bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
-        self.prepare(self.programs[0], (x, keys, order, bounds, parts), (), self.numbers)
-        self.finish(self.programs[1], (x, order, bounds, parts, out), (), (self.size,))
+        args = PrepareArgs(X=x, KEYS=keys, ORDER=order, BOUNDS=bounds, PARTS=parts, **self.numbers)
+        self.prepare(self.programs[0], args)
+        args = AddArgs(X=x, ORDER=order, BOUNDS=bounds, PARTS=parts, OUT=out, size=self.size)
+        self.finish(self.programs[1], args)
         return out

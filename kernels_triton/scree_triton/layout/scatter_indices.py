@@ -1,4 +1,4 @@
-"""Which token goes where: the slots that a mask marks, and the last token that goes to each of numbered places."""
+"""Scatter indices: the slots that a mask marks, and the last token per place of a scatter."""
 
 import math
 from functools import cache, lru_cache
@@ -9,24 +9,32 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..runtime.autograd import follows, on_its_device, start
 from ..runtime.compile import define_operator
-from ..runtime.launch import Launch, contiguous, empty
-from .offsets import offsets
+from ..runtime.device import device_info
+from ..runtime.launch import (
+    Launch,
+    Number,
+    Pointer,
+    contiguous,
+    empty,
+    launch_args,
+    launch_on_device,
+    method_on_device,
+)
+from .offsets import offsets_from_lengths
 
-_FEW = 1 << 17  # slots, up to which every program counts all marks before its own
-_TILES = {
-    True: (512, 16),
-    False: (1024, 2),
-}  # by whether they are few: the slots of a program, and its warps
-_EACH = 4  # blocks that a program counts
-_SIDE = 8  # neighbors in a thread
-_BEFORE = 8192  # of those before, at a time
+# Up to this number of slots, every program counts all marks before its own slots.
+MAX_SLOTS_ONE_PASS = 1 << 17
+# Slots per program and warps, by whether one pass is used.
+_TILES = {True: (512, 16), False: (1024, 2)}
+_BLOCKS_PER_PROGRAM = 4  # blocks that a program of `count_kernel` counts
+_MAX_PER_THREAD = 8  # adjacent slots per thread
+_SCAN_BLOCK = 8192  # earlier slots counted at a time
 
 
 @triton.jit
-def _marks(MASK, slot, slots, ends):
-    """1 for the slots that are marked, 0 for others and behind the last one, where a block `ends`."""
+def _load_marks(MASK, slot, slots, ends):
+    """Return 1 for marked slots and 0 for others; `ends` means that some slots may not exist."""
     if ends:
         real = (tl.load(MASK + slot, mask=slot < slots, other=0) != 0).to(tl.int32)
     else:
@@ -35,11 +43,13 @@ def _marks(MASK, slot, slots, ends):
 
 
 @triton.jit(do_not_specialize=("slots",))
-def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, EACH: tl.constexpr):
-    """COUNTS (blocks,): how many slots of each block are marked, EACH blocks a program."""
-    block = tl.program_id(0) * EACH + tl.arange(0, EACH)
+def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
+    """Count the marked slots of each block: COUNTS (blocks,), BLOCKS_PER_PROGRAM per program."""
+    block = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     slot = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    real = _marks(MASK, slot, slots, (tl.program_id(0) + 1).to(tl.int64) * EACH * BLOCK > slots)
+    real = _load_marks(
+        MASK, slot, slots, (tl.program_id(0) + 1).to(tl.int64) * BLOCKS_PER_PROGRAM * BLOCK > slots
+    )
     tl.store(COUNTS + block, tl.sum(real, 1), mask=block < slots // BLOCK + 1)
 
 
@@ -56,45 +66,48 @@ def mark_kernel(
     COUNTED: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SIDE: tl.constexpr,
-    BEFORE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
+    SCAN_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """SLOTS (total,): the marked slots, and `slots` behind them up to `filled`; and the OFFSETS of rows of `length` slots each.
+    """Compute SLOTS (total,), the marked slots, and OFFSETS of rows of `length` slots each.
 
-    A program does a block of the slots, SIDE neighbors a thread, of two rows at most. What is marked before it, and in it, say the
-    sums COUNTS, so that a block of which all or nothing is marked is not read. Where not COUNTED, the program counts what is
-    marked before it: of booleans eight at a time, as WORDS, whose multiple by ones has their sum in its highest byte.
+    SLOTS is filled up to `filled` with the number `slots`. A program does one block of slots, with
+    PER_THREAD adjacent slots per thread, of at most two rows. The sums COUNTS are the marks before
+    and in each block, so a block where all or no slots are marked is not read. Unless COUNTED, the
+    program counts the marks before its block. With WORDS it reads eight booleans at a time as one
+    word; the word times 0x0101010101010101 has their sum in its highest byte.
     """
     number: tl.constexpr = SLOTS.dtype.element_ty
-    if FOLLOWS:
+    if PDL:
         gdc_wait()
-        if not COUNTED:  # else those that wait would take the room of those that count
+        # With COUNTED, the waiting CTAs would occupy the SMs that the counting CTAs need.
+        if not COUNTED:
             gdc_launch_dependents()
     first = tl.program_id(0).to(number) * BLOCK
-    each = tl.arange(0, BEFORE)
+    each = tl.arange(0, SCAN_BLOCK)
     if COUNTED:
         token = tl.load(COUNTS + tl.program_id(0)).to(number)
         found = tl.load(COUNTS + tl.program_id(0) + 1).to(number) - token
     else:
-        found = tl.cast(-1, number)  # not known yet
-        marks = tl.zeros([BEFORE], number)
+        found = tl.cast(-1, number)  # unknown yet
+        marks = tl.zeros([SCAN_BLOCK], number)
         if WORDS:
             EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
-            for at in range(0, first // 8, BEFORE):
+            for at in range(0, first // 8, SCAN_BLOCK):
                 eight = tl.load(EIGHT + at + each, mask=at + each < first // 8, other=0)
                 marks += ((eight * 0x0101010101010101) >> 56).to(number)
         else:
-            for at in range(0, first, BEFORE):
+            for at in range(0, first, SCAN_BLOCK):
                 marks += (tl.load(MASK + at + each, mask=at + each < first, other=0) != 0).to(
                     number
                 )
         token = tl.sum(marks, 0)
-    side = first + tl.arange(0, BLOCK // SIDE) * SIDE
-    slot = side[:, None] + tl.arange(0, SIDE)[None, :]
-    row = (side + (length - 1)) // length  # that begins here, if one does
+    side = first + tl.arange(0, BLOCK // PER_THREAD) * PER_THREAD
+    slot = side[:, None] + tl.arange(0, PER_THREAD)[None, :]
+    row = (side + (length - 1)) // length  # the row that begins here, if any
     begin = row * length
-    begins = (begin < side + SIDE) & (begin <= slots)
+    begins = (begin < side + PER_THREAD) & (begin <= slots)
     if found == 0:
         tl.store(OFFSETS + row, token + side * 0, mask=begins)
     elif found == BLOCK:
@@ -102,7 +115,7 @@ def mark_kernel(
         tl.store(SLOTS + rank, slot, mask=rank < total)
         tl.store(OFFSETS + row, token + (begin - first), mask=begins)
     else:
-        real = _marks(MASK, slot, slots, first + BLOCK > slots)
+        real = _load_marks(MASK, slot, slots, first + BLOCK > slots)
         count = tl.sum(real, 1)
         before = token + (tl.cumsum(count, 0) - count).to(number)
         rank = before[:, None] + (tl.cumsum(real, 1) - real).to(number)
@@ -114,14 +127,14 @@ def mark_kernel(
         )
         found = tl.sum(count, 0).to(number)
     if first + BLOCK > slots:
-        for rest in range(token + found, filled, BEFORE):
+        for rest in range(token + found, filled, SCAN_BLOCK):
             tl.store(SLOTS + rest + each, slots, mask=rest + each < filled)
 
 
 @triton.jit(do_not_specialize=("count", "size"))
-def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr):
-    """LAST (size,) the greatest of the tokens that go to each place, where it held -1."""
-    if FOLLOWS:
+def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Compute LAST (size,), the last token that goes to each place; the caller fills it with -1."""
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -134,126 +147,185 @@ def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, FOLLOWS: tl.const
     )
 
 
+@launch_args
+class CountArgs:
+    """Arguments of `count_kernel`."""
+
+    MASK: Pointer
+    COUNTS: Pointer
+    slots: Number
+
+
+@launch_args
+class MarkArgs:
+    """Arguments of `mark_kernel`."""
+
+    MASK: Pointer
+    COUNTS: Pointer
+    OFFSETS: Pointer
+    SLOTS: Pointer
+    slots: Number
+    length: Number
+    total: Number
+    filled: Number
+
+
+@launch_args
+class LastArgs:
+    """Arguments of `last_kernel`."""
+
+    INDEX: Pointer
+    LAST: Pointer
+    count: Number
+    size: Number
+
+
 @cache
 def _launch(
-    kernel: Any, device: torch.device, dtypes: tuple[torch.dtype, ...], warps: int, **constants: int
+    kernel: Any,
+    args: Any,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    warps: int,
+    **constants: int,
 ) -> Launch:
-    return Launch(
-        kernel, constants, dict(num_warps=warps, launch_pdl=constants.get("FOLLOWS", False))
-    )
+    options = dict(num_warps=warps, launch_pdl=constants.get("PDL", False))
+    return Launch(kernel, constants, options, args=args)
 
 
-def _counter(count: int) -> torch.dtype:
-    """The dtype that counts so far, and by a block or a row further."""
+def _index_dtype(count: int) -> torch.dtype:
+    """Return the dtype for numbers up to `count`, plus a block or a row."""
     return torch.int32 if count < 1 << 30 else torch.int64
 
 
-class _Mark:
-    """What follows from shapes and dtypes where the marks of a mask are counted, so that a call only allocates and launches."""
+class _MarkConfig:
+    """Launch config of `mask_indices`: depends on shapes and dtypes only."""
 
     def __init__(
         self,
         device: torch.device,
         marks: torch.dtype,
         shape: tuple[int, int],
-        known: int | None,
+        total: int | None,
         dtype: torch.dtype,
         words: bool,
     ):
         (n, length), slots = shape, math.prod(shape)
-        total, filled = (slots, 0) if known is None else (known, known)
+        total, filled = (slots, 0) if total is None else (total, total)
         self.index, self.new = device.index if device.type == "cuda" else None, empty(device.type)
         self.offsets, self.found = (
             (*contiguous((n + 1,)), dtype),
-            (*contiguous((total,)), _counter(max(slots, total))),
+            (*contiguous((total,)), _index_dtype(max(slots, total))),
         )
-        self.few, self.slots = slots <= _FEW, slots
-        (block, warps), side = _TILES[self.few], min(_SIDE, 1 << max(length, 1).bit_length() - 1)
-        self.programs, self.numbers = slots // block + 1, (slots, length, total, filled)
+        self.few, self.slots = slots <= MAX_SLOTS_ONE_PASS, slots
+        (block, warps), side = (
+            _TILES[self.few],
+            min(_MAX_PER_THREAD, 1 << max(length, 1).bit_length() - 1),
+        )
+        self.programs, self.numbers = (
+            slots // block + 1,
+            dict(slots=slots, length=length, total=total, filled=filled),
+        )
         self.counts = *contiguous((self.programs,)), torch.int32
-        self.count = _launch(count_kernel, device, (marks,), 2, BLOCK=block, EACH=_EACH)
+        self.count = _launch(
+            count_kernel,
+            CountArgs,
+            device,
+            (marks,),
+            2,
+            BLOCK=block,
+            BLOCKS_PER_PROGRAM=_BLOCKS_PER_PROGRAM,
+        )
         self.mark = _launch(
             mark_kernel,
+            MarkArgs,
             device,
             (marks, dtype, self.found[2]),
             warps,
             COUNTED=not self.few,
             WORDS=words,
             BLOCK=block,
-            SIDE=side,
-            BEFORE=_BEFORE,
-            FOLLOWS=follows(device),
+            PER_THREAD=side,
+            SCAN_BLOCK=_SCAN_BLOCK,
+            PDL=device_info(device).supports_pdl,
         )
 
-    @on_its_device
+    @method_on_device
     def run(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The offsets and the slots of a contiguous mask."""
+        """Return the offsets and the slots of a contiguous mask."""
         begins, found = self.new(*self.offsets), self.new(*self.found)
         if self.slots == 0:
             return begins.zero_(), found.zero_()
         counts = begins
         if not self.few:
             counts = self.new(*self.counts)
-            self.count(-(-self.programs // _EACH), (mask, counts), (), (self.slots,))
-            counts = offsets(counts, self.found[2])
-        self.mark(self.programs, (mask, counts, begins, found), (), self.numbers)
+            args = CountArgs(MASK=mask, COUNTS=counts, slots=self.slots)
+            self.count(-(-self.programs // _BLOCKS_PER_PROGRAM), args)
+            counts = offsets_from_lengths(counts, self.found[2])
+        args = MarkArgs(MASK=mask, COUNTS=counts, OFFSETS=begins, SLOTS=found, **self.numbers)
+        self.mark(self.programs, args)
         return begins, found
 
 
-_marking = lru_cache(1024)(_Mark)
+mark_config = lru_cache(1024)(_MarkConfig)
 
 
-def mark(
+def mask_indices(
     mask: torch.Tensor, total: int | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a mask (n, length) the offsets of its rows, of a dtype, and the slots (total,) of their tokens; n length for none.
+    """Return the offsets of the rows of a mask (n, length), and the slots (total,) of their tokens.
 
-    Where `total` is None there is room for n length tokens, and what stands behind the last one is not written.
+    Slots after the last token are n * length. If `total` is None, the result has n * length slots,
+    and the slots after the last token are not written.
     """
     mask = mask.contiguous()
     words = mask.dtype == torch.bool and mask.data_ptr() % 16 == 0
-    return _marking(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)  # type: ignore[no-any-return]
+    return mark_config(mask.device, mask.dtype, mask.shape, total, dtype, words).run(mask)  # type: ignore[no-any-return]
 
 
-def last(index: torch.Tensor, size: int) -> torch.Tensor:
-    """The last token that goes to each place; -1 for none."""
+def last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the last token that goes to each place; -1 for none."""
     count = index.shape[0]
-    found = torch.full((size,), -1, dtype=_counter(count), device=index.device)
+    found = torch.full((size,), -1, dtype=_index_dtype(count), device=index.device)
     if count and size:
         launch = _launch(
             last_kernel,
+            LastArgs,
             index.device,
             (index.dtype, found.dtype),
             4,
             BLOCK=256,
-            FOLLOWS=follows(index.device),
+            PDL=device_info(index.device).supports_pdl,
         )
-        start(launch, -(-count // 256), (index, found), (), (count, size))
+        args = LastArgs(INDEX=index, LAST=found, count=count, size=size)
+        launch_on_device(launch, -(-count // 256), args)
     return found
 
 
-def _mark_fake(mask, total, dtype):
+def _mask_indices_fake(mask, total, dtype):
     total = mask.numel() if total is None else total
     return mask.new_empty((mask.shape[0] + 1,), dtype=dtype), mask.new_empty(
-        (total,), dtype=_counter(max(mask.numel(), total))
+        (total,), dtype=_index_dtype(max(mask.numel(), total))
     )
 
 
-mark_op = define_operator("mark", mark, _mark_fake)
+mask_indices_op = define_operator("mark", mask_indices, _mask_indices_fake)
 
 
-def _last_fake(index, size):
-    return index.new_empty((size,), dtype=_counter(index.shape[0]))
+def _last_tokens_fake(index, size):
+    return index.new_empty((size,), dtype=_index_dtype(index.shape[0]))
 
 
-last_op = define_operator("last", last, _last_fake)
+last_tokens_op = define_operator("last", last_tokens, _last_tokens_fake)
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `MarkCall`; they always do."""
+    """Return None: the kernels support every `MarkCall`."""
     return None
 
 
-def run(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a `MarkCall`."""
-    return (mark_op if torch.compiler.is_compiling() else mark)(call.mask, call.total, call.dtype)
+def mark(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a `MarkCall`."""
+    return (mask_indices_op if torch.compiler.is_compiling() else mask_indices)(
+        call.mask, call.total, call.dtype
+    )

@@ -1,12 +1,13 @@
-"""How bytes of tokens are copied from one place to another, whatever the data type.
+"""Strided copy of the bytes of tokens, independent of the dtype.
 
-What moves tokens (`padding`, `picking`, `joining`) differs in how a program finds where a token stands and where it goes, which
-is all that the kernels there say. Bytes move by units of up to 8, and a thread moves two units at a time wherever strides and
-addresses are multiples of 16. Tokens of one unit that go to neighboring places are written up to 16 bytes at once, for which a
-thread has some of them side by side. Where there is nothing to copy, a fill is written: what tokens behind the last row hold is
-not read, and they come out as 0.
+The kernels of `padding`, `gather` and `concat` differ only in how a program computes the source and
+the target of a token. The copy moves units of up to 8 bytes. A thread moves two units at a time if
+all strides and addresses are multiples of 16. Tokens of one unit with adjacent targets are written
+up to 16 bytes at a time, so a thread holds several adjacent tokens. A target without a source
+receives a fill value: the tail is not read, and it becomes 0.
 
-Values have the shape (..., total, ...) with the tokens along one axis; what stands before that axis makes the pieces of a token.
+Values have the shape (..., total, ...), with the tokens along one axis. The axes before this axis
+index the pieces of a token.
 """
 
 import math
@@ -19,28 +20,31 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ..runtime.autograd import follows, on_its_device
-from ..runtime.launch import Launch, contiguous, empty
+from ..runtime.device import device_info
+from ..runtime.launch import Launch, contiguous, empty, method_on_device
 
-_UNITS = 1024  # that a program moves
-_SLOTS = 512  # the same where it pads or takes by number;
-_APART = 128  # and takes single units from anywhere: with more on their way a thread, they wait for each other
-# Tokens of one unit of so many bytes that a program writes to neighboring places, those side by side in a thread, and the warps.
-_STREAMS = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
+_TILE_UNITS = 1024  # units that a program moves
+_TILE_UNITS_INDEXED = 512  # the same for padding and gather
+# The same for a gather of single units: with more loads in flight per thread, the loads wait for
+# each other.
+_TILE_UNITS_SCATTERED = 128
+# Bytes of a token of one unit, written to adjacent targets -> tokens per program, adjacent tokens
+# per thread, warps.
+_SINGLE_UNIT_TILES = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _WARPS = 4
-_FLAGS = (
+_MODE_FLAGS = (
     "LEFT",
-    "MARKS",
+    "WRITE_MASK",
     "CHECKED",
-    "BACK",
+    "INVERSE",
     "COUNT",
-)  # parameters that say what a kernel does, beside its tile
-MOST_PLANS = 1024  # of a kind
+)  # constants that select the mode of a kernel; the other ones describe its tile
+MAX_CONFIGS = 1024  # cached launch configs per operation
 
 
 @triton.jit
-def _between(OFFSETS, token, low, high, most):
-    """The row of each token, from `low` to `high`, which are up to `most` rows apart."""
+def _bisect_rows(OFFSETS, token, low, high, most):
+    """Return the row of each token, in [low, high]; the distance is at most `most` rows."""
     zero = tl.zeros(token.shape, tl.int32)
     low, high = low + zero, high + 1 + zero
     while most > 0:
@@ -53,11 +57,12 @@ def _between(OFFSETS, token, low, high, most):
 
 
 @triton.jit
-def rows_of(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, SIDE: tl.constexpr):
-    """The row of each of these tokens (TOKENS // SIDE, SIDE), n behind the last row; where it begins; and STARTS of it.
+def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD: tl.constexpr):
+    """Return the row of each token, the first token of the row, and the row's entry of STARTS.
 
-    The rows of the first and of the last token are found by looking at 256 rows at once. Those of the first and of the last of
-    SIDE neighbors lie between these, and those of the others between those.
+    The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD). The row of a token of the tail is
+    n. The rows of the first and the last token are found in steps of 256 rows at once. They bound
+    the rows of the first and the last of PER_THREAD adjacent tokens, which bound the other rows.
     """
     ways: tl.constexpr = 256
     ends = first + tl.arange(0, 2) * (TOKENS - 1)
@@ -72,18 +77,18 @@ def rows_of(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, SIDE: tl.con
         found += skipped
         rows = tl.minimum(step, rows - skipped)
     least, most = tl.min(found, 0), tl.max(found, 0)
-    side = first + tl.arange(0, TOKENS // SIDE) * SIDE
-    low = _between(OFFSETS, side, least, most, most - least)
-    if SIDE == 1:
+    side = first + tl.arange(0, TOKENS // PER_THREAD) * PER_THREAD
+    low = _bisect_rows(OFFSETS, side, least, most, most - least)
+    if PER_THREAD == 1:
         row = low[:, None]
         begin, start = tl.load(OFFSETS + row), tl.load(STARTS + row, mask=row < n, other=0)
     else:
-        high = _between(OFFSETS, side + (SIDE - 1), least, most, most - least)
+        high = _bisect_rows(OFFSETS, side + (PER_THREAD - 1), least, most, most - least)
         apart = tl.max(high - low, 0)
         if apart > 1:
-            row = _between(OFFSETS, token, low[:, None], high[:, None], apart)
+            row = _bisect_rows(OFFSETS, token, low[:, None], high[:, None], apart)
             begin, start = tl.load(OFFSETS + row), tl.load(STARTS + row, mask=row < n, other=0)
-        else:  # neighbors are of two rows at most: nothing to look up for each
+        else:  # at most two rows per thread: no lookup per token
             begin = tl.load(OFFSETS + high)[:, None]
             later = token >= begin
             row = tl.where(later, high[:, None], low[:, None])
@@ -97,23 +102,28 @@ def rows_of(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, SIDE: tl.con
 
 
 @triton.jit
-def part(
+def program_tile(
     PIECES: tl.constexpr,
     WIDTH: tl.constexpr,
     BC: tl.constexpr,
     TOKENS: tl.constexpr,
-    SIDE: tl.constexpr,
-    LONG: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
+    INT64: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The block of tokens, its first one, all (TOKENS // SIDE, SIDE), and the piece and the first column to copy of them."""
-    if FOLLOWS:  # the kernel before this one, whose end it waits for
+    """Return the tile of this program: block, first token, tokens, piece and first column.
+
+    The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD).
+    """
+    if PDL:  # wait for the end of the previous kernel
         gdc_wait()
     COLUMNS: tl.constexpr = (WIDTH + BC - 1) // BC
     program = tl.program_id(0)
     block = program // (PIECES * COLUMNS)
-    first = block.to(tl.int64 if LONG else tl.int32) * TOKENS
-    tokens = first + (tl.arange(0, TOKENS // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :])
+    first = block.to(tl.int64 if INT64 else tl.int32) * TOKENS
+    tokens = first + (
+        tl.arange(0, TOKENS // PER_THREAD)[:, None] * PER_THREAD + tl.arange(0, PER_THREAD)[None, :]
+    )
     return (
         block,
         first,
@@ -124,24 +134,24 @@ def part(
 
 
 @triton.jit
-def store(y, value, exists, ends, SIDE: tl.constexpr):
-    """Store neighbors at once where all of them exist; `ends` says that some may not."""
-    if SIDE == 1:
+def store_tile(y, value, exists, ends, PER_THREAD: tl.constexpr):
+    """Store adjacent tokens at once if all of them exist; `ends` means that some may not."""
+    if PER_THREAD == 1:
         tl.store(y, value, mask=exists)
     else:
         whole = tl.min(exists.to(tl.int32), 1, keep_dims=True) > 0
-        tl.store(y, value, mask=whole & (tl.zeros([1, SIDE], tl.int32) == 0))
+        tl.store(y, value, mask=whole & (tl.zeros([1, PER_THREAD], tl.int32) == 0))
         if ends:
             tl.store(y, value, mask=exists & (whole == 0))
 
 
 @triton.jit
-def copy(
+def copy_tile(
     FROM,
     TO,
     source,
     target,
-    real,
+    valid,
     exists,
     ends,
     low,
@@ -149,16 +159,19 @@ def copy(
     column,
     WIDTH: tl.constexpr,
     BC: tl.constexpr,
-    SIDE: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """BC units of each token that exists from the unit `source` to the unit `target`; where it is not real, a fill."""
+    """Copy BC units of each token that exists from the unit `source` to the unit `target`.
+
+    Tokens that are not valid receive the fill value.
+    """
     unit: tl.constexpr = (
         tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
     )
-    reads, writes = real & exists, exists
-    if SIDE == 1:
+    reads, writes = valid & exists, exists
+    if PER_THREAD == 1:
         columns = (column + tl.arange(0, BC))[None, :]
         source = tl.multiple_of(source, [ALIGN, ALIGN]) + columns
         target = tl.multiple_of(target, [ALIGN, ALIGN]) + columns
@@ -168,40 +181,46 @@ def copy(
     y = TO.to(tl.pointer_type(unit), bitcast=True) + target
     fill = (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
     found = tl.load(x, mask=reads, other=0)
-    store(y, tl.where(reads, found, fill.to(unit)), writes, ends, SIDE)
+    store_tile(y, tl.where(reads, found, fill.to(unit)), writes, ends, PER_THREAD)
 
 
-class Seen(NamedTuple):
-    """What a plan may know of a tensor: all but what it holds. `low` are the last bits of its address."""
+class TensorSpec(NamedTuple):
+    """Metadata of a tensor, on which a launch config may depend.
+
+    `address_bits` are the last four bits of its address.
+    """
 
     device: torch.device
     dtype: torch.dtype
     shape: Sequence[int]
     strides: Sequence[int]
-    low: int = 0
+    address_bits: int = 0
 
-    def made(self, shape: Sequence[int]) -> "Seen":
-        """A new tensor of this shape and the same dtype."""
-        return Seen(self.device, self.dtype, *contiguous(shape))
+    def with_shape(self, shape: Sequence[int]) -> "TensorSpec":
+        """Return the metadata of a new tensor of this shape and the same dtype and device."""
+        return TensorSpec(self.device, self.dtype, *contiguous(shape))
 
-    def steps(self, axis: int, rows: int) -> tuple[int, ...]:
-        """The bytes from row to row, with an axis of `rows` in front, from token to token along `axis`, from piece to piece."""
+    def byte_strides(self, axis: int, rows: int) -> tuple[int, ...]:
+        """Return the strides in bytes of rows, tokens and pieces.
+
+        Tokens are along `axis`. `rows` is 1 if the first axis is an axis of rows, otherwise 0.
+        """
         step = [stride * self.dtype.itemsize for stride in self.strides]
         return *step[:rows], step[axis], step[axis - 1] if axis > rows else 0
 
 
-def seen(x: torch.Tensor) -> tuple[Any, ...]:
-    """The fields of `Seen`, by which plans are kept."""
+def tensor_spec(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the fields of `TensorSpec`, the key of the cached launch configs."""
     return x.device, x.dtype, x.shape, x.stride(), x.data_ptr() & 15
 
 
-class Plan:
-    """A launch and all that is static of it, so that a call only allocates and launches."""
+class LaunchConfig:
+    """A launch and its static arguments, so that a call only allocates and launches."""
 
     def __init__(
         self,
         device: torch.device,
-        made: Sequence[tuple[Sequence[int], torch.dtype]],
+        outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         launch: Launch | None = None,
         programs: int = 0,
         numbers: tuple[int, ...] = (),
@@ -215,25 +234,38 @@ class Plan:
             numbers,
             zeros,
         )
-        self.made = [(*contiguous(shape), dtype) for shape, dtype in made]
+        self.outputs = [(*contiguous(shape), dtype) for shape, dtype in outputs]
 
-    @on_its_device
-    def run(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        """What is made of the arrays that are given, the first of which is copied from."""
-        made = [self.new(*one) for one in self.made]
+    @method_on_device
+    def run(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Return the outputs for these inputs, the first of which is the source of the copy."""
+        outputs = [self.new(*one) for one in self.outputs]
         if self.zeros:
-            for one in made:
+            for one in outputs:
                 one.zero_()
         if self.launch is not None:
-            self.launch(self.programs, (*made, *given), (), self.numbers)
-        return made
+            self.launch(self.programs, (*outputs, *inputs), (), self.numbers)
+        return outputs
 
 
-class Copier:
-    """A kernel for the tokens of some arrays, each with its axis of tokens, and 1 where an axis of rows stands in front, or 0.
+class StridedCopy:
+    """A copy kernel for given arrays.
 
-    `tokens` is what they are numbered up to; `streams` says that tokens go to neighboring places, mostly from such; then the
-    dtypes of the other pointers, and what the kernel does. Its `steps` are those of the arrays in units, one array after another.
+    Parameters
+    ----------
+    kernel
+        The jitted function.
+    tokens
+        The number of tokens.
+    streams
+        Whether adjacent tokens have adjacent targets, and mostly adjacent sources.
+    arrays
+        For each array its metadata, its token axis, and 1 if its first axis is an axis of rows,
+        otherwise 0. `unit_strides` are their strides in units, one array after another.
+    dtypes
+        The dtypes of the other pointers.
+    flags
+        The values of the kernel's mode flags.
     """
 
     def __init__(
@@ -241,16 +273,16 @@ class Copier:
         kernel: Any,
         tokens: int,
         streams: bool,
-        arrays: Sequence[tuple[Seen, int, int]],
+        arrays: Sequence[tuple[TensorSpec, int, int]],
         dtypes: tuple[torch.dtype | None, ...],
         *flags: bool | int,
     ):
         x, axis, rows = arrays[0]
         width = math.prod(x.shape[axis + 1 :]) * x.dtype.itemsize
-        steps = [step for x, axis, rows in arrays for step in x.steps(axis, rows)]
+        steps = [step for x, axis, rows in arrays for step in x.byte_strides(axis, rows)]
         bits = 16 | width
-        for part in (*steps, *(x.low for x, *_ in arrays)):
-            bits |= part
+        for number in (*steps, *(x.address_bits for x, *_ in arrays)):
+            bits |= number
         align = bits & -bits  # the largest power of two, up to 16, that divides all of them
         self.device, unit = x.device, min(align, 8)
         self.launch, self.tokens, each = _launch(
@@ -260,26 +292,34 @@ class Copier:
             math.prod(x.shape[rows:axis]),
             width // unit,
             align,
-            _long(tokens, arrays),
+            needs_int64(tokens, arrays),
             streams,
             *flags,
         )
-        self.each, self.steps = each, [step // unit for step in steps]
+        self.programs_per_token, self.unit_strides = each, [step // unit for step in steps]
 
     def blocks(self, tokens: int) -> int:
-        """How many blocks of the tokens of a program these are."""
+        """Return the number of blocks of these tokens, one block per program."""
         return -(-tokens // self.tokens)
 
-    def plan(
+    def config(
         self,
-        made: Sequence[tuple[Sequence[int], torch.dtype]],
+        outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         blocks: int,
         *numbers: int,
         zeros: bool = False,
-    ) -> Plan:
-        """What makes tensors of these shapes and dtypes by so many blocks; the numbers come before the steps."""
-        return Plan(
-            self.device, made, self.launch, blocks * self.each, (*numbers, *self.steps), zeros
+    ) -> LaunchConfig:
+        """Return the launch config for outputs of these shapes and dtypes.
+
+        The kernel takes the numbers before the strides.
+        """
+        return LaunchConfig(
+            self.device,
+            outputs,
+            self.launch,
+            blocks * self.programs_per_token,
+            (*numbers, *self.unit_strides),
+            zeros,
         )
 
 
@@ -295,33 +335,40 @@ def _launch(
     streams: bool,
     *flags: bool | int,
 ) -> tuple[Launch, int, int]:
-    """A kernel for pieces of so many units at multiples of `align`; the tokens of a program and the programs of a token."""
+    """Return the launch, the tokens per program and the programs per token.
+
+    A piece has `units` units, and all addresses are multiples of `align` bytes.
+    """
     unit, single = min(align, 8), pieces == units == 1
     if streams and single:
-        block, (tokens, side, warps) = 1, _STREAMS[unit]
+        block, (tokens, side, warps) = 1, _SINGLE_UNIT_TILES[unit]
     else:
-        taken, padded = "INDEX" in kernel.arg_names, "MARKS" in kernel.arg_names
+        taken, padded = "INDEX" in kernel.arg_names, "WRITE_MASK" in kernel.arg_names
         most, side, warps = (
-            _APART if taken and single else _SLOTS if taken or padded else _UNITS,
+            _TILE_UNITS_SCATTERED
+            if taken and single
+            else _TILE_UNITS_INDEXED
+            if taken or padded
+            else _TILE_UNITS,
             1,
             _WARPS,
         )
-        block = units & -units  # a power of two that divides it, if that is not too small
+        block = units & -units  # a power of two that divides it, unless that is too small
         block = min(block if block >= 32 else triton.next_power_of_2(units), most)
         tokens = most // block
-    names = [name for name in kernel.arg_names if name in _FLAGS]
+    names = [name for name in kernel.arg_names if name in _MODE_FLAGS]
     tile = dict(
         PIECES=pieces,
         WIDTH=units,
         BC=block,
         TOKENS=tokens,
-        SIDE=side,
+        PER_THREAD=side,
         UNIT=unit,
         ALIGN=align // unit,
-        LONG=long,
-        FOLLOWS=follows(device),
+        INT64=long,
+        PDL=device_info(device).supports_pdl,
     )
-    options = dict(num_warps=warps, launch_pdl=follows(device))
+    options = dict(num_warps=warps, launch_pdl=device_info(device).supports_pdl)
     return (
         Launch(kernel, {**dict(zip(names, flags)), **tile}, options),
         tokens,
@@ -329,8 +376,8 @@ def _launch(
     )
 
 
-def _long(tokens: int, arrays: Sequence[tuple[Seen, int, int]]) -> bool:
-    """Whether numbers of tokens, or of the units of arrays, take 64 bits."""
+def needs_int64(tokens: int, arrays: Sequence[tuple[TensorSpec, int, int]]) -> bool:
+    """Return whether token numbers or element offsets need 64 bits."""
     return (
         max(
             tokens,
@@ -340,8 +387,8 @@ def _long(tokens: int, arrays: Sequence[tuple[Seen, int, int]]) -> bool:
     )
 
 
-def laid(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
-    """A tensor with the elements of a piece side by side, and its pieces at equal distances: itself, or a copy."""
+def with_regular_strides(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
+    """Return x, or a contiguous copy unless pieces are contiguous and at equal distances."""
     if x.is_contiguous():
         return x
     shape, strides = x.shape, x.stride()
@@ -352,13 +399,13 @@ def laid(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
     return x if even else x.contiguous()
 
 
-def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    """A shape with another size along `dim`."""
+def resized_shape(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """Return a shape with another size along `dim`."""
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 @lru_cache(1024)
-def eight(value: float, sign: float, dtype: torch.dtype) -> tuple[int, int]:
-    """Eight bytes full of a value, as two integers of 32 bits; `sign` tells -0.0 from 0.0."""
+def fill_words(value: float, sign: float, dtype: torch.dtype) -> tuple[int, int]:
+    """Return eight bytes filled with a value, as two int32; `sign` separates -0.0 from 0.0."""
     low, high = torch.full((8 // dtype.itemsize,), value, dtype=dtype).view(torch.int32).tolist()
     return low, high

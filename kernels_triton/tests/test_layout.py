@@ -1,4 +1,4 @@
-"""Kernels that move tokens, against loops over rows in NumPy; without a GPU in Triton's interpreter."""
+"""Layout kernels compared with NumPy loops over rows; in Triton's interpreter without a GPU."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ def test_every_dtype(dtype, dim):
 
 
 def test_taken_again():
-    """Calls alike on a device are not checked again: other numbers, and other dtypes of them, on the same rows."""
+    """Later calls with other indices, and other index dtypes, on the same rows skip the checks."""
     x, like = (
         scree.from_lengths(numbers(61, 3), LENGTHS),
         scree.from_lengths(torch.zeros(5, device=DEVICE), [2, 0, 3]),
@@ -125,10 +125,15 @@ def test_taken_again():
 
 @pytest.mark.parametrize(("token", "long"), [((), False), ((2,), False), ((), True)])
 def test_many_rows(token, long, monkeypatch):
-    """More than are looked at at once, many of them empty, and a program has tokens of many; in numbers of 32 and 64 bits."""
-    monkeypatch.setattr(strided_copy, "_long", lambda *tokens: long)
-    for plan in (padding._pad_plan, padding._unpad_plan, gather._select_plan, concat._join_plan):
-        plan.cache_clear()
+    """More rows than one search step, many of them empty, many per program; int32 and int64."""
+    monkeypatch.setattr(strided_copy, "needs_int64", lambda *tokens: long)
+    for config in (
+        padding.pad_config,
+        padding.unpad_config,
+        gather.select_config,
+        concat.concat_config,
+    ):
+        config.cache_clear()
     lengths = torch.randint(-3, 5, (700,), generator=torch.Generator().manual_seed(0)).clamp(min=0)
     x = scree.from_lengths(numbers(int(lengths.sum()), *token), lengths)
     rows = rows_of(x)
@@ -144,8 +149,8 @@ def test_many_rows(token, long, monkeypatch):
     [torch.bool, torch.int16, torch.float32, torch.float64],
     ids=lambda dtype: str(dtype)[6:],
 )
-def test_numbers_side_by_side(dtype):
-    """Several tokens a thread: of one row, of two, of many; and the last of a program."""
+def test_single_unit_tokens_equal_the_reference(dtype):
+    """Several tokens per thread, of one, two and many rows; and the last tokens of a program."""
     values = numbers(2223, dtype=dtype).requires_grad_(dtype.is_floating_point)
     x = scree.from_lengths(values, [1500, 0, 3, 0, 1, 706, 8, 5])
     rows = rows_of(x)
@@ -173,7 +178,7 @@ def test_offsets_of_two_dtypes():
     assert equal(joined, [np.concatenate([row, row]) for row in rows_of(x)])
 
 
-def test_reasons():
+def test_rejections_name_the_reason():
     x = scree.from_lengths(numbers(5, 2), [2, 3])
     assert "up to 4" in scree.explain("join", **{f"x{i}": x for i in range(5)}).rejected["triton"]
     assert (
@@ -187,19 +192,19 @@ def test_reasons():
     assert "one element" in scree.explain("pad", x.with_values(x.values[:, :0])).rejected["triton"]
     places = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     assert (
-        "do not add bool"
+        "not add bool"
         in scree.explain("scatter_add", x.values.bool(), places, 6).rejected["triton"]
     )
 
 
-@pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and put into bins
+@pytest.mark.parametrize("size", [9, 130])  # sorted as bytes, and bucketed
 @pytest.mark.parametrize(
     ("width", "many"), [((), 128), ((3,), 8), ((600,), 8)]
-)  # those of 6 together, or by one program
+)  # the tokens of place 6 in chunks, or by one program
 def test_many_tokens_in_one_place(width, size, many, monkeypatch):
-    """Sums of chunks and of stretches, in a fixed order; and of narrow tokens in any order, where nobody asks for that."""
-    monkeypatch.setattr(scatter_add_bucketed, "_MANY", many)
-    scatter_add._plan.cache_clear()
+    """Sums of chunks in a fixed order; narrow tokens in any order unless determinism is asked for."""
+    monkeypatch.setattr(scatter_add_bucketed, "MAX_SPLIT_PLACES", many)
+    scatter_add.scatter_add_config.cache_clear()
     x = numbers(300, *width)
     index = torch.where(
         torch.rand(300, generator=torch.Generator().manual_seed(2)) < 0.6,
@@ -218,12 +223,12 @@ def test_many_tokens_in_one_place(width, size, many, monkeypatch):
             np.abs(found.cpu().numpy() - exact).max()
             <= 300 * 2**-24 * np.abs(x.cpu().numpy()).sum(0).max()
         )
-    assert torch.equal(found, scatter_add.add(x, index, size))
+    assert torch.equal(found, scatter_add.scatter_add(x, index, size))
 
 
 @pytest.mark.parametrize("count", [200] if INTERPRETED else [200, 60_000, 200_000])
-def test_places_like_words(count):
-    """The most frequent take a good part of the tokens, most take one or none: bins, single programs and shared sums at once."""
+def test_zipf_distributed_places_equal_the_reference(count):
+    """Frequencies as of words: buckets, helper programs and split places in one call."""
     size, generator = count // 2, torch.Generator().manual_seed(4)
     index = torch.multinomial(
         1 / torch.arange(1, size + 1, dtype=torch.float32),
@@ -236,18 +241,18 @@ def test_places_like_words(count):
     bound = torch.zeros_like(exact).index_add(0, index, x.cpu().double().abs())
     found = scree.scatter_add(x, index.to(DEVICE), size, kernel="triton")
     assert bool(((found.cpu() - exact).abs() <= 500 * 2**-24 * bound).all())
-    assert torch.equal(found, scatter_add.add(x, index.to(DEVICE), size))
+    assert torch.equal(found, scatter_add.scatter_add(x, index.to(DEVICE), size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.int64])
 @pytest.mark.parametrize("width", [1, 2, 3, 20])
 def test_narrow_tokens(dtype, width):
-    """As they come: integers are exact, halves are added in float32."""
+    """Atomic additions: integers are exact, half precision is added in float32."""
     x, index = (
         numbers(300, width, dtype=dtype),
         torch.randint(-2, 9, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
     )
-    found = scatter_add.add(x, index, 7).cpu()
+    found = scatter_add.scatter_add(x, index, 7).cpu()
     known, wide = (
         ((index >= 0) & (index < 7)).cpu(),
         torch.float64 if dtype.is_floating_point else dtype,
@@ -263,23 +268,23 @@ def test_narrow_tokens(dtype, width):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int64])
 def test_sums_beyond_the_cache(dtype, monkeypatch):
-    """Made in parts, the last one shorter; half precision goes through memory for one part."""
-    monkeypatch.setattr(scatter_add, "_cached", lambda device: 500)
+    """Sums in parts, the last one shorter; half precision uses scratch memory for one part."""
+    monkeypatch.setattr(scatter_add, "l2_budget", lambda device: 500)
     x, index = (
         numbers(300, 3, dtype=dtype),
         torch.randint(-2, 103, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
     )
-    plan = scatter_add._Coming(
+    config = scatter_add.AtomicConfig(
         x.device,
         dtype,
         index.dtype,
         x.shape,
         100,
-        scatter_add.ACC[dtype],
-        scatter_add._WIDE[scatter_add.ACC[dtype]],
+        scatter_add.ACC_TYPES[dtype],
+        scatter_add.ACC_DTYPES[scatter_add.ACC_TYPES[dtype]],
     )
-    assert 100 // plan.each >= 2 and 100 % plan.each
-    found, known = plan.run(x, index), (index >= 0) & (index < 100)
+    assert 100 // config.part_size >= 2 and 100 % config.part_size
+    found, known = config.run(x, index), (index >= 0) & (index < 100)
     exact = torch.zeros((100, 3), dtype=torch.float64).index_add(
         0, index[known].cpu(), x[known].cpu().double()
     )
@@ -289,7 +294,7 @@ def test_sums_beyond_the_cache(dtype, monkeypatch):
     assert found.dtype == dtype and (found.cpu().double() - exact).abs().max() <= most
 
 
-def test_the_last_of_many_stays():
+def test_scatter_with_duplicates_keeps_the_last_token():
     x, index = (
         numbers(300, 2),
         torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(3)).to(DEVICE),
@@ -309,8 +314,8 @@ def test_the_last_of_many_stays():
     assert np.array_equal(dx.cpu().numpy(), right)
 
 
-def test_tokens_behind_the_last_row_go_nowhere():
-    """In the first call on some rows, and in those alike."""
+def test_scatter_add_of_an_array_with_a_tail_ignores_the_tail():
+    """In the first call and in later calls with the same metadata."""
     x = numbers(7, 2)
     rows = scree.Array.from_layout(
         x, Layout(backend(x), torch.tensor([0, 2, 5], device=DEVICE), 7, 4)
@@ -329,7 +334,7 @@ def test_tokens_behind_the_last_row_go_nowhere():
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("chosen", [(4, 2, 2, 0), (4, 0, 2), (0, 1, 2, 3, 4)])
 def test_gradient_of_rows(chosen, dim):
-    """Rows taken twice add up, rows that are not taken have a gradient of 0."""
+    """Gradients of repeated rows are added; rows that are not selected have a gradient of 0."""
     total = sum(LENGTHS)
     values = numbers(*((total, 3), (3, total))[dim]).requires_grad_()
     x = scree.from_lengths(values, LENGTHS, ragged_dim=dim)
@@ -343,12 +348,12 @@ def test_gradient_of_rows(chosen, dim):
 
 
 @pytest.mark.parametrize(("dim", "few"), [(0, 8000), (1, 8000), (0, 7999)])
-def test_holes_in_the_mask(dim, few, monkeypatch):
-    """With the number of tokens given, or room for more; up to so many slots every program counts those before its own."""
-    monkeypatch.setattr(scatter_indices, "_FEW", few)
-    scatter_indices._marking.cache_clear()
+def test_mask_with_holes_equals_the_reference(dim, few, monkeypatch):
+    """With and without the number of tokens; in one pass and in two."""
+    monkeypatch.setattr(scatter_indices, "MAX_SLOTS_ONE_PASS", few)
+    scatter_indices.mark_config.cache_clear()
     mask = (torch.rand(4, 2000, generator=torch.Generator().manual_seed(0)) < 0.3).to(DEVICE)
-    mask[1], mask[2] = False, True  # and with them whole blocks
+    mask[1], mask[2] = False, True  # so that whole blocks are empty or full
     padded = numbers(*((4, 2000, 2), (4, 2, 2000))[dim]).requires_grad_()
     count = int(mask.sum())
     rows = [
@@ -362,7 +367,7 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
     right[mask.cpu().numpy()] = np.moveaxis(dy.cpu().numpy(), dim, 0)
     assert np.array_equal(np.moveaxis(dx.cpu().numpy(), dim + 1, 1), right)
     for total in (count + 5, None):
-        offsets, slots = scatter_indices.mark(mask, total, torch.int64)
+        offsets, slots = scatter_indices.mask_indices(mask, total, torch.int64)
         assert offsets.tolist() == y.offsets.tolist() and (
             total is None or slots[count:].tolist() == [mask.numel()] * 5
         )
@@ -371,7 +376,7 @@ def test_holes_in_the_mask(dim, few, monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["triton", "standard"])
 def test_a_mask_is_read_once(kernel, monkeypatch, isolated_registry):
-    """Where looking at it is not free: its offsets by the kernels, itself by the standard path. All that they say is kept."""
+    """Where a read costs: the kernels read the offsets, the standard path the mask; both are cached."""
     seen, lib = [], backend(numbers(1))
     away = replace(
         lib, peek=lambda x: None, read=lambda x: seen.append(tuple(x.shape)) or lib.read(x)
@@ -398,8 +403,8 @@ def test_a_mask_is_read_once(kernel, monkeypatch, isolated_registry):
         )
 
 
-def test_padding_alike_is_checked_once(isolated_registry):
-    """But with zeros as floating-point numbers, of which -0.0 is one."""
+def test_padding_with_equal_metadata_is_checked_once(isolated_registry):
+    """Except for floating-point zeros, because -0.0 equals 0.0."""
     x = scree.from_lengths(numbers(61, 2).abs(), LENGTHS)
     for fill in (0, 0.0, -0.0):
         assert scree.to_padded(x, fill_value=fill)[0].signbit().any() == (str(fill) == "-0.0")
@@ -418,18 +423,18 @@ def test_padding_alike_is_checked_once(isolated_registry):
     )
 
 
-def test_numbers_beyond():
-    """What is no token is 0, and nothing is read or written there."""
+def test_indices_out_of_bounds_read_and_write_nothing():
+    """Tokens without a valid index are 0."""
     index = torch.tensor([-1, 2, 3, 1 << 40], device=DEVICE)
-    assert gather.take(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
-    assert scatter_add.add(numbers(4, 2), index, 3)[:2].abs().max() == 0
-    for x in (numbers(4, 1), numbers(4, 64)):  # put there at once, and looked up
-        found = gather.put(x, index, 3)
+    assert gather.gather(numbers(3, 2), index, False)[[0, 2, 3]].abs().max() == 0
+    assert scatter_add.scatter_add(numbers(4, 2), index, 3)[:2].abs().max() == 0
+    for x in (numbers(4, 1), numbers(4, 64)):  # scattered directly, and by lookup
+        found = gather.scatter_unique(x, index, 3)
         assert found[:2].abs().max() == 0 and torch.equal(found[2], x[1])
-    assert scatter_indices.last(index, 3).tolist() == [-1, -1, 1]
+    assert scatter_indices.last_tokens(index, 3).tolist() == [-1, -1, 1]
 
 
-def test_groups_and_back():
+def test_group_and_scatter_round_trip():
     """The path of a mixture of experts, with its gradient."""
     x, ids = (
         numbers(30, 4).requires_grad_(),
@@ -446,7 +451,7 @@ def test_groups_and_back():
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 20_000])
 def test_offsets_from_lengths(count):
-    """On any device, without a look at the lengths."""
+    """On any device, without a read of the lengths."""
     given = torch.arange(count, device=DEVICE) % 7
     for dtype in (torch.int32, torch.int64):
         call = OffsetsCall(given.to(dtype), torch.int32)
@@ -477,7 +482,7 @@ def test_gradients_of_gradients():
         assert torch.equal(torch.autograd.grad(dx, dy, other)[0], f(x.with_values(other))), name
 
 
-def test_offsets_from_the_host_wait_for_nothing():
+def test_pack_of_device_rows_does_not_synchronize():
     rows = [numbers(n, 2) for n in LENGTHS]
     if not INTERPRETED:
         torch.cuda.set_sync_debug_mode("error")
