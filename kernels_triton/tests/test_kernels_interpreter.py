@@ -227,7 +227,7 @@ def cut_small(monkeypatch):
     ).items():
         monkeypatch.setattr(interface, name, value)
     monkeypatch.setattr(wide_features, "_SHORTEST", 0)
-    monkeypatch.setattr(interface, "_plan", interface._plan.__wrapped__)
+    monkeypatch.setattr(interface, "_launch_config", interface._launch_config.__wrapped__)
 
 
 @pytest.mark.parametrize(

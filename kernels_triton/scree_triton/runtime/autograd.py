@@ -7,24 +7,6 @@ from typing import Any
 
 import torch
 
-# The families that still import from here find these at their old place and under their old names.
-from .device import FLOATS as FLOATS
-from .device import device_info
-from .device import unsupported_dtype as refuses  # noqa: F401
-from .launch import launch_on_device as start  # noqa: F401
-from .launch import method_on_device as on_its_device  # noqa: F401
-from .launch import on_device as on_device
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of SMs."""
-    return device_info(device).sm_count
-
-
-def follows(device: torch.device) -> bool:
-    """Return whether the device supports programmatic dependent launch."""
-    return device_info(device).supports_pdl
-
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     """Return whether autograd must record an operation on the tensors."""

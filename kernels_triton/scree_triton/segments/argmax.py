@@ -1,14 +1,14 @@
-"""Where the first maximum or minimum of each row of a ragged array is, on the kernels of `shares`."""
+"""Positions of the first maximum or minimum of each row, by the kernels of `merge_path`."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..runtime.autograd import refuses
 from ..runtime.compile import define_operator
+from ..runtime.device import unsupported_dtype
 from . import merge_path
-from .interface import Rows, over_rows, plan_of, rows_of, too_wide
+from .interface import Rows, launch_config, over_rows, rows_of, too_wide
 
 _DTYPES = (
     torch.float16,
@@ -38,19 +38,21 @@ _op = define_operator("segment_arg", _run_operator, _fake)
 
 def rejects(call: Any) -> str | None:
     """Why the kernels do not find the extremum of the rows of a `SegmentCall`; None if they do."""
-    return refuses(call.values, _DTYPES) or too_wide(call.values)
+    return unsupported_dtype(call.values, _DTYPES) or too_wide(call.values)
 
 
-def run(call: Any) -> torch.Tensor:
-    """Run a `SegmentCall` as a search for the extremum: (n, ...) its place in each row, -1 in an empty one."""
+def segment_arg(call: Any) -> torch.Tensor:
+    """Run a `SegmentCall` as a search for the extremum: (n, ...) its place in each row, -1 in an
+    empty one.
+    """
     if not torch.compiler.is_compiling():
-        return prepare_run(call)(call.layout, call.values)
+        return prepare_segment_arg(call)(call.layout, call.values)
     rows = rows_of(call.layout)
     return _op(call.values, rows.offsets, rows.max_length, call.op)
 
 
-def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
+def prepare_segment_arg(call: Any) -> Callable[..., torch.Tensor]:
+    """Return a function for calls with the same metadata."""
     rows = rows_of(call.layout)
-    plan = plan_of(call.values, rows, _OPS[call.op], dtype=rows.offsets.dtype)
+    plan = launch_config(call.values, rows, _OPS[call.op], dtype=rows.offsets.dtype)
     return lambda layout, values: plan.run(values.detach().contiguous(), rows_of(layout))

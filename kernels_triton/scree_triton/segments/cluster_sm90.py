@@ -1,8 +1,10 @@
-"""Long rows of single numbers on Hopper, in Gluon: what comes of a reduction is spread over the tokens of its row.
+"""Long rows of single numbers on Hopper, in Gluon: reduce each row and map the result over its
+tokens.
 
-A row belongs to a cluster of eight programs, which hold its tokens in registers: they are read once, and written once. Each
-program reduces its part of the row, and leaves what it finds in memory for the others, which wait for it at the barrier of the
-cluster, an affair of the hardware. What does not fit in registers, in rows longer than others, is read again from the cache.
+A row belongs to a cluster of eight CTAs, which hold its tokens in registers: tokens are read once
+and written once. Each CTA reduces its part of the row and writes the result to memory for the
+others, which wait at the hardware barrier of the cluster. Tokens that do not fit into registers, in
+longer rows, are read again from the cache.
 """
 
 from typing import Any
@@ -13,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from ..runtime.launch import Launch
 from ..sm90.pipeline import pdl_launch_dependents
-from .merge_path import DOT, EQUAL, LSE, SUM_Y, _exp, _finite, _join, _made
+from .merge_path import DOT, EQUAL, LSE, SUM_Y, combine, fast_exp, finite_or_zero, map_values
 
 PROGRAMS = 8  # of a cluster
 _TOKENS = 16  # that a thread holds
@@ -35,7 +37,9 @@ def launch(mean: int, constants: dict[str, Any]) -> Launch:
 
 @gluon.constexpr_function
 def _layout(K, THREADS, WARPS):
-    """The first dimension goes over the programs of a cluster, the second over THREADS of a warp and WARPS warps."""
+    """The first dimension goes over the programs of a cluster, the second over THREADS of a warp
+    and WARPS warps.
+    """
     return gl.BlockedLayout(
         [1, 1],
         [32 // THREADS, THREADS],
@@ -66,7 +70,9 @@ def _meet(K: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _read(X, Y, at, r, start, stop, OP: gl.constexpr, READS: gl.constexpr):
-    """The tokens at + r of a tile, (K, R), as what changes no result where they are not in [start, stop); and which are."""
+    """The tokens at + r of a tile, (K, R), as what changes no result where they are not in [start,
+    stop); and which are.
+    """
     valid = (r >= gl.maximum(start - at, 0).to(gl.int32)) & (
         r < gl.minimum(stop - at, r.shape[1]).to(gl.int32)
     )
@@ -78,11 +84,11 @@ def _read(X, Y, at, r, start, stop, OP: gl.constexpr, READS: gl.constexpr):
 
 
 @gluon.jit
-def _reduce(x, y, a, valid, OP: gl.constexpr):
-    """What the tokens (K, R) of each program reduce to, (K,)."""
+def reduce_tokens(x, y, a, valid, OP: gl.constexpr):
+    """Reduce the tokens (K, R) of each CTA to (K,)."""
     if OP == LSE:
         u = gl.max(x, 1)
-        v = gl.sum(_exp(x - _finite(u)[:, None]), 1)
+        v = gl.sum(fast_exp(x - finite_or_zero(u)[:, None]), 1)
     else:
         if OP == DOT:
             x = x * y
@@ -98,7 +104,7 @@ def _reduce(x, y, a, valid, OP: gl.constexpr):
 
 @gluon.jit
 def _write(OUT, x, y, u, v, a, b, at, r, valid, MAP: gl.constexpr):
-    made = _made(x, y, u, v, a, b, MAP)
+    made = map_values(x, y, u, v, a, b, MAP)
     gl.store((OUT + at) + r, made.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
 
 
@@ -118,8 +124,8 @@ def _share(PARTS, u, v, k, OP: gl.constexpr, K: gl.constexpr, WARPS: gl.constexp
     us = gl.load(parts, cache_modifier=".cg")
     if OP == LSE:
         vs = gl.load(parts + K, cache_modifier=".cg")
-        u = _finite(gl.max(us, 1))
-        vs = vs * _exp(us - u[:, None])
+        u = finite_or_zero(gl.max(us, 1))
+        vs = vs * fast_exp(us - u[:, None])
     else:
         u = gl.sum(us, 1)
         vs = us
@@ -150,7 +156,10 @@ def cluster_kernel(
     R: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """The tokens OUT (total,) of rows of up to `most`; those behind the last row become 0. PARTS (n, 2, K) is for the clusters."""
+    """Write the tokens OUT (total,) of rows of up to `most` tokens; the tail becomes 0.
+
+    PARTS (n, 2, K) is memory for the clusters.
+    """
     HELD: gl.constexpr = _layout(K, 32, WARPS)
     row = gl.program_id(0)
     if FOLLOWED:
@@ -168,30 +177,30 @@ def cluster_kernel(
         if HAS_B:
             b = gl.load(B + row).to(gl.float32)
         begin = start - start % _ALIGNED
-        places = (end - begin).to(gl.int32)
-        if places <= K * R:
-            part = gl.cdiv(gl.cdiv(places, K), _ALIGNED) * _ALIGNED
+        positions = (end - begin).to(gl.int32)
+        if positions <= K * R:
+            part = gl.cdiv(gl.cdiv(positions, K), _ALIGNED) * _ALIGNED
             at = begin + (k * part)[:, None]
             x, y, valid = _read(X, Y, at, r, start, gl.minimum(at + part, end), OP, READS)
-            u, v = _reduce(x, y, a, valid, OP)
+            u, v = reduce_tokens(x, y, a, valid, OP)
             u, v = _share(PARTS, u, v, k, OP, K, WARPS)
             _write(OUT, x, y, u, v, a, b, at, r, valid, MAP)
         else:
             u = gl.full([K], -float("inf") if OP == LSE else 0.0, gl.float32, k.type.layout)
             v = gl.zeros_like(u)
-            for tile in range(0, places, K * R):
+            for tile in range(0, positions, K * R):
                 at = begin + (tile + k * R)[:, None]
                 x, y, valid = _read(X, Y, at, r, start, end, OP, READS)
-                more_u, more_v = _reduce(x, y, a, valid, OP)
-                u, v = _join(u, v, more_u, more_v, OP)
+                more_u, more_v = reduce_tokens(x, y, a, valid, OP)
+                u, v = combine(u, v, more_u, more_v, OP)
             u, v = _share(PARTS, u, v, k, OP, K, WARPS)
-            for tile in range(0, places, K * R):
+            for tile in range(0, positions, K * R):
                 at = begin + (tile + k * R)[:, None]
                 x, y, valid = _read(X, Y, at, r, start, end, OP, READS)
                 _write(OUT, x, y, u, v, a, b, at, r, valid, MAP)
     behind = gl.load(OFFSETS + n).to(gl.int64)
-    share = gl.cdiv(total - behind, n)
-    stop = gl.minimum(behind + (row + 1) * share, total)
-    for at in range(behind + row * share, stop, K * R):
+    partition = gl.cdiv(total - behind, n)
+    stop = gl.minimum(behind + (row + 1) * partition, total)
+    for at in range(behind + row * partition, stop, K * R):
         tokens = at + k[:, None] * R + r
         gl.store(OUT + tokens, gl.zeros([K, R], OUT.dtype.element_ty, HELD), mask=tokens < stop)

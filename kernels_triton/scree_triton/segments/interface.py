@@ -1,6 +1,7 @@
-"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and, for wide tokens, `columns`.
+"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and,
+for wide tokens, `columns`.
 
-Where a device has them, `clusters` take long rows whose tokens are to become something.
+On devices that have them, clusters of CTAs take long rows whose tokens are written.
 """
 
 import math
@@ -13,10 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import FLOATS, differentiable, follows, on_its_device, refuses, start
+from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
-from ..runtime.device import GLUON_KNOWN
-from ..runtime.launch import INTERPRETED, Launch, contiguous, empty
+from ..runtime.device import FLOATS, GLUON_KNOWN, device_info, unsupported_dtype
+from ..runtime.launch import (
+    INTERPRETED,
+    Launch,
+    contiguous,
+    empty,
+    launch_on_device,
+    method_on_device,
+)
 from . import merge_path, wide_features
 
 _TOKENS = 512  # in a tile, for each warp
@@ -74,28 +82,30 @@ _SCANS = (merge_path.RUNNING.value, merge_path.RUNNING_BACK.value)
 
 
 class Rows(NamedTuple):
-    """The rows that a call runs over, and a dict (or None) that lives as long as they do, for what follows from them.
+    """The layout of a call, and the cache of the layout, or None.
 
-    A bound on the longest row is None where the host knows none.
+    `max_length` is a bound on the longest row, None where the host knows none.
     """
 
     offsets: torch.Tensor
     max_length: int | None
     memo: dict[Any, Any] | None = None
 
-    def first(self, share: int, shares: int) -> torch.Tensor:
-        """(shares + 1,) how many rows begin before each share of so many places, and before the end of the last one."""
-        key = "shares", share, shares
+    def first(self, partition: int, partitions: int) -> torch.Tensor:
+        """Return (partitions + 1,) the number of rows that begin before each partition, and before
+        the end.
+        """
+        key = "partitions", partition, partitions
         found = None if self.memo is None else self.memo.get(key)
         if found is None:
             device, n = self.offsets.device, self.offsets.shape[0] - 1
-            found = torch.empty((shares + 1,), dtype=torch.int32, device=device)
-            start(
+            found = torch.empty((partitions + 1,), dtype=torch.int32, device=device)
+            launch_on_device(
                 _find_first(device, self.offsets.dtype),
-                shares // _BOUNDARIES + 1,
+                partitions // _BOUNDARIES + 1,
                 (self.offsets, found),
                 (),
-                (n, shares, share, (n + 1).bit_length()),
+                (n, partitions, partition, (n + 1).bit_length()),
             )
             if self.memo is not None and not (
                 device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -141,26 +151,28 @@ def over_rows(
     b: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Reduce the rows of x, (total, ...), by `op`, to (n, ...); with `map` give the tokens, (total, ...), that come of it.
+    """Reduce the rows of x, (total, ...), by `op`, to (n, ...); with `map` give the tokens, (total,
+    ...), that come of it.
 
     Parameters
     ----------
     x, y
-        Values (total, ...), contiguous; y where `op` or `map` has two. With COPY and MEAN_BACKWARD x is what is written.
+        Values (total, ...), contiguous; y where `op` or `map` has two. With COPY and MEAN_BACKWARD
+        x is what is written.
     rows
         The rows.
     op, map
-        Constants of `shares`.
+        Constants of `merge_path`.
     a, b
-        Operands with one entry a row, (n, ...), contiguous.
+        Operands with one entry per row, (n, ...), contiguous.
     dtype
-        Of the reduction and its result; by default the accumulator's of x. Of scans that of the result, and of the place of an
-        extremum an integer one.
+        The dtype of the reduction and its result; by default the accumulation dtype of x. For scans
+        the dtype of the result, for positions of an extremum an integer dtype.
     """
-    return plan_of(x, rows, op, map, y=y, a=a, b=b, dtype=dtype).run(x, rows, y, a, b)
+    return launch_config(x, rows, op, map, y=y, a=a, b=b, dtype=dtype).run(x, rows, y, a, b)
 
 
-def plan_of(
+def launch_config(
     x: torch.Tensor,
     rows: Rows,
     op: tl.constexpr,
@@ -170,8 +182,8 @@ def plan_of(
     a: torch.Tensor | None = None,
     b: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> "_Plan":
-    """What runs `over_rows` on these arguments, and on all that differ in the contents of their arrays alone."""
+) -> "_LaunchConfig":
+    """Return the launch config of `over_rows` for arguments with this metadata."""
     offsets = rows.offsets
     dtypes = (
         x.dtype,
@@ -180,29 +192,29 @@ def plan_of(
         None if b is None else b.dtype,
         offsets.dtype,
     )
-    return _plan(
+    return _launch_config(
         x.device, dtypes, op.value, map.value, dtype, x.shape, offsets.shape[0] - 1, rows.max_length
     )
 
 
 @dataclass
-class _Plan:
-    """What of a call follows from what the host knows."""
+class _LaunchConfig:
+    """The launch of a call, as far as the host metadata determines it."""
 
     index: int | None  # of the CUDA device
     new: Callable[..., torch.Tensor]  # makes a tensor there
     out: (
         tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
     )  # its shape, strides and dtype; None to write into x
-    wide: wide_features.Plan | None  # for wide tokens, which want nothing of what follows
+    wide: wide_features.LaunchConfig | None  # for wide tokens, which want nothing of what follows
     held: torch.dtype  # in which tokens are reduced
     cut: "_Cut"
     whole: Launch | None = None
-    clusters: int = 0  # programs of a cluster, where that is the kernel of `clusters`
+    clusters: int = 0  # programs of a cluster, where the kernel is `cluster_sm90`
     parts: Launch | None = None  # for rows that are cut; None where it is known that there is none
     visits: int = 1  # to each of their parts
 
-    @on_its_device
+    @method_on_device
     def run(
         self,
         x: torch.Tensor,
@@ -211,7 +223,7 @@ class _Plan:
         a: torch.Tensor | None = None,
         b: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What `over_rows` gives."""
+        """Compute `over_rows`."""
         out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
             return out
@@ -233,12 +245,12 @@ class _Plan:
             between = self.new(*contiguous((n, 2, self.clusters)), self.held)
             self.whole(n, (*pointers, between), (), (n, total, cut.most))
         else:
-            first = rows.first(cut.share, cut.shares)
+            first = rows.first(cut.partition, cut.partitions)
             self.whole(
-                cut.shares,
+                cut.partitions,
                 (*pointers, first),
                 (),
-                (n, total, cut.share, cut.most, rows.max_length or 0),
+                (n, total, cut.partition, cut.most, rows.max_length or 0),
             )
         if self.parts is not None:
             between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
@@ -253,13 +265,13 @@ class _Plan:
 
 
 class _Cut(NamedTuple):
-    """How rows are cut into tiles, shares and parts."""
+    """Sizes of tiles, partitions and parts."""
 
     mean: int  # tokens of a row, without one that is much longer than the others
     width: int  # tokens of a row in a tile
     warps: int  # of a program
-    share: int  # places in a share
-    shares: int
+    partition: int  # places in a share
+    partitions: int
     most: int  # tokens of a row that is not cut into parts
     parts: int  # 0 where it is known that no row is cut
     lag: int  # parts between the first visit to one and the second
@@ -278,14 +290,14 @@ def _cut(total: int, n: int, max_length: int | None) -> _Cut:
         width *= 2  # room for rows that are longer than others, but not cut
     warps = max(width // _TOKENS, 1)
     most = _MOST_TILES * warps * _TOKENS
-    share = most if rest > most * others else _SHARE * warps * _TOKENS
+    partition = most if rest > most * others else _SHARE * warps * _TOKENS
     parts = -(-(total + n) // _PART) if longest > most else 0
     return _Cut(
         mean,
         width,
         warps,
-        share,
-        -(-(total + n) // share),
+        partition,
+        -(-(total + n) // partition),
         most,
         parts,
         min(longest // _PART + _AHEAD, parts),
@@ -293,7 +305,7 @@ def _cut(total: int, n: int, max_length: int | None) -> _Cut:
 
 
 @lru_cache(1024)
-def _plan(
+def _launch_config(
     device: torch.device,
     dtypes: tuple[torch.dtype | None, ...],
     op: int,
@@ -302,7 +314,7 @@ def _plan(
     shape: tuple[int, ...],
     n: int,
     max_length: int | None,
-) -> _Plan:
+) -> _LaunchConfig:
     """For x, y, a, b and offsets of these dtypes, and x of this shape."""
     total, *token = shape
     acc = accumulator(dtypes[0] if dtype is None or op in _ARGS or op in _TRUTHS else dtype)
@@ -325,7 +337,7 @@ def _plan(
             dtypes[4],
         )
         wide = wide_features.plan(device, kinds, op, map, acc, held, identity, shape, n, max_length)
-        return _Plan(index, new, out, wide, held, cut)
+        return _LaunchConfig(index, new, out, wide, held, cut)
     reads = 2 if dtypes[1] else int(map not in wide_features.SPREAD)
     what = dict(OP=op, MAP=map)
     operands = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
@@ -354,7 +366,7 @@ def _plan(
         if twice and long and acc == torch.float32 and op != merge_path.FACTORS.value
         else None
     )
-    follow = bool(cut.parts) and follows(device)
+    follow = bool(cut.parts) and device_info(device).supports_pdl
     if clusters:
         whole = clusters.launch(cut.mean, what | operands | dict(FOLLOWED=follow))
     else:
@@ -372,7 +384,7 @@ def _plan(
         if cut.parts
         else None
     )
-    return _Plan(
+    return _LaunchConfig(
         index,
         new,
         out,
@@ -425,7 +437,8 @@ def _gradient(
     rows: Rows,
     op: str,
 ) -> torch.Tensor:
-    """That of a reduction of x, of this shape and dtype, to out; where neither counts, None will do.
+    """Return the gradient of a reduction of x, of this shape and dtype, to out; x and out may be
+    None for sums.
 
     Tokens that are all the extremum of their row share its gradient.
     """
@@ -506,7 +519,7 @@ _reduce_op = define_operator(
 
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SegmentCall`; None if they do."""
-    if reason := refuses(call.values, _DTYPES) or too_wide(call.values):
+    if reason := unsupported_dtype(call.values, _DTYPES) or too_wide(call.values):
         return reason
     truth = call.op in ("any", "all")
     narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
@@ -515,18 +528,18 @@ def rejects(call: Any) -> str | None:
     return None
 
 
-def run(call: Any) -> torch.Tensor:
+def segment_reduce(call: Any) -> torch.Tensor:
     """Run a `SegmentCall`."""
     if not torch.compiler.is_compiling():
-        return prepare_run(call)(call.layout, call.values)
+        return prepare_segment_reduce(call)(call.layout, call.values)
     rows = rows_of(call.layout)
     return _reduce_op(call.values, rows.offsets, rows.max_length, call.op, call.dtype)
 
 
-def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
+def prepare_segment_reduce(call: Any) -> Callable[..., torch.Tensor]:
+    """Return a function for calls with the same metadata."""
     op, wanted = call.op, call.values.requires_grad
-    plan = plan_of(call.values, rows_of(call.layout), OPS[op], dtype=call.dtype)
+    plan = launch_config(call.values, rows_of(call.layout), OPS[op], dtype=call.dtype)
 
     def reduce(layout: Any, values: torch.Tensor) -> torch.Tensor:
         rows = rows_of(layout)

@@ -1,22 +1,26 @@
-"""Rows of single numbers reduced, and what comes of that spread back over their tokens, in time that does not depend on skew.
+"""Merge-path reduction of rows of single numbers, and maps of the result over their tokens, for any
+skew.
 
-Rows and tokens together form one list: row b comes right before its tokens, at place ``offsets[b] + b``. The list is cut
-into shares of equal length, one a program (Merrill and Garland, Merge-based parallel sparse matrix-vector multiplication,
-2016), so that neither one long row nor a million empty ones keep a program busy alone. A row goes to the program in whose
-share it begins, which reads it once: short rows stand side by side in a tile of G rows and W tokens, the lanes of a warp
-sharing few rows, so that most of a reduction stays inside a lane. A row longer than W is read in several steps, and again
-from the cache where its tokens become something. Rows too long for one program are cut into parts, which are reduced, put
-together in a fixed order and visited again, in one launch: the programs of second visits have higher numbers than those that
-they wait for. Equal inputs give equal bits.
+Rows and tokens form one list: row b comes right before its tokens, at position ``offsets[b] + b``.
+The list is cut into partitions of equal length, one per CTA (Merrill and Garland, Merge-based
+parallel sparse matrix-vector multiplication, 2016). So neither one long row nor a million empty
+rows keep one CTA busy alone. A row belongs to the CTA of the partition in which it begins, which
+reads it once. Short rows are next to each other in a tile of G rows and W tokens; the threads of a
+warp share few rows, so most of a reduction stays inside a thread. A row longer than W is read in
+several steps, and again from the cache where its tokens are mapped. Rows too long for one CTA are
+cut into parts. The parts are reduced, combined in a fixed order and visited again, in one launch:
+the CTAs of second visits have higher numbers than the CTAs that they wait for. Equal inputs give
+equal bits.
 
-Values have the shape (total,). Tokens behind the last row are written as 0.
+Values have the shape (total,). The tail is written as 0.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# What is reduced over the tokens of a row; x and y are the values, a an operand with one entry a row.
+# What is reduced over the tokens of a row; x and y are the values, a an operand with one entry a
+# row.
 NONE = tl.constexpr(0)
 SUM = tl.constexpr(1)
 PROD = tl.constexpr(2)
@@ -67,18 +71,18 @@ def _less(a, b):
 
 
 @triton.jit
-def _finite(m):
+def finite_or_zero(m):
     """A maximum that may be subtracted: 0 where it is infinite."""
     return tl.where((m == float("inf")) | (m == -float("inf")), 0.0, m)
 
 
 @triton.jit
-def _exp(x):
+def fast_exp(x):
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
-def _key(x, place, OP: tl.constexpr):
+def pack_search_key(x, place, OP: tl.constexpr):
     """One 64-bit number for x and its place in the row: the greatest is the first extremum."""
     if x.dtype.is_floating():
         bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
@@ -93,7 +97,7 @@ def _key(x, place, OP: tl.constexpr):
 
 
 @triton.jit
-def _fold(x, AXIS: tl.constexpr, OP: tl.constexpr):
+def reduce_axis(x, AXIS: tl.constexpr, OP: tl.constexpr):
     """Reduce one axis to length 1."""
     if (OP == PROD) | (OP == FACTORS):
         x = tl.reduce(x, AXIS, _times, keep_dims=True)
@@ -110,23 +114,25 @@ def _fold(x, AXIS: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def _gather(us, vs, OP: tl.constexpr):
-    """One result, (1, G, 1), of many, (K, G, L); those of LSE and FACTORS have two numbers."""
-    u = _fold(_fold(us, 0, OP), 2, OP)
+    """Reduce many results, (K, G, L), to one, (1, G, 1); a result of LSE or FACTORS has two
+    numbers.
+    """
+    u = reduce_axis(reduce_axis(us, 0, OP), 2, OP)
     v = tl.zeros_like(u)
     if OP == LSE:
-        v = _fold(_fold(vs * _exp(us - _finite(u)), 0, SUM), 2, SUM)
+        v = reduce_axis(reduce_axis(vs * fast_exp(us - finite_or_zero(u)), 0, SUM), 2, SUM)
     elif OP == FACTORS:
-        v = _fold(_fold(vs, 0, SUM), 2, SUM)
+        v = reduce_axis(reduce_axis(vs, 0, SUM), 2, SUM)
     return u, v
 
 
 @triton.jit
-def _join(u0, v0, u, v, OP: tl.constexpr):
+def combine(u0, v0, u, v, OP: tl.constexpr):
     """One result of two."""
     if OP == LSE:
         m = tl.maximum(u0, u)
-        low = _finite(m)
-        v = v0 * _exp(u0 - low) + v * _exp(u - low)
+        low = finite_or_zero(m)
+        v = v0 * fast_exp(u0 - low) + v * fast_exp(u - low)
         u = m
     elif OP == PROD:
         u *= u0
@@ -145,18 +151,20 @@ def _join(u0, v0, u, v, OP: tl.constexpr):
 
 
 @triton.jit
-def first_along(x, places, AXIS: tl.constexpr, OP: tl.constexpr):
+def first_along(x, positions, AXIS: tl.constexpr, OP: tl.constexpr):
     """The extremum along an axis, NaN if there is one, and the least of its places, 32 bits each."""
-    m = _fold(x, AXIS, MAX if OP == ARGMAX else MIN)
-    return m, tl.min(tl.where((x == m) | (x != x), places, NOWHERE), AXIS, keep_dims=True)
+    m = reduce_axis(x, AXIS, MAX if OP == ARGMAX else MIN)
+    return m, tl.min(tl.where((x == m) | (x != x), positions, NOWHERE), AXIS, keep_dims=True)
 
 
 @triton.jit
 def _alone(x, y, a, valid, at, step, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """What each token, at these steps behind place `at` of their rows, reduces to alone; searches those of a lane together."""
+    """Reduce each token alone; searches reduce the tokens of a thread, `step` tokens after position
+    `at` of their rows.
+    """
     if (OP == ARGMAX) | (OP == ARGMIN):
         m, found = first_along(x, tl.where(valid, step, NOWHERE), 0, OP)
-        x = tl.where(found == NOWHERE, IDENTITY, _key(m, at + found, OP))
+        x = tl.where(found == NOWHERE, IDENTITY, pack_search_key(m, at + found, OP))
     elif OP == DOT:
         x *= y
     elif OP == SUM_Y:
@@ -180,33 +188,33 @@ def _numbers(x, OP: tl.constexpr):
 
 @triton.jit
 def add_tokens(u, v, x, OP: tl.constexpr):
-    """What lanes reduce to so far, with more tokens of each along the first axis."""
+    """Combine the state of threads with more of their tokens along the first axis."""
     if OP == LSE:
         m = tl.maximum(u, tl.max(x, 0, keep_dims=True))
-        low = _finite(m)
-        v = v * _exp(u - low) + tl.sum(_exp(x - low), 0, keep_dims=True)
+        low = finite_or_zero(m)
+        v = v * fast_exp(u - low) + tl.sum(fast_exp(x - low), 0, keep_dims=True)
         u = m
     elif OP == FACTORS:
         x, zeros = _numbers(x, OP)
-        u, v = _join(u, v, _fold(x, 0, OP), _fold(zeros, 0, SUM), OP)
+        u, v = combine(u, v, reduce_axis(x, 0, OP), reduce_axis(zeros, 0, SUM), OP)
     else:
-        u, v = _join(u, v, _fold(x, 0, OP), v, OP)
+        u, v = combine(u, v, reduce_axis(x, 0, OP), v, OP)
     return u, v
 
 
 @triton.jit
-def _made(x, y, u, v, a, b, MAP: tl.constexpr):
-    """What tokens become."""
+def map_values(x, y, u, v, a, b, MAP: tl.constexpr):
+    """Map tokens by the result of their row."""
     if MAP == SOFTMAX:
-        y = _exp(x - u) * (1.0 / v)
+        y = fast_exp(x - u) * (1.0 / v)
     elif MAP == LOG_SOFTMAX:
         y = x - u - tl.log(tl.where(v == 0.0, 1.0, v))
     elif MAP == WEIGHTED:
-        y = _exp(x - u) * (a / v)
+        y = fast_exp(x - u) * (a / v)
     elif MAP == SOFTMAX_BACKWARD:
         y = x * (y - u)
     elif MAP == LOG_SOFTMAX_BACKWARD:
-        y = y - _exp(x) * u
+        y = y - fast_exp(x) * u
     elif MAP == PICK:
         y = tl.where(x == a, b / u, 0.0)
     elif MAP == PROD_BACKWARD:
@@ -218,14 +226,14 @@ def _made(x, y, u, v, a, b, MAP: tl.constexpr):
 
 @triton.jit
 def _run(x, u, MAP: tl.constexpr, OP: tl.constexpr):
-    """What tokens (1, G, L) become that run on from u, (1, G, 1), and what the tokens after them run on from."""
+    """Scan tokens (1, G, L) from the carry u, (1, G, 1); return them and the next carry."""
     if OP == PROD:
-        return tl.cumprod(x, 2, reverse=MAP == RUNNING_BACK) * u, _fold(x, 2, OP) * u
-    return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, _fold(x, 2, OP) + u
+        return tl.cumprod(x, 2, reverse=MAP == RUNNING_BACK) * u, reduce_axis(x, 2, OP) * u
+    return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, reduce_axis(x, 2, OP) + u
 
 
 @triton.jit
-def _result(u, v, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
+def finish_reduction(u, v, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
     """The number that a reduction of so many tokens gives."""
     if OP == MEAN:
         u /= lengths.to(u.dtype)
@@ -236,13 +244,15 @@ def _result(u, v, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
     if (OP == ARGMAX) | (OP == ARGMIN):
         u = tl.where(u == IDENTITY, -1, 0xFFFFFFFF - (u & 0xFFFFFFFF))
     if OP == LSE:
-        u = tl.where(v == 0.0, -float("inf"), _finite(u) + tl.log(tl.where(v == 0.0, 1.0, v)))
+        u = tl.where(
+            v == 0.0, -float("inf"), finite_or_zero(u) + tl.log(tl.where(v == 0.0, 1.0, v))
+        )
     return u
 
 
 @triton.jit
-def _nothing(G: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """What no tokens reduce to, (1, G, 1)."""
+def identity_state(G: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """Return the reduction of no tokens, (1, G, 1)."""
     return tl.full([1, G, 1], IDENTITY, KEPT), tl.zeros([1, G, 1], KEPT)
 
 
@@ -252,7 +262,7 @@ def _bounds(OFFSETS, row):
 
 
 @triton.jit
-def _operands(
+def load_operands(
     A,
     B,
     rows,
@@ -277,7 +287,9 @@ def _operands(
 
 @triton.jit
 def _read(X, Y, line, step, valid, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
-    """The tokens (K, G, L) at `line`, (1, G, L), + `step`, (K, 1, 1); what changes no result where they are not valid."""
+    """The tokens (K, G, L) at `line`, (1, G, L), + `step`, (K, 1, 1); what changes no result where
+    they are not valid.
+    """
     if READS == 0:
         x = tl.zeros(valid.shape, ACC)
     else:
@@ -290,7 +302,9 @@ def _read(X, Y, line, step, valid, READS: tl.constexpr, OTHER: tl.constexpr, ACC
 
 @triton.jit
 def _lines(K: tl.constexpr, L: tl.constexpr):
-    """(1, 1, L) and (K, 1, 1), which together count K * L tokens: first along the lanes, then within each."""
+    """(1, 1, L) and (K, 1, 1), which together count K * L tokens: first along the lanes, then
+    within each.
+    """
     return tl.arange(0, L)[None, None, :], (tl.arange(0, K) * L)[:, None, None]
 
 
@@ -381,7 +395,9 @@ def _map_tokens(
     OTHER: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Write what the tokens [t0, t1) of one row become. What is read for the last time makes room in the cache first."""
+    """Write what the tokens [t0, t1) of one row become. What is read for the last time makes room
+    in the cache first.
+    """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = F if RUN else L
     line, step = _lines(F // LANES, LANES)
@@ -396,7 +412,7 @@ def _map_tokens(
         if RUN:
             made, u = _run(x, u, MAP, OP)
         else:
-            made = _made(x, y, u, v, a, b, MAP)
+            made = map_values(x, y, u, v, a, b, MAP)
         made = made.to(OUT.dtype.element_ty)
         if VECTOR:
             if (at >= t0) & (at + F <= t1):
@@ -408,14 +424,14 @@ def _map_tokens(
 
 
 @triton.jit
-def _keep(OUT, u, v, rows, lengths, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
+def store_result(OUT, u, v, rows, lengths, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
     """Write what rows (G,) of these lengths reduce to."""
-    found = _result(u, v, lengths[None, :, None], OP, IDENTITY)
+    found = finish_reduction(u, v, lengths[None, :, None], OP, IDENTITY)
     tl.store(OUT + rows[None, :, None], found.to(OUT.dtype.element_ty), mask=inside[None, :, None])
 
 
 @triton.jit
-def _row(
+def process_row(
     X,
     Y,
     A,
@@ -440,47 +456,49 @@ def _row(
     start, end = _bounds(OFFSETS, row)
     one = row + tl.zeros([1], tl.int32)
     length = (end - start) + tl.zeros([1], tl.int64)
-    a, b = _operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
+    a, b = load_operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
     if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
-        u, v = _nothing(1, IDENTITY, KEPT)
+        u, v = identity_state(1, IDENTITY, KEPT)
     else:
         u, v = _reduce_tokens(
             X, Y, a, start, start, end, OP, F, L, VECTOR, READS, IDENTITY, OTHER, ACC, KEPT
         )
     if MAP == NONE:
-        _keep(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
+        store_result(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
     else:
         if OP == LSE:
-            u = _finite(u)
+            u = finite_or_zero(u)
         _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC)
 
 
 @triton.jit
-def _clear(OUT, OFFSETS, token, n, total, share, F: tl.constexpr):
-    """Write 0 to those of the tokens [token, token + share) that are behind the last row."""
-    end = tl.minimum(total, token + share)
+def clear_tail(OUT, OFFSETS, token, n, total, partition, F: tl.constexpr):
+    """Write 0 to the tail within the tokens [token, token + partition)."""
+    end = tl.minimum(total, token + partition)
     for at in range(tl.maximum(tl.load(OFFSETS + n).to(tl.int64), token), end, F):
         tokens = at + tl.arange(0, F)
         tl.store(OUT + tokens, tl.zeros([F], OUT.dtype.element_ty), mask=tokens < end)
 
 
-@triton.jit(do_not_specialize=("n", "count", "share", "bisections"))
-def first_kernel(OFFSETS, FIRST, n, count, share, bisections, BLOCK: tl.constexpr):
-    """FIRST (count + 1,): how many rows begin before each share, and before the end of the last one."""
+@triton.jit(do_not_specialize=("n", "count", "partition", "bisections"))
+def first_kernel(OFFSETS, FIRST, n, count, partition, bisections, BLOCK: tl.constexpr):
+    """FIRST (count + 1,): how many rows begin before each share, and before the end of the last
+    one.
+    """
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + n
     for _ in range(bisections):
         middle = (low + high) // 2
         before = (low < high) & (
-            tl.load(OFFSETS + middle).to(tl.int64) + middle < p.to(tl.int64) * share
+            tl.load(OFFSETS + middle).to(tl.int64) + middle < p.to(tl.int64) * partition
         )
         low = tl.where(before, middle + 1, low)
         high = tl.where(before, high, middle)
     tl.store(FIRST + p, low, mask=p <= count)
 
 
-@triton.jit(do_not_specialize=("n", "total", "share", "most", "longest"))
+@triton.jit(do_not_specialize=("n", "total", "partition", "most", "longest"))
 def share_kernel(
     X,
     Y,
@@ -491,7 +509,7 @@ def share_kernel(
     FIRST,
     n,
     total,
-    share,
+    partition,
     most,
     longest,
     OP: tl.constexpr,
@@ -511,10 +529,12 @@ def share_kernel(
     KEPT: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):
-    """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens OUT (total,).
+    """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens
+    OUT (total,).
 
-    Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the program for itself. With EVEN
-    n rows of the `longest` length would have all tokens: unless some are behind the last row, OFFSETS need not be read.
+    Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the
+    program for itself. With EVEN n rows of the `longest` length would have all tokens: unless there
+    is a tail, OFFSETS need not be read.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     LANES: tl.constexpr = W if RUN else L
@@ -527,7 +547,7 @@ def share_kernel(
     if EVEN:
         even = tl.load(OFFSETS + n) == total
     if MAP != NONE:
-        _clear(OUT, OFFSETS, p.to(tl.int64) * share - n, n, total, share, G * W)
+        clear_tail(OUT, OFFSETS, p.to(tl.int64) * partition - n, n, total, partition, G * W)
     each = tl.arange(0, G)
     line, step = _lines(W // LANES, LANES)
     for group in range(first, last, G):
@@ -549,26 +569,26 @@ def share_kernel(
             OP == EQUAL
         ):  # or the assembler compares each token before it reads the next, to keep no more than what it found
             tl.debug_barrier()
-        a, b = _operands(A, B, rows, lengths, rows < last, MAP, HAS_A, HAS_B, ACC)
-        u, v = _nothing(G, IDENTITY, KEPT)
+        a, b = load_operands(A, B, rows, lengths, rows < last, MAP, HAS_A, HAS_B, ACC)
+        u, v = identity_state(G, IDENTITY, KEPT)
         if RUN:
             made, u = _run(x, u, MAP, OP)
         elif OP != NONE:
             us, vs = _numbers(_alone(x, y, a, valid, 0, line + step, OP, IDENTITY, KEPT), OP)
             u, v = _gather(us, vs, OP)
         if MAP == NONE:
-            _keep(OUT, u, v, rows, lengths, short, OP, IDENTITY)
+            store_result(OUT, u, v, rows, lengths, short, OP, IDENTITY)
         else:
             if OP == LSE:
-                u = _finite(u)
+                u = finite_or_zero(u)
             if not RUN:
-                made = _made(x, y, u, v, a, b, MAP)
+                made = map_values(x, y, u, v, a, b, MAP)
             tl.store(OUT + base + at + step, made.to(OUT.dtype.element_ty), mask=valid)
         longer = tl.where((rows < last) & (lengths > W) & (lengths <= most), 1, 0)
         for _ in range(tl.sum(longer, 0)):
             i = tl.argmax(longer, 0)
             longer = tl.where(each == i, 0, longer)
-            _row(
+            process_row(
                 X,
                 Y,
                 A,
@@ -595,8 +615,9 @@ def share_kernel(
 def turn(slot, count, lag):
     """Which of `count` shares the program in this slot visits, and whether again.
 
-    The first `lag` slots are first visits. Then first and second visits take turns, so that each share is visited again `lag`
-    shares later, and finds in the cache what was read before; what is left are second visits.
+    The first `lag` slots are first visits. Then first and second visits take turns, so that each
+    share is visited again `lag` shares later, and finds in the cache what was read before; what is
+    left are second visits.
     """
     early = tl.minimum(slot, lag)
     turns = tl.minimum(slot - early, 2 * (count - lag))
@@ -608,15 +629,15 @@ def turn(slot, count, lag):
 def _put_together(
     PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr
 ):
-    """What the parts [first, stop) of a row that begins in part `begin` reduce to."""
-    u, v = _nothing(1, IDENTITY, KEPT)
+    """Combine the parts [first, stop) of a row that begins in part `begin`."""
+    u, v = identity_state(1, IDENTITY, KEPT)
     for q in range(first, stop, 1024):
         parts = q + tl.arange(0, 1024)[None, None, :]
         here = PARTS + (parts * 2 + (parts == begin)) * 2
         us = tl.load(here, mask=parts < stop, other=IDENTITY)
         vs = tl.load(here + 1, mask=parts < stop, other=0)
         more_u, more_v = _gather(us, vs, OP)
-        u, v = _join(u, v, more_u, more_v, OP)
+        u, v = combine(u, v, more_u, more_v, OP)
     return u, v
 
 
@@ -648,12 +669,14 @@ def part_kernel(
     KEPT: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
-    """Rows of more than `most` tokens, cut into parts of up to `part` tokens, which is no more than `most`.
+    """Rows of more than `most` tokens, cut into parts of up to `part` tokens, which is no more than
+    `most`.
 
-    The first visit leaves in PARTS (parts, 2, 2) what the part's end of an earlier row (0) and its beginning of a later one
-    (1) reduce to, and counts it in COUNTS (parts,), at the part where the row begins. Once all parts of the row are there, the
-    last program puts them together, or those of the second visit do, and go over the tokens again. COUNTS is zero before and after.
-    With FOLLOWS the kernel runs beside that of the other rows, and ends after it.
+    The first visit writes to PARTS (parts, 2, 2) the results of the part's end of an earlier row
+    (0) and of its beginning of a later row (1), and counts them in COUNTS (parts,), at the part
+    where the row begins. Once all parts of the row are there, the last CTA combines them, or the
+    CTAs of the second visit do, and read the tokens again. COUNTS is zero before and after. With
+    FOLLOWS the kernel runs at the same time as the kernel of the other rows, and ends after it.
     """
     TWICE: tl.constexpr = OP != NONE and MAP != NONE
     p = tl.program_id(0)
@@ -673,9 +696,9 @@ def part_kernel(
                 t1 = tl.minimum(end, (p.to(tl.int64) + 1) * part - row - 1)
                 one = row + tl.zeros([1], tl.int32)
                 length = (end - start) + tl.zeros([1], tl.int64)
-                a, b = _operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
+                a, b = load_operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
                 counter = COUNTS + begin
-                u, v = _nothing(1, IDENTITY, KEPT)
+                u, v = identity_state(1, IDENTITY, KEPT)
                 if not again:
                     u, v = _reduce_tokens(
                         X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT
@@ -688,7 +711,7 @@ def part_kernel(
                     if MAP == NONE and full:
                         tl.debug_barrier()
                         u, v = _put_together(PARTS, begin, begin, final + 1, OP, IDENTITY, KEPT)
-                        _keep(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
+                        store_result(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
                         tl.store(counter, 0)
                 else:
                     if TWICE:
@@ -705,7 +728,7 @@ def part_kernel(
                             KEPT,
                         )
                     if OP == LSE:
-                        u = _finite(u)
+                        u = finite_or_zero(u)
                     _map_tokens(
                         X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC
                     )

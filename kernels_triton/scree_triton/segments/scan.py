@@ -1,4 +1,6 @@
-"""Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels of `shares`."""
+"""Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels
+of `shares`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +10,7 @@ import torch
 from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
 from . import interface, merge_path
-from .interface import OPS, Rows, over_rows, plan_of, rows_of
+from .interface import OPS, Rows, launch_config, over_rows, rows_of
 
 
 def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) -> torch.Tensor:
@@ -73,17 +75,17 @@ def rejects(call: Any) -> str | None:
     return interface.rejects(call)
 
 
-def run(call: Any) -> torch.Tensor:
+def segment_scan(call: Any) -> torch.Tensor:
     """Run a `SegmentCall` as a scan."""
     if not torch.compiler.is_compiling():
-        return prepare_run(call)(call.layout, call.values)
+        return prepare_segment_scan(call)(call.layout, call.values)
     rows = rows_of(call.layout)
     return _op(call.values, rows.offsets, rows.max_length, call.op, call.dtype, False)
 
 
-def prepare_run(call: Any) -> Callable[..., torch.Tensor]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
-    plan = plan_of(
+def prepare_segment_scan(call: Any) -> Callable[..., torch.Tensor]:
+    """Return a function for calls with the same metadata."""
+    plan = launch_config(
         call.values, rows_of(call.layout), OPS[call.op], merge_path.RUNNING, dtype=call.dtype
     )
     wanted = call.values.requires_grad

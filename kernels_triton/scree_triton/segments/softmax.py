@@ -1,4 +1,6 @@
-"""Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the kernels of `shares`."""
+"""Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the
+kernels of `shares`.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,16 +8,19 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
-from ..runtime.autograd import differentiable, refuses
+from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
+from ..runtime.device import unsupported_dtype
 from . import merge_path
-from .interface import Rows, over_rows, plan_of, rows_of, too_wide
+from .interface import Rows, launch_config, over_rows, rows_of, too_wide
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Kind(NamedTuple):
-    """How tokens come of x, and how the gradient of x comes of `y`, the result or x itself, and the gradient dy."""
+    """Reductions and maps of the forward and of the backward pass, which takes dy and `y` (the
+    result, or x).
+    """
 
     forward: tuple[tl.constexpr, tl.constexpr]
     backward: tuple[tl.constexpr, tl.constexpr]
@@ -33,8 +38,8 @@ _KINDS = {
 }
 
 
-def _plan(x: torch.Tensor, rows: Rows, kind: str) -> Any:
-    return plan_of(x, rows, *_KINDS[kind].forward, dtype=x.dtype)
+def _launch_config(x: torch.Tensor, rows: Rows, kind: str) -> Any:
+    return launch_config(x, rows, *_KINDS[kind].forward, dtype=x.dtype)
 
 
 def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
@@ -62,7 +67,7 @@ def _run_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
 ) -> torch.Tensor:
     rows = Rows(offsets, max_length)
-    return _plan(x, rows, kind).run(x.contiguous(), rows)
+    return _launch_config(x, rows, kind).run(x.contiguous(), rows)
 
 
 def _fake(x, offsets, max_length, kind):
@@ -103,7 +108,9 @@ _op = define_operator(
 
 def rejects(call: Any) -> str | None:
     """Why the kernels do not take a `SoftmaxCall`; None if they do."""
-    return refuses(call.x.values, _DTYPES) or too_wide(call.x.values.movedim(call.x.ragged_dim, 0))
+    return unsupported_dtype(call.x.values, _DTYPES) or too_wide(
+        call.x.values.movedim(call.x.ragged_dim, 0)
+    )
 
 
 def _run(call: Any, kind: str) -> Any:
@@ -117,7 +124,10 @@ def _run(call: Any, kind: str) -> Any:
 
 def _prepare(call: Any, kind: str) -> Callable[..., Any]:
     values, dim = call.x.values, call.x.ragged_dim
-    plan, wanted = _plan(values.movedim(dim, 0), rows_of(call.x.layout), kind), values.requires_grad
+    plan, wanted = (
+        _launch_config(values.movedim(dim, 0), rows_of(call.x.layout), kind),
+        values.requires_grad,
+    )
 
     def run(x: Any) -> Any:
         values, rows = x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout)
@@ -148,7 +158,7 @@ def logsumexp(call: Any) -> Any:
 
 
 def prepare_softmax(call: Any) -> Callable[..., Any]:
-    """What runs calls that differ from this one in the contents of their arrays alone."""
+    """Return a function for calls with the same metadata."""
     return _prepare(call, "softmax")
 
 

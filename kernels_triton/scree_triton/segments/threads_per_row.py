@@ -1,8 +1,8 @@
-"""How the lanes of a program walk over rows of wide tokens, for `columns`.
+"""Loops of the threads of a CTA over rows of wide tokens, for `wide_features`.
 
-A program has a block of BC columns. Its G lanes walk over tokens, U at a time, and keep what these reduce to, one number a lane
-and column: beside each other over G short rows, or all over one long row, to be put together at its end. Tensors are of the shape
-(U, G, BC), or with length 1 where there is one number for all.
+A CTA has a block of BC columns. Its G thread groups read U tokens at a time and keep one state per
+group and column: each group for a short row of its own, or all groups for one long row, combined at
+its end. Tensors have the shape (U, G, BC), or length 1 where one number serves all.
 """
 
 import triton
@@ -27,38 +27,38 @@ from .merge_path import (
     SUM,
     SUM_Y,
     WEIGHTED,
-    _exp,
-    _finite,
-    _fold,
-    _join,
-    _key,
-    _made,
-    _result,
     add_tokens,
+    combine,
+    fast_exp,
+    finish_reduction,
+    finite_or_zero,
     first_along,
+    map_values,
+    pack_search_key,
+    reduce_axis,
 )
 
 
 @triton.jit
-def _nothing(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """What no tokens reduce to."""
+def identity_state(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
+    """Return the reduction of no tokens."""
     return tl.full([1, G, BC], IDENTITY, KEPT), tl.zeros([1, G, BC], KEPT)
 
 
 @triton.jit
-def _across(us, vs, OP: tl.constexpr):
-    """What lanes reduce to together."""
-    u = _fold(us, 1, OP)
+def reduce_threads(us, vs, OP: tl.constexpr):
+    """Combine the states of all thread groups."""
+    u = reduce_axis(us, 1, OP)
     v = u
     if OP == LSE:
-        v = _fold(vs * _exp(us - _finite(u)), 1, SUM)
+        v = reduce_axis(vs * fast_exp(us - finite_or_zero(u)), 1, SUM)
     elif OP == FACTORS:
-        v = _fold(vs, 1, SUM)
+        v = reduce_axis(vs, 1, SUM)
     return u, v
 
 
 @triton.jit
-def _upto(u, AXIS: tl.constexpr, OP: tl.constexpr):
+def count_rows_before(u, AXIS: tl.constexpr, OP: tl.constexpr):
     """The running sums or products along an axis."""
     if OP == PROD:
         u = tl.cumprod(u, AXIS)
@@ -69,7 +69,7 @@ def _upto(u, AXIS: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
-    """What each token reduces to alone; those that are not there were read as what no tokens reduce to, or as 0."""
+    """Reduce each token alone; masked tokens were loaded as the reduction of no tokens, or as 0."""
     if OP == DOT:
         x = x.to(ACC) * y.to(ACC)
     elif OP == SUM_Y:
@@ -84,9 +84,11 @@ def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constex
 
 
 @triton.jit
-def _further(best, place, x, places, OP: tl.constexpr):
-    """The first extremum of each lane so far and its place, 32 bits each, with those of more tokens (U, G, BC) behind it."""
-    m, found = first_along(x, places, 0, OP)
+def _further(best, place, x, positions, OP: tl.constexpr):
+    """Combine the first extremum of each thread group and its position, 32 bits each, with later
+    tokens (U, G, BC).
+    """
+    m, found = first_along(x, positions, 0, OP)
     better = (m > best) if OP == ARGMAX else (m < best)
     better = better | (place == NOWHERE) | ((m != m) & (best == best))
     return tl.where(better, m, best), tl.where(better, found, place)
@@ -94,15 +96,18 @@ def _further(best, place, x, places, OP: tl.constexpr):
 
 @triton.jit
 def _elements(tokens, columns, C: tl.constexpr, BC: tl.constexpr):
-    """(U, G, BC) where elements are. The hint is for the layout: threads spread over lanes, and each has all U of its tokens."""
+    """(U, G, BC) where elements are. The hint is for the layout: threads spread over lanes, and
+    each has all U of its tokens.
+    """
     return tl.max_contiguous(tokens * C + columns, [1, 2, BC])
 
 
 @triton.jit
-def _lanes(length, shift, G: tl.constexpr, MAP: tl.constexpr):
-    """How G lanes walk over one row: the first token of each, how far it goes at a step, how many it takes, and the most steps.
+def thread_strides(length, shift, G: tl.constexpr, MAP: tl.constexpr):
+    """Return per thread group of a row: its first token, its stride, its number of steps, and the
+    maximum number of steps.
 
-    In scans each has a stretch of the row, those of a lane `shift` lanes before it.
+    In scans a group has a contiguous part of the row, shifted by `shift` groups.
     """
     each = tl.arange(0, G)[None, :, None]
     steps = tl.cdiv(length, G)
@@ -121,7 +126,7 @@ def _lanes(length, shift, G: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def _reduce(
+def reduce_tokens(
     X,
     Y,
     a,
@@ -142,10 +147,12 @@ def _reduce(
     ACC: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """What the tokens of each lane reduce to. Their rows begin at token `zero`."""
-    u, v = _nothing(G, BC, IDENTITY, KEPT)
+    """Reduce the tokens of each thread group, whose rows begin at token `zero`."""
+    u, v = identity_state(G, BC, IDENTITY, KEPT)
     SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
-    if SEARCH:  # what comes next is read before this is looked through; behind the last token there is nothing better
+    # What comes next is read before this is looked through; behind the last token there is nothing
+    # better.
+    if SEARCH:
         worst = -float("inf") if X.dtype.element_ty.is_floating() else -(1 << 31)
         if OP == ARGMIN:
             worst = float("inf") if X.dtype.element_ty.is_floating() else (1 << 31) - 1
@@ -177,12 +184,12 @@ def _reduce(
         else:
             u, v = add_tokens(u, v, x, OP)
     if SEARCH:
-        u = tl.where(counts > 0, _key(best, place, OP), IDENTITY)
+        u = tl.where(counts > 0, pack_search_key(best, place, OP), IDENTITY)
     return u, v
 
 
 @triton.jit
-def _map(
+def map_row_tokens(
     X,
     Y,
     OUT,
@@ -207,11 +214,11 @@ def _map(
 ):
     """Write what the tokens of each lane become; with scans they run on from u.
 
-    What is read for the last time, and what is written, makes room in the cache first. What was read last comes first: it is still
-    there.
+    What is read for the last time, and what is written, makes room in the cache first. What was
+    read last comes first: it is still there.
     """
     if OP == LSE:
-        u = _finite(u)
+        u = finite_or_zero(u)
         if MAP == LOG_SOFTMAX:
             v = tl.log(tl.where(v == 0.0, 1.0, v))
         elif MAP == WEIGHTED:
@@ -234,19 +241,19 @@ def _map(
         if (MAP == RUNNING) | (MAP == RUNNING_BACK):
             if OP == PROD:
                 x = tl.where(valid, x, 1)
-            y, _ = _join(u, u, _upto(x, 0, OP), u, OP)
-            u, _ = _join(u, u, _fold(x, 0, OP), u, OP)
+            y, _ = combine(u, u, count_rows_before(x, 0, OP), u, OP)
+            u, _ = combine(u, u, reduce_axis(x, 0, OP), u, OP)
         elif MAP == LOG_SOFTMAX:
             y = x - u - v
         elif OP == LSE:
-            y = _exp(x - u) * v
+            y = fast_exp(x - u) * v
         else:
-            y = _made(x, y, u, v, a, b, MAP)
+            y = map_values(x, y, u, v, a, b, MAP)
         tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
 
 
 @triton.jit
-def _operands(
+def load_operands(
     A,
     B,
     rows,
@@ -272,7 +279,7 @@ def _operands(
 
 
 @triton.jit
-def _keep(
+def store_result(
     ROWS,
     u,
     v,
@@ -284,12 +291,12 @@ def _keep(
     IDENTITY: tl.constexpr,
     C: tl.constexpr,
 ):
-    found = _result(u, v, lengths, OP, IDENTITY).to(ROWS.dtype.element_ty)
+    found = finish_reduction(u, v, lengths, OP, IDENTITY).to(ROWS.dtype.element_ty)
     tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), found, mask=exists)
 
 
 @triton.jit
-def _row(
+def process_row(
     X,
     Y,
     A,
@@ -314,14 +321,14 @@ def _row(
     KEPT: tl.constexpr,
 ):
     """One whole row, by all lanes."""
-    a, b = _operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
+    a, b = load_operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
     x = X + start * C
     y = Y + start * C
     if (MAP != RUNNING) & (MAP != RUNNING_BACK):
-        u, v = _nothing(1, BC, IDENTITY, KEPT)
+        u, v = identity_state(1, BC, IDENTITY, KEPT)
         if OP != NONE:
-            first, hop, counts, steps = _lanes(length, 0, G, MAP)
-            us, vs = _reduce(
+            first, hop, counts, steps = thread_strides(length, 0, G, MAP)
+            us, vs = reduce_tokens(
                 x,
                 y,
                 a,
@@ -342,12 +349,12 @@ def _row(
                 ACC,
                 KEPT,
             )
-            u, v = _across(us, vs, OP)
+            u, v = reduce_threads(us, vs, OP)
     else:
-        first, hop, counts, steps = _lanes(
+        first, hop, counts, steps = thread_strides(
             length, 1, G, MAP
         )  # a lane runs on from the stretches before its own
-        u, v = _reduce(
+        u, v = reduce_tokens(
             x,
             y,
             a,
@@ -368,12 +375,12 @@ def _row(
             ACC,
             KEPT,
         )
-        u = _upto(u, 1, OP)
+        u = count_rows_before(u, 1, OP)
     if MAP == NONE:
-        _keep(OUT, u, v, row, length, inside, columns, OP, IDENTITY, C)
+        store_result(OUT, u, v, row, length, inside, columns, OP, IDENTITY, C)
     else:
-        first, hop, counts, steps = _lanes(length, 0, G, MAP)
-        _map(
+        first, hop, counts, steps = thread_strides(length, 0, G, MAP)
+        map_row_tokens(
             x,
             y,
             OUT + start * C,
@@ -399,7 +406,7 @@ def _row(
 
 
 @triton.jit
-def _beside(
+def reduce_short_rows(
     X,
     Y,
     A,
@@ -423,7 +430,9 @@ def _beside(
     ACC: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """The whole rows from `row` up to `last`, but at most G: the short ones beside each other, then the others one at a time."""
+    """The whole rows from `row` up to `last`, but at most G: the short ones beside each other, then
+    the others one at a time.
+    """
     each = row + tl.arange(0, G)
     base = tl.load(OFFSETS + row).to(tl.int64)
     begins = (tl.load(OFFSETS + each, mask=each < last, other=0) - base).to(tl.int32)
@@ -435,12 +444,12 @@ def _beside(
     begins = begins[None, :, None]
     rows = each[None, :, None]
     exists = ((each < last) & (lengths <= 2 * U))[None, :, None] & inside
-    a, b = _operands(A, B, rows, counts, exists, columns, MAP, C, HAS_A, HAS_B, ACC)
+    a, b = load_operands(A, B, rows, counts, exists, columns, MAP, C, HAS_A, HAS_B, ACC)
     x = X + base * C
     y = Y + base * C
-    u, v = _nothing(G, BC, IDENTITY, KEPT)
+    u, v = identity_state(G, BC, IDENTITY, KEPT)
     if (OP != NONE) & (MAP != RUNNING) & (MAP != RUNNING_BACK):
-        u, v = _reduce(
+        u, v = reduce_tokens(
             x,
             y,
             a,
@@ -462,14 +471,14 @@ def _beside(
             KEPT,
         )
     if MAP == NONE:
-        _keep(OUT, u, v, rows, counts, exists, columns, OP, IDENTITY, C)
+        store_result(OUT, u, v, rows, counts, exists, columns, OP, IDENTITY, C)
     else:
         hop = 1
         first = begins
         if MAP == RUNNING_BACK:
             hop = -1
             first = begins + counts - 1
-        _map(
+        map_row_tokens(
             x,
             y,
             OUT + base * C,
@@ -494,7 +503,7 @@ def _beside(
         )
     while longest > 2 * U:
         i = tl.argmax(lengths, 0)
-        _row(
+        process_row(
             X,
             Y,
             A,
@@ -523,7 +532,7 @@ def _beside(
 
 
 @triton.jit
-def _clear(
+def clear_tail(
     OUT,
     t0,
     t1,
@@ -547,7 +556,7 @@ def _clear(
 
 
 @triton.jit
-def _block(block, C: tl.constexpr, BC: tl.constexpr):
+def column_block(block, C: tl.constexpr, BC: tl.constexpr):
     """(1, 1, BC) the columns of a block, and which of them exist."""
     columns = block * BC + tl.arange(0, BC)[None, None, :]
     inside = columns < C

@@ -1,19 +1,22 @@
-"""Rows of wide tokens reduced, and what comes of that spread back over their tokens, one block of columns a program.
+"""Reduction of rows of wide tokens, and maps of the result over their tokens, one block of columns
+per CTA.
 
-Rows and tokens together form one list: row b comes right before its tokens, at place ``offsets[b] + b``. The list is cut
-into shares of equal length (Merrill and Garland, Merge-based parallel sparse matrix-vector multiplication, 2016), so that
-neither one long row nor a million empty ones keep a program busy alone. A program has a share and a block of columns; how its
-lanes walk over them stands in `lanes`.
+Rows and tokens form one list: row b comes right before its tokens, at position ``offsets[b] + b``.
+The list is cut into partitions of equal length (Merrill and Garland, Merge-based parallel sparse
+matrix-vector multiplication, 2016). So neither one long row nor a million empty rows keep one CTA
+busy alone. A CTA has a partition and a block of columns; `threads_per_row` has the loops of its
+threads.
 
-A row that reaches beyond its share comes in parts. The program that finishes the last of them, whichever that is, puts them
-together in the order of the row: equal inputs give equal bits. Where its tokens are to become something, the programs of the
-second half wait for that and go over the tokens again. They have higher numbers than those that they wait for, and a device
-starts programs in the order of their numbers, so that what is waited for runs already.
+A row that reaches beyond its partition comes in parts. The CTA that finishes the last part combines
+all parts in the order of the row: equal inputs give equal bits. Where tokens are mapped, the CTAs
+of the second half wait for that and read the tokens again. They have higher numbers than the CTAs
+they wait for, and a device starts CTAs in the order of their numbers, so the awaited CTAs are
+running already.
 
-Rows of many tokens, none of which is too long for one multiprocessor, need none of that: a program has one row and a narrow block
-of columns, and reads it for the second time from the cache.
+Rows of many tokens that all fit one SM need none of that: a CTA has one row and a narrow block of
+columns, and reads the row for the second time from the cache.
 
-Values have the shape (total, C). Tokens behind the last row are written as 0.
+Values have the shape (total, C). The tail is written as 0.
 """
 
 import math
@@ -24,23 +27,33 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.autograd import multiprocessors
+from ..runtime.device import device_info
 from ..runtime.launch import INTERPRETED, Launch, contiguous, current_stream, empty
 from . import merge_path
-from .merge_path import ARGMAX, ARGMIN, FACTORS, LSE, NONE, RUNNING, RUNNING_BACK, _fold, _join
+from .merge_path import (
+    ARGMAX,
+    ARGMIN,
+    FACTORS,
+    LSE,
+    NONE,
+    RUNNING,
+    RUNNING_BACK,
+    combine,
+    reduce_axis,
+)
 from .threads_per_row import (
-    _across,
-    _beside,
-    _block,
-    _clear,
-    _keep,
-    _lanes,
-    _map,
-    _nothing,
-    _operands,
-    _reduce,
-    _row,
-    _upto,
+    clear_tail,
+    column_block,
+    count_rows_before,
+    identity_state,
+    load_operands,
+    map_row_tokens,
+    process_row,
+    reduce_short_rows,
+    reduce_threads,
+    reduce_tokens,
+    store_result,
+    thread_strides,
 )
 
 LEAST = 2  # elements of a token that is wide
@@ -89,7 +102,9 @@ READY = tl.constexpr(1 << 30)  # is added to the number of parts when they have 
 
 @triton.jit
 def _begin_before(OFFSETS, d0, d1, n, stride):
-    """How many rows begin before the places d0 and d1, by a search among 512 places at a time."""
+    """Return the number of rows that begin before the positions d0 and d1, by a search among 512 at
+    a time.
+    """
     each = tl.arange(0, _WIDE) + 1
     low0 = d0 * 0
     low1 = d0 * 0
@@ -130,10 +145,10 @@ def rows_kernel(
     """A row and a block of columns: OUT is (n, C), or with MAP the tokens (total, C)."""
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
     row = tl.program_id(0) // BLOCKS
-    columns, inside = _block(tl.program_id(0) % BLOCKS, C, BC)
+    columns, inside = column_block(tl.program_id(0) % BLOCKS, C, BC)
     start = tl.load(OFFSETS + row).to(tl.int64)
     length = (tl.load(OFFSETS + row + 1).to(tl.int64) - start).to(tl.int32)
-    _row(
+    process_row(
         X,
         Y,
         A,
@@ -160,7 +175,7 @@ def rows_kernel(
     if MAP != NONE:  # each its part of the tokens behind the last row
         end = tl.load(OFFSETS + n).to(tl.int64)
         part = tl.cdiv(total - end, n)
-        _clear(
+        clear_tail(
             OUT,
             end + row * part,
             tl.minimum(end + (row + 1) * part, total),
@@ -175,7 +190,9 @@ def rows_kernel(
 
 @triton.jit
 def _part(PARTS, p, part, SIZE: tl.constexpr):
-    """Where a part is of the row that begins in share p: a share's part of an earlier row comes before that of a later one."""
+    """Return the address of a part of the row that begins in partition p: parts of earlier rows
+    come first.
+    """
     return PARTS + tl.where(part == 0, 2 * p + 1, 2 * (p + part)).to(tl.int64) * SIZE
 
 
@@ -198,13 +215,14 @@ def _put_together(
     SIZE: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """What the parts of a row of this length that begins in share p reduce to, into OUT, or where the first one stood.
+    """Combine the parts of a row of this length that begins in partition p, into OUT or the slot of
+    the first part.
 
-    With scans what each part and all before it reduce to, where this one stood.
+    For scans write to the slot of each part the combination of all parts up to it.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
-    u, v = _nothing(1 if RUN else F, BC, IDENTITY, KEPT)
+    u, v = identity_state(1 if RUN else F, BC, IDENTITY, KEPT)
     for k in range(0, count, F):
         part = k + tl.arange(0, F)[None, :, None]
         exists = (part < count) & inside
@@ -214,17 +232,17 @@ def _put_together(
         us = tl.load(pointers, mask=exists, other=IDENTITY)
         vs = us
         if RUN:
-            upto, _ = _join(u, v, _upto(us, 1, OP), v, OP)
+            upto, _ = combine(u, v, count_rows_before(us, 1, OP), v, OP)
             tl.store(pointers, upto, mask=exists)
-            us = _fold(us, 1, OP)
+            us = reduce_axis(us, 1, OP)
             vs = us
         elif TWO:
             vs = tl.load(pointers + C, mask=exists, other=0)
-        u, v = _join(u, v, us, vs, OP)
+        u, v = combine(u, v, us, vs, OP)
     if not RUN:
-        us, vs = _across(u, v, OP)
+        us, vs = reduce_threads(u, v, OP)
         if MAP == NONE:
-            _keep(OUT, us, vs, row, length, inside, columns, OP, IDENTITY, C)
+            store_result(OUT, us, vs, row, length, inside, columns, OP, IDENTITY, C)
         else:
             pointers = _part(PARTS, p, 0, SIZE) + columns
             tl.store(pointers, us, mask=inside)
@@ -232,7 +250,7 @@ def _put_together(
                 tl.store(pointers + C, vs, mask=inside)
 
 
-@triton.jit(do_not_specialize=("n", "total", "share", "shares", "stride"))
+@triton.jit(do_not_specialize=("n", "total", "partition", "partitions", "stride"))
 def columns_kernel(
     X,
     Y,
@@ -244,8 +262,8 @@ def columns_kernel(
     OFFSETS,
     n,
     total,
-    share,
-    shares,
+    partition,
+    partitions,
     stride,
     OP: tl.constexpr,
     MAP: tl.constexpr,
@@ -264,9 +282,10 @@ def columns_kernel(
 ):
     """The rows of one share and block of columns: OUT is (n, C), or with MAP the tokens (total, C).
 
-    Tokens are read as ACC and reduced in KEPT. With CUT rows end where their share does, otherwise they are finished where they
-    begin: PARTS (shares, 2, ...) holds what a share's end of an earlier row (0) and its beginning of a later one (1) reduce to,
-    COUNTS (shares, blocks) counts the parts there are of the row that goes on from a share to the next. It is zero before and
+    Tokens are read as ACC and reduced in KEPT. With CUT rows end where their share does, otherwise
+    they are finished where they begin: PARTS (shares, 2, ...) holds what a share's end of an
+    earlier row (0) and its beginning of a later one (1) reduce to, COUNTS (shares, blocks) counts
+    the parts there are of the row that goes on from a share to the next. It is zero before and
     after.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
@@ -278,11 +297,11 @@ def columns_kernel(
     block = pid % BLOCKS
     again = False
     if CUT and OP != NONE and MAP != NONE:
-        again = p >= shares
-        p = p % shares
-    columns, inside = _block(block, C, BC)
-    d0 = p.to(tl.int64) * share
-    d1 = d0 + share
+        again = p >= partitions
+        p = p % partitions
+    columns, inside = column_block(block, C, BC)
+    d0 = p.to(tl.int64) * partition
+    d1 = d0 + partition
     first, last = _begin_before(OFFSETS, d0, d1, n, stride)
 
     if CUT:
@@ -292,21 +311,21 @@ def columns_kernel(
             if has & (row < n):
                 start = tl.load(OFFSETS + row).to(tl.int64)
                 end = tl.load(OFFSETS + row + 1).to(tl.int64)
-                begin = ((start + row) // share).to(tl.int32)
-                final = ((end + row) // share).to(tl.int32)
+                begin = ((start + row) // partition).to(tl.int32)
+                final = ((end + row) // partition).to(tl.int32)
                 if final >= p + side:
                     t0 = tl.where(side == 0, d0 - row - 1, start)
                     length = (tl.minimum(end, d1 - row - 1) - t0).to(tl.int32)
-                    a, b = _operands(
+                    a, b = load_operands(
                         A, B, row, end - start, inside, columns, MAP, C, HAS_A, HAS_B, ACC
                     )
                     x = X + t0 * C
                     y = Y + t0 * C
                     part = _part(PARTS, begin, p - begin, SIZE)
-                    walk, hop, counts, steps = _lanes(length, 0, G, MAP)
+                    walk, hop, counts, steps = thread_strides(length, 0, G, MAP)
                     counter = COUNTS + (begin * BLOCKS + block)
                     if OP == NONE:
-                        _map(
+                        map_row_tokens(
                             x,
                             y,
                             OUT + t0 * C,
@@ -338,7 +357,7 @@ def columns_kernel(
                         ):  # all have seen it
                             tl.store(counter, 0)
                         tl.debug_barrier()
-                        u, v = _nothing(1, BC, IDENTITY, KEPT)
+                        u, v = identity_state(1, BC, IDENTITY, KEPT)
                         if RUN:
                             if p != (begin if MAP == RUNNING else final):
                                 neighbor = p - 1 if MAP == RUNNING else p + 1
@@ -353,14 +372,14 @@ def columns_kernel(
                                 mask=(lane > 0) & inside,
                                 other=IDENTITY,
                             )
-                            u, v = _join(u, v, own, own, OP)
+                            u, v = combine(u, v, own, own, OP)
                         else:
                             whole = _part(PARTS, begin, 0, SIZE) + columns
                             u = tl.load(whole, mask=inside, other=0)
                             if TWO:
                                 v = tl.load(whole + C, mask=inside, other=0)
                         if MAP != NONE:
-                            _map(
+                            map_row_tokens(
                                 x,
                                 y,
                                 OUT + t0 * C,
@@ -384,7 +403,7 @@ def columns_kernel(
                                 ACC,
                             )
                     else:
-                        us, vs = _reduce(
+                        us, vs = reduce_tokens(
                             x,
                             y,
                             a,
@@ -407,9 +426,13 @@ def columns_kernel(
                         )
                         if RUN:  # what the lanes up to each reduce to, all of them first
                             lane = (tl.arange(0, G)[None, :, None] + 1) % G
-                            tl.store(part + (lane * C + columns), _upto(us, 1, OP), mask=inside)
+                            tl.store(
+                                part + (lane * C + columns),
+                                count_rows_before(us, 1, OP),
+                                mask=inside,
+                            )
                         else:
-                            us, vs = _across(us, vs, OP)
+                            us, vs = reduce_threads(us, vs, OP)
                             tl.store(part + columns, us, mask=inside)
                             if TWO:
                                 tl.store(part + C + columns, vs, mask=inside)
@@ -443,7 +466,7 @@ def columns_kernel(
     if not again:
         if MAP != NONE:  # tokens behind the last row
             end = tl.load(OFFSETS + n).to(tl.int64)
-            _clear(
+            clear_tail(
                 OUT,
                 tl.maximum(end, d0 - n - 1),
                 tl.minimum(total, d1 - n - 1),
@@ -458,7 +481,7 @@ def columns_kernel(
         if CUT & (last > first):  # without the row that goes on behind the share
             last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
         for row in range(first, last, G):
-            _beside(
+            reduce_short_rows(
                 X,
                 Y,
                 A,
@@ -485,7 +508,7 @@ def columns_kernel(
 
 
 def run(
-    plan: "Plan",
+    plan: "LaunchConfig",
     x: torch.Tensor,
     y: torch.Tensor | None,
     a: torch.Tensor | None,
@@ -496,16 +519,18 @@ def run(
     """Fill `out` as `segments.over_rows` says, on the device of the arrays."""
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
     pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out
-    if plan.shares:
+    if plan.partitions:
         parts = counted = offsets
         if plan.parts:
-            parts, counted = empty(x.device.type)(*plan.parts), counters(x.device, plan.shares)
+            parts, counted = empty(x.device.type)(*plan.parts), counters(x.device, plan.partitions)
         pointers += parts, counted
     plan.launch(plan.programs, (*pointers, offsets), (), plan.numbers)
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
-    """Zeros, which kernels leave as they found them: calls on one stream share them, a captured graph has its own."""
+    """Zeros, which kernels leave as they found them: calls on one stream share them, a captured
+    graph has its own.
+    """
     if INTERPRETED or torch.cuda.is_current_stream_capturing():
         return torch.zeros((number,), dtype=torch.int32, device=device)
     key = device, current_stream(device.index)
@@ -517,13 +542,13 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
     return found
 
 
-class Plan(NamedTuple):
-    """What of a call follows from what the host knows."""
+class LaunchConfig(NamedTuple):
+    """The launch of a call, as far as the host metadata determines it."""
 
     launch: Launch
     programs: int
     numbers: tuple[int, ...]
-    shares: int  # and blocks of columns; 0 where a program has a row
+    partitions: int  # and blocks of columns; 0 where a program has a row
     parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = (
         None  # None where no row is put together from parts
     )
@@ -540,8 +565,9 @@ def plan(
     shape: tuple[int, ...],
     n: int,
     max_length: int | None,
-) -> Plan:
-    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these dtypes.
+) -> LaunchConfig:
+    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these
+    dtypes.
 
     Tokens are read as `acc`, and reduced in `held` from `identity` on.
     """
@@ -562,7 +588,7 @@ def plan(
     blocks = -(-width // columns)
     longest = total if max_length is None else max_length
     fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
-    fits = longest * multiprocessors(device) <= total * blocks and longest * width <= _LONGEST
+    fits = longest * device_info(device).sm_count <= total * blocks and longest * width <= _LONGEST
     if op and n and fewest <= total <= most_tokens and fits:
         own = {
             merge_path.DOT.value: _ROW_PAIRS,
@@ -572,17 +598,19 @@ def plan(
         }
         warps, steps = own.get(op, _ROW_SHAPES)[total >= many]
         tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
-        return Plan(
+        return LaunchConfig(
             _launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0
         )
     columns = min(most, _COLUMNS)
     blocks = -(-width // columns)
     lanes = _lane_count(_WARPS, columns, size)
     items = total + n + 1
-    share = max(-(-items * blocks // (multiprocessors(device) * _PROGRAMS)), _SHORTEST * lanes)
-    share = max(min(share, _LONGEST // (blocks * columns)), 1)
-    count = -(-items // share)
-    cut = count > 1 and (max_length is None or _OVERHANG * max_length > share)
+    partition = max(
+        -(-items * blocks // (device_info(device).sm_count * _PROGRAMS)), _SHORTEST * lanes
+    )
+    partition = max(min(partition, _LONGEST // (blocks * columns)), 1)
+    count = -(-items // partition)
+    cut = count > 1 and (max_length is None or _OVERHANG * max_length > partition)
     programs = count * blocks * (2 if cut and op and map else 1)
     stride = 1
     while stride * _WIDE.value < n + 1:
@@ -597,7 +625,9 @@ def plan(
         F=max(_PARTS // columns, 2),
     )
     launch = _launch(device, dtypes, columns_kernel, _WARPS, **same, **tiles)
-    return Plan(launch, programs, (n, total, share, count, stride), count * blocks, parts)
+    return LaunchConfig(
+        launch, programs, (n, total, partition, count, stride), count * blocks, parts
+    )
 
 
 def _lane_count(warps: int, columns: int, size: int) -> int:

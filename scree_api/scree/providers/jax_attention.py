@@ -226,7 +226,7 @@ def _by_head(x: Any, kv: int, dtype: Any) -> Any:
     return jnp.swapaxes(x.astype(dtype).reshape(x.shape[0], kv, -1, x.shape[-1]), 0, 1)
 
 
-def _by_token(x: Any, dtype: Any) -> Any:
+def _flatten_heads(x: Any, dtype: Any) -> Any:
     """(kv_heads, total, groups, dim) -> (total, heads, dim)."""
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1]).astype(dtype)
 
@@ -243,7 +243,7 @@ def _attend_and_keep(rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_off
     kv, wide = k.shape[1], accumulation_dtype(jnp, q.dtype)
     parts = (_by_head(q, kv, wide) * rules.scale, _by_head(k, kv, wide), _by_head(v, kv, wide))
     out, lse = _forward(rules, *parts, _rows(q_offsets, q), _rows(k_offsets, k))
-    out, lse = _by_token(out, q.dtype), _by_token(lse, wide)
+    out, lse = _flatten_heads(out, q.dtype), _flatten_heads(lse, wide)
     return (out, lse[..., 0]), (q, k, v, q_offsets, k_offsets, out, lse)
 
 
@@ -256,9 +256,9 @@ def _gradients(rules: Rules, kept: Any, grads: Any) -> Any:
     rest = (_by_head(x, kv, wide) for x in (lse, delta, grad))
     dq, dk, dv = _backward(rules, *parts, _rows(q_offsets, q), _rows(k_offsets, k), *rest)
     return (
-        _by_token(dq * rules.scale, q.dtype),
-        _by_token(dk, k.dtype),
-        _by_token(dv, v.dtype),
+        _flatten_heads(dq * rules.scale, q.dtype),
+        _flatten_heads(dk, k.dtype),
+        _flatten_heads(dv, v.dtype),
         None,
         None,
     )

@@ -33,7 +33,10 @@ def short(monkeypatch):
     monkeypatch.setattr(wide_features, "_SHORTEST", 0)
     monkeypatch.setattr(wide_features, "_ROW_TOKENS", (65, 80, 2048))
     monkeypatch.setattr(wide_features, "_STEPS", 2)
-    for module, cached in ((wide_features, wide_features._launch), (interface, interface._plan)):
+    for module, cached in (
+        (wide_features, wide_features._launch),
+        (interface, interface._launch_config),
+    ):
         monkeypatch.setattr(module, cached.__name__, cached.__wrapped__)
 
 
