@@ -245,7 +245,6 @@ def attention(
     --------
     >>> import numpy as np, scree
     >>> x = scree.from_lengths(np.arange(6.0).reshape(3, 1, 2), [1, 2])
-    # The first token of a row sees only itself.
     >>> scree.attention(x, x, x, causal=True).values[:2, 0]
     array([[0., 1.],
            [2., 3.]])

@@ -295,7 +295,6 @@ def linear_cross_entropy(
     >>> import numpy as np, scree
     >>> x = scree.from_lengths(np.ones((3, 2)), [1, 2])
     >>> targets = x.with_values(np.asarray([0, 1, 3]))
-    # Four classes, equally likely.
     >>> scree.linear_cross_entropy(x, np.zeros((4, 2)), targets).round(4)
     np.float64(1.3863)
     """
