@@ -268,6 +268,9 @@ class Layout:
 
     def per_token(self, per_row: Any) -> Any:
         """Return (total, ...) the entry of each token's row in `per_row`, (n, ...)."""
+        if 0 in per_row.shape[1:]:  # MLX divides by the size of an element
+            shape = (self.total, *per_row.shape[1:])
+            return self.xp.zeros(shape, dtype=per_row.dtype, device=self.device)
         return self.xp.take(per_row, self.row_index, axis=0)
 
     def starts_and_lengths(self, layout: Layout) -> tuple[Any, Any]:
