@@ -555,7 +555,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, arguments, name):
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert (
-        process.returncode == INTERRUPTED and "Interrupted: these are the measurements so far." in said
+        process.returncode == INTERRUPTED
+        and "Interrupted: these are the measurements so far." in said
     )
     found = results.read(path)
     assert not found.complete and found.rows

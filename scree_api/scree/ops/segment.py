@@ -95,7 +95,7 @@ def _segment_reduce(call: SegmentCall) -> Any:
     values = call.converted
     empty = identity(xp, call.op, values.dtype)
     empty = xp.full((), empty, dtype=values.dtype, device=layout.device)
-    if layout.num_rows == 0 or layout.total == 0:
+    if layout.num_rows == 0 or 0 in values.shape:
         return xp.broadcast_to(empty, (layout.num_rows, *values.shape[1:]))
     nonempty, reduce = layout.nonempty, getattr(xp, call.op)
     options = {"dtype": values.dtype} if call.op in SCANS else {}

@@ -16,6 +16,8 @@ def _rejects(call: SegmentCall) -> str | None:
         return "only MLX arrays are scattered into rows"
     if call.op != "sum":
         return f"MLX has no gradient of a scatter by {call.op}"
+    if 0 in call.values.shape:
+        return "MLX divides by the number of elements per token, which is 0"
     if call.layout.max_length_bound > SHORT:
         return f"tiles are faster in rows beyond {SHORT} tokens"
     return None
