@@ -29,6 +29,14 @@ def check_ragged(name: str, x: Any) -> Array:
     return x
 
 
+def check_ragged_axis_first(name: str, x: Array) -> None:
+    """Raise unless the tokens are the first axis of the values."""
+    if x.ragged_dim:
+        raise ValueError(
+            f"{name}: expected the ragged axis in front, got shape {x.shape}; use xp.moveaxis"
+        )
+
+
 def as_values(x: Any) -> Any:
     """Return the values of a ragged array, or anything else unchanged."""
     return x.values if isinstance(x, Array) else x

@@ -43,6 +43,20 @@ def check_dense(name: str, x: Any, like: Any) -> None:
         )
 
 
+def check_shape(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> None:
+    """Raise unless `x` has the given shape, which `meaning` explains."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, {meaning}, got {tuple(x.shape)}")
+
+
+def check_same_dtype(name: str, x: Any, like: Any, argument: str = "x") -> None:
+    """Raise unless `x` has the dtype of the array `like`, which is called `argument`."""
+    if x.dtype != like.dtype:
+        raise TypeError(
+            f"{name}: expected the dtype of {argument}, {like.dtype}, got {x.dtype}; convert it with xp.astype"
+        )
+
+
 def check_integers(name: str, x: Any, like: Any) -> Any:
     """Return a dense array of integers as int32 or int64.
 

@@ -12,7 +12,7 @@ import numpy as np
 from .array import Array
 from .backends import backend, is_array
 from .broadcasting import check_ragged
-from .checks import check_integer, check_integers, peek_integers
+from .checks import check_integer, check_integers, check_shape, peek_integers
 from .dispatch.operation import define_operation
 from .layout import Layout, index_dtype
 
@@ -331,10 +331,7 @@ def from_segment_ids(
     segment_ids = check_integers("segment_ids", segment_ids, values)
     if num_segments is not None:
         num_segments = check_integer("num_segments", num_segments, 0)
-    if tuple(segment_ids.shape) != (total,):
-        raise ValueError(
-            f"segment_ids: expected one id for each of {total} tokens, got shape {tuple(segment_ids.shape)}"
-        )
+    check_shape("segment_ids", segment_ids, (total,), "one id per token")
     host = lib.peek(segment_ids) if num_segments is not None else lib.read(segment_ids)
     if host is not None and host.size:
         falls = np.nonzero(host[1:] < host[:-1])[0]

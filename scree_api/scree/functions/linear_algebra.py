@@ -73,10 +73,7 @@ class GroupedCall:
             raise ValueError(
                 f"matmul: expected one matrix per row, ({n}, {k}, m), got {tuple(self.weight.shape)}"
             )
-        if self.weight.dtype != self.x.dtype:
-            raise TypeError(
-                f"matmul: expected dtype {self.x.dtype} as x, got {self.weight.dtype}; convert it with xp.astype"
-            )
+        checks.check_same_dtype("matmul", self.weight, self.x, "x1")
 
 
 @define_operation("grouped_matmul", GroupedCall)

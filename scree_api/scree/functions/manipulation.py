@@ -16,6 +16,7 @@ from .. import checks
 from ..array import Array
 from ..broadcasting import (
     broadcast_operand,
+    check_ragged,
     check_same_rows,
     check_shared_layout,
     is_broadcastable,
@@ -32,11 +33,7 @@ from .binding import Standard, implements
 @implements("concat", ragged="list")
 def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
     """Concatenate batches (axis 0), rows pairwise (the ragged axis), or element axes."""
-    if not all(isinstance(x, Array) for x in arrays):
-        raise TypeError(
-            "arrays: expected ragged arrays only, got dense ones among them; make them ragged first"
-        )
-    first = arrays[0]
+    first = _check_all_ragged(arrays)
     axis, dim = normalize_axis(std.name, axis, first.ndim, batch=True), first.ragged_dim
     if axis == dim + 1:
         return _join.run({f"x{i}": x for i, x in enumerate(arrays)}, {})
@@ -45,6 +42,13 @@ def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
         return _concat_batches(arrays, std.function([x.values for x in arrays], axis=dim))
     check_shared_layout(std.name, arrays)
     return first.with_values(std.function([x.values for x in arrays], axis=axis - 1))
+
+
+def _check_all_ragged(arrays: Any) -> Array:
+    """Return the first array; raise unless all are ragged."""
+    for i, x in enumerate(arrays):
+        check_ragged(f"arrays[{i}]", x)
+    return arrays[0]  # type: ignore[no-any-return]
 
 
 def _check_same_axes(arrays: list[Array], but: int) -> None:
@@ -149,9 +153,7 @@ def _join(call: JoinCall) -> Array:
 @implements("stack", ragged="list")
 def stack(arrays: Any, /, *, axis: int = 0, std: Standard) -> Any:
     """Stack ragged arrays of one layout along a new element axis."""
-    if not all(isinstance(x, Array) for x in arrays):
-        raise TypeError("arrays: expected ragged arrays only, got dense ones among them")
-    first = arrays[0]
+    first = _check_all_ragged(arrays)
     axis = normalize_axis(std.name, axis, first.ndim + 1, batch=True)
     if axis == 0:
         raise ValueError(

@@ -6,7 +6,13 @@ from typing import Any
 
 from .. import checks
 from ..array import Array
-from ..broadcasting import check_shared_layout, mask_tail, moveaxis, normalize_axis
+from ..broadcasting import (
+    check_ragged_axis_first,
+    check_shared_layout,
+    mask_tail,
+    moveaxis,
+    normalize_axis,
+)
 from ..indexing.getitem import drop_tail, normalize_element_index, positions_to_tokens
 from ..ops.segment import identity, segment_arg
 from .binding import Standard, implements
@@ -103,10 +109,7 @@ def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: St
 
 def _arg_of_all(std: Standard, x: Array, keepdims: bool) -> Any:
     xp, op = std.xp, std.name.removeprefix("arg")
-    if x.ragged_dim:
-        raise ValueError(
-            f"x: expected the ragged axis in front for {std.name} of all, got shape {x.shape}; use xp.moveaxis"
-        )
+    check_ragged_axis_first("x", x)
     values = x.values
     if x.layout.token_mask is not None:
         values = mask_tail(x, values, identity(xp, op, x.dtype))
@@ -123,10 +126,7 @@ def nonzero(x: Array, /, *, std: Standard) -> tuple[Any, ...]:
 
     The row, the position in the row, and the element axes.
     """
-    if x.ragged_dim:
-        raise ValueError(
-            f"x: expected the ragged axis in front for nonzero, got shape {x.shape}; use xp.moveaxis"
-        )
+    check_ragged_axis_first("x", x)
     x, xp = drop_tail(x), std.xp
     tokens, *elements = std.function(x.values)
     pair = (xp.take(n, tokens, axis=0) for n in (x.layout.segment_ids, x.layout.positions))

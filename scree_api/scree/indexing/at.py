@@ -14,7 +14,7 @@ from ..broadcasting import (
     check_shared_layout,
     is_broadcastable,
 )
-from ..checks import NUMBERS, check_dense, check_scalar
+from ..checks import NUMBERS, check_dense, check_same_dtype, check_scalar
 from ..layout import Layout, index_dtype
 from ..ops.segment import segment_reduce, sort_by_id
 from .getitem import getitem
@@ -137,10 +137,7 @@ class Update:
             value = xp.full((), value, dtype=arr.dtype, device=arr.layout.device)
         else:
             check_dense("value", value, arr.values)
-        if value.dtype != arr.dtype:
-            raise TypeError(
-                f"value: expected dtype {arr.dtype} as the array, got {value.dtype}; convert it with xp.astype"
-            )
+        check_same_dtype("value", value, arr, "the array")
         if not is_broadcastable(tuple(value.shape), shape):
             raise ValueError(
                 f"value: expected it to fit the entries of shape {shape}, got {tuple(value.shape)}"

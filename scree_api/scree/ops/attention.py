@@ -19,7 +19,15 @@ import numpy as np
 
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..checks import check_dense, check_flag, check_floating, check_integer, check_number
+from ..checks import (
+    check_dense,
+    check_flag,
+    check_floating,
+    check_integer,
+    check_number,
+    check_same_dtype,
+    check_shape,
+)
 from ..dispatch.operation import define_operation
 from ..layout import Layout
 from .segment import gather_tiles
@@ -137,10 +145,7 @@ def _check_values(name: str, x: Array, q: Array) -> None:
         raise TypeError(
             f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}"
         )
-    if values.dtype != q.values.dtype:
-        raise TypeError(
-            f"{name}: expected dtype {q.values.dtype} as q, got {values.dtype}; convert it with xp.astype"
-        )
+    check_same_dtype(name, values, q.values, "q")
     if backend.on_different_devices(values, q.values):
         raise ValueError(
             f"{name}: expected device {q.device} as q, got {x.device}; use {name}.to_device"
@@ -150,10 +155,7 @@ def _check_values(name: str, x: Array, q: Array) -> None:
 def check_per_head(name: str, x: Any, q: Array) -> None:
     """Raise unless `x` is a dense array (num_heads,)."""
     check_dense(name, x, q.values)
-    if tuple(x.shape) != (q.values.shape[1],):
-        raise ValueError(
-            f"{name}: expected an array of shape ({q.values.shape[1]},), one number per head, got {tuple(x.shape)}"
-        )
+    check_shape(name, x, (q.values.shape[1],), "one number per head")
 
 
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
@@ -276,21 +278,37 @@ def _apply_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
 
 
 class _Schedule(NamedTuple):
-    """The query tiles by falling work, and the keys that each tile and each query sees."""
+    """The query tiles by falling work, and the keys that each tile and each query sees.
 
-    slots: Any  # (total_q,) index of each query in the tiles
-    tokens: Any  # (tiles, QUERIES) index into q
-    query_positions: Any  # (tiles, QUERIES) position of each query, in the row of keys
-    first: Any  # (tiles, QUERIES) position of the first key that each query sees
-    last: Any  # (tiles, QUERIES) position of the last key that each query sees
-    key_starts: (
-        Any  # (tiles,) position of the first key that any query sees, rounded down to a tile
-    )
-    key_tiles: Any  # (tiles,) number of the tile of that key among all tiles of keys
-    rounds: (
-        np.ndarray | None
-    )  # (tiles,) key tiles per query tile, falling; None if unknown on the host
-    unmasked: np.ndarray | None  # (tiles,) number of leading key tiles that every query sees whole
+    Attributes
+    ----------
+    slots
+        (total_q,) index of each query in the tiles.
+    tokens
+        (tiles, QUERIES) index into q.
+    query_positions
+        (tiles, QUERIES) position of each query, in the row of keys.
+    first, last
+        (tiles, QUERIES) positions of the first and the last key that each query sees.
+    key_starts
+        (tiles,) position of the first key that any query sees, rounded down to a tile.
+    key_tiles
+        (tiles,) number of the tile of that key among all tiles of keys.
+    rounds
+        (tiles,) key tiles per query tile, falling; None if unknown on the host.
+    unmasked
+        (tiles,) number of leading key tiles that every query sees whole.
+    """
+
+    slots: Any
+    tokens: Any
+    query_positions: Any
+    first: Any
+    last: Any
+    key_starts: Any
+    key_tiles: Any
+    rounds: np.ndarray | None
+    unmasked: np.ndarray | None
 
 
 @define_operation("attention", AttentionCall)

@@ -20,7 +20,14 @@ from ..broadcasting import (
     check_same_rows,
     with_values_like,
 )
-from ..checks import check_dense, check_floating, check_integer, check_integers
+from ..checks import (
+    check_dense,
+    check_floating,
+    check_integer,
+    check_integers,
+    check_same_dtype,
+    check_shape,
+)
 from ..dispatch.operation import define_operation
 from .segment import safe_divide, segment_reduce
 
@@ -126,17 +133,11 @@ class LinearCrossEntropyCall(LossCall):
                 f"weight: expected shape (classes, width), at least one class and the last axis of x, {tuple(self.x.shape)}, "
                 f"got {tuple(weight.shape)}"
             )
+        check_same_dtype("weight", weight, values)
         if self.bias is not None:
             check_dense("bias", self.bias, values)
-            if tuple(self.bias.shape) != (weight.shape[0],):
-                raise ValueError(
-                    f"bias: expected shape ({weight.shape[0]},), one number per class, got {tuple(self.bias.shape)}"
-                )
-        for name, parameter in (("weight", weight), ("bias", self.bias)):
-            if parameter is not None and parameter.dtype != values.dtype:
-                raise TypeError(
-                    f"{name}: expected the dtype of x, {values.dtype}, got {parameter.dtype}; convert it with xp.astype"
-                )
+            check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
+            check_same_dtype("bias", self.bias, values)
         _check_targets(self, weight.shape[0])
 
     @property

@@ -9,8 +9,14 @@ import numpy as np
 
 from ..array import Array
 from ..backends import backend
-from ..broadcasting import accumulation_dtype, as_values, check_ragged, describe_difference
-from ..checks import check_flag, check_index_bounds, check_integer, check_integers
+from ..broadcasting import (
+    accumulation_dtype,
+    as_values,
+    check_ragged,
+    check_ragged_axis_first,
+    describe_difference,
+)
+from ..checks import check_flag, check_index_bounds, check_integer, check_integers, check_shape
 from ..dispatch.operation import define_operation
 from ..indexing.getitem import read_row_index, take_rows
 from ..layout import Layout, has_same_rows, index_dtype
@@ -294,10 +300,8 @@ def _check_axis(axis: int) -> int:
 
 def _check_tokens(x: Any) -> Any:
     """Return the values of `x`; raise unless tokens are its first axis."""
-    if isinstance(x, Array) and x.ragged_dim:
-        raise ValueError(
-            f"x: expected the ragged axis in front, got ragged_dim {x.ragged_dim}; use xp.moveaxis"
-        )
+    if isinstance(x, Array):
+        check_ragged_axis_first("x", x)
     values = as_values(x)
     backend(values, "x")
     if values.ndim == 0:
@@ -313,17 +317,11 @@ def _layout_of(*arrays: Any) -> Layout | None:
 def check_token_indices(name: str, x: Any, index: Any, size: int) -> None:
     """Raise unless there is one index in [0, size) for each token of `x`; the tail is not checked."""
     values = as_values(x)
-    if (
-        isinstance(x, Array)
-        and isinstance(index, Array)
-        and has_same_rows(x.layout, index.layout) is False
-    ):
+    are_ragged = isinstance(x, Array) and isinstance(index, Array)
+    if are_ragged and has_same_rows(x.layout, index.layout) is False:
         raise ValueError(f"{name}: expected the rows of x, got {describe_difference(x, index)}")
     indices = check_integers(name, as_values(index), values)
-    if tuple(indices.shape) != (values.shape[0],):
-        raise ValueError(
-            f"{name}: expected a number for each of {values.shape[0]} tokens, got shape {tuple(indices.shape)}"
-        )
+    check_shape(name, indices, (values.shape[0],), "one number per token")
     known, layout = backend(values).peek(indices), _layout_of(x, index)
     if known is not None and layout is not None and not layout.has_no_tail:
         known = None if layout.host is None else known[: layout.host[-1]]
@@ -344,10 +342,7 @@ def token_indices(name: str, x: Any, index: Any, size: int) -> Any:
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:
     check_integers("index", index, x.values)
     indices = backend(index).read(index)
-    if indices.shape != (x.batch_size,):
-        raise ValueError(
-            f"index: expected one index for each of {x.batch_size} rows, got shape {indices.shape}"
-        )
+    check_shape("index", indices, (x.batch_size,), "one index per row")
     check_index_bounds("index", indices, size)
     if np.unique(indices).size < indices.size:
         raise ValueError("index: expected a different index for every row")

@@ -14,7 +14,7 @@ from ..broadcasting import (
     check_shared_layout,
     with_values_like,
 )
-from ..checks import check_dense, check_floating, check_number
+from ..checks import check_dense, check_floating, check_number, check_same_dtype, check_shape
 from ..dispatch.operation import define_operation
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -54,13 +54,9 @@ class NormCall:
         check_floating("x", values)
         width = (int(values.shape[-1]),)
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if parameter is None:
-                continue
-            check_dense(name, parameter, values)
-            if tuple(parameter.shape) != width:
-                raise ValueError(
-                    f"{name}: expected shape {width}, the last axis of x, got {tuple(parameter.shape)}"
-                )
+            if parameter is not None:
+                check_dense(name, parameter, values)
+                check_shape(name, parameter, width, "the last axis of x")
         check_number("eps", self.eps, low=0)
         if self.residual is None:
             return
@@ -68,11 +64,8 @@ class NormCall:
             check_shared_layout("residual", (x, check_ragged("residual", self.residual)))
         else:
             check_dense("residual", self.residual, x)
-        if self.residual.shape != x.shape or self.residual.dtype != x.dtype:
-            raise ValueError(
-                f"residual: expected shape {tuple(x.shape)} and dtype {x.dtype}, as x, got {tuple(self.residual.shape)} "
-                f"and {self.residual.dtype}"
-            )
+        check_shape("residual", self.residual, tuple(x.shape), "the shape of x")
+        check_same_dtype("residual", self.residual, x)
 
     @property
     def values(self) -> Any:

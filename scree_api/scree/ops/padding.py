@@ -11,7 +11,14 @@ import numpy as np
 from ..array import Array
 from ..backends import backend, is_array
 from ..broadcasting import check_ragged, is_nonzero, moveaxis
-from ..checks import check_integer, check_integers, check_scalar, peek_integers, read_integers
+from ..checks import (
+    check_integer,
+    check_integers,
+    check_scalar,
+    check_shape,
+    peek_integers,
+    read_integers,
+)
 from ..construct import offsets_from_lengths
 from ..dispatch.operation import define_operation
 from ..layout import Layout, index_dtype
@@ -150,16 +157,12 @@ def _check_lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int
     known = peek_integers("lengths", lengths)
     if known is None and total is not None:
         lengths = check_integers("lengths", lengths, padded)
-        if tuple(lengths.shape) != shape[:1]:
-            raise ValueError(
-                f"lengths: expected {shape[0]} integers, one per row, got shape {tuple(lengths.shape)}"
-            )
+        check_shape("lengths", lengths, shape[:1], "one per row")
         return lengths
     known = read_integers("lengths", lengths) if known is None else known
-    if known.shape != shape[:1] or known.dtype.kind not in "iu":
-        raise ValueError(
-            f"lengths: expected {shape[0]} integers, one per row, got {known.dtype} of shape {known.shape}"
-        )
+    check_shape("lengths", known, shape[:1], "one per row")
+    if known.dtype.kind not in "iu":
+        raise TypeError(f"lengths: expected integers, got {known.dtype}")
     if known.size and (known.min() < 0 or known.max() > shape[1]):
         raise ValueError(
             f"lengths: expected lengths in [0, {shape[1]}], got {known.min()} to {known.max()}"
@@ -173,9 +176,8 @@ def _check_mask(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, An
     The numbers are None where reading them is not free.
     """
     lib = backend(padded)
-    is_native = (
-        is_array(mask) and backend(mask) is lib and not lib.on_different_devices(mask, padded)
-    )
+    is_native = is_array(mask) and backend(mask) is lib
+    is_native = is_native and not lib.on_different_devices(mask, padded)
     host = peek_integers("mask", mask)
     if host is None and not is_native:
         host = read_integers("mask", mask)

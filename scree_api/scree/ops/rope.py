@@ -8,7 +8,14 @@ from typing import Any
 
 from ..array import Array
 from ..broadcasting import accumulation_dtype, check_ragged, check_shared_layout
-from ..checks import check_flag, check_floating, check_integers, check_number
+from ..checks import (
+    check_flag,
+    check_floating,
+    check_integers,
+    check_number,
+    check_same_dtype,
+    check_shape,
+)
 from ..dispatch.operation import define_operation
 
 __all__ = ["rope"]
@@ -41,25 +48,21 @@ class RopeCall:
         if x.ragged_dim != 0 or x.ndim < 3:
             raise ValueError(f"x: expected a ragged array (n, None, ..., head_dim), got {x.shape}")
         check_floating("x", x.values)
-        if x.values.shape[-1] % 2 or x.values.shape[-1] == 0:
-            raise ValueError(
-                f"x: expected an even head_dim of at least 2, got {x.values.shape[-1]}"
-            )
+        head_dim = x.values.shape[-1]
+        if head_dim % 2 or head_dim == 0:
+            raise ValueError(f"x: expected an even head_dim of at least 2, got {head_dim}")
         if self.k is not None:
             check_shared_layout("k", (x, check_ragged("k", self.k)))
-            if self.k.values.shape[-1] != x.values.shape[-1] or self.k.dtype != x.dtype:
+            check_same_dtype("k", self.k, x)
+            if self.k.values.shape[-1] != head_dim:
                 raise ValueError(
-                    f"k: expected head_dim {x.values.shape[-1]} and dtype {x.dtype} as x, got {self.k.values.shape[-1]} and "
-                    f"{self.k.dtype}"
+                    f"k: expected head_dim {head_dim} as x, got {self.k.values.shape[-1]}"
                 )
         check_number("theta", self.theta, above=0)
         check_flag("interleaved", self.interleaved)
         if self.start is not None:
             check_integers("start", self.start, x.values)
-            if tuple(self.start.shape) != (x.batch_size,):
-                raise ValueError(
-                    f"start: expected shape ({x.batch_size},), one position per row, got {tuple(self.start.shape)}"
-                )
+            check_shape("start", self.start, (x.batch_size,), "one position per row")
 
 
 def rope(
