@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from . import checks
-from .backends import Backend, backend, is_array
+from .backends import backend, is_array
 from .layout import Layout, check_offsets
 
 #: Versions of the standard that a namespace may be asked for.
@@ -29,15 +29,15 @@ class UpperLayers:
 
     Attributes
     ----------
-    namespace
-        ``namespace(backend)`` returns the namespace of a library that accepts ragged arrays.
+    namespaces
+        Per name of a loaded library, its namespace that accepts ragged arrays.
     getitem
         ``getitem(arr, key)`` indexes.
     unpack
         ``unpack(arr)`` returns the rows as a list.
     """
 
-    namespace: Callable[[Backend], Any]
+    namespaces: dict[str, Any]
     getitem: Callable[[Array, Any], Any]
     unpack: Callable[[Array], list[Any]]
 
@@ -47,7 +47,7 @@ def _not_filled(*args: Any) -> NoReturn:
 
 
 #: Filled by `scree.namespace`.
-UPPER = UpperLayers(_not_filled, _not_filled, _not_filled)
+UPPER = UpperLayers({}, _not_filled, _not_filled)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -321,7 +321,7 @@ class Array:
             raise ValueError(
                 f"api_version: expected one of {', '.join(VERSIONS)}, got {api_version!r}"
             )
-        return UPPER.namespace(self.layout.backend)
+        return UPPER.namespaces[self.layout.backend.name]
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -409,43 +409,43 @@ class Array:
         return _binary("matmul", self, other)
 
     def __radd__(self, other: Any, /) -> Array:
-        return _binary("add", self, other, reflected=True)
+        return _reflected("add", self, other)
 
     def __rsub__(self, other: Any, /) -> Array:
-        return _binary("subtract", self, other, reflected=True)
+        return _reflected("subtract", self, other)
 
     def __rmul__(self, other: Any, /) -> Array:
-        return _binary("multiply", self, other, reflected=True)
+        return _reflected("multiply", self, other)
 
     def __rtruediv__(self, other: Any, /) -> Array:
-        return _binary("divide", self, other, reflected=True)
+        return _reflected("divide", self, other)
 
     def __rfloordiv__(self, other: Any, /) -> Array:
-        return _binary("floor_divide", self, other, reflected=True)
+        return _reflected("floor_divide", self, other)
 
     def __rmod__(self, other: Any, /) -> Array:
-        return _binary("remainder", self, other, reflected=True)
+        return _reflected("remainder", self, other)
 
     def __rpow__(self, other: Any, /) -> Array:
-        return _binary("pow", self, other, reflected=True)
+        return _reflected("pow", self, other)
 
     def __rand__(self, other: Any, /) -> Array:
-        return _binary("bitwise_and", self, other, reflected=True)
+        return _reflected("bitwise_and", self, other)
 
     def __ror__(self, other: Any, /) -> Array:
-        return _binary("bitwise_or", self, other, reflected=True)
+        return _reflected("bitwise_or", self, other)
 
     def __rxor__(self, other: Any, /) -> Array:
-        return _binary("bitwise_xor", self, other, reflected=True)
+        return _reflected("bitwise_xor", self, other)
 
     def __rlshift__(self, other: Any, /) -> Array:
-        return _binary("bitwise_left_shift", self, other, reflected=True)
+        return _reflected("bitwise_left_shift", self, other)
 
     def __rrshift__(self, other: Any, /) -> Array:
-        return _binary("bitwise_right_shift", self, other, reflected=True)
+        return _reflected("bitwise_right_shift", self, other)
 
     def __rmatmul__(self, other: Any, /) -> Array:
-        return _binary("matmul", self, other, reflected=True)
+        return _reflected("matmul", self, other)
 
     def __eq__(self, other: Any, /) -> Array:  # type: ignore[override]
         return _binary("equal", self, other)
@@ -480,14 +480,19 @@ def _bits(xp: Any, dtype: Any) -> int:
 
 
 def _unary(function: str, x: Array) -> Array:
-    return getattr(UPPER.namespace(x.layout.backend), function)(x)  # type: ignore[no-any-return]
+    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x)  # type: ignore[no-any-return]
 
 
-def _binary(function: str, x: Array, other: Any, *, reflected: bool = False) -> Array:
+def _binary(function: str, x: Array, other: Any) -> Array:
     if not isinstance(other, OPERANDS) and not is_array(other):
         return NotImplemented  # type: ignore[no-any-return]
-    call = getattr(UPPER.namespace(x.layout.backend), function)
-    return call(other, x) if reflected else call(x, other)  # type: ignore[no-any-return]
+    return getattr(UPPER.namespaces[x.layout.backend.name], function)(x, other)  # type: ignore[no-any-return]
+
+
+def _reflected(function: str, x: Array, other: Any) -> Array:
+    if not isinstance(other, OPERANDS) and not is_array(other):
+        return NotImplemented  # type: ignore[no-any-return]
+    return getattr(UPPER.namespaces[x.layout.backend.name], function)(other, x)  # type: ignore[no-any-return]
 
 
 #: Operands besides dense arrays.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -70,10 +70,13 @@ class PackCall:
         Dense arrays of one library and dtype, at least one.
     ragged_dim
         The axis along which the lengths differ.
+    layout
+        The layout of the result.
     """
 
     arrays: list[Any]
     ragged_dim: int = 0
+    layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
         arrays = self.arrays
@@ -82,7 +85,7 @@ class PackCall:
                 "arrays: expected at least one array, got none; an empty batch is from_lengths(values, [])"
             )
         first = arrays[0]
-        backend(first, "arrays[0]")
+        lib = backend(first, "arrays[0]")
         if first.ndim == 0:
             raise ValueError("arrays[0]: expected at least one axis, got a 0-d array")
         check_integer("ragged_dim", self.ragged_dim, 0, first.ndim, ", the axes of arrays[0]")
@@ -93,19 +96,15 @@ class PackCall:
             _check_equal("dtype", "convert it first", TypeError, [x.dtype for x in arrays])
         if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
             _check_equal("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
-
-    def result(self, values: Any) -> Array:
-        """Return the joined values on the layout of the arrays."""
-        lib = backend(self.arrays[0])
-        lengths = np.asarray([x.shape[self.ragged_dim] for x in self.arrays])
-        layout = Layout.from_host(lib, lengths, device=lib.device(self.arrays[0]))
-        return Array.from_layout(values, layout, self.ragged_dim)
+        lengths = np.asarray([x.shape[self.ragged_dim] for x in arrays])
+        layout = Layout.from_host(lib, lengths, device=lib.device(first))
+        object.__setattr__(self, "layout", layout)
 
 
 @define_operation("pack", PackCall)
 def _pack(call: PackCall) -> Array:
-    xp = backend(call.arrays[0]).xp
-    return call.result(xp.concat(call.arrays, axis=call.ragged_dim))
+    values = call.layout.xp.concat(call.arrays, axis=call.ragged_dim)
+    return Array.from_layout(values, call.layout, call.ragged_dim)
 
 
 def _check_equal_devices_and_shapes(call: PackCall) -> None:

@@ -18,8 +18,6 @@ from .construct import unpack
 from .functions import EXTENSIONS, KINDS, Kind, bind
 from .indexing.getitem import getitem
 
-_namespaces: dict[str, ModuleType] = {}  # by the name of the library
-
 
 def namespace(*arrays: Any, api_version: str | None = None) -> Any:
     """Return the Array API namespace for ragged and dense arrays of one library.
@@ -76,17 +74,12 @@ def namespace(*arrays: Any, api_version: str | None = None) -> Any:
         lib = other
     if lib is None:
         raise TypeError(f"arrays: expected at least one array, got {arrays}")
-    return namespace_of(lib)
-
-
-def namespace_of(lib: Backend) -> ModuleType:
-    """Return the namespace of a library that was loaded."""
-    return _namespaces[lib.name]
+    return UPPER.namespaces[lib.name]
 
 
 def namespace_by_name(library: str) -> ModuleType:
     """Return the namespace of a library by its name; imports the library. See `scree.xp`."""
-    return namespace_of(backend_by_name(library))
+    return UPPER.namespaces[backend_by_name(library).name]  # type: ignore[no-any-return]
 
 
 def build_namespace(lib: Backend) -> None:
@@ -105,7 +98,7 @@ def build_namespace(lib: Backend) -> None:
             _bind_table(extension, getattr(lib.xp, name), table, lib)
             setattr(module, name, extension)
     module.ragged = ragged  # type: ignore[attr-defined]
-    _namespaces[lib.name] = module
+    UPPER.namespaces[lib.name] = module
 
 
 def _bind_table(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backend) -> None:
@@ -117,5 +110,5 @@ def _bind_table(module: ModuleType, own: Any, table: dict[str, Kind], lib: Backe
             setattr(module, name, function if is_own else bind(function, name, kind, lib))
 
 
-UPPER.namespace, UPPER.getitem, UPPER.unpack = namespace_of, getitem, unpack
+UPPER.getitem, UPPER.unpack = getitem, unpack
 add_load_hook(build_namespace)

@@ -77,7 +77,8 @@ def reduction(
         options["dtype"] = accumulation_dtype(xp, dtype)
     values = xp.astype(values, _wide_dtype(std, x, dtype), copy=False)
     if 0 in axes:
-        out = _reduce_all(std, x.with_values(values), inner, keepdims, options)
+        x = Array.from_layout(values, x.layout, x.ragged_dim)
+        out = _reduce_all(std, x, inner, keepdims, options)
         out = xp.expand_dims(out, axis=0) if keepdims else out
         return xp.astype(out, dtype, copy=False)
     removed = 0 if keepdims else sum(a < x.ragged_dim for a in inner)

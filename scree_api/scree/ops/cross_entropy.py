@@ -44,9 +44,16 @@ class LossCall:
 
     The loss of a token is 0 where `counted` is False. It is NaN, with a gradient of NaN, where a
     counted target is not a class. `reduce_losses` turns the losses of all tokens into the result.
+
+    Attributes
+    ----------
+    values, labels
+        (total, size) the logits or hidden states, and (total,) the targets, int32 or int64; dense.
     """
 
-    __slots__ = ()
+    __slots__ = ("labels", "values")
+    values: Any
+    labels: Any
     targets: Any
     ignore_index: int
     reduction: str
@@ -55,16 +62,6 @@ class LossCall:
     def tokens(self) -> Any:
         """The logits or hidden states, ragged or dense."""
         raise NotImplementedError  # both records define it
-
-    @property
-    def values(self) -> Any:
-        """(total, size) the logits or hidden states, dense."""
-        return as_values(self.tokens)
-
-    @property
-    def labels(self) -> Any:
-        """(total,) the targets, dense, int32 or int64."""
-        return check_integers("targets", as_values(self.targets), self.values)
 
     @property
     def counted(self) -> Any:
@@ -94,12 +91,12 @@ class CrossEntropyCall(LossCall):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        _check_tokens("logits", self)
+        object.__setattr__(self, "values", _check_tokens("logits", self.logits))
         if self.values.shape[1] == 0:
             raise ValueError(
                 f"logits: expected at least one class, got shape {tuple(self.logits.shape)}"
             )
-        _check_targets(self, self.values.shape[1])
+        object.__setattr__(self, "labels", _check_targets(self, self.values.shape[1]))
 
     @property
     def tokens(self) -> Any:
@@ -125,8 +122,8 @@ class LinearCrossEntropyCall(LossCall):
     reduction: str = "mean"
 
     def __post_init__(self) -> None:
-        _check_tokens("x", self)
-        values, weight = self.values, self.weight
+        values, weight = _check_tokens("x", self.x), self.weight
+        object.__setattr__(self, "values", values)
         check_dense("weight", weight, values)
         if weight.ndim != 2 or weight.shape[1] != values.shape[1] or weight.shape[0] == 0:
             raise ValueError(
@@ -138,7 +135,7 @@ class LinearCrossEntropyCall(LossCall):
             check_dense("bias", self.bias, values)
             check_shape("bias", self.bias, (weight.shape[0],), "one number per class")
             check_same_dtype("bias", self.bias, values)
-        _check_targets(self, weight.shape[0])
+        object.__setattr__(self, "labels", _check_targets(self, weight.shape[0]))
 
     @property
     def tokens(self) -> Any:
@@ -151,19 +148,20 @@ class LinearCrossEntropyCall(LossCall):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-def _check_tokens(name: str, call: LossCall) -> None:
-    """Raise unless the tokens are floating point, (n, None, size) or (total, size)."""
-    x, values = call.tokens, call.values
+def _check_tokens(name: str, x: Any) -> Any:
+    """Return the values; raise unless `x` is floating point, (n, None, size) or (total, size)."""
+    values = as_values(x)
     backend(values, name)
     if values.ndim != 2 or (isinstance(x, Array) and x.ragged_dim != 0):
         raise ValueError(
             f"{name}: expected a ragged array (n, None, size) or a dense one (total, size), got {tuple(x.shape)}"
         )
     check_floating(name, values)
+    return values
 
 
-def _check_targets(call: LossCall, classes: int) -> None:
-    """Raise unless each token has a target that is a class, and the reduction is known."""
+def _check_targets(call: LossCall, classes: int) -> Any:
+    """Return the labels; raise unless each token's target is a class, and the reduction is known."""
     x, targets, values = call.tokens, call.targets, call.values
     lib = backend(values)
     if isinstance(x, Array):
@@ -190,7 +188,8 @@ def _check_targets(call: LossCall, classes: int) -> None:
         )
     offsets = x.layout.host if isinstance(x, Array) else None
     is_readable = not lib.is_compiling() if not isinstance(x, Array) else offsets is not None
-    host = lib.peek(call.labels) if is_readable else None
+    labels = check_integers("targets", as_values(targets), values)
+    host = lib.peek(labels) if is_readable else None
     if host is not None:
         host = host[: None if offsets is None else offsets[-1]]
         wrong = np.flatnonzero((host != call.ignore_index) & ((host < 0) | (host >= classes)))
@@ -199,6 +198,7 @@ def _check_targets(call: LossCall, classes: int) -> None:
                 f"targets: expected 0 <= class < {classes}, or ignore_index, {call.ignore_index}, got {host[wrong[0]]} for token "
                 f"{wrong[0]}"
             )
+    return labels
 
 
 def cross_entropy(

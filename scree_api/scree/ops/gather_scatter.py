@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,15 @@ class GatherCall:
         (n, None) ragged integers in [0, tokens).
     distinct
         Whether the caller knows that no index occurs twice.
+    values, indices
+        (tokens, ...) the values of `x`, and (count,) the indices, dense, int32 or int64.
     """
 
     x: Any
     index: Array
     distinct: bool = False
+    values: Any = field(init=False)
+    indices: Any = field(init=False)
 
     def __post_init__(self) -> None:
         values, index = _check_tokens(self.x), check_ragged("index", self.index)
@@ -49,18 +53,10 @@ class GatherCall:
             raise ValueError(
                 f"index: expected a ragged array of one number per token, (n, None), got {index.shape}"
             )
-        known = index.layout.backend.peek(check_integers("index", index.values, values))
-        check_index_bounds("index", known, values.shape[0])
-
-    @property
-    def values(self) -> Any:
-        """(tokens, ...) the dense array of `x`."""
-        return as_values(self.x)
-
-    @property
-    def indices(self) -> Any:
-        """(count,) the indices, dense, int32 or int64."""
-        return check_integers("index", self.index.values, self.values)
+        indices = check_integers("index", index.values, values)
+        check_index_bounds("index", index.layout.backend.peek(indices), values.shape[0])
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "indices", indices)
 
 
 def gather(x: Any, index: Any, *, axis: int = 1, kernel: str | None = None) -> Array:
@@ -125,28 +121,24 @@ class ScatterCall:
         Size of the result.
     add
         Whether tokens with equal indices are added; otherwise the last token wins.
+    values, indices
+        (tokens, ...) the values of `x`, and (tokens,) their indices, dense, int32 or int64; `size`
+        for tokens of the tail.
     """
 
     x: Any
     index: Any
     size: int
     add: bool = False
+    values: Any = field(init=False)
+    indices: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        _check_tokens(self.x)
-        object.__setattr__(self, "size", check_integer("size", self.size, 0))
+        values, size = _check_tokens(self.x), check_integer("size", self.size, 0)
         check_flag("add", self.add)
-        check_token_indices("index", self.x, self.index, self.size)
-
-    @property
-    def values(self) -> Any:
-        """(tokens, ...) the dense array of `x`."""
-        return as_values(self.x)
-
-    @property
-    def indices(self) -> Any:
-        """(tokens,) the indices, dense, int32 or int64; `size` for tokens of the tail."""
-        return token_indices("index", self.x, self.index, self.size)
+        indices = _token_indices("index", self.x, self.index, size)
+        for name, value in (("size", size), ("values", values), ("indices", indices)):
+            object.__setattr__(self, name, value)
 
 
 def scatter(x: Any, index: Any, size: int, *, axis: int = 1, kernel: str | None = None) -> Any:
@@ -282,8 +274,7 @@ def group(x: Any, ids: Any, num_groups: int) -> tuple[Array, Array]:
     """
     values, num_groups = _check_tokens(x), check_integer("num_groups", num_groups, 0)
     lib, total = backend(values), int(values.shape[0])
-    check_token_indices("ids", x, ids, num_groups)
-    indices = token_indices("ids", x, ids, num_groups)
+    indices = _token_indices("ids", x, ids, num_groups)
     order, offsets = sort_by_id(lib.xp, indices, num_groups, lib.device(values))
     has_no_tail = all(one.layout.has_no_tail for one in (x, ids) if isinstance(one, Array))
     offsets = lib.xp.astype(offsets, index_dtype(lib.xp, total))
@@ -309,34 +300,29 @@ def _check_tokens(x: Any) -> Any:
     return values
 
 
-def _layout_of(*arrays: Any) -> Layout | None:
-    """Return the layout of the first ragged array."""
-    return next((x.layout for x in arrays if isinstance(x, Array)), None)
+def _token_indices(name: str, x: Any, index: Any, size: int) -> Any:
+    """Return (tokens,) the index of each token; `size` for tokens of the tail.
 
-
-def check_token_indices(name: str, x: Any, index: Any, size: int) -> None:
-    """Raise unless there is one index in [0, size) for each token of `x`; the tail is not checked."""
+    Raise unless there is one index in [0, size) per token of `x`; the tail is not checked.
+    """
     values = as_values(x)
     are_ragged = isinstance(x, Array) and isinstance(index, Array)
     if are_ragged and has_same_rows(x.layout, index.layout) is False:
         raise ValueError(f"{name}: expected the rows of x, got {describe_difference(x, index)}")
     indices = check_integers(name, as_values(index), values)
     check_shape(name, indices, (values.shape[0],), "one number per token")
-    known, layout = backend(values).peek(indices), _layout_of(x, index)
+    lib, layout = backend(values), None
+    if isinstance(x, Array) or isinstance(index, Array):
+        layout = x.layout if isinstance(x, Array) else index.layout
+    known = lib.peek(indices)
     if known is not None and layout is not None and not layout.has_no_tail:
         known = None if layout.host is None else known[: layout.host[-1]]
     check_index_bounds(name, known, size)
-
-
-def token_indices(name: str, x: Any, index: Any, size: int) -> Any:
-    """Return (tokens,) the index of each token; `size` for tokens of the tail."""
-    indices, layout = check_integers(name, as_values(index), as_values(x)), _layout_of(x, index)
     mask = None if layout is None else layout.token_mask
     if mask is None:
         return indices
-    xp = backend(indices).xp
-    indices = xp.astype(indices, index_dtype(xp, size, indices), copy=False)
-    return xp.where(mask, indices, size)
+    indices = lib.xp.astype(indices, index_dtype(lib.xp, size, indices), copy=False)
+    return lib.xp.where(mask, indices, size)
 
 
 def _scatter_rows(x: Array, index: Any, size: int) -> Array:

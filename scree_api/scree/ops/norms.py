@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..array import Array
@@ -34,6 +34,8 @@ class NormCall:
         Added to the variance.
     residual
         None, or an array like `x`: the sum of both is normalized and returned too.
+    values
+        The values of `x`, dense.
     """
 
     x: Any
@@ -41,9 +43,11 @@ class NormCall:
     bias: Any = None
     eps: float = 1e-6
     residual: Any = None
+    values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, self.values
+        x, values = self.x, as_values(self.x)
+        object.__setattr__(self, "values", values)
         backend(values, "x")
         if values.ndim == 0:
             raise ValueError("x: expected at least one axis, got a 0-d array")
@@ -66,11 +70,6 @@ class NormCall:
             check_dense("residual", self.residual, x)
         check_shape("residual", self.residual, tuple(x.shape), "the shape of x")
         check_same_dtype("residual", self.residual, x)
-
-    @property
-    def values(self) -> Any:
-        """The dense array of `x`."""
-        return as_values(self.x)
 
     @property
     def residual_values(self) -> Any:

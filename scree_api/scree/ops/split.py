@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..array import Array
@@ -27,39 +27,36 @@ class SplitCall:
         The size of each part.
     axis
         An axis of the elements.
+    values, values_axis
+        The values of `x`, dense, and the axis to split them along.
     """
 
     x: Any
     sizes: Sequence[int]
     axis: int = -1
+    values: Any = field(init=False)
+    values_axis: int = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, self.values
+        x, values = self.x, as_values(self.x)
         backend(values, "x")
-        check_integer("axis", self.axis, -len(x.shape), len(x.shape))
-        if isinstance(x, Array) and self.values_axis in (-1, x.ragged_dim):
+        ndim = len(x.shape)
+        axis = check_integer("axis", self.axis, -ndim, ndim) % ndim - isinstance(x, Array)
+        if isinstance(x, Array) and axis in (-1, x.ragged_dim):
             raise ValueError(
                 f"axis: expected an axis of the elements, got {self.axis} for shape {tuple(x.shape)}"
             )
         if not isinstance(self.sizes, Sequence):
             raise TypeError(f"sizes: expected the size of each part, got {self.sizes!r}")
-        for size in self.sizes:
-            check_integer("sizes", size, 0)
-        if sum(self.sizes) != values.shape[self.values_axis]:
+        for part in self.sizes:
+            check_integer("sizes", part, 0)
+        size = values.shape[axis]
+        if sum(self.sizes) != size:
             raise ValueError(
-                f"sizes: expected a sum of {values.shape[self.values_axis]}, axis {self.axis} of x, got "
-                f"{tuple(self.sizes)}"
+                f"sizes: expected a sum of {size}, axis {self.axis} of x, got {tuple(self.sizes)}"
             )
-
-    @property
-    def values(self) -> Any:
-        """The dense array of `x`."""
-        return as_values(self.x)
-
-    @property
-    def values_axis(self) -> int:
-        """The axis of the values."""
-        return self.axis % len(self.x.shape) - isinstance(self.x, Array)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "values_axis", axis)
 
 
 def split(

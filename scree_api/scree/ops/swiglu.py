@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..array import Array
@@ -22,12 +22,16 @@ class SwigluCall:
     ----------
     x
         (n, None, ..., 2 * D) ragged or (..., 2 * D) dense floating-point array.
+    values
+        The values of `x`, dense.
     """
 
     x: Any
+    values: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        x, values = self.x, self.values
+        x, values = self.x, as_values(self.x)
+        object.__setattr__(self, "values", values)
         backend(values, "x")
         if values.ndim == 0 or (isinstance(x, Array) and x.ragged_dim == x.values.ndim - 1):
             raise ValueError(
@@ -39,11 +43,6 @@ class SwigluCall:
                 f"{tuple(x.shape)}"
             )
         check_floating("x", values)
-
-    @property
-    def values(self) -> Any:
-        """The dense array of `x`."""
-        return as_values(self.x)
 
     def result(self, values: Any) -> Any:
         """Return `values` like `x`."""

@@ -37,7 +37,8 @@ def _rejects(call: PackCall) -> str | None:
 def pack(call: PackCall) -> Array:
     """Join on the host: JAX compiles a concatenation for every list of shapes, which takes seconds."""
     joined = np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim)
-    return call.result(jax.device_put(joined, device(call.arrays[0])))
+    values = jax.device_put(joined, device(call.arrays[0]))
+    return Array.from_layout(values, call.layout, call.ragged_dim)
 
 
 def _reduces(call: SegmentCall) -> str | None:
