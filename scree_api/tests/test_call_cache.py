@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -245,7 +246,7 @@ def options_of(call: Any) -> list[str]:
         "arr",
         "index",
     }
-    return [field for field in call.__dataclass_fields__ if field not in arrays]
+    return [field.name for field in fields(call) if field.init and field.name not in arrays]
 
 
 def classes_of(x: scree.Array) -> scree.Array:

@@ -311,7 +311,7 @@ def test_sizes_that_depend_on_the_offsets_say_so() -> None:
     with pytest.raises(TypeError, match="depends on the offsets"):
         jax.jit(lambda x: x[:, 1:3].values)(tokens())
     bare = scree.Array(jnp.asarray(values()[:, None, :]), tokens().offsets)
-    with pytest.raises(ValueError, match=r"give max_length=, or call q\.validate"):
+    with pytest.raises(ValueError, match=r"with max_length=, or call q\.validate"):
         jax.jit(lambda x: scree.attention(x, x, x, kernel="standard").values)(bare)
 
 

@@ -300,7 +300,7 @@ def _error(
 def _standard_tiles(m: int, n: int) -> Iterator[None]:
     """Run the standard path with tiles of `m` queries and `n` keys."""
     module = import_module("scree.ops.attention")
-    with patch.object(module, "QUERIES", m), patch.object(module, "KEYS", n):
+    with patch.object(module, "QUERY_TILE", m), patch.object(module, "KEY_TILE", n):
         yield
 
 

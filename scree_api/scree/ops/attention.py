@@ -1,11 +1,10 @@
-"""Attention of every row to itself, or to the row of the same index in another batch.
+"""Attention within each row, or between rows of two batches with the same index.
 
-Never across rows.
-
-The standard implementation cuts the queries into tiles. For all query tiles of a chunk at once it
-iterates over the tiles of keys that any of them sees, with the online softmax of FlashAttention
-(Dao et al., 2022; Milakov and Gimelshein, 2018). The memory is one chunk of scores besides the
-result; the work is the visible tiles.
+The standard implementation cuts queries and keys into tiles. It processes chunks of query tiles.
+For each chunk it iterates over the key tiles that any query sees, with the online softmax of
+FlashAttention (Dao et al., 2022; Milakov and Gimelshein, 2018). Besides the result it stores the
+scores of one chunk and one key tile. The work is proportional to the number of visible tiles. If
+the rows are unknown on the host, all query tiles form one chunk.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from ..checks import (
     check_shape,
 )
 from ..dispatch.operation import define_operation
-from ..layout import Layout
+from ..layout import Layout, Tiles
 from .segment import gather_tiles
 
 __all__ = ["attention"]
 
-QUERIES = KEYS = 64  # tile sizes
-MAX_SCORES = 1 << 16  # of one chunk of query tiles, where the rows are known on the host
+QUERY_TILE = KEY_TILE = 64  # tokens per tile
+MAX_SCORES = 1 << 16  # scores of one chunk and one key tile
 
 Window = int | tuple[int | None, int | None] | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A validated call of `attention`, without sinks, which are applied to the result.
+    """A validated call of `attention`. The sinks are no part of it: they rescale its result.
 
     Attributes
     ----------
@@ -63,8 +62,7 @@ class AttentionCall:
     alibi_slopes
         (num_heads,) or None; see `attention`.
     deterministic
-        Equal inputs must give equal bits, in gradients too. A kernel that cannot promise it rejects
-        the call.
+        Whether equal inputs must give equal bits, in gradients too.
     return_lse
         Whether the log-sum-exp of the scores, (total_q, num_heads) float32, is returned too.
     """
@@ -73,8 +71,8 @@ class AttentionCall:
     k: Array
     v: Array
     causal: bool = False
-    window: Any = None  # int | tuple[int | None, int | None] | None in, (left, right) out
-    scale: Any = None  # float | None in, float out
+    window: Any = None  # the constructor makes it (left, right)
+    scale: Any = None  # the constructor makes it a float
     softcap: float | None = None
     alibi_slopes: Any = None
     deterministic: bool = False
@@ -82,11 +80,13 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
-        _check_values("q", check_ragged("q", q), q)
+        _check_heads("q", q)
         if k is not q:
-            _check_values("k", check_ragged("k", k), q)
+            _check_heads("k", k)
+            _check_like_q("k", k, q)
         if v is not k and v is not q:
-            _check_values("v", check_ragged("v", v), q)
+            _check_heads("v", v)
+            _check_like_q("v", v, q)
         check_floating("q", q.values)
         if k.offsets.shape != q.offsets.shape:
             raise ValueError(f"k: expected {q.batch_size} rows as q, got {k.batch_size}")
@@ -131,16 +131,19 @@ class AttentionCall:
         return int(self.q.values.shape[2])
 
 
-def _check_values(name: str, x: Array, q: Array) -> None:
-    values = x.values
+def _check_heads(name: str, x: Any) -> None:
+    """Raise unless `x` is ragged with values (total, num_heads, head_dim)."""
+    values = check_ragged(name, x).values
     if values.ndim != 3 or x.ragged_dim != 0:
         raise ValueError(
             f"{name}: expected values (total, num_heads, head_dim), got shape {tuple(values.shape)}; for one head "
             "use arr.with_values(arr.values[:, None, :])"
         )
-    if x is q:
-        return
-    backend = q.layout.backend
+
+
+def _check_like_q(name: str, x: Array, q: Array) -> None:
+    """Raise unless `x` has the library, the dtype and the device of `q`."""
+    values, backend = x.values, q.layout.backend
     if x.layout.backend is not backend:
         raise TypeError(
             f"{name}: expected an array of {backend.name} as q, got {x.layout.backend.name}"
@@ -159,7 +162,10 @@ def check_per_head(name: str, x: Any, q: Array) -> None:
 
 
 def normalize_window(window: Window, causal: bool) -> tuple[int | None, int | None]:
-    """Return a window as (left, right); right is 0 for causal calls."""
+    """Return a window as (left, right); right is 0 for causal calls.
+
+    An integer w, for causal calls only, means the last w keys.
+    """
     if window is None:
         return None, 0 if causal else None
     if not isinstance(window, tuple):
@@ -193,7 +199,7 @@ def attention(
 ) -> Any:
     """Compute scaled dot-product attention within each row: ``softmax(q k^T * scale) v``.
 
-    The memory is O(total tokens).
+    It uses memory linear in the number of tokens.
 
     Parameters
     ----------
@@ -208,18 +214,19 @@ def attention(
         A query sees the keys up to its own position. Where rows of `q` and `k` differ in length,
         the last query and the last key are aligned, as in FlashAttention.
     window
-        ``w`` with `causal`: only the w keys that end at the query's own position. ``(left,
-        right)``: the keys from ``left`` before to ``right`` after it; None is unbounded.
+        An integer ``w``, with `causal`: each query sees the last ``w`` keys up to its own position.
+        ``(left, right)``: the keys from ``left`` before to ``right`` after it; None is unbounded.
     scale
         Factor of the scores; ``1 / sqrt(head_dim)`` by default.
     softcap
         Scores become ``softcap * tanh(score / softcap)``.
     alibi_slopes
         (num_heads,) slopes m: m times the distance of query and key is subtracted from each score,
-        after the softcap (Press et al., 2021). Kernels treat it as a constant without a gradient.
+        after the softcap (Press et al., 2021). Only the standard implementation differentiates the
+        slopes; the Triton kernels reject slopes that need a gradient.
     sinks
-        (num_heads,): one more score per head, with the value 0, in the softmax and in the
-        log-sum-exp of every query (Xiao et al., 2023). It has a gradient.
+        (num_heads,): an extra key per head, whose score is ``sinks[h]`` and whose value is zero
+        (Xiao et al., 2023). It has a gradient.
     deterministic
         Require the same bits each time, in gradients too; kernels that cannot promise it reject the
         call. The standard implementation is as deterministic as its library.
@@ -231,8 +238,8 @@ def attention(
     Returns
     -------
     out or (out, lse)
-        (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). A query that
-        sees no key gives 0, and -inf, or its sink.
+        (n, None, num_heads, value_dim) on the layout of `q`; and (n, None, num_heads). For a query
+        that sees no key the output is 0, and the log-sum-exp is -inf, or its sink.
 
     Raises
     ------
@@ -253,12 +260,16 @@ def attention(
     """
     arrays = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
     options: dict[str, Any] = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "deterministic": deterministic,
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
         "return_lse": return_lse,
-    }  # fmt: skip
+    }
     if sinks is None:
         return _attention.run(arrays, options, kernel)
-    check_flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)  # the call has True in any case, as sinks need it
     call = AttentionCall(**arrays, **{**options, "return_lse": True})
     check_per_head("sinks", sinks, q)
     out, lse = _attention.run_call(call, kernel)
@@ -267,61 +278,72 @@ def attention(
 
 
 def _apply_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
-    """Rescale the result for one more score with the value 0."""
+    """Add the sinks to the softmax and to the log-sum-exp."""
     xp, wide = lse.layout.xp, lse.dtype
     sinks = xp.broadcast_to(xp.astype(sinks, wide, copy=False), lse.values.shape)
     sees_a_key = lse.values != -float("inf")
-    total = xp.logaddexp(xp.where(sees_a_key, lse.values, sinks), sinks)
-    factor = xp.exp(xp.where(sees_a_key, lse.values, sinks) - total)[..., None]
+    # Queries without keys take a finite value here, so that their gradient is finite.
+    finite_lse = xp.where(sees_a_key, lse.values, sinks)
+    with_sink = xp.logaddexp(finite_lse, sinks)
+    factor = xp.exp(finite_lse - with_sink)[..., None]
     values = xp.astype(xp.astype(out.values, wide, copy=False) * factor, out.dtype, copy=False)
-    return out.with_values(values), lse.with_values(xp.where(sees_a_key, total, sinks))
+    return out.with_values(values), lse.with_values(xp.where(sees_a_key, with_sink, sinks))
 
 
 class _Schedule(NamedTuple):
-    """The query tiles by falling work, and the keys that each tile and each query sees.
+    """The query tiles, ordered by falling number of key tiles, and the keys that they see.
 
     Attributes
     ----------
     slots
-        (total_q,) index of each query in the tiles.
+        (total_q,) index of each query among the queries of all tiles.
     tokens
-        (tiles, QUERIES) index into q.
+        (tiles, QUERY_TILE) index into q.
     query_positions
-        (tiles, QUERIES) position of each query, in the row of keys.
-    first, last
-        (tiles, QUERIES) positions of the first and the last key that each query sees.
-    key_starts
-        (tiles,) position of the first key that any query sees, rounded down to a tile.
-    key_tiles
-        (tiles,) number of the tile of that key among all tiles of keys.
-    rounds
-        (tiles,) key tiles per query tile, falling; None if unknown on the host.
-    unmasked
-        (tiles,) number of leading key tiles that every query sees whole.
+        (tiles, QUERY_TILE) position of each query, in the row of keys.
+    first_key, last_key
+        (tiles, QUERY_TILE) positions of the first and the last key that each query sees.
+    start
+        (tiles,) position of the first key that any query sees, rounded down to a key tile.
+    start_tile
+        (tiles,) index of the key tile at `start` among all key tiles.
+    num_key_tiles
+        (tiles,) number of key tiles that any query sees; None if unknown on the host.
+    num_unmasked
+        (tiles,) number of leading key tiles that every query sees whole; None likewise.
     """
 
     slots: Any
     tokens: Any
     query_positions: Any
-    first: Any
-    last: Any
-    key_starts: Any
-    key_tiles: Any
-    rounds: np.ndarray | None
-    unmasked: np.ndarray | None
+    first_key: Any
+    last_key: Any
+    start: Any
+    start_tile: Any
+    num_key_tiles: np.ndarray | None
+    num_unmasked: np.ndarray | None
+
+
+class _OnlineSoftmax(NamedTuple):
+    """The softmax over the keys so far, per query; the queries are the last axis."""
+
+    values: Any  # sum of the values, weighted by exp(score - maximum)
+    total: Any  # sum of the weights
+    maximum: Any  # maximum of the scores
 
 
 @define_operation("attention", AttentionCall)
 def _attention(call: AttentionCall) -> Any:
-    q, layout = call.q, call.q.layout
+    q, layout, k_layout = call.q, call.q.layout, call.k.layout
     xp, wide = layout.xp, accumulation_dtype(layout.xp, q.values.dtype)
+    # Without rows, queries or keys.
     if 0 in (q.offsets.shape[0] - 1, q.values.shape[0], call.k.values.shape[0]):
-        return _no_keys(call, wide)
-    bound, k_layout = _static_bound(layout, "q"), call.k.layout
-    size = min(QUERIES, bound)
-    key = ("attention schedule", size, call.window, layout.host is None)
-    schedule = layout.cached(key, lambda: _make_schedule(call, size), pair=k_layout)
-    tiles = k_layout.tiles(KEYS)
+        return _empty_result(call, wide)
+    size = min(QUERY_TILE, _length_bound(layout, "q"))
+    is_known = layout.host is not None and k_layout.host is not None
+    key = ("attention schedule", size, call.window, is_known)
+    schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
+    tiles = k_layout.tiles(KEY_TILE)
     k_tiles, v_tiles = (_key_tiles(xp, x.values, tiles, wide) for x in (call.k, call.v))
     chunks = _chunks(call, schedule)
     parts = [_attend(call, schedule, chunk, k_tiles, v_tiles, wide) for chunk in chunks]
@@ -335,7 +357,7 @@ def _attention(call: AttentionCall) -> Any:
     return (out, to_tokens([part[1] for part in parts], wide)) if call.return_lse else out
 
 
-def _no_keys(call: AttentionCall, wide: Any) -> Any:
+def _empty_result(call: AttentionCall, wide: Any) -> Any:
     q, v, xp = call.q, call.v, call.q.layout.xp
     shape, device = tuple(q.values.shape[:2]), q.layout.device
     zeros = xp.zeros((*shape, v.values.shape[2]), dtype=q.dtype, device=device)
@@ -344,18 +366,18 @@ def _no_keys(call: AttentionCall, wide: Any) -> Any:
     return (out, q.with_values(lse)) if call.return_lse else out
 
 
-def _static_bound(layout: Layout, name: str) -> int:
+def _length_bound(layout: Layout, name: str) -> int:
+    """Return a bound on the rows, at least 1; raise if none is known without reading the offsets."""
     if layout.max_length is None and layout.host is None:
         raise ValueError(
-            f"{name}: attention needs a bound on its rows that is known without reading the offsets; give max_length=, or call "
-            f"{name}.validate(), which reads them once"
+            f"{name}: expected rows of known maximum length, got offsets that only a device can read; make {name} with "
+            f"max_length=, or call {name}.validate(), which reads the offsets once"
         )
     return max(layout.max_length_bound, 1)
 
 
-def _make_schedule(call: AttentionCall, size: int) -> _Schedule:
+def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     q_layout, k_layout, (left, right) = call.q.layout, call.k.layout, call.window
-    is_known = q_layout.host is not None and k_layout.host is not None
     q, k = (x.on_host() if is_known else x for x in (q_layout, k_layout))
     tiles, xp = q.tiles(size), q.xp
 
@@ -363,157 +385,176 @@ def _make_schedule(call: AttentionCall, size: int) -> _Schedule:
         return xp.take(xp.astype(x, q.offsets.dtype, copy=False), tiles.rows, axis=0)
 
     q_lengths, k_lengths = per_tile(q.lengths), per_tile(k.lengths)
-    positions = tiles.starts[:, None] + q.arange(size)[None, :]
-    is_query = positions < q_lengths[:, None]
-    positions = positions + (k_lengths - q_lengths)[:, None]
+    in_row = tiles.starts[:, None] + q.arange(size)[None, :]
+    is_query = in_row < q_lengths[:, None]
+    positions = in_row + (k_lengths - q_lengths)[:, None]
     last = xp.broadcast_to(k_lengths[:, None] - 1, positions.shape)
     last = last if right is None else xp.minimum(last, positions + right)
     last = xp.where(is_query, last, xp.full_like(last, -1))
     first = xp.zeros_like(positions)
     first = first if left is None else xp.maximum(positions - left, first)
-    key_starts = first[:, 0] // KEYS * KEYS
-    key_tiles = per_tile(k.tiles(KEYS).layout.offsets[:-1]) + key_starts // KEYS
-    slots = q.tile_slots(size)
+    start = first[:, 0] // KEY_TILE * KEY_TILE
+    start_tile = per_tile(k.tiles(KEY_TILE).layout.offsets[:-1]) + start // KEY_TILE
+    slots, per_query_tile = (
+        q.tile_slots(size),
+        (tiles.tokens, positions, first, last, start, start_tile),
+    )
     if not is_known:
-        return _Schedule(
-            slots, tiles.tokens, positions, first, last, key_starts, key_tiles, None, None
-        )
-    rounds = np.maximum(-(-(last.max(axis=1) + 1 - key_starts) // KEYS), 1)
+        return _Schedule(slots, *per_query_tile, None, None)
+    counts = np.maximum(-(-(last.max(axis=1) + 1 - start) // KEY_TILE), 1)
+    # Slots without a query do not count. A query before all keys has `last` < 0 too; then another
+    # query of its tile sees at most the first key, or none sees any.
     seen_by_all = np.where(last < 0, last.max(axis=1, keepdims=True), last).min(axis=1) + 1
-    unmasked = np.where(first.max(axis=1) <= key_starts, (seen_by_all - key_starts) // KEYS, 0)
-    order = np.argsort(-rounds, kind="stable")
+    num_unmasked = np.where(first.max(axis=1) <= start, (seen_by_all - start) // KEY_TILE, 0)
+    # Sort the query tiles by falling number of key tiles.
+    order = np.argsort(-counts, kind="stable")
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
     slots = inverse[slots // size] * size + slots % size
-    per_tile_arrays = (tiles.tokens, positions, first, last, key_starts, key_tiles)
-    arrays = [q_layout.index_from_host(x) for x in (slots, *(x[order] for x in per_tile_arrays))]
-    return _Schedule._make([*arrays, rounds[order], unmasked[order]])
+    arrays = [q_layout.index_from_host(x) for x in (slots, *(x[order] for x in per_query_tile))]
+    return _Schedule._make([*arrays, counts[order], num_unmasked[order]])
 
 
 def _chunks(call: AttentionCall, schedule: _Schedule) -> list[slice]:
-    """Return runs of query tiles whose scores with one tile of keys fit into the cache.
+    """Return slices of query tiles with at most `MAX_SCORES` scores per key tile.
 
-    One run under a trace.
+    One slice if the rows are unknown on the host.
     """
     tiles, size = schedule.tokens.shape
-    if schedule.rounds is None:
+    if schedule.num_key_tiles is None:
         return [slice(0, tiles)]
-    step = max(1, MAX_SCORES // (call.q.values.shape[1] * size * KEYS))
+    step = max(1, MAX_SCORES // (call.num_heads * size * KEY_TILE))
     return [slice(i, min(i + step, tiles)) for i in range(0, tiles, step)]
 
 
-def _rounds(
+def _key_tile_steps(
     call: AttentionCall, schedule: _Schedule, chunk: slice
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yield per tile of keys.
+    """Yield (step, active, is_masked) for each step over the key tiles of a chunk.
 
-    Its number, how many query tiles of the chunk see it, and whether a mask is needed.
+    Step j takes key tile j of each query tile. The first `active` query tiles of the chunk have
+    such a tile, as they are ordered by their number of key tiles.
     """
-    if schedule.rounds is None or schedule.unmasked is None:
-        longest, (left, right) = _static_bound(call.k.layout, "k"), call.window
+    if schedule.num_key_tiles is None or schedule.num_unmasked is None:
+        longest, (left, right) = _length_bound(call.k.layout, "k"), call.window
         if left is not None and right is not None:
-            longest = min(longest, left + right + schedule.tokens.shape[1] + KEYS)
-        yield from ((j, chunk.stop - chunk.start, True) for j in range(-(-longest // KEYS)))
+            # The keys that a query tile sees, and those that rounding its start down adds.
+            longest = min(longest, left + right + schedule.tokens.shape[1] + KEY_TILE)
+        yield from ((j, chunk.stop - chunk.start, True) for j in range(-(-longest // KEY_TILE)))
         return
-    rounds, unmasked = schedule.rounds[chunk], schedule.unmasked[chunk]
-    for j in range(int(rounds[0])):
-        active = int(np.count_nonzero(rounds > j))
-        yield j, active, bool((unmasked[:active] <= j).any())
+    counts, num_unmasked = schedule.num_key_tiles[chunk], schedule.num_unmasked[chunk]
+    for j in range(int(counts[0])):
+        active = int(np.count_nonzero(counts > j))
+        yield j, active, bool((num_unmasked[:active] <= j).any())
 
 
 def _attend(
     call: AttentionCall, schedule: _Schedule, chunk: slice, k_tiles: Any, v_tiles: Any, wide: Any
 ) -> tuple[Any, Any]:
-    """Return the output and the log-sum-exp of a chunk of query tiles.
+    """Return a chunk's output (queries, num_heads, value_dim) and log-sum-exp (queries, num_heads).
 
-    They are (queries, num_heads, value_dim) and (queries, num_heads).
-
-    Scores are keys by queries, (tiles, num_kv_heads, KEYS, groups * size), so that maxima and sums
-    run along the slow axis.
+    Scores are keys by queries, (tiles, num_kv_heads, KEY_TILE, groups * size), so that maxima and
+    sums run along the slow axis.
     """
-    layout, k_layout, values = call.q.layout, call.k.layout, call.q.values
-    xp, tokens, (_, heads, dim) = layout.xp, schedule.tokens[chunk, :], values.shape
-    kv_heads, (tiles, size) = call.k.values.shape[1], tokens.shape
-    groups = heads // kv_heads
-    q = xp.take(values, xp.reshape(tokens, (-1,)), axis=0)
-    q = xp.astype(q, wide, copy=False) * call.scale
-    q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, groups, dim)), (0, 2, 4, 3, 1))
-    q = xp.reshape(q, (tiles, kv_heads, dim, groups * size))
-    minus_inf = xp.full((), -float("inf"), dtype=wide, device=layout.device)
-    state: list[Any] = []  # accumulated values, sum of weights, maximum of the scores so far
-    finished: list[list[Any]] = []  # states of query tiles without further keys, the longest last
-    for j, active, masked in _rounds(call, schedule, chunk):
-        if state and active < q.shape[0]:
-            finished.append([x[active:, ...] for x in state])
-            q, *state = [x[:active, ...] for x in (q, *state)]
+    xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
+    tiles, size = schedule.tokens[chunk, :].shape
+    q = _query_tiles(call, schedule.tokens[chunk, :], wide)
+    state: _OnlineSoftmax | None = None
+    finished: list[_OnlineSoftmax] = []
+    for step, active, is_masked in _key_tile_steps(call, schedule, chunk):
+        if state is not None and active < q.shape[0]:
+            # Query tiles without further key tiles leave; those with the fewest leave first.
+            finished.append(_OnlineSoftmax(*[x[active:, ...] for x in state]))
+            state, q = _OnlineSoftmax(*[x[:active, ...] for x in state]), q[:active, ...]
         part = slice(chunk.start, chunk.start + active)
-        tile = schedule.key_tiles[part] + j
-        tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # a query tile without further keys
+        tile = schedule.start_tile[part] + step
+        tile = xp.where(tile < k_tiles.shape[0], tile, 0)  # out of bounds after the last key
         k, v = [
-            xp.reshape(xp.take(x, tile, axis=0), (active, kv_heads, KEYS, -1))
+            xp.reshape(xp.take(x, tile, axis=0), (active, kv_heads, KEY_TILE, -1))
             for x in (k_tiles, v_tiles)
         ]
-        keys = j * KEYS + k_layout.arange(KEYS)
-        keys = schedule.key_starts[part][:, None] + keys[None, :]
-        score = xp.matmul(k, q)
-        if call.softcap is not None:
-            score = xp.tanh(score / call.softcap) * call.softcap
-        if call.alibi_slopes is not None:
-            score = _subtract_alibi(call, score, keys, schedule.query_positions[part, :])
-        if masked:
-            visible = keys[:, :, None] <= schedule.last[part, :][:, None, :]
+        keys = (
+            schedule.start[part][:, None] + (step * KEY_TILE + k_layout.arange(KEY_TILE))[None, :]
+        )
+        score = _scores(call, q, k, keys, schedule.query_positions[part, :])
+        if is_masked:
+            visible = keys[:, :, None] <= schedule.last_key[part, :][:, None, :]
             if call.window[0] is not None:
-                visible = visible & (keys[:, :, None] >= schedule.first[part, :][:, None, :])
-            if schedule.rounds is None:
-                # The tiles after a row's last tile belong to other rows. A weight of 0 would not
-                # hide their NaN.
+                visible = visible & (keys[:, :, None] >= schedule.first_key[part, :][:, None, :])
+            if schedule.num_key_tiles is None:
+                # The tile may belong to another row. Its weights are 0, but 0 * NaN is NaN.
                 v = xp.where(xp.any(visible, axis=(1, 2))[:, None, None, None], v, 0.0)
-            score = xp.reshape(score, (active, kv_heads, KEYS, groups, size))
-            score = xp.where(visible[:, None, :, None, :], score, minus_inf)
-            score = xp.reshape(score, (active, kv_heads, KEYS, groups * size))
-        maximum = xp.max(score, axis=2, keepdims=True)
-        maximum = xp.maximum(maximum, state[2]) if state else maximum
-        base = xp.where(maximum == minus_inf, 0.0, maximum) if masked else maximum
-        weight = xp.exp(score - base)
-        total = xp.sum(weight, axis=2, keepdims=True)
-        acc = xp.matmul(xp.matrix_transpose(v), weight)
-        if state:
-            rescale = xp.exp(state[2] - base)
-            total, acc = state[1] * rescale + total, state[0] * rescale + acc
-        state = [acc, total, maximum]
-    finished.append(state)
-    acc, total, maximum = [
-        xp.concat(x[::-1], axis=0) if len(x) > 1 else x[0]
-        for x in map(list, zip(*finished, strict=True))
-    ]
-    nonzero = total != 0  # True for NaN, which must reach the result
-    divisor = xp.where(nonzero, total, 1.0)
-    out = xp.where(nonzero, acc, 0.0) / divisor
-    lse = xp.where(nonzero, maximum + xp.log(divisor), minus_inf)
+            by_query = xp.reshape(score, (active, kv_heads, KEY_TILE, -1, size))
+            by_query = xp.where(visible[:, None, :, None, :], by_query, -float("inf"))
+            score = xp.reshape(by_query, score.shape)
+        state = _update(xp, state, score, v, is_masked)
+    assert state is not None  # there is at least one step
+    parts = zip(*reversed([*finished, state]), strict=True)
+    state = _OnlineSoftmax(*[xp.concat(x, axis=0) if finished else x[0] for x in parts])
+    nonzero = state.total != 0  # True for NaN, which must reach the result
+    divisor = xp.where(nonzero, state.total, 1.0)
+    out = xp.where(nonzero, state.values, 0.0) / divisor
+    lse = xp.where(nonzero, state.maximum + xp.log(divisor), -float("inf"))
 
-    def by_query(x: Any) -> Any:
-        x = xp.reshape(x, (tiles, kv_heads, x.shape[2], groups, size))
-        return xp.reshape(xp.permute_dims(x, (0, 4, 1, 3, 2)), (tiles * size, heads, -1))
+    def to_queries(x: Any) -> Any:
+        x = xp.reshape(x, (tiles, kv_heads, x.shape[2], -1, size))
+        return xp.reshape(xp.permute_dims(x, (0, 4, 1, 3, 2)), (tiles * size, call.num_heads, -1))
 
-    return by_query(out), by_query(lse)[..., 0]
+    return to_queries(out), to_queries(lse)[..., 0]
 
 
-def _subtract_alibi(call: AttentionCall, score: Any, keys: Any, queries: Any) -> Any:
-    """Subtract the slopes times the distance of the positions of `keys` and `queries`."""
-    xp = call.q.layout.xp
-    distance = xp.abs(keys[:, :, None] - queries[:, None, :])
-    distance = xp.astype(distance, score.dtype)[:, None, :, None, :]
-    slopes = xp.astype(call.alibi_slopes, score.dtype, copy=False)
-    slopes = xp.reshape(slopes, (1, call.num_kv_heads, 1, -1, 1))
-    by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], queries.shape[1]))
-    return xp.reshape(by_head - slopes * distance, score.shape)
+def _query_tiles(call: AttentionCall, tokens: Any, dtype: Any) -> Any:
+    """Return the scaled queries (tiles, num_kv_heads, head_dim, groups * size) at `tokens`."""
+    xp, kv_heads, dim, (tiles, size) = (
+        call.q.layout.xp,
+        call.num_kv_heads,
+        call.head_dim,
+        tokens.shape,
+    )
+    q = xp.take(call.q.values, xp.reshape(tokens, (-1,)), axis=0)
+    q = xp.astype(q, dtype, copy=False) * call.scale
+    q = xp.permute_dims(xp.reshape(q, (tiles, size, kv_heads, -1, dim)), (0, 2, 4, 3, 1))
+    return xp.reshape(q, (tiles, kv_heads, dim, -1))
 
 
-def _key_tiles(xp: Any, values: Any, tiles: Any, dtype: Any) -> Any:
-    """Return (tiles, num_heads * KEYS * dim) the tokens by tile, then by head.
+def _key_tiles(xp: Any, values: Any, tiles: Tiles, dtype: Any) -> Any:
+    """Return keys or values by tile, then by head: (tiles, num_heads * KEY_TILE * dim).
 
-    0 after the end of a row.
+    Tokens after the end of a row are 0.
     """
     blocks = gather_tiles(xp, values, tiles, 0)
     blocks = xp.permute_dims(xp.astype(blocks, dtype, copy=False), (0, 2, 1, 3))
     return xp.reshape(blocks, (blocks.shape[0], -1))
+
+
+def _scores(call: AttentionCall, q: Any, k: Any, keys: Any, queries: Any) -> Any:
+    """Return the scores of tiles, whose keys and queries are at the positions `keys`, `queries`."""
+    xp, score = call.q.layout.xp, call.q.layout.xp.matmul(k, q)
+    if call.softcap is not None:
+        score = xp.tanh(score / call.softcap) * call.softcap
+    if call.alibi_slopes is None:
+        return score
+    distance = xp.astype(xp.abs(keys[:, :, None] - queries[:, None, :]), score.dtype)
+    slopes = xp.astype(call.alibi_slopes, score.dtype, copy=False)
+    slopes = xp.reshape(slopes, (1, call.num_kv_heads, 1, -1, 1))
+    by_head = xp.reshape(score, (*score.shape[:3], slopes.shape[3], queries.shape[1]))
+    return xp.reshape(by_head - slopes * distance[:, None, :, None, :], score.shape)
+
+
+def _update(
+    xp: Any, state: _OnlineSoftmax | None, score: Any, v: Any, is_masked: bool
+) -> _OnlineSoftmax:
+    """Return the online softmax with one more tile of keys."""
+    maximum = xp.max(score, axis=2, keepdims=True)
+    maximum = maximum if state is None else xp.maximum(maximum, state.maximum)
+    # A query that has seen no key has the maximum -inf, and -inf - -inf is NaN.
+    base = xp.where(maximum == -float("inf"), 0.0, maximum) if is_masked else maximum
+    weights = xp.exp(score - base)
+    total, values = (
+        xp.sum(weights, axis=2, keepdims=True),
+        xp.matmul(xp.matrix_transpose(v), weights),
+    )
+    if state is not None:
+        rescale = xp.exp(state.maximum - base)
+        total, values = state.total * rescale + total, state.values * rescale + values
+    return _OnlineSoftmax(values, total, maximum)
