@@ -189,7 +189,7 @@ def norms(bench: Bench, layout: Layout, dtype: str) -> None:
                     truth,
                     x,
                     rough=_rough(bench, dtype, truth),
-                    orders=8 if axis is None and dtype not in HALF else 1,
+                    orders=32 if dim + 1 in axes and dtype not in HALF else 1,
                     note=f"{dim}, axis={axis}, keepdims={keepdims}, ord={order}: ",
                 )
 
@@ -203,7 +203,10 @@ def _norm(row: np.ndarray, order: float, axis: tuple[int, ...], keepdims: bool) 
             return np.min(size, axis=axis, keepdims=keepdims, initial=np.inf)
         if order == 0:
             return np.sum(size != 0, axis=axis, keepdims=keepdims).astype(row.dtype)
-        total = oracle.reduce_array("sum", size**order, axis, keepdims)
+        if row.dtype == np.float64:  # the truth: pairwise, which is more exact
+            total = np.sum(size**order, axis=axis, keepdims=keepdims)
+        else:
+            total = oracle.reduce_array("sum", size**order, axis, keepdims)
         return np.asarray(total ** (1 / row.dtype.type(order)))
 
 
