@@ -57,7 +57,7 @@ def call_records() -> str:
     """Return one block for mkdocstrings per call record of an operation."""
     blocks: dict[str, None] = {}
     for operation in OPERATIONS.values():
-        record: Any = operation.call
+        record: Any = operation.record
         blocks[f"::: {record.__module__}.{record.__name__}\n    options: {{members: false}}"] = None
     return "\n".join(blocks)
 

@@ -390,7 +390,7 @@ def test_a_mask_is_read_once(kernel, monkeypatch, isolated_registry):
     assert seen == ([(4,)] if kernel == "triton" else [(3, 4), (4,)])
     assert torch.equal(
         y.values, padded[mask > 0]
-    ) and y.layout.host.tolist() == y.offsets.tolist() == [0, 3, 3, 4]
+    ) and y.layout.host_offsets.tolist() == y.offsets.tolist() == [0, 3, 3, 4]
     assert y.max_length == 3 and y.offsets.dtype == torch.int32
     for shape in ((0, 4, 2), (2, 0, 2)):
         y = scree.from_padded(

@@ -117,7 +117,7 @@ class Array:
             object.__setattr__(
                 self, "max_length", checks.check_integer("max_length", self.max_length, 0)
             )
-        host = self.layout.host
+        host = self.layout.host_offsets
         if host is not None:
             self._check(host)
 
@@ -170,7 +170,7 @@ class Array:
         >>> scree.from_lengths(np.zeros(5), [2, 3]).validate().batch_size
         2
         """
-        self._check(self.layout.read())
+        self._check(self.layout.read_offsets())
         return self
 
     @property
@@ -302,7 +302,7 @@ class Array:
             move(self.offsets, device),
             self.total_length,
             self.layout.max_length,
-            self.layout.host,
+            self.layout.host_offsets,
         )
         return Array.from_layout(move(self.values, device), layout, self.ragged_dim)
 

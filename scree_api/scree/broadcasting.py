@@ -81,7 +81,10 @@ def describe_difference(a: Array, b: Array) -> str:
     """Return how the rows of two arrays differ, for an error message."""
     if a.batch_size != b.batch_size:
         return f"{a.batch_size} and {b.batch_size} rows (shapes {a.shape} and {b.shape})"
-    x, y = (None if one.layout.host is None else np.diff(one.layout.host) for one in (a, b))
+    x, y = (
+        None if one.layout.host_offsets is None else np.diff(one.layout.host_offsets)
+        for one in (a, b)
+    )
     if x is None or y is None or np.array_equal(x, y):  # the tails differ
         return f"{a.total_length} and {b.total_length} tokens"
     i = int(np.flatnonzero(x != y)[0])

@@ -97,7 +97,7 @@ class PackCall:
         if len({x.ndim for x in arrays}) > 1:  # PyTorch joins (0,) to anything
             _check_equal("number of axes", "reshape it first", ValueError, [x.ndim for x in arrays])
         lengths = np.asarray([x.shape[self.ragged_dim] for x in arrays])
-        layout = Layout.from_host(lib, lengths, device=lib.device(first))
+        layout = Layout.from_host_lengths(lib, lengths, device=lib.device(first))
         object.__setattr__(self, "layout", layout)
 
 
@@ -151,7 +151,7 @@ def unpack(arr: Array) -> list[Any]:
     >>> scree.unpack(scree.from_lengths(np.arange(4), [1, 3]))
     [array([0]), array([1, 2, 3])]
     """
-    bounds = check_ragged("arr", arr).layout.read().tolist()
+    bounds = check_ragged("arr", arr).layout.read_offsets().tolist()
     before = (slice(None),) * arr.ragged_dim
     return [arr.values[(*before, slice(a, b), ...)] for a, b in pairwise(bounds)]
 
@@ -243,7 +243,7 @@ def from_lengths(
             )
         arr = Array(
             values,
-            Layout.from_host(lib, known, device=lib.device(values)).offsets,
+            Layout.from_host_lengths(lib, known, device=lib.device(values)).offsets,
             ragged_dim,
             max_length,
         )

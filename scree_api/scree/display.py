@@ -18,7 +18,7 @@ def _row_texts(arr: Array) -> list[tuple[str, str, str]]:
 
     The content of rows on a device is their length alone.
     """
-    offsets, lib = arr.layout.host, arr.layout.backend
+    offsets, lib = arr.layout.host_offsets, arr.layout.backend
     if offsets is None:
         return []
     # The values are on the device of the offsets.
@@ -52,7 +52,7 @@ def _summary(arr: Array) -> str:
     parts = [f"shape={arr.shape}", f"dtype={arr.dtype}", arr.layout.backend.name]
     if arr.ragged_dim:
         parts.append(f"ragged_dim={arr.ragged_dim}")
-    if (host := arr.layout.host) is not None and arr.batch_size:
+    if (host := arr.layout.host_offsets) is not None and arr.batch_size:
         lengths = host[1:] - host[:-1]
         parts.append(f"lengths {lengths.min()} to {lengths.max()}, total {arr.total_length}")
     return ", ".join(parts)

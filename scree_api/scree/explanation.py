@@ -108,7 +108,7 @@ def _function(name: Any, args: list[Any]) -> Callable[..., Any]:
         operation = OPERATIONS[name]
 
         def run(*args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
-            return operation.run_call(operation.call(*args, **kwargs), kernel)
+            return operation.run_call(operation.record(*args, **kwargs), kernel)
 
         return run
     names = sorted({*ragged.__all__, *KINDS, *OPERATIONS})

@@ -1,34 +1,41 @@
 """The layout of a ragged array: offsets, everything derived from them, and the tiles of every row.
 
 A `Layout` holds one offsets vector. Everything derived from it is computed at most once and shared
-by all arrays of the layout. All of it is standard code on plain arrays that does not read the
-values of the offsets, so it runs under a trace and never waits for a device. The few questions
-whose answer is a size go to `read`.
+by all arrays of the layout. Derived arrays are computed by functions of the standard and without
+reading the offsets, so they work under a trace and never wait for a device. Only results whose size
+depends on the offsets call `read_offsets`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .backends import Backend, backend
 
-LONG_ROW = 256  # rows at least this long gain little from being batched with other rows
-MAX_PAIR_CACHES = 4  # other layouts for which data derived from both is kept
+T = TypeVar("T")
+
+#: A row of at least this length gains little from being batched with other rows.
+LONG_ROW = 256
+#: Other layouts per layout for which data derived from both is kept; see `Layout.pair_cache`.
+MAX_PAIR_CACHES = 4
 
 
 class Tiles(NamedTuple):
-    """Every row cut into tiles of equal size; the number of tiles has a static bound.
+    """Every row cut into tiles of equal size.
+
+    The arrays have a fixed bound on the number of tiles as length, so their shapes are known without
+    reading the offsets.
 
     Attributes
     ----------
     layout
-        The layout of the tiles: row i has ``ceil(lengths[i] / size)`` of them. Its total may exceed
-        their number.
+        The layout of the tiles: row i has ``ceil(lengths[i] / size)`` of them. Its total is the
+        bound on their number.
     rows
-        (tiles,) row of each tile; some valid row for entries after the last tile.
+        (tiles,) row of each tile; the last row for entries after the last tile.
     starts
         (tiles,) position of each tile's first token in its row.
     tokens
@@ -45,30 +52,31 @@ class Tiles(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """Rows of similar length batched together, for functions that need rectangles.
+    """Rows of similar length batched together, for functions that need dense batches.
 
     See `Layout.buckets`.
 
     Attributes
     ----------
-    parts
-        Per bucket (tokens, mask): (rows, longest) indices into the values, the last token of a row
-        repeated after its end, and a mask of the real tokens, or None where all are real.
-    starts
-        The first token of the first row of each bucket.
+    batches
+        Per bucket (tokens, mask): (rows, longest) indices into the values, where shorter rows
+        repeat their last token, and a mask that is False there, or None if all rows are equally
+        long.
+    first_tokens
+        Per bucket the index of the first token of its first row.
     slots
-        (total,) index of each token in the buckets end to end.
+        (total,) index of each token among the entries of all buckets end to end.
     """
 
-    parts: list[tuple[Any, Any]]
-    starts: list[int]
+    batches: list[tuple[Any, Any]]
+    first_tokens: list[int]
     slots: Any
 
 
 def _cached(derive: Callable[[Layout], Any]) -> Any:
-    """Return a property by `Layout.cached`.
+    """Return a property that stores its value with `Layout.cached`.
 
-    `functools.cached_property` is a descriptor that compilers refuse.
+    Compilers cannot trace `functools.cached_property`.
     """
     name = derive.__name__
 
@@ -77,6 +85,9 @@ def _cached(derive: Callable[[Layout], Any]) -> Any:
 
 class Layout:
     """The row boundaries of a ragged array and everything derived from them.
+
+    Tokens after the last row are the *tail*; they belong to no row. `host_offsets` never waits for a
+    device, `read_offsets` may.
 
     Parameters
     ----------
@@ -92,7 +103,7 @@ class Layout:
     host
         The offsets in host memory, where the caller has them.
     has_no_tail
-        Whether the caller knows that every token belongs to a row.
+        True if every token is known to belong to a row.
     """
 
     def __init__(
@@ -114,15 +125,15 @@ class Layout:
         self._has_no_tail = has_no_tail
 
     @classmethod
-    def from_host(
+    def from_host_lengths(
         cls, backend: Backend, lengths: np.ndarray, like: Any = None, device: Any = None
     ) -> Layout:
         """Return a layout from row lengths in host memory.
 
-        Offsets as `like`, else int32 where that suffices.
+        The offsets have the dtype and the device of `like`; without it they are on `device`, int32,
+        or int64 if the total needs it.
         """
-        host = np.zeros(len(lengths) + 1, np.int64)
-        lengths.cumsum(dtype=np.int64, out=host[1:])
+        host = _offsets_of(lengths)
         dtype = index_dtype(backend.xp, int(host[-1]), like)
         device = device if like is None else backend.device(like)
         host = host if dtype == backend.xp.int64 else host.astype(np.int32)
@@ -130,36 +141,39 @@ class Layout:
         longest = int(lengths.max()) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
 
-    def cached(self, key: Any, derive: Callable[[], Any], pair: Layout | None = None) -> Any:
+    def cached(self, key: Any, derive: Callable[[], T], pair: Layout | None = None) -> T:
         """Return ``derive()``, computed once per layout or pair of layouts.
 
-        It is computed outside of any trace.
+        It is computed untraced, so the cached arrays can be used under any trace.
         """
         cache = self.cache if pair is None else self.pair_cache(pair)
         if key not in cache:
             with self.backend.untraced(self.offsets):
                 cache[key] = derive()
-        return cache[key]
+        result: T = cache[key]
+        return result
 
     def pair_cache(self, other: Layout) -> dict[Any, Any]:
         """Return the cache of data derived from both layouts; only the last few others are kept.
 
-        The bound matters in generation, where the same queries meet new keys at every step.
+        The bound matters in generation, where the same queries attend to new keys at every step.
         """
         if other is self:
             return self.cache
         pairs: dict[int, tuple[Layout, dict[Any, Any]]] = self.cache.setdefault("pairs", {})
-        if id(other) not in pairs:  # the entry holds `other`, so that no other layout gets its id
+        key = id(other)
+        if key not in pairs:
             while len(pairs) >= MAX_PAIR_CACHES:
                 del pairs[next(iter(pairs))]
-            pairs[id(other)] = other, {}
-        return pairs[id(other)][1]
+            # The entry keeps `other` alive, so that its id stays unique.
+            pairs[key] = other, {}
+        return pairs[key][1]
 
     @property
     def total(self) -> int:
         """Number of tokens in the values, the tail included."""
         if self._total is None:
-            self._total = int(self.read()[-1])
+            self._total = int(self.read_offsets()[-1])
         return self._total
 
     @property
@@ -170,11 +184,11 @@ class Layout:
 
     @property
     def device(self) -> Any:
-        """The device for arrays that meet the offsets; None where the library chooses it."""
+        """The device for arrays that are combined with the offsets; None if the library chooses it."""
         return self.backend.device(self.offsets)
 
     @property
-    def host(self) -> np.ndarray | None:
+    def host_offsets(self) -> np.ndarray | None:
         """The offsets in host memory where reading is free, else None."""
         if self.backend.is_compiling():
             return None
@@ -182,63 +196,53 @@ class Layout:
             self._host = self.backend.peek(self.offsets)
         return self._host
 
-    def offsets_as_index(self, last: int) -> Any:
-        """Return the offsets in a dtype that holds `last`."""
-        return self.xp.astype(self.offsets, index_dtype(self.xp, last, self.offsets), copy=False)
+    def offsets_as_index(self, max_index: int) -> Any:
+        """Return the offsets in a dtype that holds `max_index`."""
+        dtype = index_dtype(self.xp, max_index, self.offsets)
+        return self.xp.astype(self.offsets, dtype, copy=False)
 
-    def index_from_host(self, host: np.ndarray, last: int = 0) -> Any:
-        """Return indices up to `last` from host memory.
+    def to_index(self, indices: np.ndarray, max_index: int = 0) -> Any:
+        """Return indices in host memory as an array of the library, on the device of the offsets.
 
-        They have the dtype and the device of the offsets.
+        It has the dtype of the offsets, or int64 if `max_index` needs it.
         """
-        dtype = index_dtype(self.xp, last, self.offsets)
-        return self.backend.from_host(np.ascontiguousarray(host), dtype, self.device)
+        dtype = index_dtype(self.xp, max_index, self.offsets)
+        return self.backend.from_host(np.ascontiguousarray(indices), dtype, self.device)
 
     def on_host(self) -> Layout:
-        """Return the same layout in host memory where its offsets are known there.
-
-        Otherwise return the layout itself.
-        """
-        if self.host is None or self.host is self.offsets:
+        """Return the same layout as NumPy arrays if its offsets are known on the host, else itself."""
+        host = self.host_offsets
+        if host is None or host is self.offsets:
             return self
-        return Layout(backend(self.host), self.host, self.total, self.max_length, self.host)
+        return Layout(backend(host), host, self.total, self.max_length, host)
 
     def set_host_lengths(self, lengths: np.ndarray) -> None:
-        """Keep row lengths that the caller knows.
-
-        The offsets are not read from a device later.
-        """
+        """Store known row lengths, so that the offsets never have to be read."""
         if self._host is None:
-            zero = np.zeros(1, np.int64)
-            self._host = np.concatenate([zero, np.cumsum(lengths, dtype=np.int64)])
+            self._host = _offsets_of(lengths)
 
-    def read(self) -> np.ndarray:
-        """Return the offsets in host memory; waits for the device where it must.
-
-        For results of dynamic size.
-        """
-        if self.host is None:
+    def read_offsets(self) -> np.ndarray:
+        """Return the offsets in host memory; wait for the device if they are not known there."""
+        if self.host_offsets is None:
             self._host = self.backend.read(self.offsets)
         assert self._host is not None
         return self._host
 
     @property
     def max_length_bound(self) -> int:
-        """The best bound on the longest row that is known without reading.
-
-        `max_length` may be a loose one.
-        """
-        longest: int = self.total if self.max_length is None else self.max_length
-        if self.host is not None:
-            longest = self._longest
-        elif not self.backend.is_compiling():  # a compiler would specialize on the total
-            longest = min(longest, self.total)
-        return longest
+        """A bound on the longest row, at least as tight as `max_length`; never reads the offsets."""
+        if self.host_offsets is not None:
+            longest: int = self._exact_max_length
+            return longest
+        if self.max_length is None:
+            return self.total
+        # The minimum would make a compiler specialize on the total.
+        return self.max_length if self.backend.is_compiling() else min(self.max_length, self.total)
 
     @_cached
-    def _longest(self) -> int:
-        assert self.host is not None
-        return int((self.host[1:] - self.host[:-1]).max(initial=0))
+    def _exact_max_length(self) -> int:
+        assert self.host_offsets is not None
+        return int((self.host_offsets[1:] - self.host_offsets[:-1]).max(initial=0))
 
     @_cached
     def lengths(self) -> Any:
@@ -254,11 +258,8 @@ class Layout:
         return self.backend.row_ids(self.xp.concat([self.lengths, tail]), self.total)
 
     @_cached
-    def row_index(self) -> Any:
-        """(total,) row of each token, clipped to n - 1.
-
-        So it may index any array with one entry per row.
-        """
+    def clipped_segment_ids(self) -> Any:
+        """(total,) row of each token, clipped to n - 1: a valid index into one entry per row."""
         return self._clip_below(self.segment_ids, self.num_rows)
 
     @_cached
@@ -267,16 +268,16 @@ class Layout:
         return self.arange(self.total) - self.per_token(self.offsets[:-1])
 
     def per_token(self, per_row: Any) -> Any:
-        """Return (total, ...) the entry of each token's row in `per_row`, (n, ...)."""
-        if 0 in per_row.shape[1:]:  # MLX divides by the size of an element
+        """Return ``per_row[row]`` for the row of each token: (total, ...) for (n, ...)."""
+        if 0 in per_row.shape[1:]:  # MLX divides by the number of elements per row
             shape = (self.total, *per_row.shape[1:])
             return self.xp.zeros(shape, dtype=per_row.dtype, device=self.device)
-        return self.xp.take(per_row, self.row_index, axis=0)
+        return self.xp.take(per_row, self.clipped_segment_ids, axis=0)
 
     def starts_and_lengths(self, layout: Layout) -> tuple[Any, Any]:
-        """Return (total,) the start and the length of each token's row in another layout.
+        """Return per token, (total,), where its row starts in `layout`, and how long it is there.
 
-        The other layout has as many rows.
+        Both layouts have the same number of rows.
         """
         return self.per_token(layout.offsets[:-1]), self.per_token(layout.lengths)
 
@@ -290,7 +291,8 @@ class Layout:
         """True if it is known that every token belongs to a row."""
         if self._has_no_tail:
             return True
-        return self.host is not None and bool(self.host[-1] == self.total)
+        host = self.host_offsets
+        return host is not None and bool(host[-1] == self.total)
 
     @property
     def token_mask(self) -> Any:
@@ -302,7 +304,7 @@ class Layout:
         return self.arange(self.total) < self.offsets[-1:]
 
     def repeat(self, count: int) -> Layout:
-        """Return the layout of rows that are `count` times as long."""
+        """Return the layout in which every token is repeated `count` times."""
         total = self.total * count
         offsets = self.offsets_as_index(total)
         longest = None if self.max_length is None else self.max_length * count
@@ -312,40 +314,48 @@ class Layout:
     def buckets(self, padded: bool = True) -> Buckets:
         """Return the rows by falling length, in buckets of similar length. Reads the offsets.
 
-        A new bucket begins where a row is shorter than 3/4 of the bucket's longest row, or than
-        15/16 where that row has `LONG_ROW` tokens: there padding costs more than another call. So
-        there are at most about ``20 + 16 * log(longest / LONG_ROW)`` buckets. With ``padded=False``
-        every length has a bucket of its own.
-        """
-        buckets: Buckets = self.cached(
-            ("buckets", padded), lambda: self._make_buckets(self.read().astype(np.int64), padded)
-        )
-        return buckets
+        With ``padded=False`` every length has a bucket of its own. Otherwise a bucket contains rows
+        down to a share of its longest row. Padding a long row costs more than another batch, so the
+        share depends on that row:
 
-    def _make_buckets(self, host: np.ndarray, padded: bool) -> Buckets:
-        lengths, device = np.diff(host), self.device
+        ====================  ============
+        longest row           shortest row
+        ====================  ============
+        below `LONG_ROW`      3/4 of it
+        at least `LONG_ROW`   15/16 of it
+        ====================  ============
+
+        So there are at most about ``20 + 16 * log(longest / LONG_ROW)`` buckets.
+        """
+        return self.cached(("buckets", padded), lambda: self._make_buckets(padded))
+
+    def _make_buckets(self, padded: bool) -> Buckets:
+        host, device = self.read_offsets().astype(np.int64), self.device
+        lengths = np.diff(host)
         order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-        slots, parts, starts, used = np.zeros(self.total, np.int64), [], [], 0
-        scaled = 16 * lengths[order]  # falling
+        slots, num_slots = np.zeros(self.total, np.int64), 0
+        batches, first_tokens = [], []
+        scaled = 16 * lengths[order]  # so that a share is a whole number
         while order.size:
             longest = lengths[order[0]]
-            threshold = 16 if not padded else 12 if longest < LONG_ROW else 15  # sixteenths
-            count = np.searchsorted(-scaled, -threshold * longest, side="right")
+            sixteenths = 16 if not padded else 12 if longest < LONG_ROW else 15
+            count = np.searchsorted(-scaled, -sixteenths * longest, side="right")
             rows, order, scaled = order[:count], order[count:], scaled[count:]
             position = np.arange(longest)
             mask = position < lengths[rows, None]
             tokens = host[rows, None] + np.minimum(position, lengths[rows, None] - 1)
-            slots[tokens[mask]] = used + np.flatnonzero(mask)
-            used += mask.size
-            known = None if mask.all() else self.backend.from_host(mask, self.xp.bool, device)
-            parts.append((self.backend.from_host(tokens, None, device), known))
-            starts.append(int(tokens[0, 0]))
-        return Buckets(parts, starts, self.backend.from_host(slots, None, device))
+            slots[tokens[mask]] = num_slots + np.flatnonzero(mask)
+            num_slots += mask.size
+            is_full = bool(mask.all())
+            mask_array = None if is_full else self.backend.from_host(mask, self.xp.bool, device)
+            batches.append((self.backend.from_host(tokens, None, device), mask_array))
+            first_tokens.append(int(tokens[0, 0]))
+        return Buckets(batches, first_tokens, self.backend.from_host(slots, None, device))
 
     def tile_slots(self, size: int) -> Any:
-        """Return (total,) the slot of each token among all slots of all tiles.
+        """Return (total,) the index of each token in the flattened (tiles, size) arrays of `Tiles`.
 
-        In bounds for tokens of the tail.
+        It is in bounds for tokens of the tail too.
         """
         tiles = self.tiles(size).layout
         end = tiles.total * size
@@ -358,18 +368,18 @@ class Layout:
 
     def tiles(self, size: int) -> Tiles:
         """Return every row cut into tiles of `size` tokens."""
-        tiles: Tiles = self.cached(("tiles", size), lambda: self._make_tiles(size))
-        return tiles
+        return self.cached(("tiles", size), lambda: self._make_tiles(size))
 
     def _make_tiles(self, size: int) -> Tiles:
         xp = self.xp
-        if self.host is not None:
-            counts = -(-(self.host[1:] - self.host[:-1]) // size)
-            layout = Layout.from_host(self.backend, counts, like=self.offsets)
+        if self.host_offsets is not None:
+            counts = -(-(self.host_offsets[1:] - self.host_offsets[:-1]) // size)
+            layout = Layout.from_host_lengths(self.backend, counts, like=self.offsets)
         else:
             counts = (self.lengths + (size - 1)) // size
             ends = xp.cumulative_sum(counts, dtype=self.offsets.dtype)
-            offsets = xp.concat([self.offsets[:1] * 0, ends])
+            zero = self.offsets[:1] * 0  # on the device of the offsets, also under a trace
+            offsets = xp.concat([zero, ends])
             bound = self.total // size + self.num_rows
             layout = Layout(self.backend, offsets, bound, -(-self.max_length_bound // size))
         starts = layout.positions * size
@@ -378,7 +388,7 @@ class Layout:
         ends = layout.per_token(self.offsets[1:])
         exists = layout.segment_ids < self.num_rows
         valid = (tokens < ends[:, None]) & exists[:, None]
-        return Tiles(layout, layout.row_index, starts, self.clip(tokens), valid)
+        return Tiles(layout, layout.clipped_segment_ids, starts, self.clip(tokens), valid)
 
     def arange(self, size: int) -> Any:
         """Return `[0, 1, ... size - 1]` with the dtype and on the device of the offsets."""
@@ -392,32 +402,38 @@ class Layout:
         return self.xp.where(index < size, index, max(size - 1, 0))
 
 
-def index_dtype(xp: Any, last: int, like: Any = None) -> Any:
-    """Return the dtype of indices up to `last`.
+def _offsets_of(lengths: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    lengths.cumsum(dtype=np.int64, out=offsets[1:])
+    return offsets
 
-    The dtype of `like`, or else int32, where that suffices.
+
+def index_dtype(xp: Any, max_index: int, like: Any = None) -> Any:
+    """Return the dtype of indices up to `max_index`: int64 from 2^31 on, else the dtype of `like`.
+
+    Without `like` it is int32.
     """
-    if last >= 2**31:
+    if max_index >= 2**31:
         return xp.int64
     return xp.int32 if like is None else like.dtype
 
 
 def has_same_rows(a: Layout, b: Layout) -> bool | None:
-    """Return whether two layouts have the same rows.
+    """Return whether two layouts have the same rows and the same tail.
 
-    None where only waiting for a device could tell.
+    None if a comparison would have to wait for a device.
     """
     if a is b or a.offsets is b.offsets:
         return True
     if a.num_rows != b.num_rows or a.total != b.total:
         return False
-    if a.host is None or b.host is None:
+    if a.host_offsets is None or b.host_offsets is None:
         return None
-    return bool(np.array_equal(a.host, b.host))
+    return bool(np.array_equal(a.host_offsets, b.host_offsets))
 
 
 def check_offsets(offsets: np.ndarray, total: int) -> None:
-    """Raise `ValueError` unless the offsets start at 0, never fall and end at `total`."""
+    """Raise `ValueError` unless the offsets start at 0, are non-decreasing and end at `total`."""
     if offsets[0] != 0:
         raise ValueError(
             f"offsets: expected to start at 0, got {offsets[0]}; subtract offsets[0] and cut the values"

@@ -220,7 +220,7 @@ def everywhere() -> list[str]:
             facts = {field: getattr(call, field) for field in options_of(call)}
             names.append(name)
             return lambda **arrays: (
-                OPERATIONS[name].kernels[-1].run(OPERATIONS[name].call(**arrays, **facts))
+                OPERATIONS[name].kernels[-1].run(OPERATIONS[name].record(**arrays, **facts))
             )
 
         scree.register_kernel(name, provider="mine", prepare=prepare_run)(run)

@@ -69,7 +69,7 @@ def test_the_page_on_kernels_describes_every_call() -> None:
     hooks = runpy.run_path(str(ROOT / "docs/hooks.py"))
     page = hooks["on_page_markdown"]((ROOT / "docs/kernels.md").read_text(encoding="utf-8"))
     for name, operation in OPERATIONS.items():
-        call = operation.call
+        call = operation.record
         assert f"::: {call.__module__}.{call.__name__}\n" in page, name
 
 

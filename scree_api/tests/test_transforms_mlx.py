@@ -130,7 +130,7 @@ def test_tokens_to_spare_stay_out_of_files(tmp_path: Path) -> None:
     for _ in range(2):  # whether the offsets were read before or not
         with pytest.raises(ValueError, match="offsets: expected to end at 4"):
             x.to_numpy()
-        x.layout.read()
+        x.layout.read_offsets()
 
 
 def test_a_token_that_a_row_does_not_have_is_nan() -> None:

@@ -60,7 +60,7 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     if lib is not layout.backend:
         values, offsets = convert(arr.values, lib), convert(_representable_offsets(arr, lib), lib)
         if layout.has_no_tail:
-            converted = Layout(lib, offsets, layout.total, layout.max_length, layout.host)
+            converted = Layout(lib, offsets, layout.total, layout.max_length, layout.host_offsets)
             arr = Array.from_layout(values, converted, arr.ragged_dim)
         else:  # the offsets were not checked yet: the constructor checks them
             arr = Array(values, offsets, arr.ragged_dim, layout.max_length)

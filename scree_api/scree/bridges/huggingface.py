@@ -183,7 +183,7 @@ def from_hf_flattened(batch: Mapping[str, Any]) -> dict[str, Array]:
         positions = lib.read(position_ids)[0]
         starts = np.flatnonzero(np.diff(positions, prepend=positions[:1]) != 1)
         lengths = np.diff(starts, append=total)
-        layout = Layout.from_host(lib, lengths, device=lib.device(position_ids))
+        layout = Layout.from_host_lengths(lib, lengths, device=lib.device(position_ids))
         arr = Array.from_layout(first[0, ...], layout)
     return {name: arr.with_values(x[0, ...]) for name, x in tokens.items()}
 
@@ -226,7 +226,7 @@ def to_hf_flattened(input_ids: Array, *, labels: Array | None = None) -> dict[st
     """
     input_ids, layout = tokens_first(input_ids), input_ids.layout
     if layout.max_length is None:
-        layout.read()
+        layout.read_offsets()
     xp = layout.xp
     cu_seqlens = xp.astype(layout.offsets, xp.int32, copy=False)
     positions = input_ids.with_values(xp.astype(layout.positions, widest_integer(xp), copy=False))

@@ -233,7 +233,7 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
         check_integer("start", start, 0)
     else:
         start = _one_per_row("start", start, tokens)
-        start = xp.take(xp.astype(start, dtype), layout.row_index, axis=0)
+        start = xp.take(xp.astype(start, dtype), layout.clipped_segment_ids, axis=0)
     positions = positions + start
     page: Array = pages[Array.from_layout(positions // page_size, layout)]
     return page.with_values(xp.astype(page.values, dtype) * page_size + positions % page_size)

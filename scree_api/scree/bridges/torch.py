@@ -61,7 +61,7 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
     if nested.lengths() is None:
         return Array(values, offsets, ragged_dim, nested._maybe_max_seqlen)
     lib = backend(values)
-    layout = Layout.from_host(lib, lib.read(nested.lengths()), like=offsets)
+    layout = Layout.from_host_lengths(lib, lib.read(nested.lengths()), like=offsets)
     return select(Array.unchecked(values, offsets, ragged_dim, None), layout, offsets[:-1])
 
 
@@ -83,7 +83,7 @@ def _from_strided(nested: torch.Tensor) -> Array:
     lengths, shape = sizes[:, ragged_dim].numpy(), sizes[0].tolist()
     shape[0], shape[ragged_dim] = shape[ragged_dim], shape[0]
     values = ragged_first.contiguous().values().reshape(int(lengths.sum()), *shape[1:])
-    layout = Layout.from_host(backend(values), lengths, device=values.device)
+    layout = Layout.from_host_lengths(backend(values), lengths, device=values.device)
     return Array.from_layout(values.transpose(0, ragged_dim), layout, ragged_dim)
 
 
@@ -215,7 +215,11 @@ def _with_parts(arr: Array, values: torch.Tensor, offsets: torch.Tensor) -> Arra
     if offsets is arr.offsets:
         return arr if values is arr.values else arr.with_values(values)
     layout = Layout(
-        arr.layout.backend, offsets, arr.total_length, arr.layout.max_length, arr.layout.host
+        arr.layout.backend,
+        offsets,
+        arr.total_length,
+        arr.layout.max_length,
+        arr.layout.host_offsets,
     )
     return Array.from_layout(values, layout, arr.ragged_dim)
 

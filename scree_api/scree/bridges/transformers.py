@@ -452,11 +452,11 @@ def _find_sequences(
             for x in (sequence, sequence[is_query])
         )
         q_tokens = row[is_query] * length + column[is_query] - (width - length)
-    k_layout = Layout.from_host(lib, k_lengths, device=sequence_ids.device)
+    k_layout = Layout.from_host_lengths(lib, k_lengths, device=sequence_ids.device)
     q_layout = (
         k_layout
         if np.array_equal(q_lengths, k_lengths)
-        else Layout.from_host(lib, q_lengths, device=sequence_ids.device)
+        else Layout.from_host_lengths(lib, q_lengths, device=sequence_ids.device)
     )
 
     def to_device(indices: np.ndarray, count: int) -> torch.Tensor | None:
@@ -475,7 +475,7 @@ def _find_sequences(
 def _uniform_layout(batch: int, length: int, device: torch.device) -> Layout:
     """Return the layout of rows of equal length."""
     lib = backend(torch.empty(0))
-    return Layout.from_host(lib, np.full(batch, length), device=device)
+    return Layout.from_host_lengths(lib, np.full(batch, length), device=device)
 
 
 @lru_cache(maxsize=8)

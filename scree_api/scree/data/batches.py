@@ -68,7 +68,7 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     for name in samples[0]:
         field = _collate_field(name, [sample[name] for sample in samples], library)
         if isinstance(field, Array):
-            lib, offsets = field.layout.backend, field.layout.read()
+            lib, offsets = field.layout.backend, field.layout.read_offsets()
             key = (lib.name, str(field.device), offsets.tobytes())
             field = layouts.setdefault(key, field).with_values(field.values)
         batch[name] = field
@@ -404,12 +404,14 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     length = check_integer("length", length, 0)
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-    lengths = np.diff(check_ragged("arr", arr).layout.read())
+    lengths = np.diff(check_ragged("arr", arr).layout.read_offsets())
     kept_lengths = np.minimum(lengths, length)
     starts = arr.offsets[:-1]
     if side == "left":
-        starts = starts + arr.layout.index_from_host(lengths - kept_lengths)
-    return select(arr, Layout.from_host(arr.layout.backend, kept_lengths, like=arr.offsets), starts)
+        starts = starts + arr.layout.to_index(lengths - kept_lengths)
+    return select(
+        arr, Layout.from_host_lengths(arr.layout.backend, kept_lengths, like=arr.offsets), starts
+    )
 
 
 def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
@@ -446,17 +448,17 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     """
     size = check_integer("size", size, 1)
     overlap = check_integer("overlap", overlap, 0, size, ", the size of a window")
-    offsets = check_ragged("arr", arr).layout.read().astype(np.int64)
+    offsets = check_ragged("arr", arr).layout.read_offsets().astype(np.int64)
     lengths, step = np.diff(offsets), size - overlap
     counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
     rows = np.repeat(np.arange(lengths.size), counts)
     positions = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
-    windows = Layout.from_host(
+    windows = Layout.from_host_lengths(
         arr.layout.backend, np.minimum(size, lengths[rows] - positions), like=arr.offsets
     )
     return select(
-        arr, windows, arr.layout.index_from_host(offsets[rows] + positions)
-    ), arr.layout.index_from_host(rows)
+        arr, windows, arr.layout.to_index(offsets[rows] + positions)
+    ), arr.layout.to_index(rows)
 
 
 class Interleaved(NamedTuple):
@@ -529,10 +531,10 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
         )
     flat = pack(parts)
     counts = np.asarray([len(sample) for sample in samples])
-    lengths, ends = np.diff(flat.layout.read()), np.cumsum(counts)
+    lengths, ends = np.diff(flat.layout.read_offsets()), np.cumsum(counts)
     segment_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     row_lengths = np.diff(segment_offsets[ends], prepend=0)
-    layout = Layout.from_host(flat.layout.backend, row_lengths, like=flat.offsets)
+    layout = Layout.from_host_lengths(flat.layout.backend, row_lengths, like=flat.offsets)
     tokens = Array.from_layout(flat.values, layout)
     segment_indices = np.arange(lengths.size) - np.repeat(ends - counts, counts)
     xp, device = flat.layout.xp, flat.layout.device
@@ -548,7 +550,7 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
 def _read_lengths(x: Any) -> np.ndarray:
     """Return row lengths on the host, from a ragged array, an array or a list."""
     if isinstance(x, Array):
-        return np.diff(x.layout.read()).astype(np.int64)
+        return np.diff(x.layout.read_offsets()).astype(np.int64)
     lengths = read_integers("lengths", x)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths.size and lengths.min() < 0):
         raise ValueError(

@@ -61,7 +61,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
         drop_tail(check_ragged("arr", arr)),
         check_scalar("fill_value", fill_value, arr.values),
     )
-    layout, lengths = arr.layout, np.diff(arr.layout.read())
+    layout, lengths = arr.layout, np.diff(arr.layout.read_offsets())
     growth = check_number("growth", growth, above=1)
     total = _round_up(layout.total, growth)
     max_length = _round_up(int(lengths.max(initial=0)), growth)
@@ -74,7 +74,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     added_lengths[added_lengths.size - num_fill_rows :] = (
         num_fill_tokens // num_fill_rows + is_longer
     )
-    padded = Layout.from_host(
+    padded = Layout.from_host_lengths(
         layout.backend, np.concatenate([lengths, added_lengths]), like=arr.offsets
     )
     padded.max_length = max_length

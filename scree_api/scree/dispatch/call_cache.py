@@ -1,10 +1,8 @@
-"""Decisions about earlier calls.
-
-A call with the same options and the same kind of arrays is not validated again.
+"""The call cache: prepared kernels for calls with the same options and the same kind of arrays.
 
 Whether a call is valid and which kernel runs it follows from its options and from the host-visible
 metadata of its arrays (`Backend.make_guard`). The prepared kernel is stored in the cache of the
-layout and lives as long as the layout, so only the first layer of a model decides.
+layout and lives as long as the layout. So in a model, only the first layer validates its calls.
 """
 
 from __future__ import annotations
@@ -29,16 +27,13 @@ class Entry(NamedTuple):
 
 
 def lookup(
-    operation: str,
-    arrays: dict[str, Any],
-    options: dict[str, Any],
-    kernel: str | None,
-    values: list[Any],
-) -> list[Entry] | None:
-    """Return the entries for such options and layouts, or None where a call cannot be cached.
+    operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
+) -> tuple[list[Entry] | None, list[Any]]:
+    """Return the entries for such options and layouts, and the dense arrays for their guards.
 
-    Appends the dense array of every field to `values`, for the guards.
+    The entries are None if the call cannot be cached.
     """
+    values: list[Any] = []
     layout: Layout | None = None
     second: Layout | None = None
     axes: list[Any] = []  # per array: the layout it is on, and its ragged axis
@@ -53,7 +48,7 @@ def lookup(
                 second = x.layout
                 axes.append(~x.ragged_dim)
             else:
-                return None
+                return None, values
             values.append(x.values)
         elif x is None:
             axes.append(None)
@@ -63,9 +58,9 @@ def lookup(
         elif cls is Layout:
             layout = x
         else:
-            return None
+            return None, values
     if layout is None or layout.backend.make_guard is None or layout.backend.is_compiling():
-        return None
+        return None, values
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
     if tuple in types:
@@ -75,10 +70,10 @@ def lookup(
     try:
         entries: list[Entry] | None = cache.get(key)
     except TypeError:  # an unhashable option, which the validation will name
-        return None
+        return None, values
     if entries is None and len(cache) < MAX_KEYS:
         entries = cache[key] = []
-    return entries
+    return entries, values
 
 
 def store(

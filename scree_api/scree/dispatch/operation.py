@@ -1,9 +1,9 @@
-"""Operations, their kernels, and the one dispatcher that runs their calls.
+"""Operations, their kernels, and the dispatch of calls by `Operation.run`.
 
 An operation is defined once, by `define_operation`: a call record, which validates the arguments,
-and the standard implementation, which is the specification. Kernels are added by
-`scree.register_kernel`. The newest kernel that does not reject a call runs it; the standard
-implementation comes last.
+and the standard implementation, which is the specification. `scree.register_kernel` adds kernels.
+The first kernel in the list that does not reject a call runs it. The order is: kernels of the user,
+kernels that a library brings, each newest first, and the standard implementation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Prepare = Callable[[Any], Callable[..., Any] | None]
 
 
 def rejects_nothing(call: Any) -> None:
-    """Accept every call."""
+    """Return None: accept every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,10 @@ class Kernel:
     run
         ``run(call)`` returns what the operation's standard implementation returns.
     prepare
-        ``prepare(call)`` returns a function of the call's arrays for later calls with the same
-        guard, or None.
+        ``prepare(call)`` returns a function for later calls, or None; see `register_kernel`.
+    with_library
+        True if it was registered because its library was loaded; kernels of the user are asked
+        before such kernels.
     """
 
     provider: str
@@ -47,9 +49,6 @@ class Kernel:
     run: Callable[[Any], Any]
     prepare: Prepare | None = None
     with_library: bool = False
-    """Whether it was registered when its library was loaded; kernels of the user are asked before
-    such kernels.
-    """
 
 
 class Operation:
@@ -59,37 +58,38 @@ class Operation:
     ----------
     name
         The name for `scree.register_kernel`.
-    call
+    record
         The call record: a frozen dataclass whose constructor validates the arguments.
     kernels
-        All kernels: first kernels of the user, then kernels registered with a library, each newest
-        first; the standard implementation last. Every change makes a new list, so that the call cache can
-        compare lists by identity.
+        All kernels in the order in which they are asked. The list is never changed; a registration
+        makes a new one, so that the call cache can compare it by identity.
     internal
-        Whether the operation only prepares a layout for another operation; `scree.explain` passes
-        over it.
+        True for an operation that only prepares a layout for another one; `scree.explain` does not
+        show it.
     """
 
-    __slots__ = ("call", "internal", "kernels", "name")
+    __slots__ = ("internal", "kernels", "name", "record")
 
     def __init__(
-        self, name: str, call: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
+        self, name: str, record: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
     ) -> None:
-        self.name, self.call, self.internal = name, call, internal
+        self.name, self.record, self.internal = name, record, internal
         self.kernels = [Kernel(STANDARD, rejects_nothing, standard, with_library=True)]
 
     def run(
         self, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
     ) -> Any:
-        """Validate a call, choose its kernel and run it.
+        """Run a call on its kernel, and take the decision from the call cache if it is there.
 
-        A cached decision about an earlier call of the same kind is used instead where there is one.
+        A decision is cached if the first kernel in the list has `prepare` and takes the call. Every
+        other call is validated, and its kernel selected, again. While `scree.explain` observes,
+        nothing is cached.
 
         Parameters
         ----------
         arrays
-            The call's fields that hold an array, a layout or None. The first is ragged or a layout;
-            otherwise the call is not cached.
+            The call's fields that hold an array, a layout or None. The call is cached only if the
+            first is ragged or a layout.
         options
             The other fields.
         kernel
@@ -97,18 +97,17 @@ class Operation:
         """
         kernels = self.kernels
         if kernels[0].prepare is None or OBSERVERS:
-            return self.run_call(self.call(**arrays, **options), kernel)
-        values: list[Any] = []
-        entries = call_cache.lookup(self.name, arrays, options, kernel, values)
+            return self.run_call(self.record(**arrays, **options), kernel)
+        entries, values = call_cache.lookup(self.name, arrays, options, kernel)
         for entry in entries or ():
             if entry.kernels is kernels and entry.guard(*values):
                 return entry.run(**arrays)
-        call = self.call(**arrays, **options)
+        call = self.record(**arrays, **options)
         chosen, rejected = self.select(call, kernel)
-        if entries is None or chosen.prepare is None or rejected:
-            return chosen.run(call)
-        prepared = chosen.prepare(call)
-        if prepared is None:
+        prepared = None
+        if entries is not None and chosen.prepare is not None and not rejected:
+            prepared = chosen.prepare(call)
+        if entries is None or prepared is None:
             return chosen.run(call)
         call_cache.store(entries, kernels, values, prepared)
         return prepared(**arrays)
@@ -121,7 +120,7 @@ class Operation:
         return chosen.run(call)
 
     def select(self, call: Any, kernel: str | None) -> tuple[Kernel, dict[str, str]]:
-        """Return the kernel for a call, and the reasons of the kernels that were asked before it."""
+        """Return the kernel for a call, and the reasons of the kernels that rejected it."""
         rejected: dict[str, str] = {}
         if kernel is not None and not isinstance(kernel, str):
             raise TypeError(f"kernel: expected the name of a provider or None, got {kernel!r}")
@@ -143,12 +142,12 @@ class Operation:
 #: All operations by name.
 OPERATIONS: dict[str, Operation] = {}
 
-#: Thread -> function that is told which kernel was selected; `scree.explain` enters itself here.
+#: Thread id -> callback that receives the selected kernel; `scree.explain` enters its own.
 OBSERVERS: dict[int, Callable[[str, str, dict[str, str]], None]] = {}
 
 
 def define_operation(
-    name: str, call: Callable[..., Any], *, internal: bool = False
+    name: str, record: Callable[..., Any], *, internal: bool = False
 ) -> Callable[[Callable[[Any], Any]], Operation]:
     """Define an operation; the decorated function is its standard implementation.
 
@@ -156,21 +155,21 @@ def define_operation(
     ----------
     name
         The operation's name, which `scree.register_kernel` takes.
-    call
+    record
         The call record: a frozen dataclass with the field names of the public signature, whose
         constructor validates.
     internal
-        Whether the operation only prepares a layout for another operation.
+        True for an operation that only prepares a layout for another one.
 
     Returns
     -------
     function
-        The decorator, which replaces the function by the `Operation`. The public function calls
-        `Operation.run`.
+        A decorator that registers the function and returns its `Operation`, which the public
+        function runs.
     """
 
     def decorate(standard: Callable[[Any], Any]) -> Operation:
-        OPERATIONS[name] = Operation(name, call, standard, internal)
+        OPERATIONS[name] = Operation(name, record, standard, internal)
         return OPERATIONS[name]
 
     return decorate

@@ -371,9 +371,9 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard)
         )
     check_same_rows("repeats", x, repeats)
     counts = _read_counts(repeats.values, (x.total_length,), x)
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read()]
-    layout = Layout.from_host(std.backend, np.diff(ends), like=x.offsets)
-    tokens = x.layout.index_from_host(np.repeat(np.arange(counts.size), counts))
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read_offsets()]
+    layout = Layout.from_host_lengths(std.backend, np.diff(ends), like=x.offsets)
+    tokens = x.layout.to_index(np.repeat(np.arange(counts.size), counts))
     return Array.from_layout(std.xp.take(x.values, tokens, axis=dim), layout, dim)
 
 

@@ -89,7 +89,7 @@ def _sort_buckets(std: Standard, x: Array, **options: Any) -> Any:
     is_floating = xp.isdtype(x.dtype, "real floating")
     last = float("nan") if is_floating else identity(xp, "min", x.dtype)
     last, parts = xp.full((), last, dtype=x.dtype, device=x.layout.device), []
-    for tokens, mask in buckets.parts:
+    for tokens, mask in buckets.batches:
         block = xp.take(values, xp.reshape(tokens, (-1,)), axis=0)
         block = xp.reshape(block, (*tokens.shape, *values.shape[1:]))
         if mask is not None:

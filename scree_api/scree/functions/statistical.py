@@ -206,5 +206,5 @@ def _prepend_initial(xp: Any, values: Any, layout: Layout, op: str) -> tuple[Any
     shape, options = (1, *values.shape[1:]), {"dtype": values.dtype, "device": layout.device}
     initial = xp.full(shape, IDENTITIES[op], **options)
     # Index 0 is the initial value, index i + 1 is token i.
-    tokens = xp.where(new.positions > 0, new.arange(new.total) - new.row_index, 0)
+    tokens = xp.where(new.positions > 0, new.arange(new.total) - new.clipped_segment_ids, 0)
     return xp.take(xp.concat([initial, values], axis=0), tokens, axis=0), new

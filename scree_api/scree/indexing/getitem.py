@@ -103,7 +103,7 @@ def _row(arr: Array, i: int) -> Any:
     n = arr.batch_size
     if not -n <= i < n:
         raise IndexError(f"index: expected a row in [-{n}, {n}), got {i}")
-    start, stop = arr.layout.read()[i % n : i % n + 2].tolist()
+    start, stop = arr.layout.read_offsets()[i % n : i % n + 2].tolist()
     return arr.values[(FULL,) * arr.ragged_dim + (slice(start, stop), ...)]
 
 
@@ -145,7 +145,7 @@ def read_row_index(key: Any, n: int) -> np.ndarray:
 
 
 def _row_range(arr: Array, start: int, stop: int) -> Array:
-    host = arr.layout.read()[start : stop + 1]
+    host = arr.layout.read_offsets()[start : stop + 1]
     first, last = int(host[0]), int(host[-1])
     offsets = arr.offsets[start : stop + 1]
     layout = Layout(
@@ -162,16 +162,16 @@ def _row_range(arr: Array, start: int, stop: int) -> Array:
 
 def drop_tail(arr: Array) -> Array:
     """Return the array without its tail. Reads the offsets."""
-    arr.layout.read()
+    arr.layout.read_offsets()
     return arr if arr.layout.has_no_tail else _row_range(arr, 0, arr.batch_size)
 
 
 def take_rows(arr: Array, rows: np.ndarray, kernel: str | None = None) -> Array:
     """Return the rows with the given indices, in their order. Reads the offsets."""
     old = arr.layout
-    new = Layout.from_host(old.backend, np.diff(old.read())[rows], like=arr.offsets)
+    new = Layout.from_host_lengths(old.backend, np.diff(old.read_offsets())[rows], like=arr.offsets)
     distinct = rows.size < 2 or int(np.bincount(rows).max()) == 1
-    starts = old.xp.take(old.offsets[:-1], old.index_from_host(rows), axis=0)
+    starts = old.xp.take(old.offsets[:-1], old.to_index(rows), axis=0)
     return select(arr, new, starts, distinct=distinct, kernel=kernel)
 
 
@@ -181,7 +181,7 @@ def _slice(arr: Array, key: slice) -> Array:
     step = 1 if key.step is None else operator.index(key.step)
     if key == slice(None, None, -1):  # the lengths stay the same
         return select(arr, old, old.offsets[1:] - 1, step, distinct=True)
-    lengths = np.diff(old.read())
+    lengths = np.diff(old.read_offsets())
     low, high = (0, lengths) if step > 0 else (-1, lengths - 1)
 
     def bound(x: Any, default: Any) -> Any:
@@ -189,8 +189,10 @@ def _slice(arr: Array, key: slice) -> Array:
 
     first = bound(key.start, np.zeros_like(lengths) if step > 0 else lengths - 1)
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
-    new = Layout.from_host(old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets)
-    return select(arr, new, old.offsets[:-1] + old.index_from_host(first), step, distinct=True)
+    new = Layout.from_host_lengths(
+        old.backend, np.maximum(0, -((first - stop) // step)), like=arr.offsets
+    )
+    return select(arr, new, old.offsets[:-1] + old.to_index(first), step, distinct=True)
 
 
 def select(
@@ -252,8 +254,8 @@ def _token(arr: Array, i: int, fill_value: Any) -> Any:
     """
     layout, xp = arr.layout, arr.layout.xp
     need = i + 1 if i >= 0 else -i
-    if layout.host is not None:
-        short = np.flatnonzero(np.diff(layout.host) < need)
+    if layout.host_offsets is not None:
+        short = np.flatnonzero(np.diff(layout.host_offsets) < need)
         if short.size:
             names = ", ".join(map(str, short[:5].tolist())) + (" ..." if short.size > 5 else "")
             raise IndexError(
@@ -274,7 +276,7 @@ def _token(arr: Array, i: int, fill_value: Any) -> Any:
         )
     tokens = layout.offsets[:-1] + i if i >= 0 else layout.offsets[1:] + i
     out = xp.take(values, layout.clip(tokens), axis=0)
-    if layout.host is None:
+    if layout.host_offsets is None:
         fill = xp.full((), fill_value, dtype=arr.dtype, device=layout.device)
         out = xp.where(append_axes(xp, layout.lengths >= need, out.ndim), out, fill)
     return out
@@ -349,15 +351,17 @@ def _mask(arr: Array, mask: Array) -> Array:
         raise IndexError(
             f"index: expected a mask like the first axes of {arr.shape}, got {mask.shape}"
         )
-    if mask.layout is not arr.layout and not np.array_equal(mask.layout.read(), arr.layout.read()):
+    if mask.layout is not arr.layout and not np.array_equal(
+        mask.layout.read_offsets(), arr.layout.read_offsets()
+    ):
         raise IndexError("index: expected a mask with the rows of the array, got other lengths")
     layout, lib = arr.layout, arr.layout.backend
     chosen = lib.read(mask.values)
     per_token = chosen.sum(axis=tuple(range(1, chosen.ndim)))
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_token)])
-    new = Layout.from_host(lib, np.diff(counts[layout.read()]), like=arr.offsets)
+    new = Layout.from_host_lengths(lib, np.diff(counts[layout.read_offsets()]), like=arr.offsets)
     flat = layout.xp.reshape(arr.values, (chosen.size, *arr.values.shape[mask.values.ndim :]))
-    index = layout.index_from_host(np.flatnonzero(chosen), chosen.size)
+    index = layout.to_index(np.flatnonzero(chosen), chosen.size)
     return Array.from_layout(layout.xp.take(flat, index, axis=0), new)
 
 

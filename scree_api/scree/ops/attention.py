@@ -340,7 +340,7 @@ def _attention(call: AttentionCall) -> Any:
     if 0 in (q.offsets.shape[0] - 1, q.values.shape[0], call.k.values.shape[0]):
         return _empty_result(call, wide)
     size = min(QUERY_TILE, _length_bound(layout, "q"))
-    is_known = layout.host is not None and k_layout.host is not None
+    is_known = layout.host_offsets is not None and k_layout.host_offsets is not None
     key = ("attention schedule", size, call.window, is_known)
     schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
     tiles = k_layout.tiles(KEY_TILE)
@@ -368,7 +368,7 @@ def _empty_result(call: AttentionCall, wide: Any) -> Any:
 
 def _length_bound(layout: Layout, name: str) -> int:
     """Return a bound on the rows, at least 1; raise if none is known without reading the offsets."""
-    if layout.max_length is None and layout.host is None:
+    if layout.max_length is None and layout.host_offsets is None:
         raise ValueError(
             f"{name}: expected rows of known maximum length, got offsets that only a device can read; make {name} with "
             f"max_length=, or call {name}.validate(), which reads the offsets once"
@@ -411,7 +411,7 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
     slots = inverse[slots // size] * size + slots % size
-    arrays = [q_layout.index_from_host(x) for x in (slots, *(x[order] for x in per_query_tile))]
+    arrays = [q_layout.to_index(x) for x in (slots, *(x[order] for x in per_query_tile))]
     return _Schedule._make([*arrays, counts[order], num_unmasked[order]])
 
 

@@ -186,7 +186,7 @@ def _check_targets(call: LossCall, classes: int) -> Any:
         raise ValueError(
             f"reduction: 'row_mean' needs rows, got a dense array of shape {tuple(x.shape)}"
         )
-    offsets = x.layout.host if isinstance(x, Array) else None
+    offsets = x.layout.host_offsets if isinstance(x, Array) else None
     is_readable = not lib.is_compiling() if not isinstance(x, Array) else offsets is not None
     labels = check_integers("targets", as_values(targets), values)
     host = lib.peek(labels) if is_readable else None

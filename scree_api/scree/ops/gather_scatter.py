@@ -316,7 +316,7 @@ def _token_indices(name: str, x: Any, index: Any, size: int) -> Any:
         layout = x.layout if isinstance(x, Array) else index.layout
     known = lib.peek(indices)
     if known is not None and layout is not None and not layout.has_no_tail:
-        known = None if layout.host is None else known[: layout.host[-1]]
+        known = None if layout.host_offsets is None else known[: layout.host_offsets[-1]]
     check_index_bounds(name, known, size)
     mask = None if layout is None else layout.token_mask
     if mask is None:
@@ -336,6 +336,6 @@ def _scatter_rows(x: Array, index: Any, size: int) -> Array:
     source[indices] = np.arange(indices.size)
     filled = take_rows(x, source[source >= 0])
     lengths = np.zeros(size, np.int64)
-    lengths[source >= 0] = np.diff(filled.layout.read())
-    layout = Layout.from_host(x.layout.backend, lengths, like=x.offsets)
+    lengths[source >= 0] = np.diff(filled.layout.read_offsets())
+    layout = Layout.from_host_lengths(x.layout.backend, lengths, like=x.offsets)
     return Array.from_layout(filled.values, layout, x.ragged_dim)

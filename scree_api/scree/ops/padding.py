@@ -136,7 +136,7 @@ class UnpadCall:
                 raise ValueError(
                     f"total: expected {counts.sum()}, the number of real tokens, got {total}; it may be left out"
                 )
-            layout = Layout.from_host(lib, counts, device=lib.device(padded))
+            layout = Layout.from_host_lengths(lib, counts, device=lib.device(padded))
         else:
             dtype = index_dtype(lib.xp, math.prod(shape) if total is None else total)
             if mask is None:
@@ -257,14 +257,18 @@ def _token_slots(call: UnpadCall) -> Any:
     slots = call.slots
     if slots is None:
         if mask is None:
-            lengths = None if layout.host is None else np.diff(layout.host)
+            lengths = None if layout.host_offsets is None else np.diff(layout.host_offsets)
             host = None if lengths is None else np.arange(longest) < lengths[:, None]
         else:  # its counts are known
             host = lib.peek(mask)
             host = lib.read(mask) if host is None else host
         if host is not None:
-            return layout.index_from_host(np.flatnonzero(host), size)
-        rows = xp.astype(layout.row_index, index_dtype(xp, size, layout.row_index), copy=False)
+            return layout.to_index(np.flatnonzero(host), size)
+        rows = xp.astype(
+            layout.clipped_segment_ids,
+            index_dtype(xp, size, layout.clipped_segment_ids),
+            copy=False,
+        )
         slots = rows * longest + layout.positions
     slots = slots[: layout.total]
     return xp.where(slots < size, slots, max(size - 1, 0))
@@ -343,9 +347,9 @@ class PadCall:
         if self.side not in ("right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {self.side!r}")
         if length is None and layout.max_length is None:
-            layout.read()
-        if layout.host is not None:
-            longest = int(np.max(np.diff(layout.host), initial=0))
+            layout.read_offsets()
+        if layout.host_offsets is not None:
+            longest = int(np.max(np.diff(layout.host_offsets), initial=0))
             if length is not None and length < longest:
                 raise ValueError(
                     f"length: expected at least {longest}, the longest row, got {length}; cut rows with arr[:, :length]"

@@ -83,9 +83,9 @@ def topk(
 def _topk(call: TopkCall) -> tuple[Array, Array]:
     x, layout, xp = call.x, call.x.layout, call.x.__array_namespace__()
     order = xp.argsort(x, axis=x.ragged_dim + 1, descending=call.largest, stable=True)
-    offsets = layout.read()
+    offsets = layout.read_offsets()
     lengths = (offsets[1:] - offsets[:-1]).clip(max=call.k)
-    new = Layout.from_host(layout.backend, lengths, like=x.offsets)
+    new = Layout.from_host_lengths(layout.backend, lengths, like=x.offsets)
     positions = select(order, new, layout.offsets[:-1], distinct=True)
     return _take_positions(x, positions), positions
 

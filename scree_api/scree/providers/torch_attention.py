@@ -21,9 +21,9 @@ def rejects(call: AttentionCall) -> str | None:
         return "the fused kernel takes torch tensors only"
     if call.q.values.device.type != "cpu":
         return "rows of equal length are found only on the CPU, where reading the lengths is free"
-    if (call.q.layout.host is None and not torch.compiler.is_compiling()) or not has_same_rows(
-        call.q.layout, call.k.layout
-    ):
+    if (
+        call.q.layout.host_offsets is None and not torch.compiler.is_compiling()
+    ) or not has_same_rows(call.q.layout, call.k.layout):
         return "the fused kernel needs q and k with the same rows, known on the host"
     if call.return_lse or call.softcap is not None or call.alibi_slopes is not None:
         return "the fused kernel has no softcap and no ALiBi, and gives no log-sum-exp"
@@ -41,10 +41,10 @@ def sdpa(call: AttentionCall) -> Array:
     if torch.compiler.is_compiling():
         return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
     plan = call.q.layout.buckets(padded=False)
-    if not plan.parts:
+    if not plan.batches:
         return call.q
-    shapes = [tokens.shape for tokens, _ in plan.parts]
-    order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.parts])
+    shapes = [tokens.shape for tokens, _ in plan.batches]
+    order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.batches])
 
     def split_by_length(
         x: torch.Tensor,
@@ -91,7 +91,7 @@ def _tokens(x: torch.Tensor) -> torch.Tensor:
 def _parts(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Return per length the first token and all tokens (rows, length) of its rows."""
     plan = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)
-    return list(zip(plan.starts, (tokens for tokens, _ in plan.parts)))
+    return list(zip(plan.first_tokens, (tokens for tokens, _ in plan.batches)))
 
 
 def _empty_rows(

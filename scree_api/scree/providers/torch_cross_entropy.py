@@ -20,7 +20,7 @@ def rejects(call: CrossEntropyCall) -> str | None:
     if (
         BACKEND.is_compiling()
         or BACKEND.peek(call.labels) is None
-        or (isinstance(call.logits, Array) and call.logits.layout.host is None)
+        or (isinstance(call.logits, Array) and call.logits.layout.host_offsets is None)
     ):
         return "PyTorch's cross-entropy needs targets that are known to be classes, on the CPU"
     return None

@@ -58,7 +58,7 @@ def test_round_trip_changes_nothing(library: str, arr: scree.Array) -> None:
     converted = arr.to_backend(library)
     assert converted.layout.backend.name == library
     assert converted.max_length == arr.max_length
-    assert converted.layout.host is not None  # offsets known on the host stay known
+    assert converted.layout.host_offsets is not None  # offsets known on the host stay known
     assert_same(converted, arr)
     assert_same(converted.to_numpy(), arr)
 
@@ -141,7 +141,7 @@ def test_to_backend_shares_device_memory(source: str, target: str, dtype: str) -
     assert converted.layout.backend.name == target
     assert address(converted.values) == address(arr.values)
     assert address(converted.offsets) == address(arr.offsets)
-    assert converted.layout.host is not None
+    assert converted.layout.host_offsets is not None
     np.testing.assert_array_equal(converted.to_numpy().values, make_values((64, 16), dtype))
     assert_same(
         converted.to_backend("torch").to_device("cpu"), arr.to_backend("torch").to_device("cpu")

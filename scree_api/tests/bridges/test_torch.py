@@ -197,7 +197,9 @@ def test_data_loader_pins_ragged_batches(workers: int) -> None:
                 try:
                     copied = arr.to("cuda", non_blocking=True)
                     copied.record_stream(torch.cuda.current_stream())
-                    assert copied.layout.host is not None  # offsets known on the host stay known
+                    assert (
+                        copied.layout.host_offsets is not None
+                    )  # offsets known on the host stay known
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
