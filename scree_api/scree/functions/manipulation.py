@@ -1,13 +1,11 @@
-"""Manipulation of axes, rows and tokens.
-
-Concat, stack, reshape, flip, roll, repeat, tile and others.
-"""
+"""Manipulation of axes, rows and tokens."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import numpy as np
 from .. import checks
 from ..array import Array
 from ..broadcasting import (
+    SCALARS,
     broadcast_operand,
     check_ragged,
     check_same_rows,
@@ -32,12 +31,13 @@ from .binding import Standard, implements
 
 @implements("concat", ragged="list")
 def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
-    """Concatenate batches (axis 0), rows pairwise (the ragged axis), or element axes."""
+    """Concatenate batches, or the rows of the same index along the ragged axis, or element axes."""
     first = _check_all_ragged(arrays)
     axis, dim = normalize_axis(std.name, axis, first.ndim, batch=True), first.ragged_dim
     if axis == dim + 1:
+        # The call cache takes arrays by name.
         return _join.run({f"x{i}": x for i, x in enumerate(arrays)}, {})
-    _check_same_axes(arrays, but=axis)
+    _check_same_axes(arrays, except_axis=axis)
     if axis == 0:
         return _concat_batches(arrays, std.function([x.values for x in arrays], axis=dim))
     check_shared_layout(std.name, arrays)
@@ -51,45 +51,47 @@ def _check_all_ragged(arrays: Any) -> Array:
     return arrays[0]  # type: ignore[no-any-return]
 
 
-def _check_same_axes(arrays: list[Array], but: int) -> None:
-    """Raise unless all arrays have the axes and element axes of the first, except one."""
+def _check_same_axes(arrays: list[Array], except_axis: int) -> None:
+    """Raise unless all arrays have the axes of the first, of the same sizes except for one."""
     first = arrays[0]
     if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
         raise ValueError(
-            f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}"
+            f"arrays: expected the same axes in all, got shapes {', '.join(str(x.shape) for x in arrays)}; "
+            "see xp.moveaxis and xp.expand_dims"
         )
-    _check_same_elements(arrays, but)
+    _check_same_elements(arrays, except_axis)
 
 
-def _check_same_elements(arrays: list[Array], but: int | None = None) -> None:
-    """Raise unless all arrays have the library and the element axes of the first, except one."""
+def _check_same_elements(arrays: list[Array], except_axis: int | None = None) -> None:
+    """Raise unless all arrays have the library and the element sizes of the first, except on an axis."""
     first, shape = arrays[0], arrays[0].shape
     for i, x in enumerate(arrays):
         checks.check_dense(f"arrays[{i}]", x.values, first.values)
         sizes = enumerate(zip(x.shape, shape, strict=True))
-        if any(a != b for axis, (a, b) in sizes if axis not in (0, but)):
+        if any(a != b for axis, (a, b) in sizes if axis not in (0, except_axis)):
             raise ValueError(
                 f"arrays[{i}]: expected the element axes of arrays[0], {shape}, got {x.shape}"
             )
 
 
 def _concat_batches(arrays: list[Array], values: Any) -> Array:
-    """Return all rows of all arrays, whose values are concatenated in `values`."""
+    """Return the rows of all arrays as one batch; `values` holds their concatenated values."""
     layouts, dim = [x.layout for x in arrays], arrays[0].ragged_dim
-    first, total = layouts[0], sum(layout.total for layout in layouts)
-    has_gaps = not all(layout.has_no_tail for layout in layouts[:-1])
-    parts = [layout.offsets_as_index(total) for layout in layouts]
-    ends, starts, end, base = [parts[0][:1]], [], 0, 0
-    for layout, offsets in zip(layouts, parts, strict=True):
-        ends.append(offsets[1:] + end)
-        starts.append(offsets[:-1] + base)
-        base += layout.total
-        end = end + offsets[-1:] if has_gaps else base
+    backend, xp, total = layouts[0].backend, layouts[0].xp, sum(layout.total for layout in layouts)
     bounds = [layout.max_length for layout in layouts]
     longest = None if None in bounds else max(bounds)  # type: ignore[type-var]
-    new = Layout(first.backend, first.xp.concat(ends), total, longest)
-    concatenated = Array.from_layout(values, new, dim)
-    return select(concatenated, new, first.xp.concat(starts)) if has_gaps else concatenated
+    offsets = [layout.offsets_as_index(total) for layout in layouts]
+    bases = accumulate((layout.total for layout in layouts[:-1]), initial=0)  # in `values`
+    shifted = [x + base for x, base in zip(offsets, bases, strict=True)]
+    starts = [x[:-1] for x in shifted]
+    if all(layout.has_no_tail for layout in layouts[:-1]):
+        new = Layout(backend, xp.concat([*starts, shifted[-1][-1:]]), total, longest)
+        return Array.from_layout(values, new, dim)
+    # Tails of all arrays but the last would be between the rows.
+    lengths = xp.concat([x[1:] - x[:-1] for x in offsets])
+    ends = xp.cumulative_sum(lengths, dtype=lengths.dtype)
+    new = Layout(backend, xp.concat([offsets[0][:1], ends]), total, longest)
+    return select(Array.from_layout(values, new, dim), new, xp.concat(starts))
 
 
 def joined_layout(layouts: list[Layout]) -> Layout:
@@ -121,7 +123,7 @@ class JoinCall:
     Attributes
     ----------
     arrays
-        Ragged arrays with as many rows.
+        Ragged arrays with equal numbers of rows.
     layout
         The layout of the result.
     """
@@ -131,7 +133,7 @@ class JoinCall:
 
     def __init__(self, **arrays: Array) -> None:
         checked = [*arrays.values()]
-        _check_same_axes(checked, but=checked[0].ragged_dim + 1)
+        _check_same_axes(checked, except_axis=checked[0].ragged_dim + 1)
         object.__setattr__(self, "arrays", checked)
         object.__setattr__(self, "layout", joined_layout([x.layout for x in checked]))
 
@@ -139,10 +141,12 @@ class JoinCall:
 @define_operation("join", JoinCall)
 def _join(call: JoinCall) -> Array:
     xp, new, dim = call.layout.xp, call.layout, call.arrays[0].ragged_dim
+    # `positions` are relative to the row of the current array. A token comes from the last array in
+    # which its position is not negative.
     tokens, positions, base = None, new.positions, 0
     for layout in (x.layout for x in call.arrays):
-        in_array = positions + new.per_token(layout.offsets[:-1]) + base
-        tokens = in_array if tokens is None else xp.where(positions >= 0, in_array, tokens)
+        candidates = positions + new.per_token(layout.offsets[:-1]) + base
+        tokens = candidates if tokens is None else xp.where(positions >= 0, candidates, tokens)
         positions, base = positions - new.per_token(layout.lengths), base + layout.total
     if not all(x.layout.has_no_tail for x in call.arrays):
         tokens = new.clip(tokens)  # tokens of the tail may be out of bounds
@@ -161,14 +165,14 @@ def stack(arrays: Any, /, *, axis: int = 0, std: Standard) -> Any:
         )
     check_shared_layout(std.name, arrays)
     _check_same_elements(arrays)
-    out = std.function([x.values for x in arrays], axis=axis - 1)
-    return first.with_values(out, ragged_dim=first.ragged_dim + (axis - 1 <= first.ragged_dim))
+    out, dim = std.function([x.values for x in arrays], axis=axis - 1), first.ragged_dim
+    return first.with_values(out, ragged_dim=dim + 1 if axis - 1 <= dim else dim)
 
 
 def _values_axes(name: str, x: Array, axis: Any, ndim: int | None = None) -> tuple[int, ...]:
     """Return axes of the values for axes of the array; raise for the batch axis."""
     axes = normalize_axes(name, axis, x.ndim if ndim is None else ndim)
-    if axes and axes[0] == 0:
+    if 0 in axes:
         raise ValueError(
             f"axis: {name} cannot move the batch axis of a ragged array, got axis {axis}"
         )
@@ -180,9 +184,9 @@ def expand_dims(x: Array, /, *, axis: int | tuple[int, ...] = 0, std: Standard) 
     """Insert element axes of size 1."""
     count = len(axis) if isinstance(axis, tuple) else 1
     new = _values_axes(std.name, x, axis, x.ndim + count)
-    old = [a for a in range(x.values.ndim + count) if a not in new]
+    kept = [a for a in range(x.values.ndim + count) if a not in new]
     values = std.function(x.values, axis=new if isinstance(axis, tuple) else new[0])
-    return x.with_values(values, ragged_dim=old[x.ragged_dim])
+    return x.with_values(values, ragged_dim=kept[x.ragged_dim])
 
 
 @implements("squeeze")
@@ -200,6 +204,7 @@ def permute_dims(x: Array, /, axes: tuple[int, ...], *, std: Standard) -> Array:
     """Permute the axes after the batch."""
     if not isinstance(axes, tuple | list):
         raise TypeError(f"axes: expected a tuple of {x.ndim} axes, got {axes!r}")
+    # -1 for an invalid entry, which fails the check.
     order = tuple(
         int(a) % x.ndim if isinstance(a, int | np.integer) and -x.ndim <= a < x.ndim else -1
         for a in axes
@@ -215,12 +220,14 @@ def permute_dims(x: Array, /, axes: tuple[int, ...], *, std: Standard) -> Array:
 @implements("moveaxis")
 def moveaxis(x: Array, source: Any, destination: Any, /, *, std: Standard) -> Array:
     """Move axes after the batch."""
-    pairs = [a if isinstance(a, tuple) else (a,) for a in (source, destination)]
-    if len(pairs[0]) != len(pairs[1]):
+    from_axes = source if isinstance(source, tuple) else (source,)
+    to_axes = destination if isinstance(destination, tuple) else (destination,)
+    if len(from_axes) != len(to_axes):
         raise ValueError(
             f"destination: expected as many axes as source, {source}, got {destination}"
         )
-    sources, destinations = ([_values_axes(std.name, x, a)[0] for a in axes] for axes in pairs)
+    sources = [_values_axes(std.name, x, a)[0] for a in from_axes]
+    destinations = [_values_axes(std.name, x, a)[0] for a in to_axes]
     if len(set(sources)) < len(sources) or len(set(destinations)) < len(destinations):
         raise ValueError(f"source: expected every axis once, got {source} to {destination}")
     order = [a for a in range(x.values.ndim) if a not in sources]
@@ -256,20 +263,20 @@ def reshape(x: Array, /, shape: Any, *, copy: bool | None = None, std: Standard)
             f"shape: expected the elements before the ragged axis of {x.shape} to stay, got {shape}"
         )
     inner, size = shape[dim + 2 :], math.prod(x.values.shape[x.ragged_dim + 1 :])
-    known = math.prod([n for n in inner if n != -1])
-    if inner.count(-1) > 1 or (known == 0 or size % known if -1 in inner else size != known):
+    given_size = math.prod([n for n in inner if n != -1])
+    if inner.count(-1) == 1 and given_size:  # the library cannot infer -1 without tokens
+        inner = tuple(size // given_size if n == -1 else n for n in inner)
+    if -1 in inner or math.prod(inner) != size:
         raise ValueError(
             f"shape: expected {size} elements after the ragged axis of {x.shape}, got {shape}"
         )
-    # Without tokens the library could not infer -1.
-    inner = tuple(size // known if n == -1 else n for n in inner)
     values = std.function(x.values, (*shape[1 : dim + 1], x.total_length, *inner), copy=copy)
     return x.with_values(values, ragged_dim=dim)
 
 
 @implements("broadcast_to")
 def broadcast_to(x: Array, /, shape: Any, *, std: Standard) -> Array:
-    """Broadcast element axes of size 1, to ``(n, None, ...)``."""
+    """Broadcast element axes of size 1 to a shape ``(n, None, ...)``."""
     shape = _check_shape(shape)
     if len(shape) != x.ndim or shape[0] != x.batch_size or shape[x.ragged_dim + 1] is not None:
         raise ValueError(
@@ -278,7 +285,7 @@ def broadcast_to(x: Array, /, shape: Any, *, std: Standard) -> Array:
     target = tuple(x.total_length if n is None else n for n in shape[1:])
     if not is_broadcastable(tuple(x.values.shape), target):
         raise ValueError(
-            f"shape: expected element axes of {x.shape}, axes of size 1 broadcast, got {shape}"
+            f"shape: expected a shape to which the element axes of {x.shape} broadcast, got {shape}"
         )
     return x.with_values(std.function(x.values, target))
 
@@ -293,6 +300,7 @@ def broadcast_arrays(*arrays: Any, std: Standard) -> Any:
     operands = [
         x.values if isinstance(x, Array) else broadcast_operand(std.name, x, first) for x in arrays
     ]
+    # `first` gives dense operands the number of tokens; its own result is dropped.
     return [first.with_values(x) for x in std.function(first.values, *operands)[1:]]
 
 
@@ -306,24 +314,26 @@ def unstack(x: Array, /, *, axis: int = 0, std: Standard) -> tuple[Any, ...]:
         raise ValueError(
             "axis: the ragged axis has no common number of entries to unstack; use axis 0 for the rows"
         )
-    before = (slice(None),) * axis
-    return tuple(x[(*before, i)] for i in range(x.values.shape[axis - 1]))
+    leading = (slice(None),) * axis
+    return tuple(x[(*leading, i)] for i in range(x.values.shape[axis - 1]))
 
 
 @implements("flip")
 def flip(x: Array, /, *, axis: Any = None, std: Standard) -> Array:
-    """Reverse each row (the ragged axis), the order of the rows (axis 0), or element axes."""
+    """Reverse tokens within rows, the order of the rows (axis 0), or element axes."""
     axes = normalize_axes(std.name, axis, x.ndim)
-    inner = tuple(a - 1 for a in axes if a not in (0, x.ragged_dim + 1))
-    x = x.with_values(std.function(x.values, axis=inner)) if inner else x
-    x = select(x, x.layout, x.offsets[1:] - 1, -1) if x.ragged_dim + 1 in axes else x
+    if element_axes := tuple(a - 1 for a in axes if a not in (0, x.ragged_dim + 1)):
+        x = x.with_values(std.function(x.values, axis=element_axes))
+    if x.ragged_dim + 1 in axes:
+        x = select(x, x.layout, x.offsets[1:] - 1, -1)
     return take_rows(x, np.arange(x.batch_size - 1, -1, -1)) if 0 in axes else x
 
 
 @implements("roll")
 def roll(x: Array, /, shift: Any, *, axis: Any = None, std: Standard) -> Array:
     """Roll tokens within their row, rows in the batch, or entries of element axes."""
-    axes, shifts = ((a if isinstance(a, tuple) else (a,)) for a in (axis, shift))
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    shifts = shift if isinstance(shift, tuple) else (shift,)
     shifts = shifts * len(axes) if len(shifts) == 1 else shifts
     if len(shifts) != len(axes):
         raise ValueError(f"shift: expected one for each axis of {axis}, got {shift}")
@@ -335,14 +345,14 @@ def roll(x: Array, /, shift: Any, *, axis: Any = None, std: Standard) -> Array:
         elif a != x.ragged_dim + 1:
             x = x.with_values(std.function(x.values, by, axis=a - 1))
         elif x.total_length:
-            x = _take_modulo(x, x.layout, x.layout.positions - by)
+            x = _take_cyclic(x, x.layout, x.layout.positions - by)
     return x
 
 
-def _take_modulo(x: Array, layout: Layout, positions: Any) -> Array:
-    """Return rows of a layout with the tokens of `x` at some positions.
+def _take_cyclic(x: Array, layout: Layout, positions: Any) -> Array:
+    """Return an array on `layout` with the tokens of `x` at (total,) positions in the same rows.
 
-    The positions are taken modulo the length of the rows of `x`.
+    A position is taken modulo the length of the row in `x`.
     """
     xp = layout.xp
     starts, lengths = layout.starts_and_lengths(x.layout)
@@ -352,9 +362,9 @@ def _take_modulo(x: Array, layout: Layout, positions: Any) -> Array:
 
 @implements("repeat")
 def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard) -> Array:
-    """Repeat every token (the ragged axis), row (axis 0) or element; tokens may have ragged counts."""
+    """Repeat tokens, rows or elements, by an integer or by one count per token, row or element."""
     axis, dim = normalize_axis(std.name, axis, x.ndim, batch=True), x.ragged_dim
-    if isinstance(repeats, bool | float | int | np.integer):
+    if isinstance(repeats, SCALARS):
         repeats = checks.check_integer("repeats", repeats, 0)
         if axis == dim + 1:
             values = std.function(x.values, repeats, axis=dim)
@@ -363,21 +373,22 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard)
         if not isinstance(repeats, int):
             repeats = _read_counts(repeats, (x.batch_size,), x)
         return take_rows(x, np.repeat(np.arange(x.batch_size), repeats))
+    if isinstance(repeats, Array) is not (axis == dim + 1):
+        expected = "a ragged array for tokens" if axis == dim + 1 else "a dense array for elements"
+        raise TypeError(f"repeats: expected an integer or {expected}, got {type(repeats).__name__}")
     if axis != dim + 1:
         return x.with_values(std.function(x.values, repeats, axis=axis - 1))
-    if not isinstance(repeats, Array):
-        raise TypeError(
-            f"repeats: expected an integer or a ragged array for tokens, got {type(repeats).__name__}"
-        )
     check_same_rows("repeats", x, repeats)
     counts = _read_counts(repeats.values, (x.total_length,), x)
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])[x.layout.read_offsets()]
-    layout = Layout.from_host_lengths(std.backend, np.diff(ends), like=x.offsets)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    new_offsets = ends[x.layout.read_offsets()]
+    layout = Layout.from_host_lengths(std.backend, np.diff(new_offsets), like=x.offsets)
     tokens = x.layout.to_index(np.repeat(np.arange(counts.size), counts))
     return Array.from_layout(std.xp.take(x.values, tokens, axis=dim), layout, dim)
 
 
 def _read_counts(repeats: Any, shape: tuple[int, ...], x: Array) -> np.ndarray:
+    """Return the counts in host memory; raise unless they have the shape, or (1,), and are >= 0."""
     counts = x.layout.backend.read(checks.check_integers("repeats", repeats, x.values))
     if counts.shape not in (shape, (1,)):
         raise ValueError(f"repeats: expected shape {shape}, got {counts.shape}")
@@ -388,7 +399,7 @@ def _read_counts(repeats: Any, shape: tuple[int, ...], x: Array) -> np.ndarray:
 
 @implements("tile")
 def tile(x: Array, repetitions: tuple[int, ...], /, *, std: Standard) -> Array:
-    """Repeat each row (the ragged axis), the batch (axis 0) or the elements as a whole."""
+    """Repeat whole rows in place, the batch, or the elements, as ``numpy.tile`` does."""
     if not isinstance(repetitions, tuple | list):
         raise TypeError(f"repetitions: expected a tuple of integers, got {repetitions!r}")
     repetitions = tuple(checks.check_integer("repetitions", n, 0) for n in repetitions)
@@ -397,11 +408,12 @@ def tile(x: Array, repetitions: tuple[int, ...], /, *, std: Standard) -> Array:
             f"repetitions: expected at most {x.ndim} entries for shape {x.shape}, got {repetitions}"
         )
     counts = (1,) * (x.ndim - len(repetitions)) + repetitions
-    inner = tuple(1 if a == x.ragged_dim else n for a, n in enumerate(counts[1:]))
-    x = x.with_values(std.function(x.values, inner)) if set(inner) != {1} else x
+    element_counts = tuple(1 if a == x.ragged_dim else n for a, n in enumerate(counts[1:]))
+    if any(n != 1 for n in element_counts):
+        x = x.with_values(std.function(x.values, element_counts))
     if counts[x.ragged_dim + 1] != 1:
         layout = x.layout.repeat(counts[x.ragged_dim + 1])
-        x = _take_modulo(x, layout, layout.positions)
+        x = _take_cyclic(x, layout, layout.positions)
     return take_rows(x, np.tile(np.arange(x.batch_size), counts[0])) if counts[0] != 1 else x
 
 
@@ -416,18 +428,18 @@ def diff(
     append: Any = None,
     std: Standard,
 ) -> Array:
-    """Compute differences of neighbors, within rows along the ragged axis.
+    """Compute the n-th difference of neighbors.
 
-    A row of n tokens gives max(n - 1, 0).
+    Along the ragged axis a row of L tokens gives ``max(L - n, 0)`` tokens.
     """
     axis, n = normalize_axis(std.name, axis, x.ndim), checks.check_integer("n", n, 0)
     parts = [part for part in (prepend, x, append) if part is not None]
     if len(parts) > 1:
-        x = concat(parts, axis=axis, std=Standard(std.xp.concat, "concat", std.backend))
+        x = x.__array_namespace__().concat(parts, axis=axis)
     if axis != x.ragged_dim + 1:
         return x.with_values(std.function(x.values, axis=axis - 1, n=n))
-    before = (slice(None),) * axis
+    leading = (slice(None),) * axis
     for _ in range(n):
-        later, earlier = x[(*before, slice(1, None))], x[(*before, slice(None, -1))]
+        later, earlier = x[(*leading, slice(1, None))], x[(*leading, slice(None, -1))]
         x = later.with_values(later.values - earlier.values)
     return x
