@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 from . import bridges, functions, ragged
 from .array import Array
 from .bridges import methods as _methods  # noqa: F401 (attaches the methods of `Array` that convert)
-from .data.bucket import bucket
 from .dispatch.registry import register_kernel, unregister_kernel
-from .explanation import explain
 from .indexing.at import at
 from .namespace import namespace
 from .ragged import *  # noqa: F403
 
 if TYPE_CHECKING:
     from . import data
+    from .data.bucket import bucket
+    from .explanation import explain
     from .io import load, save
 
 __version__ = "0.1.0"
@@ -37,7 +37,13 @@ __all__ = [
 __all__ += ragged.__all__
 
 #: Names that few programs need -> the module that is imported on first use.
-_LAZY = {"data": "data", "load": "io", "save": "io"}
+_LAZY = {
+    "bucket": "data.bucket",
+    "data": "data",
+    "explain": "explanation",
+    "load": "io",
+    "save": "io",
+}
 
 
 def __getattr__(name: str) -> Any:
