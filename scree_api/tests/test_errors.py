@@ -496,7 +496,7 @@ def test_bad_values_on_mlx_are_not_read_until_validate(
     ("name", "case"),
     [(name, case) for name in NAMES for case in CASES if name != "mlx" or not case.endswith("*")],
 )
-def test_bad_calls_say_what_is_wrong(name: str, case: str) -> None:
+def test_invalid_calls_raise_and_name_the_argument(name: str, case: str) -> None:
     call, error, fragments = CASES[case]
     lib = load(name)
     with pytest.raises(error) as caught:
