@@ -172,7 +172,8 @@ def _matmul(xp: Any, x: Any, other: Any) -> Any:
 
 def _rms_norm(xp: Any, x: Any, normalized_shape: tuple[int, ...], weight: Any) -> Any:
     flat = xp.reshape(x, (*x.shape[: -weight.ndim], -1))
-    eps = xp.finfo(x.dtype).eps
+    # PyTorch's default is the spacing of the dtype in which it computes.
+    eps = xp.finfo(xp.float64 if x.dtype == xp.float64 else xp.float32).eps
     return xp.reshape(xp.ragged.rms_norm(flat, xp.reshape(weight, (-1,)), eps=eps), x.shape)
 
 
