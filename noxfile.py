@@ -73,9 +73,10 @@ def conformance(session: nox.Session, backend: str) -> None:
 def opinfo(session: nox.Session) -> None:
     """Compare scree with PyTorch on every sample of PyTorch's own nested-tensor database."""
     install(session, "torch")
-    session.install("-c", "constraints.txt", "expecttest")
     session.run(
         "pytest",
+        "-n",
+        "2",
         "scree_api/tests/test_opinfo_nested.py",
         *session.posargs,
         env={"SCREE_BACKENDS": "torch", "SCREE_OPINFO": "all"},

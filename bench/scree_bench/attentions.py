@@ -20,12 +20,12 @@ import numpy as np
 import scree
 
 from .formulas import softmax
-from .libraries import Function, Library, nesting, torch_compiled
+from .libraries import Function, MeasuredLibrary, nesting, torch_compiled
 from .measure import available, require
 from .work import Work, inputs
 
 #: ``make(lib, work)`` gives ``attend(q, k, v)``.
-Make = Callable[[Library, Work], Function]
+Make = Callable[[MeasuredLibrary, Work], Function]
 
 
 class Prepared(NamedTuple):
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     packed: Callable[[Any], Any] = lambda x: x
 
 
-Prepare = Callable[[Library, Work], Prepared]
+Prepare = Callable[[MeasuredLibrary, Work], Prepared]
 
 
 def packed(make: Make) -> Prepare:
@@ -57,7 +57,7 @@ def padded(make: Make) -> Prepare:
 def ours(kernel: str | None) -> Prepare:
     """Prepare `scree.attention` on the named kernel, or on the first that accepts the inputs."""
 
-    def make(lib: Library, work: Work) -> Function:
+    def make(lib: MeasuredLibrary, work: Work) -> Function:
         (q, _, _), _ = inputs(lib, work)
         like = scree.Array(q, lib.make(work.offsets, "int32"), max_length=work.longest)
 
@@ -70,7 +70,7 @@ def ours(kernel: str | None) -> Prepare:
     return packed(make)
 
 
-def ours_traced(lib: Library, work: Work) -> Function:
+def ours_traced(lib: MeasuredLibrary, work: Work) -> Function:
     """Build `scree.attention` under `jit`.
 
     The offsets are an argument, as in training, so that another batch does not compile again.
@@ -90,7 +90,7 @@ def ours_traced(lib: Library, work: Work) -> Function:
 
 
 # --- padded batches ---
-def _dense(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
+def _dense(lib: MeasuredLibrary, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
     """Return padded inputs, the padded gradient, and a function that packs a result.
 
     The padded arrays are (rows, heads, longest, dim), with zeros in the padding.
@@ -137,7 +137,7 @@ def visible(work: Work) -> np.ndarray:
     return mask
 
 
-def naive(lib: Library, work: Work) -> Function:
+def naive(lib: MeasuredLibrary, work: Work) -> Function:
     require(3 * work.padded_scores, lib.device)
     xp, groups = lib.xp, work.heads // work.kv_heads
     mask = lib.make(visible(work), "bool")
@@ -151,7 +151,7 @@ def naive(lib: Library, work: Work) -> Function:
     return attend
 
 
-def einsum(lib: Library, work: Work) -> Function:
+def einsum(lib: MeasuredLibrary, work: Work) -> Function:
     """Build the einsum form that a first version in NumPy usually has."""
     require(3 * work.padded_scores)
     mask = visible(work)
@@ -163,7 +163,7 @@ def einsum(lib: Library, work: Work) -> Function:
     return attend
 
 
-def rows(lib: Library, work: Work) -> Function:
+def rows(lib: MeasuredLibrary, work: Work) -> Function:
     """Build a Python loop over rows, without padding."""
     xp, groups, bounds = lib.xp, work.heads // work.kv_heads, work.offsets.tolist()
     hidden = lib.make(~np.tri(work.longest, dtype=bool), "bool") if work.causal else None
@@ -189,7 +189,7 @@ def torch_sdpa(backend: str | None) -> Make:
     A causal call needs no mask: the tokens come before the padding.
     """
 
-    def make(lib: Library, work: Work) -> Function:
+    def make(lib: MeasuredLibrary, work: Work) -> Function:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -212,7 +212,7 @@ def torch_sdpa(backend: str | None) -> Make:
     return make
 
 
-def torch_rows(lib: Library, work: Work) -> Function:
+def torch_rows(lib: MeasuredLibrary, work: Work) -> Function:
     import torch
 
     lengths = list(work.lengths)
@@ -231,7 +231,7 @@ def torch_rows(lib: Library, work: Work) -> Function:
     return attend
 
 
-def torch_nested(lib: Library, work: Work) -> Function:
+def torch_nested(lib: MeasuredLibrary, work: Work) -> Function:
     import torch
 
     nested = nesting(lib, work.lengths)
@@ -247,7 +247,7 @@ def torch_nested(lib: Library, work: Work) -> Function:
     return attend
 
 
-def torch_flex(lib: Library, work: Work) -> Function:
+def torch_flex(lib: MeasuredLibrary, work: Work) -> Function:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -277,7 +277,7 @@ def torch_flex(lib: Library, work: Work) -> Function:
 
 
 # --- kernels for CUDA ---
-def _bounds(lib: Library, work: Work) -> tuple[Any, int]:
+def _bounds(lib: MeasuredLibrary, work: Work) -> tuple[Any, int]:
     return lib.make(work.offsets, "int32"), work.longest
 
 
@@ -304,7 +304,7 @@ def _differentiated(forward: Function, backward: Function) -> Function:
     return apply
 
 
-def fa2(lib: Library, work: Work) -> Function:
+def fa2(lib: MeasuredLibrary, work: Work) -> Function:
     """Build FlashAttention-2 from the operators of PyTorch, without PyTorch's wrapper."""
     import torch
 
@@ -322,7 +322,7 @@ def fa2(lib: Library, work: Work) -> Function:
     return _differentiated(forward, backward)
 
 
-def varlen(lib: Library, work: Work) -> Function:
+def varlen(lib: MeasuredLibrary, work: Work) -> Function:
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = _bounds(lib, work)
@@ -341,7 +341,7 @@ def varlen(lib: Library, work: Work) -> Function:
 def flash(module: str) -> Make:
     """Build FlashAttention-3 or -4, which have the same argument names."""
 
-    def make(lib: Library, work: Work) -> Function:
+    def make(lib: MeasuredLibrary, work: Work) -> Function:
         run = import_module(module).flash_attn_varlen_func
         cu, longest = _bounds(lib, work)
 
@@ -363,7 +363,7 @@ def flash(module: str) -> Make:
     return make
 
 
-def efficient(lib: Library, work: Work) -> Function:
+def efficient(lib: MeasuredLibrary, work: Work) -> Function:
     """Build the memory-efficient kernel of xFormers on packed rows, which accepts float32."""
     import torch
 
@@ -409,7 +409,7 @@ def efficient(lib: Library, work: Work) -> Function:
 
 
 # --- JAX and MLX ---
-def jax_own(lib: Library, work: Work) -> Prepared:
+def jax_own(lib: MeasuredLibrary, work: Work) -> Prepared:
     import jax
 
     tokens, token_mask = work.tokens
@@ -433,7 +433,7 @@ def jax_own(lib: Library, work: Work) -> Prepared:
     return Prepared(attend, (q, k, v), cotangent, back)
 
 
-def mlx_own(lib: Library, work: Work) -> Function:
+def mlx_own(lib: MeasuredLibrary, work: Work) -> Function:
     import mlx.core as mx
 
     mask = "causal" if work.causal else lib.make(visible(work), "bool")

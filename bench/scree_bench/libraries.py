@@ -50,15 +50,15 @@ Steps = dict[str, Callable[[], Step]]
 
 
 @dataclass(frozen=True)
-class Library:
-    """One library on one device.
+class MeasuredLibrary:
+    """One library on one device, with the calls that time it and count its memory.
 
     Attributes
     ----------
-    name, device
-        Its name, and "cpu" or "cuda".
     arrays
-        Makes and reads its arrays.
+        The library of the conformance suite, which makes and reads its arrays.
+    device
+        "cpu" or "cuda".
     wait
         Waits until a result has been computed, and returns it.
     phases
@@ -72,13 +72,17 @@ class Library:
         The function as users of the library run it, for example under `jit`.
     """
 
-    name: str
-    device: str
     arrays: backends.Library
+    device: str
     wait: Function = _itself
     phases: Callable[[Function, Sequence[Any], Any], Steps] | None = None
     peak: Callable[[Step], int] = traced_peak
     compiled: Callable[[Function], Function] = _itself
+
+    @property
+    def name(self) -> str:
+        """The name of the library."""
+        return self.arrays.name
 
     def make(self, x: np.ndarray, dtype: str = "float32") -> Any:
         """Convert a NumPy array to an array of the library."""
@@ -164,7 +168,7 @@ def torch_compiled(function: Function) -> Function:
     return compiled
 
 
-def nesting(lib: Library, lengths: np.ndarray | Sequence[int]) -> Function:
+def nesting(lib: MeasuredLibrary, lengths: np.ndarray | Sequence[int]) -> Function:
     """Return a function that makes PyTorch's nested tensor of packed tokens.
 
     The minimum and maximum lengths are passed, which avoids a device-to-host synchronization.
@@ -217,7 +221,7 @@ def _cuda_peak(step: Step) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _torch(arrays: backends.Library, device: str) -> Library:
+def _torch(arrays: backends.Library, device: str) -> MeasuredLibrary:
     import torch
     import torch._functorch.config as functorch
 
@@ -229,11 +233,11 @@ def _torch(arrays: backends.Library, device: str) -> Library:
             torch.cuda.synchronize()
         return x
 
-    return Library("torch", device, arrays, wait, _torch_phases, peak)
+    return MeasuredLibrary(arrays, device, wait, _torch_phases, peak)
 
 
 # --- JAX ---
-def _jax(arrays: backends.Library, device: str) -> Library:
+def _jax(arrays: backends.Library, device: str) -> MeasuredLibrary:
     import jax
 
     def phases(function: Function, args: Sequence[Any], cotangent: Any) -> Steps:
@@ -255,11 +259,11 @@ def _jax(arrays: backends.Library, device: str) -> Library:
         memory = run.lower(*step.args).compile().memory_analysis()
         return int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
 
-    return Library("jax", device, arrays, jax.block_until_ready, phases, peak, jax.jit)
+    return MeasuredLibrary(arrays, device, jax.block_until_ready, phases, peak, jax.jit)
 
 
 # --- MLX ---
-def _mlx(arrays: backends.Library, device: str) -> Library:
+def _mlx(arrays: backends.Library, device: str) -> MeasuredLibrary:
     import mlx.core as mx
 
     def wait(x: Any) -> Any:
@@ -283,14 +287,14 @@ def _mlx(arrays: backends.Library, device: str) -> Library:
         wait(step())
         return int(mx.get_peak_memory() - before)
 
-    return Library("mlx", device, arrays, wait, phases, peak)
+    return MeasuredLibrary(arrays, device, wait, phases, peak)
 
 
-def _numpy(arrays: backends.Library, device: str) -> Library:
-    return Library("numpy", device, arrays)
+def _numpy(arrays: backends.Library, device: str) -> MeasuredLibrary:
+    return MeasuredLibrary(arrays, device)
 
 
-LOADERS: dict[str, Callable[[backends.Library, str], Library]] = {
+LOADERS: dict[str, Callable[[backends.Library, str], MeasuredLibrary]] = {
     "numpy": _numpy, "torch": _torch, "jax": _jax, "mlx": _mlx,
 }  # fmt: skip
 
@@ -310,12 +314,14 @@ def where(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load(name: str, device: str = "cpu") -> Library:
+def load(name: str, device: str = "cpu") -> MeasuredLibrary:
     """Load a library by name. Raises `ImportError` if it is not installed."""
     return LOADERS[name](backends.load(name, None if device == "cpu" else device), device)
 
 
-def wanted(session: Session, names: str, among: Sequence[str] = tuple(LOADERS)) -> list[Library]:
+def wanted(
+    session: Session, names: str, among: Sequence[str] = tuple(LOADERS)
+) -> list[MeasuredLibrary]:
     """Return the installed libraries for ``--backend``; the session notes the missing libraries.
 
     On "cuda" only PyTorch runs: the device of the other libraries is not known here.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .libraries import Function, Library, Step
+from .libraries import Function, MeasuredLibrary, Step
 from .measure import Thunk
 from .session import Build, Session
 from .work import worst
@@ -55,7 +55,9 @@ class Operation(NamedTuple):
     peak: bool = False
 
 
-def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: Operation) -> None:
+def measure(
+    session: Session, lib: MeasuredLibrary, case: Mapping[str, Any], operation: Operation
+) -> None:
     """Time the forward pass of every contender and, if there is one, the backward pass.
 
     If the traffic in bytes is known, a copy of as many bytes is timed for comparison.
@@ -97,7 +99,7 @@ def measure(session: Session, lib: Library, case: Mapping[str, Any], operation: 
                 session.value(case, who, "relative_error", partial(_error, lib, build, expected))
 
 
-def step(lib: Library, build: Contender, phase: str) -> Step:
+def step(lib: MeasuredLibrary, build: Contender, phase: str) -> Step:
     """Build a prepared call of one phase of a contender."""
     function, args = build()
     return lib.steps(
@@ -105,7 +107,7 @@ def step(lib: Library, build: Contender, phase: str) -> Step:
     )[phase]()
 
 
-def _gradient(lib: Library, out: Any, seed: int = SENT_BACK) -> Any:
+def _gradient(lib: MeasuredLibrary, out: Any, seed: int = SENT_BACK) -> Any:
     """Return the gradient of a result: the same random numbers for all contenders; 1 for a loss."""
     if isinstance(out, tuple):
         return tuple(_gradient(lib, x, seed + i) for i, x in enumerate(out))
@@ -113,11 +115,11 @@ def _gradient(lib: Library, out: Any, seed: int = SENT_BACK) -> Any:
     return lib.normal(seed, dtype)(*out.shape) if out.shape else lib.make(np.ones(()), dtype)
 
 
-def _peak(lib: Library, build: Contender) -> int:
+def _peak(lib: MeasuredLibrary, build: Contender) -> int:
     return lib.peak(step(lib, build, "both"))
 
 
-def _copy(lib: Library, moved: float) -> Thunk:
+def _copy(lib: MeasuredLibrary, moved: float) -> Thunk:
     """Build a copy that reads and writes `moved` bytes in total."""
     import torch
 
@@ -126,7 +128,7 @@ def _copy(lib: Library, moved: float) -> Thunk:
     return lambda: into.copy_(source)
 
 
-def _error(lib: Library, build: Contender, expected: Any) -> float:
+def _error(lib: MeasuredLibrary, build: Contender, expected: Any) -> float:
     result = lib.wait(step(lib, build, "forward")())
     if isinstance(expected, tuple):
         return worst(lib, result, expected)

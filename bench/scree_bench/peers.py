@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import attentions as by
 from .attentions import Prepare, packed, padded
-from .libraries import Library
+from .libraries import MeasuredLibrary
 from .work import Work
 
 if TYPE_CHECKING:
@@ -32,17 +32,19 @@ class Peer(NamedTuple):
     name: str
     library: str
     prepare: Prepare
-    missing: Callable[[Library, Work], str | None] = lambda lib, work: None
+    missing: Callable[[MeasuredLibrary, Work], str | None] = lambda lib, work: None
     slow: bool = False
     backward: bool = True
 
 
-def _on_cuda(*dtypes: str, modules: Sequence[str] = ()) -> Callable[[Library, Work], str | None]:
+def _on_cuda(
+    *dtypes: str, modules: Sequence[str] = ()
+) -> Callable[[MeasuredLibrary, Work], str | None]:
     return lambda lib, work: lacking(lib, work.dtype, dtypes, modules)
 
 
 def lacking(
-    lib: Library, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()
+    lib: MeasuredLibrary, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()
 ) -> str | None:
     """Return the reason why a CUDA kernel cannot run, or None.
 
@@ -64,7 +66,7 @@ def importable(module: str) -> bool:
         return False
 
 
-def compiler(lib: Library) -> str | None:
+def compiler(lib: MeasuredLibrary) -> str | None:
     """Return the reason why nothing can be compiled here, or None."""
     from shutil import which
 
@@ -73,11 +75,11 @@ def compiler(lib: Library) -> str | None:
     return None
 
 
-def _few(lib: Library, work: Work) -> str | None:
+def _few(lib: MeasuredLibrary, work: Work) -> str | None:
     return None if work.padded_scores <= EINSUM else "takes minutes on so many scores"
 
 
-def _nested(lib: Library, work: Work) -> str | None:
+def _nested(lib: MeasuredLibrary, work: Work) -> str | None:
     if work.causal and lib.device == "cpu":
         return "is not causal on the CPU"
     return None if work.heads == work.kv_heads else "has no grouped heads"
@@ -143,7 +145,9 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
-def contenders(session: Session, lib: Library, work: Work, only: Sequence[str] = ()) -> list[Peer]:
+def contenders(
+    session: Session, lib: MeasuredLibrary, work: Work, only: Sequence[str] = ()
+) -> list[Peer]:
     """Return the peers that can run a work on a library.
 
     The session notes the other peers with the reason. `only` selects peers by name. An entry that

@@ -14,7 +14,7 @@ import numpy as np
 import scree
 
 from .formulas import softmax
-from .libraries import Library, load
+from .libraries import MeasuredLibrary, load
 
 CHUNK = 2048  # queries whose scores the reference holds at once
 BACKWARD = 2.5  # five matrix products in the backward pass, two in the forward pass
@@ -102,7 +102,7 @@ class Work:
         return np.where(token_mask, self.offsets[:-1, None] + at, 0), token_mask
 
 
-def inputs(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
+def inputs(lib: MeasuredLibrary, work: Work) -> tuple[tuple[Any, ...], Any]:
     """Return queries, keys and values, and the gradient of the result.
 
     All peers of a work share one copy.
@@ -118,7 +118,7 @@ def inputs(lib: Library, work: Work) -> tuple[tuple[Any, ...], Any]:
     return tuple(args), cotangent
 
 
-def reference(lib: Library, work: Work, gradients: bool = True) -> tuple[Any, ...]:
+def reference(lib: MeasuredLibrary, work: Work, gradients: bool = True) -> tuple[Any, ...]:
     """Compute the result and optionally the gradients of q, k and v, in float64.
 
     The inputs are the numbers of the library, after rounding to its data type. The computation goes
@@ -166,7 +166,10 @@ def distance(result: Any, expected: Any) -> float:
 
 
 def worst(
-    lib: Library, result: Any, expected: tuple[Any, ...], packed: Callable[[Any], Any] = lambda x: x
+    lib: MeasuredLibrary,
+    result: Any,
+    expected: tuple[Any, ...],
+    packed: Callable[[Any], Any] = lambda x: x,
 ) -> float:
     """Return the largest distance between the parts of a result and the reference `expected`.
 

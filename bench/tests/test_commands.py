@@ -43,11 +43,11 @@ KNOWN_FAILURES = {
 
 
 def invoke(*arguments: str, status: int | None = 0) -> str:
-    found = CliRunner().invoke(app, arguments)
-    if found.exception is not None and not isinstance(found.exception, SystemExit):
-        raise found.exception
-    assert status is None or found.exit_code == status, found.output
-    return found.output
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert status is None or result.exit_code == status, result.output
+    return result.output
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,15 +83,15 @@ def quick(folder: Path, command: str, *options: str) -> Result:
     return results.read(path)  # which checks the schema
 
 
-def saves_what_was_published(found: Result) -> None:
-    saved = {row.case["rows"]: row.values for row in found.rows if "least_saved" in row.values}
+def saves_what_was_published(result: Result) -> None:
+    saved = {row.case["rows"]: row.values for row in result.rows if "least_saved" in row.values}
     for rows, published in ((64, (0.71, 0.63, 0.84)), (32, (0.85, 0.75, 0.94))):
         three = [saved[rows][name] for name in ("mean_saved", "least_saved", "most_saved")]
         assert three == pytest.approx(published, abs=0.01)
 
 
-def peaks_are_those_of_the_estimates(found: Result) -> None:
-    rows = [row for row in found.rows if "peak_bytes" in row.values and row.case["length"] == 512]
+def peaks_are_those_of_the_estimates(result: Result) -> None:
+    rows = [row for row in result.rows if "peak_bytes" in row.values and row.case["length"] == 512]
     assert len(rows) == 7 * len(EAGER.split(","))
     for row in rows:  # the longest, where Python's own objects count for little
         assert row.values["peak_bytes"] == pytest.approx(row.values["estimate_bytes"], rel=0.15), (
@@ -100,32 +100,32 @@ def peaks_are_those_of_the_estimates(found: Result) -> None:
         )
 
 
-def accumulates_as_known(found: Result) -> None:
+def accumulates_as_known(result: Result) -> None:
     sums: dict[str, list[float]] = {}
-    for row in found.rows:
+    for row in result.rows:
         if "sum_value" in row.values:
             sums.setdefault(row.who, []).append(round(row.values["sum_value"], 4))
     assert sums == {name: [10.0001, 9.9531, 10.0021, 10.0021] for name in EAGER.split(",")}
 
 
-def sums_half_precision_wide(found: Result) -> None:
+def sums_half_precision_wide(result: Result) -> None:
     """At 300 a square overflows float16. scree must not, nor exceed a few roundings of error."""
     eps = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
-    rows = [row for row in found.rows if row.who == "scree" and "relative_error" in row.values]
+    rows = [row for row in result.rows if row.who == "scree" and "relative_error" in row.values]
     assert {row.case["size of numbers"] for row in rows} == {1.0, 300.0}
     for row in rows:
         roundings = 1 if row.case["dtype"] in ("float16", "bfloat16") else 16
         assert row.values["relative_error"] < roundings * eps[row.case["dtype"]], row.case
 
 
-def is_right_whoever_computes_it(found: Result) -> None:
+def is_right_whoever_computes_it(result: Result) -> None:
     errors = [
         row.values[name]
-        for row in found.rows
+        for row in result.rows
         for name in ("forward_error", "gradient_error")
         if name in row.values
     ]
-    assert len(errors) >= len(found.rows)
+    assert len(errors) >= len(result.rows)
     assert max(errors) < 16 * 2**-23
     work = (
         4
@@ -135,20 +135,20 @@ def is_right_whoever_computes_it(found: Result) -> None:
             n * (n + 1) / 2 for n in (16, 32, 24, 8, 64, 12, 28, 20, 48, 10, 36, 15, 22, 6, 26, 13)
         )
     )
-    for row in found.rows:
+    for row in result.rows:
         assert row.values["forward_flops"] * row.values["forward_s"] == pytest.approx(work)
 
 
-def is_right_within_some_roundings(found: Result) -> None:
-    rows = [row for row in found.rows if "relative_error" in row.values]
-    assert [row.who for row in rows].count("scree") == {"norms": 3, "kernels": 17}[found.command]
+def is_right_within_some_roundings(result: Result) -> None:
+    rows = [row for row in result.rows if "relative_error" in row.values]
+    assert [row.who for row in rows].count("scree") == {"norms": 3, "kernels": 17}[result.command]
     for row in rows:
         assert row.values["relative_error"] < 16 * 2**-23, (row.case, row.who)
 
 
-def has_one_loss_ragged_and_padded(found: Result) -> None:
+def has_one_loss_ragged_and_padded(result: Result) -> None:
     losses: dict[str, dict[str, float]] = {}
-    for row in found.rows:
+    for row in result.rows:
         if "first_loss_value" in row.values:
             losses.setdefault(row.case["precision"], {})[row.who] = row.values["first_loss_value"]
     assert losses.keys() == {"fp32", "bf16 autocast"}
@@ -161,8 +161,8 @@ def has_one_loss_ragged_and_padded(found: Result) -> None:
         )
 
 
-def adds_up_to_whole_steps(found: Result) -> None:
-    for row in found.rows:
+def adds_up_to_whole_steps(result: Result) -> None:
+    for row in result.rows:
         if "phase" in row.case:
             assert sum(row.values.values()) == pytest.approx(1)
         else:
@@ -174,13 +174,15 @@ def adds_up_to_whole_steps(found: Result) -> None:
             assert row.values["backward_peak_bytes"] >= row.values["forward_peak_bytes"] > 0
 
 
-def is_right_in_every_form(found: Result) -> None:
-    whole = {row.who: row.values for row in found.rows if row.case["part"] == "the whole block"}
+def is_right_in_every_form(result: Result) -> None:
+    whole = {row.who: row.values for row in result.rows if row.case["part"] == "the whole block"}
     for who in ("scree", "padded, SDPA"):
         assert max(whole[who]["forward_error"], whole[who]["gradient_error"]) < 16 * 2**-23, who
     for phase in ("forward", "both"):
         limits = [
-            row.values[f"{phase}_limit_s"] for row in found.rows if f"{phase}_limit_s" in row.values
+            row.values[f"{phase}_limit_s"]
+            for row in result.rows
+            if f"{phase}_limit_s" in row.values
         ]
         assert (
             whole["limit"][f"{phase}_s"]
@@ -189,14 +191,14 @@ def is_right_in_every_form(found: Result) -> None:
         )
 
 
-def counts_what_links_carry(found: Result) -> None:
+def counts_what_links_carry(result: Result) -> None:
     share = {
         "all-reduce": 1.0,
         "all-gather": 0.5,
         "reduce-scatter": 0.5,
         "all-to-all": 0.5,
     }  # two processes
-    rows = found.rows
+    rows = result.rows
     assert {row.who for row in rows} == share.keys()
     for row in rows:
         assert row.values["bus_rate"] * row.values["call_s"] == pytest.approx(
@@ -220,9 +222,9 @@ CHECKS = {
 
 @pytest.mark.parametrize("command", [pytest.param(name, marks=needs(name)) for name in MEASURING])
 def test_quick_run(command, tmp_path):
-    found = quick(tmp_path, command)
-    assert found.complete and found.rows and found.command == command and found.config["quick"]
-    for row in found.rows:
+    result = quick(tmp_path, command)
+    assert result.complete and result.rows and result.command == command and result.config["quick"]
+    for row in result.rows:
         for name, samples in row.samples.items():
             if name.endswith("_s"):
                 assert len(samples) >= 2 and min(samples) > 0
@@ -235,10 +237,10 @@ def test_quick_run(command, tmp_path):
     )
     assert light and light == dark
     for holds in CHECKS.get(command, ()):
-        holds(found)
+        holds(result)
 
 
-def test_memory_of_our_own_lengths(tmp_path):
+def test_memory_with_lengths_from_a_file(tmp_path):
     (tmp_path / "lengths.txt").write_text("1, 2\n3 8")
     invoke(
         "memory",
@@ -284,28 +286,28 @@ def test_attention_on_all_combinations(tmp_path):
         "--causal",
         "yes,no",
     )
-    found = quick(tmp_path, "attention", "--backend", "numpy", "--no-errors", *sizes)
-    assert len({repr(row.case) for row in found.rows}) == 32
+    result = quick(tmp_path, "attention", "--backend", "numpy", "--no-errors", *sizes)
+    assert len({repr(row.case) for row in result.rows}) == 32
     assert {
-        row.case["tokens"] for row in found.rows if row.case["work"] == "median 12, sigma 0"
+        row.case["tokens"] for row in result.rows if row.case["work"] == "median 12, sigma 0"
     } == {36}
 
 
 @pytest.mark.needs("torch")
-def test_model_of_our_own_lengths(tmp_path):
+def test_model_with_lengths_from_a_file(tmp_path):
     (tmp_path / "lengths.txt").write_text("3 5 2")
-    found = quick(
+    result = quick(
         tmp_path, "model", "--lengths", str(tmp_path / "lengths.txt"), "--precisions", "fp32"
     )
-    assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in found.rows} == {
+    assert {(row.case["rows"], row.case["tokens"], row.case["longest"]) for row in result.rows} == {
         (3, 10, 5)
     }
 
 
 @pytest.mark.needs("torch")
 def test_collectives_take_no_more_memory_than_there_is(tmp_path):
-    found = quick(tmp_path, "collectives", "--sizes", "1e6")
-    ((entry,), rows) = found.left_out, found.rows
+    result = quick(tmp_path, "collectives", "--sizes", "1e6")
+    ((entry,), rows) = result.left_out, result.rows
     assert (
         entry["what"] == "2 processes, 1,000,000,000,000 bytes"
         and entry["why"].startswith("needs 6000.0 GB")
@@ -314,21 +316,23 @@ def test_collectives_take_no_more_memory_than_there_is(tmp_path):
 
 
 @pytest.mark.needs("torch")
-def test_some_kernels_alone(tmp_path):
-    found = quick(tmp_path, "kernels", "--operations", "rope,sum")
-    assert {row.case["operation"] for row in found.rows} == {
+def test_kernels_of_selected_operations(tmp_path):
+    result = quick(tmp_path, "kernels", "--operations", "rope,sum")
+    assert {row.case["operation"] for row in result.rows} == {
         "sum of rows",
         "rope",
         "rope, neighbors as pairs",
     }
 
 
-def test_what_is_left_out_is_said(tmp_path):
-    found = quick(tmp_path, "attention", "--backend", "numpy", "--num-seqs", "2", "--mean-len", "8")
+def test_omissions_are_listed(tmp_path):
+    result = quick(
+        tmp_path, "attention", "--backend", "numpy", "--num-seqs", "2", "--mean-len", "8"
+    )
     assert {
         "what": "backward on numpy",
         "why": "the library does not differentiate",
-    } in found.left_out
+    } in result.left_out
     if TORCH:
         left = {entry["what"] for entry in quick(tmp_path, "kernels").left_out}
         assert {"compiled forms", "liger_kernel", "grouped_mm", "transformers"} < left
@@ -337,9 +341,9 @@ def test_what_is_left_out_is_said(tmp_path):
 @pytest.mark.skipif(not LAZY, reason="needs JAX or MLX")
 def test_attention_on_libraries_that_compile(tmp_path):
     small = ("--num-seqs", "3", "--mean-len", "12", "--heads", "2", "--dim", "8")
-    found = quick(tmp_path, "attention", "--backend", ",".join(LAZY), *small)
-    assert {row.case["backend"] for row in found.rows} == set(LAZY)
-    for row in found.rows:
+    result = quick(tmp_path, "attention", "--backend", ",".join(LAZY), *small)
+    assert {row.case["backend"] for row in result.rows} == set(LAZY)
+    for row in result.rows:
         assert row.status == OK, row.why
         assert {"forward_error", "gradient_error"} <= row.values.keys()
         assert max(row.values["forward_error"], row.values["gradient_error"]) < 16 * 2**-23
@@ -370,7 +374,7 @@ def test_tiles_of_the_triton_kernels_can_be_set():
     assert launch_configs.portable_tiles is before and launch_configs.SM90_TILES
 
 
-def test_limits_fail_the_run(monkeypatch):
+def test_ratio_above_its_limit_fails_the_run(monkeypatch):
     from scree_bench.commands import ratios
 
     def cases(limit):
@@ -503,7 +507,7 @@ def test_report_of_attention(tmp_path):
     assert (tmp_path / "speed" / "attention-both-again-h100-dark.svg").exists()
 
 
-def test_report_keeps_what_is_written_by_hand(tmp_path):
+def test_report_keeps_handwritten_text(tmp_path):
     page = tmp_path / "speed.md"
     invoke("report", "--out", str(page))
     assert page.read_text().startswith("# Benchmarks")
@@ -515,7 +519,7 @@ def test_report_keeps_what_is_written_by_hand(tmp_path):
         assert text.startswith(f"# Mine\n\n{MARK}\n\n## Attention") and "yesterday" not in text
 
 
-def test_the_page_lists_all_there_is_to_run():
+def test_bench_page_has_the_current_head():
     text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     assert head() in text
 
@@ -558,8 +562,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, arguments, name):
         process.returncode == INTERRUPTED
         and "Interrupted: these are the measurements so far." in said
     )
-    found = results.read(path)
-    assert not found.complete and found.rows
+    result = results.read(path)
+    assert not result.complete and result.rows
     assert [path.stem for path in tmp_path.glob("*.json")] == [f"{name}-cpu"]
 
 

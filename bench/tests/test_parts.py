@@ -27,7 +27,7 @@ from scree_bench.work import BACKWARD, Work, distance, reference
 
 
 # --- measuring ---
-def test_contenders_take_turns():
+def test_interleaved_alternates_the_contenders():
     calls = []
     found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
     assert calls[:2] == ["a", "b"]  # warm-up; in the rounds behind it a sample is many calls of one
@@ -42,7 +42,7 @@ def test_slow_calls_take_few_samples():
     assert len(interleaved(pause, 0.02)["slow"].seconds) == measure.FEWEST
 
 
-def test_examples_of_the_docstrings():
+def test_doctests_of_measure_pass():
     assert doctest.testmod(measure).attempted and not doctest.testmod(measure).failed
 
 
@@ -59,7 +59,7 @@ def test_one_failure_does_not_stop_the_others():
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no alarms")
-def test_what_hangs_does_not_stop_the_others(tmp_path):
+def test_a_hanging_case_does_not_stop_the_others(tmp_path):
     def hang():
         time.sleep(60)
 
@@ -75,7 +75,7 @@ def test_what_hangs_does_not_stop_the_others(tmp_path):
         assert (rows[who].status, rows[who].why) == (FAILED, "call_s: took more than 0.05 s")
 
 
-def test_each_result_is_waited_for():
+def test_interleaved_waits_for_each_result():
     waited = []
     interleaved({"a": lambda: "result"}, 0.0, wait=waited.append, fewest=1)
     assert waited and set(waited) == {"result"}
@@ -126,7 +126,7 @@ def device(monkeypatch):
 
 
 @pytest.mark.needs("torch")
-def test_the_device_is_timed_alone_and_the_host_behind_it(device):
+def test_device_time_excludes_host_time(device):
     """Ten kernels of 5 us, with launches of 100 us each on the host.
 
     The device sleeps longer until no kernel is late.
@@ -157,7 +157,7 @@ def test_the_device_is_timed_alone_and_the_host_behind_it(device):
 
 
 @pytest.mark.needs("torch")
-def test_a_hiccup_of_the_host_costs_one_sample_its_time(device):
+def test_a_slow_launch_affects_one_sample(device):
     launches = iter([1e-4, 5e-3])  # the first call warms up
 
     found = interleaved(
@@ -179,11 +179,11 @@ def test_a_hiccup_of_the_host_costs_one_sample_its_time(device):
         (ValueError("bad"), FAILED),
     ],
 )
-def test_what_an_exception_means(error, status):
+def test_failure_of_an_exception_has_its_status(error, status):
     assert Failure.of(error).status == status
 
 
-def test_too_much_is_refused_before_it_is_tried():
+def test_require_of_too_much_memory_raises():
     measure.require(1000)
     with pytest.raises(MemoryError, match=r"needs 1000000000\.0 GB, .* are free"):
         measure.require(1e18)
@@ -252,7 +252,7 @@ def test_a_request_to_end_keeps_what_was_measured(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_interrupt_that_a_library_swallows_comes_through(tmp_path):
+def test_an_interrupt_swallowed_by_a_library_ends_the_session(tmp_path):
     with pytest.raises(typer.Exit), Session("memory", options(tmp_path)) as session:
         with contextlib.suppress(KeyboardInterrupt):  # as such a library does
             signal.raise_signal(signal.SIGINT)
@@ -261,7 +261,7 @@ def test_an_interrupt_that_a_library_swallows_comes_through(tmp_path):
     assert results.read(tmp_path / "memory-cpu.json").rows[0].values == {"batch_bytes": 5.0}
 
 
-def test_results_are_written_on_the_way(tmp_path):
+def test_results_are_written_after_each_case(tmp_path):
     with Session("memory", options(tmp_path)) as session:
         session.time({"n": 1}, "call_s", {"scree": lambda: lambda: None})
         saved = results.read(tmp_path / "memory-cpu.json")
@@ -283,7 +283,7 @@ def test_other_errors_are_not_swallowed(tmp_path):
         raise RuntimeError("broken")
 
 
-def test_what_was_left_out_is_noted_once(tmp_path):
+def test_omissions_are_noted_once(tmp_path):
     with Session("memory", options(tmp_path)) as session:
         for _ in range(2):
             session.leave_out("FA3", "not here")
@@ -305,7 +305,7 @@ def example(*times: float) -> Result:
     )
 
 
-def test_results_come_back_as_they_were(tmp_path):
+def test_results_round_trip(tmp_path):
     example(1.0, 2.0, 4.0).write(tmp_path / "a.json")
     assert results.read(tmp_path / "a.json") == example(1.0, 2.0, 4.0)
 
@@ -321,7 +321,7 @@ def test_results_come_back_as_they_were(tmp_path):
         (("surplus",), 1, "expected the names schema|expected the names command"),
     ],
 )
-def test_the_schema_says_where_it_is_not_met(tmp_path, path, value, message):
+def test_invalid_results_raise_and_name_the_field(tmp_path, path, value, message):
     example(1.0).write(tmp_path / "a.json")
     data = at = json.loads((tmp_path / "a.json").read_text())
     for name in path[:-1]:
@@ -403,7 +403,7 @@ def test_operations_of_attention():
     assert BACKWARD == 5 / 2
 
 
-def test_works_by_their_names():
+def test_workloads_are_selected_by_name():
     found = dict(workloads("d64 h8 n1024,small", "cuda", seed=0, quick=False))
     assert list(found) == ["d64 h8 n1024", "small"]
     assert (
@@ -427,7 +427,7 @@ def test_formulas():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_reference_is_the_derivative_of_itself(causal):
+def test_reference_gradients_agree_with_central_differences(causal):
     """Compare the gradients of the float64 reference with its central differences.
 
     The case has grouped heads and an empty row.
@@ -461,7 +461,7 @@ def test_distance_is_relative():
 
 
 @pytest.mark.needs("torch")
-def test_gradients_sent_back_are_random_and_the_same_to_all():
+def test_cotangents_are_random_and_equal_for_all_contenders():
     lib = load("torch")
     x = lib.make(np.zeros((1000, 4)), "float16")
 
@@ -515,7 +515,7 @@ def test_algorithms_compute_attention(name, monkeypatch):
     np.testing.assert_allclose(algorithm.run(q, k, v), right, rtol=1e-12, atol=1e-12)
 
 
-def test_algorithms_visit_what_they_say():
+def test_algorithms_visit_the_expected_tiles():
     q = np.ones((1, 1, 8 * BLOCK, 4))
     visits = {name: [] for name in ("flash v1", "flash v2", "sliding window")}
     for name, seen in visits.items():
@@ -572,13 +572,13 @@ def test_operations_of_a_training_step():
         ("Memcpy DtoD", "copies"),
     ],
 )
-def test_kernels_are_told_by_their_names(name, kind):
+def test_classify_kernels_by_name(name, kind):
     assert classify(name) == kind
 
 
 # --- block ---
 @pytest.mark.needs("torch")
-def test_the_block_is_compiled_in_one_piece():
+def test_block_compiles_as_one_graph():
     import torch
 
     from scree_bench.commands import block
@@ -589,7 +589,7 @@ def test_the_block_is_compiled_in_one_piece():
     torch.testing.assert_close(compiled(x, *case.weights), function(x, *case.weights))
 
 
-def test_kernels_belong_to_the_mark_behind_them_and_then_to_the_one_before():
+def test_kernels_are_assigned_to_the_following_mark_or_the_last_one():
     from scree_bench import trace
 
     lengths = [
@@ -616,7 +616,7 @@ def test_kernels_belong_to_the_mark_behind_them_and_then_to_the_one_before():
 
 
 @pytest.mark.needs("torch")
-def test_limits_of_a_block_are_those_of_its_operations():
+def test_block_limits_are_the_sums_of_its_operations():
     from scree_bench.commands import block
 
     s = block.SIZES["quick"]

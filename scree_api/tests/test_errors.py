@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import NAMES, Library, load
+from libraries import NAMES, SmallArrays, load
 
 import scree
 from scree.data import chunk, truncate
@@ -23,14 +23,14 @@ Token = tuple[int, ...]
 
 
 def qkv(
-    lib: Library, q: Token = (2, 4), k: Token = (2, 4), v: Token = (2, 4), **options: Any
+    lib: SmallArrays, q: Token = (2, 4), k: Token = (2, 4), v: Token = (2, 4), **options: Any
 ) -> Any:
     """Attention of arrays whose tokens have these shapes."""
     return scree.attention(*(lib.r(ROWS, *token) for token in (q, k, v)), **options)
 
 
 Case = tuple[
-    Callable[[Library], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]
+    Callable[[SmallArrays], Any], type[Exception] | tuple[type[Exception], ...], tuple[str, ...]
 ]
 
 #: Call -> error and what its message holds. Names that end in a star read values, which MLX does
@@ -496,7 +496,7 @@ def test_bad_values_on_mlx_are_not_read_until_validate(
     ("name", "case"),
     [(name, case) for name in NAMES for case in CASES if name != "mlx" or not case.endswith("*")],
 )
-def test_bad_calls_say_what_is_wrong(name: str, case: str) -> None:
+def test_invalid_calls_raise_and_name_the_argument(name: str, case: str) -> None:
     call, error, fragments = CASES[case]
     lib = load(name)
     with pytest.raises(error) as caught:

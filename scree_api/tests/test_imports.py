@@ -171,11 +171,11 @@ def test_imports_point_downwards(name: str) -> None:
         assert layer(target) <= layer(name), f"{name} imports {target}, which is above it"
 
 
-def test_imports_have_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     assert circles({name: imported_modules(name, MODULES) for name in MODULES}) == []
 
 
-def test_imports_have_no_circle_finds_circles_inside_functions(tmp_path: Path) -> None:
+def test_imports_have_no_cycle_finds_cycles_inside_functions(tmp_path: Path) -> None:
     modules = {name: tmp_path / f"{name}.py" for name in ("a", "b", "c")}
     modules["a"].write_text("from . import b")
     modules["b"].write_text("def f():\n    from .c import g")
@@ -188,7 +188,7 @@ def test_imports_have_no_circle_finds_circles_inside_functions(tmp_path: Path) -
 TRITON = PACKAGE.parents[1] / "kernels_triton" / "scree_triton"
 
 
-def test_kernels_have_no_circle_and_few_packages() -> None:
+def test_kernels_have_no_cycle_and_few_packages() -> None:
     modules = {
         path.relative_to(TRITON).with_suffix("").as_posix(): path for path in TRITON.rglob("*.py")
     }

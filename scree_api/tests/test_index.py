@@ -234,7 +234,7 @@ def test_updates_of_tokens_read_nothing(name: str) -> None:
     ]  # fmt: skip
 
 
-def test_short_rows_are_named() -> None:
+def test_index_of_short_rows_raises_and_names_them() -> None:
     arr = scree.from_lengths(np.arange(6), [1, 3, 2])
     assert arr[:, 0].tolist() == [0, 1, 4] and arr[:, -1].tolist() == [0, 3, 5]
     with pytest.raises(

@@ -47,7 +47,7 @@ def provide(name: str, reason: str | None = None, operation: str = "softmax") ->
     return calls
 
 
-def test_newest_provider_is_asked_first_and_the_standard_path_last(arr: scree.Array) -> None:
+def test_providers_run_from_newest_to_standard(arr: scree.Array) -> None:
     provide("old")
     assert scree.softmax(arr) == "old"
     calls = provide("new")
@@ -64,7 +64,7 @@ def test_newest_provider_is_asked_first_and_the_standard_path_last(arr: scree.Ar
     ]
 
 
-def test_kernel_insists(arr: scree.Array) -> None:
+def test_kernel_argument_that_rejects_or_is_unknown_raises(arr: scree.Array) -> None:
     provide("ready")
     provide("picky", "it is Sunday")
     assert scree.softmax(arr, kernel="ready") == "ready"
@@ -79,7 +79,7 @@ def test_kernel_insists(arr: scree.Array) -> None:
         scree.softmax(arr, kernel="absent")
 
 
-def test_explain_says_who_and_why(arr: scree.Array) -> None:
+def test_explain_names_the_provider_and_the_rejections(arr: scree.Array) -> None:
     provide("ready")
     provide("picky", "it is Sunday")
     found = scree.explain("softmax", arr)
@@ -111,7 +111,7 @@ def test_explain_takes_the_arguments_of_the_operation(operation: str) -> None:
         getattr(scree, operation)(*args)
 
 
-def test_registering_again_replaces(arr: scree.Array) -> None:
+def test_registering_a_provider_twice_replaces_its_kernel(arr: scree.Array) -> None:
     provide("mine")
     provide("other")
     again = provide("mine")
@@ -120,7 +120,7 @@ def test_registering_again_replaces(arr: scree.Array) -> None:
     assert len(again) == 1
 
 
-def test_unregistered_providers_are_gone(arr: scree.Array) -> None:
+def test_unregister_kernel_removes_the_provider(arr: scree.Array) -> None:
     provide("mine")
     scree.unregister_kernel("softmax", "mine")
     scree.unregister_kernel("softmax", "mine")  # once is enough, twice is no error
@@ -130,9 +130,7 @@ def test_unregistered_providers_are_gone(arr: scree.Array) -> None:
 @pytest.mark.parametrize(
     "do", [lambda *args: provide(args[1], operation=args[0]), scree.unregister_kernel]
 )
-def test_misspelt_operations_and_the_standard_path_are_refused(
-    do: Callable[[str, str], Any],
-) -> None:
+def test_misspelt_operations_and_the_standard_path_raise(do: Callable[[str, str], Any]) -> None:
     with pytest.raises(
         ValueError, match=r"operation: expected one of attention, .*softmax, .*, got 'sofmax'"
     ):

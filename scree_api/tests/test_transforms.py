@@ -264,7 +264,7 @@ def slope(
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_oracle_is_what_numpy_gives(name: str) -> None:
+def test_oracle_agrees_with_numpy(name: str) -> None:
     for lengths in (LENGTHS, OTHER):
         x = scree.from_lengths(values(dtype=np.float64), lengths)
         np.testing.assert_allclose(

@@ -20,9 +20,9 @@ def test_a_thousand_batches_compile_at_most_a_dozen_times() -> None:
     traces = []
 
     @jax.jit
-    def total(x: scree.Array, real: object) -> object:
+    def total(x: scree.Array, row_mask: object) -> object:
         traces.append(x.shape)
-        return jax.numpy.where(real, scree.namespace(x).max(x, axis=1), 0).sum()
+        return jax.numpy.where(row_mask, scree.namespace(x).max(x, axis=1), 0).sum()
 
     for lengths in batches(1000):
         values = (
@@ -35,15 +35,15 @@ def test_a_thousand_batches_compile_at_most_a_dozen_times() -> None:
 
 
 @pytest.mark.parametrize("growth", [1.2, 2, 4])
-def test_padding_stands_behind_and_fits_the_bound(growth: float) -> None:
+def test_bucket_pads_after_the_values_within_the_bound(growth: float) -> None:
     for lengths in [*batches(50), [], [0], [0, 0], [7], [1] * 9, [4096]]:
         values = np.arange(1, sum(lengths) + 1)
-        arr, real = scree.bucket(scree.from_lengths(values, lengths), growth=growth)
+        arr, row_mask = scree.bucket(scree.from_lengths(values, lengths), growth=growth)
         arr.validate()
-        np.testing.assert_array_equal(np.asarray(arr.lengths)[real], lengths)
+        np.testing.assert_array_equal(np.asarray(arr.lengths)[row_mask], lengths)
         np.testing.assert_array_equal(arr.values[: len(values)], values)
         assert not arr.values[len(values) :].any()
-        assert real[: len(lengths)].all() and not real[len(lengths) :].any()
+        assert row_mask[: len(lengths)].all() and not row_mask[len(lengths) :].any()
         assert arr.total_length < max(growth * len(values) + 1, 2)
         assert arr.max_length < max(growth * max(lengths, default=0) + 1, 2)
 

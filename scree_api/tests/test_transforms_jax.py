@@ -114,7 +114,7 @@ def test_gradients_outside_of_a_trace() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_of_a_batch_with_tokens_to_spare() -> None:
+def test_rows_of_a_batch_with_a_tail() -> None:
     """Tokens behind the last row belong to none: they change nothing, and no gradient reaches them."""
     w, spare = jnp.asarray(weights()), 5
     x = scree.from_lengths(jnp.asarray(values()), LENGTHS, max_length=LONGEST)
@@ -138,7 +138,7 @@ def test_rows_of_a_batch_with_tokens_to_spare() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_concat_of_batches_with_tokens_to_spare(axis: int) -> None:
+def test_concat_of_batches_with_tails(axis: int) -> None:
     """Rows stay whole where tokens to spare lie between them."""
     parts = (
         [np.arange(8.0), np.asarray([0, 2, 5], np.int32)],
@@ -159,7 +159,7 @@ def test_concat_of_batches_with_tokens_to_spare(axis: int) -> None:
 @pytest.mark.parametrize(
     "name", "sum prod max min mean var std any all count_nonzero argmax argmin".split()
 )
-def test_reductions_of_everything_leave_out_tokens_to_spare(name: str) -> None:
+def test_full_reductions_exclude_the_tail(name: str) -> None:
     of_rows = np.asarray([[3.0, 1], [2, 5], [4, 7], [-2, 6]], np.float32)
     spare = np.asarray([[100.0, -100], [0, 50]], np.float32)
 
@@ -281,7 +281,7 @@ def test_rows_split_over_devices() -> None:
     assert "agreed on 2 devices" in done.stdout
 
 
-def test_attention_holds_tokens_and_tiles_alone() -> None:
+def test_attention_memory_is_bounded_by_tokens_and_tiles() -> None:
     """By XLA's own account of the compiled function, forward and backward.
 
     One long row among short ones is no square.
@@ -307,7 +307,7 @@ def test_attention_holds_tokens_and_tiles_alone() -> None:
     assert used < 0.05 * len(lengths) * 4096**2 * heads * 4
 
 
-def test_sizes_that_depend_on_the_offsets_say_so() -> None:
+def test_sizes_that_depend_on_the_offsets_raise() -> None:
     with pytest.raises(TypeError, match="depends on the offsets"):
         jax.jit(lambda x: x[:, 1:3].values)(tokens())
     bare = scree.Array(jnp.asarray(values()[:, None, :]), tokens().offsets)

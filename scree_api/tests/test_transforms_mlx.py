@@ -81,7 +81,7 @@ def test_compiled_functions_serve_all_offsets_of_a_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_lazy_stays_lazy(name: str, lazy: list[str]) -> None:
+def test_functions_of_lazy_arrays_stay_lazy(name: str, lazy: list[str]) -> None:
     """Forward and backward are built without a look at a value; asking for one is noticed."""
     x = scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS), max_length=LONGEST)
     found, of_w = mx.value_and_grad(partial(loss, name, x, index=mx.array(INDEX)))(
@@ -117,13 +117,13 @@ def test_the_functions_of_the_standard_compile(name: str) -> None:
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
-def test_the_tokens_of_a_row_are_read_once_where_somebody_asks() -> None:
+def test_unpack_and_total_length_of_lazy_offsets() -> None:
     x = scree.from_cu_seqlens(mx.array(values()), offsets(LENGTHS))
     assert len(scree.unpack(x)) == len(LENGTHS)
     assert x.total_length == TOTAL
 
 
-def test_tokens_to_spare_stay_out_of_files(tmp_path: Path) -> None:
+def test_save_drops_the_tail_and_to_numpy_raises(tmp_path: Path) -> None:
     x = scree.from_offsets(mx.array([1.0, 2.0, 3.0, 9.0]), offsets([1, 2]))
     scree.save(tmp_path / "x.npz", x)
     assert scree.load(tmp_path / "x.npz").values.tolist() == [1.0, 2.0, 3.0]
@@ -140,7 +140,7 @@ def test_a_token_that_a_row_does_not_have_is_nan() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_gradients_pass_through_an_order(known: bool) -> None:
+def test_gradients_pass_through_a_sort(known: bool) -> None:
     numbers, order = (
         np.asarray([3, 1, 2, 5, 4], np.float32),
         np.asarray([1, 0, 2, 4, 3], np.float32),

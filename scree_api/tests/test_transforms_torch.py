@@ -56,7 +56,7 @@ def offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def test_the_gradients_of_parts_come_back_together() -> None:
+def test_parts_of_split_share_one_gradient_node() -> None:
     x = scree.Array(torch.ones(5, 6, requires_grad=True), offsets([2, 3]))
     parts = scree.split(x, (1, 2, 3))
     assert scree.explain("split", x, (1, 2, 3)).provider == "torch"
@@ -187,7 +187,7 @@ assert torch.equal(torch.compile(f, backend="eager", fullgraph=True)(*args), f(*
 """
 
 
-def test_the_first_call_of_all_may_be_compiled() -> None:
+def test_first_call_of_a_process_compiles() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COLD], capture_output=True, text=True, timeout=200
     )
@@ -405,7 +405,7 @@ def test_offsets_are_wide_where_nothing_is_read() -> None:
     assert scree.from_lengths(values[1:], few).offsets.dtype == torch.int32
 
 
-def test_a_plan_of_known_rows_reads_nothing_from_a_device() -> None:
+def test_functions_of_known_lengths_read_nothing_from_a_device() -> None:
     q = scree.from_lengths(torch.empty((300, 2, 8), device="meta"), [100, 0, 200])
     k = scree.from_lengths(torch.empty((330, 2, 8), device="meta"), [130, 0, 200])
     for found in (
@@ -435,7 +435,7 @@ def test_a_window_bounds_the_work_where_nothing_is_read() -> None:
     )  # what 64 queries see are 127 keys, in 3 tiles of 64 at most
 
 
-def test_functions_of_torch_itself_say_what_takes_ragged_arrays() -> None:
+def test_torch_functions_on_ragged_arrays_raise_and_name_the_alternative() -> None:
     x = scree.from_lengths(torch.ones(5, 2), [2, 3])
     for f in (torch.exp, torch.nn.Linear(2, 2), lambda x: torch.cat([x, x])):
         with pytest.raises(

@@ -58,7 +58,7 @@ def plain_loss(w: dict[str, np.ndarray], rows: list[np.ndarray]) -> float:
 @pytest.mark.parametrize(
     "loss, batches", [(lm.loss, train.ragged_batches), (lm.padded_loss, train.padded_batches)]
 )
-def test_the_model_is_the_plain_one(loss: object, batches: object) -> None:
+def test_model_loss_agrees_with_the_plain_model(loss: object, batches: object) -> None:
     w = lm.weights(seed=3)
     rows = next(train.sample_rows(TEXTS, 1, 0, BATCH))
     found = loss(w, *next(batches(TEXTS, 1, 0, BATCH)))

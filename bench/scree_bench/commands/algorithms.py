@@ -14,7 +14,7 @@ import typer
 
 from .. import plots
 from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
-from ..libraries import Library, Step, wanted, where
+from ..libraries import MeasuredLibrary, Step, wanted, where
 from ..measure import require
 from ..options import Backend, Device, Out, Quick, Seconds, Seed, numbers
 from ..results import OK, Result, Row, unit
@@ -25,7 +25,7 @@ LENGTHS = {"cpu": "256,512,1024,2048", "cuda": "256,512,1024,2048,4096,8192"}
 MAX_COMPILED_LENGTH = 1024
 
 
-def inputs(lib: Library, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
+def inputs(lib: MeasuredLibrary, shape: Shape, algorithm: Algorithm, seed: int) -> list[Any]:
     """Return random queries, keys and values."""
     normal, kv = lib.normal(seed), algorithm.kv_heads(shape.heads)
     return [normal(shape.n, heads, shape.length, shape.dim) for heads in (shape.heads, kv, kv)]
@@ -74,7 +74,7 @@ def command(
                 _measure(session, lib, Shape(batch, heads, length, dim), seed)
 
 
-def _measure(session: Session, lib: Library, shape: Shape, seed: int) -> None:
+def _measure(session: Session, lib: MeasuredLibrary, shape: Shape, seed: int) -> None:
     case = {
         "backend": lib.name,
         "batch": shape.n,
@@ -93,11 +93,11 @@ def _measure(session: Session, lib: Library, shape: Shape, seed: int) -> None:
             session.value(case, name, "peak_bytes", partial(_peak, lib, build))
 
 
-def _peak(lib: Library, build: Callable[[], Step]) -> int:
+def _peak(lib: MeasuredLibrary, build: Callable[[], Step]) -> int:
     return lib.peak(build())
 
 
-def _step(lib: Library, algorithm: Algorithm, shape: Shape, seed: int) -> Step:
+def _step(lib: MeasuredLibrary, algorithm: Algorithm, shape: Shape, seed: int) -> Step:
     require(algorithm.estimate_memory(shape) + 4 * shape.output, lib.device)
     return lib.steps(algorithm.run, inputs(lib, shape, algorithm, seed))["forward"]()
 

@@ -18,7 +18,7 @@ import typer
 from .. import lengths as draws
 from .. import plots, results
 from ..attentions import Prepared, ours
-from ..libraries import Library, wanted, where
+from ..libraries import MeasuredLibrary, wanted, where
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
 from ..options import (
     DTYPES,
@@ -58,7 +58,7 @@ SHAPES = {
 MAX_CHECKED_FLOPS = 1e11
 #: Phase -> its operations relative to the forward pass.
 PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}
-#: Library -> phases that cannot be timed on it -> reason.
+#: MeasuredLibrary -> phases that cannot be timed on it -> reason.
 PARTIAL = {
     "numpy": dict.fromkeys(("backward", "both"), "the library does not differentiate"),
     "mlx": {"backward": "the library keeps no graph; the phase both includes it"},
@@ -217,7 +217,7 @@ def command(
 
 
 def _measure(
-    session: Session, lib: Library, name: str, work: Work, only: list[str], errors: bool
+    session: Session, lib: MeasuredLibrary, name: str, work: Work, only: list[str], errors: bool
 ) -> None:
     case = {
         "work": name,
@@ -280,17 +280,20 @@ def _measure(
     return None
 
 
-def _phases(lib: Library) -> list[str]:
+def _phases(lib: MeasuredLibrary) -> list[str]:
     return [phase for phase in PHASES if phase not in PARTIAL.get(lib.name, ())]
 
 
-def _step(lib: Library, prepare: Callable[[], Prepared], phase: str) -> Thunk:
+def _step(lib: MeasuredLibrary, prepare: Callable[[], Prepared], phase: str) -> Thunk:
     prepared = prepare()
     return lib.steps(prepared.function, prepared.args, prepared.cotangent)[phase]()
 
 
 def _error(
-    lib: Library, prepare: Callable[[], Prepared], step: Callable[[], Thunk], truth: tuple[Any, ...]
+    lib: MeasuredLibrary,
+    prepare: Callable[[], Prepared],
+    step: Callable[[], Thunk],
+    truth: tuple[Any, ...],
 ) -> float:
     return worst(lib, lib.wait(step()()), truth, prepare().packed)
 

@@ -14,7 +14,7 @@ import scree
 
 from .. import plots, results, trace
 from ..lengths import adding_up
-from ..libraries import Function, Library, Step, torch_compiled, wanted, where
+from ..libraries import Function, MeasuredLibrary, Step, torch_compiled, wanted, where
 from ..measure import PATIENCE, median
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
 from ..peers import NO_TIME, PEERS, compiler
@@ -118,7 +118,7 @@ def plain(x: Any, w: Weights, s: Sizes, rotate: Function, attend: Function) -> A
 class Case:
     """Random rows and weights, and all forms of a block: ``function(x, *weights)`` and its `x`."""
 
-    def __init__(self, lib: Library, s: Sizes, rows: int, dtype: str, seed: int) -> None:
+    def __init__(self, lib: MeasuredLibrary, s: Sizes, rows: int, dtype: str, seed: int) -> None:
         self.lib, self.s, self.dtype = lib, s, dtype
         self.lengths = adding_up(rows, s.tokens, np.random.default_rng(seed))
         self.work = Work(

@@ -15,7 +15,7 @@ import scree
 
 from .. import plots, results
 from ..lengths import adding_up
-from ..libraries import Function, Library, nesting, torch_compiled, wanted, where
+from ..libraries import Function, MeasuredLibrary, nesting, torch_compiled, wanted, where
 from ..measure import PATIENCE
 from ..operations import COPY, PHASES, Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 class Batch:
     """Rows of random tokens on PyTorch, and derived inputs that several operations share."""
 
-    def __init__(self, lib: Library, sizes: Sizes, seed: int, quick: bool = False) -> None:
+    def __init__(self, lib: MeasuredLibrary, sizes: Sizes, seed: int, quick: bool = False) -> None:
         self.lib, self.rng, self.token, self.dtype = (
             lib,
             np.random.default_rng(seed),

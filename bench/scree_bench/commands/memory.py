@@ -9,7 +9,7 @@ import typer
 
 from .. import lengths as draws
 from .. import plots
-from ..libraries import Library, wanted, where
+from ..libraries import MeasuredLibrary, wanted, where
 from ..options import Backend, Device, Lengths, Out, Quick, Seed
 from ..peers import Peer, contenders
 from ..results import Result
@@ -134,7 +134,7 @@ def _count(
     row.samples["mean_saved"] = each
 
 
-def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Library) -> None:
+def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: MeasuredLibrary) -> None:
     """Measure the peak of attention on one batch, forward and with gradients, inputs included.
 
     On the CPU its rows have a quarter of the length.
@@ -162,7 +162,9 @@ def _work(batch: np.ndarray) -> Work:
     return Work(tuple(map(int, batch)), HEADS, HEADS, DIM)
 
 
-def _peak(session: Session, case: dict[str, Any], lib: Library, peer: Peer, work: Work) -> None:
+def _peak(
+    session: Session, case: dict[str, Any], lib: MeasuredLibrary, peer: Peer, work: Work
+) -> None:
     def measured(phase: str) -> float:
         function, args, cotangent, _ = peer.prepare(lib, work)
         step = lib.steps(function, args, cotangent)[phase]()

@@ -14,7 +14,7 @@ import scree
 
 from .. import plots, results
 from ..formulas import EPS
-from ..libraries import Function, Library, torch_compiled, wanted, where
+from ..libraries import Function, MeasuredLibrary, torch_compiled, wanted, where
 from ..measure import PATIENCE
 from ..operations import PHASES, Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, numbers
@@ -65,7 +65,7 @@ NORMS: dict[str, tuple[Callable[[Any], Function], tuple[int, int]]] = {
 
 
 def functions(
-    session: Session, lib: Library, name: str, dtype: str, rows: scree.Array
+    session: Session, lib: MeasuredLibrary, name: str, dtype: str, rows: scree.Array
 ) -> dict[str, Function]:
     """Return the norm of each contender by name; the norm of a sum returns the sum too."""
     import torch.nn.functional as F  # noqa: N812
@@ -143,7 +143,13 @@ def command(
 
 
 def _operation(
-    session: Session, lib: Library, name: str, tokens: int, width: int, dtype: str, seed: int
+    session: Session,
+    lib: MeasuredLibrary,
+    name: str,
+    tokens: int,
+    width: int,
+    dtype: str,
+    seed: int,
 ) -> Operation:
     import torch.nn.functional as F  # noqa: N812
 

@@ -16,7 +16,7 @@ import scree
 from scree.broadcasting import as_values
 
 from .. import plots, results
-from ..libraries import Library, wanted, where
+from ..libraries import MeasuredLibrary, wanted, where
 from ..measure import Thunk
 from ..options import Backend, Device, Out, Quick, Seconds
 from ..results import Result, Table
@@ -30,7 +30,7 @@ IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
 LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
 
 
-def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
+def calls(lib: MeasuredLibrary) -> dict[str, tuple[Thunk, Thunk | None]]:
     """Return our call and the equivalent bare call on the values, if there is one, by name."""
     rng, total = np.random.default_rng(0), sum(LENGTHS)
     values = lib.make(rng.standard_normal((total, 2, 16), dtype=np.float32))
@@ -56,7 +56,7 @@ def calls(lib: Library) -> dict[str, tuple[Thunk, Thunk | None]]:
     }
 
 
-def layer_calls(lib: Library) -> dict[str, dict[str, Thunk]]:
+def layer_calls(lib: MeasuredLibrary) -> dict[str, dict[str, Thunk]]:
     """Return the calls of a model's layer, forward alone and with gradients: scree's and PyTorch's.
 
     "empty" is an autograd function in Python that only allocates: the lower bound for such

@@ -13,7 +13,7 @@ import scree
 from .. import plots, results
 from ..formulas import EPS, layer_norm, rms_norm, softmax
 from ..lengths import adding_up
-from ..libraries import Library, wanted, where
+from ..libraries import MeasuredLibrary, wanted, where
 from ..options import Backend, Device, Out, Quick, Seed
 from ..results import Result, Table
 from ..session import Session
@@ -43,7 +43,7 @@ OPERATIONS: dict[str, tuple[Callable[[Any, scree.Array], Any], Callable[[Any, An
 }
 
 
-def accumulate(lib: Library, total: str, number: str, added: str) -> float:
+def accumulate(lib: MeasuredLibrary, total: str, number: str, added: str) -> float:
     """Return the sum of a thousand times 0.01, added one by one."""
     kinds, xp = lib.arrays.dtypes, lib.xp
     sum_so_far, x = (
@@ -85,7 +85,9 @@ def command(
                     _operations(session, lib, dtype, scale, values * scale, lengths)
 
 
-def _accumulation(session: Session, lib: Library, combination: tuple[str, str, str]) -> None:
+def _accumulation(
+    session: Session, lib: MeasuredLibrary, combination: tuple[str, str, str]
+) -> None:
     if not set(combination) <= set(lib.arrays.dtypes):
         return
     case = dict(zip(("sum in", "numbers in", "added as"), combination, strict=True))
@@ -97,7 +99,7 @@ def _accumulation(session: Session, lib: Library, combination: tuple[str, str, s
 
 def _operations(
     session: Session,
-    lib: Library,
+    lib: MeasuredLibrary,
     dtype: str,
     scale: float,
     values: np.ndarray,

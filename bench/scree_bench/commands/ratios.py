@@ -16,7 +16,7 @@ import scree
 from .. import plots
 from ..formulas import softmax
 from ..lengths import adding_up
-from ..libraries import Library, wanted
+from ..libraries import MeasuredLibrary, wanted
 from ..measure import Thunk
 from ..options import Backend, Out, Quick, Seconds
 from ..results import OK, Result, Row
@@ -92,7 +92,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def general_cases(lib: Library, quick: bool) -> list[Case]:
+def general_cases(lib: MeasuredLibrary, quick: bool) -> list[Case]:
     """Return cases of elementwise overhead, row sums, packing and padding."""
     rng, hand, wait = np.random.default_rng(0), HANDS[lib.name](), lib.wait
     small: Any = scree.from_lengths(lib.make(_normal(rng, 13, 8)), [4, 2, 7])
@@ -158,7 +158,7 @@ def general_cases(lib: Library, quick: bool) -> list[Case]:
     ]
 
 
-def attention_cases(lib: Library, quick: bool) -> list[Case]:
+def attention_cases(lib: MeasuredLibrary, quick: bool) -> list[Case]:
     """Return cases of causal attention in float32, with 4 heads x 32.
 
     The 16 log-normal sequences have about 2,000 real and 4,500 padded tokens.
@@ -211,7 +211,7 @@ def attention_cases(lib: Library, quick: bool) -> list[Case]:
     return cases
 
 
-def sort_case(lib: Library, quick: bool) -> list[Case]:
+def sort_case(lib: MeasuredLibrary, quick: bool) -> list[Case]:
     """Return a case of sorting within rows, against a sort of values and a stable sort of rows."""
     rng = np.random.default_rng(2)
     lengths = rng.poisson(50, 10_000 if quick else 100_000)
@@ -329,7 +329,7 @@ def _over(row: Row) -> bool:
     )
 
 
-def _measure(session: Session, lib: Library, case: Case) -> None:
+def _measure(session: Session, lib: MeasuredLibrary, case: Case) -> None:
     what = {"backend": lib.name, "what": case.name}
     contenders = {"scree": lambda: case.ours, "by hand": lambda: case.peer}
     ours, peer = session.time(what, "call_s", contenders).values()

@@ -15,7 +15,7 @@ import scree
 from .. import lengths as draws
 from .. import plots
 from ..formulas import EPS, rms_norm, softmax
-from ..libraries import Library, nesting, wanted, where
+from ..libraries import MeasuredLibrary, nesting, wanted, where
 from ..measure import Thunk, require
 from ..options import Backend, Device, Lengths, Out, Quick, Seconds, Seed
 from ..peers import NO_TIME, Peer, contenders
@@ -100,7 +100,7 @@ TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[], Thunk]]:
+def builds(lib: MeasuredLibrary, stream: Stream, operation: str) -> dict[str, Callable[[], Thunk]]:
     """Return builders of a pass over all batches by contender, for an operation on tokens."""
     ragged, on_row, padded = OPERATIONS[operation]
     xp, width = lib.xp, stream.heads * stream.dim
@@ -168,7 +168,7 @@ def builds(lib: Library, stream: Stream, operation: str) -> dict[str, Callable[[
 
 
 def attention_builds(
-    session: Session, lib: Library, stream: Stream
+    session: Session, lib: MeasuredLibrary, stream: Stream
 ) -> dict[str, Callable[[], Thunk]]:
     """Return the contenders of attention; padded ones also run on rows sorted by length."""
 
@@ -253,7 +253,7 @@ def command(
 
 def _measure(
     session: Session,
-    lib: Library,
+    lib: MeasuredLibrary,
     name: str,
     operation: str,
     stream: Stream,
