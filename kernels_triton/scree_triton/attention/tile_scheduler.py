@@ -1,12 +1,17 @@
-"""Varlen tile scheduler: cut every row of a ragged batch into tiles, longest processing time first.
+"""Varlen tile scheduler: cut each row of a ragged batch into tiles, and order them by falling work.
 
-The schedule is computed on the device. The number of tiles depends on offsets that are on the
-device, but ``total // block + n + 1`` bounds it and is known on the host. Block ``j`` of row ``b``
-goes to slot ``offsets[b] // block + b + j``, and a slot finds its row by binary search. Slots that
-no row fills are holes; they go to the end of the schedule, where no CTA looks.
+The schedule is computed on the device: longest processing time first (LPT). The number of tiles
+depends on offsets that are on the device, but ``total // tile_size + n + 1`` bounds it and is known
+on the host. Each tile has a slot below that bound:
 
-Values may have more tokens than the rows contain. The tail, the tokens after the last row, counts
-as one more row that attends nothing. So kernels write zeros there and leave nothing unwritten.
+- Tile ``j`` of row ``b`` goes to slot ``offsets[b] // tile_size + b + j``. The slots of two rows
+  never overlap, as row ``b`` has at most
+  ``offsets[b + 1] // tile_size - offsets[b] // tile_size + 1`` tiles.
+- A slot finds its row by binary search.
+- Unused slots have the sort key 0 and sort to the end. No CTA processes them.
+
+The tail, the tokens after the last row, is scheduled as row ``n`` without keys. So the kernels write
+zeros there.
 """
 
 import torch
@@ -15,128 +20,181 @@ import triton.language as tl
 
 #: A window side that reaches further than any row.
 UNBOUNDED = 1 << 30
-#: int32 fields of an entry: 32 bytes, so that one vector load reads an entry.
+#: int32 fields of an entry, of which `schedule_tiles` uses five. One vector load reads 32 bytes.
 FIELDS = 8
 
-# A sort key: work (17 bits), row (24 bits), block in the row (22 bits). Work only orders the tiles,
-# so it may saturate.
+# A sort key, from the highest bit to the lowest:
+#
+#   work                 17 bits   saturates; it only orders the tiles
+#   row                  24 bits   fewer than 2^24 rows
+#   index in the row     22 bits   2^26 tokens in tiles of 16
 _ROW_BITS = tl.constexpr(24)
-_BLOCK_BITS = tl.constexpr(22)
+_INDEX_BITS = tl.constexpr(22)
 _MAX_WORK = tl.constexpr((1 << 17) - 1)
 _ROW_MASK = tl.constexpr((1 << 24) - 1)
-_BLOCK_MASK = tl.constexpr((1 << 22) - 1)
+_INDEX_MASK = tl.constexpr((1 << 22) - 1)
+#: Slots per CTA where the keys are sorted.
 _CHUNK = 256
-#: Schedules of at most this many slots are ordered by counting, without a sort.
+#: Schedules of at most this many slots are sorted by counting, in one launch.
 MAX_COUNTED_SLOTS = 2048
+#: Slots per CTA where the keys are counted.
 _COUNTED_CHUNK = 64
 
 
 @triton.jit
-def _row_bounds(OFFSETS, OTHER_OFFSETS, row, n, total):
-    """Return the offset and length of a row, and of its other side; row n is the tail."""
+def _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total):
+    """Return the offset and length of a row, and of the row that it attends to; row n is the tail."""
     is_row = row < n
     start = tl.load(OFFSETS + row)
     end = tl.load(OFFSETS + row + 1, mask=is_row, other=total)
-    other_start = tl.load(OTHER_OFFSETS + row, mask=is_row, other=0)
-    other_end = tl.load(OTHER_OFFSETS + row + 1, mask=is_row, other=0)
-    return start, end - start, other_start, other_end - other_start
+    attended_start = tl.load(ATTENDED_OFFSETS + row, mask=is_row, other=0)
+    attended_end = tl.load(ATTENDED_OFFSETS + row + 1, mask=is_row, other=0)
+    return start, end - start, attended_start, attended_end - attended_start
 
 
 @triton.jit
 def _sort_key(
-    OFFSETS, OTHER_OFFSETS, slot, n, total, slots, search_steps, before, after, BLOCK: tl.constexpr
+    OFFSETS,
+    ATTENDED_OFFSETS,
+    slot,
+    n,
+    total,
+    slots,
+    search_steps,
+    window_left,
+    window_right,
+    TILE_SIZE: tl.constexpr,
 ):
-    """Return the sort key of the tile in a slot; 0 for a hole."""
-    row = slot * 0
+    """Return the sort key of the tile in a slot, which is positive; 0 for an unused slot."""
+    row = tl.zeros_like(slot)
     high = row + n + 1
     for _ in range(search_steps):
         middle = (row + high) // 2
-        starts_before = tl.load(OFFSETS + middle) // BLOCK + middle <= slot
-        row = tl.where(starts_before, middle, row)
-        high = tl.where(starts_before, high, middle)
-    start, length, _, other_length = _row_bounds(OFFSETS, OTHER_OFFSETS, row, n, total)
-    block = (slot - (start // BLOCK + row)).to(tl.int64)
-    shift = other_length - length
-    first = tl.maximum(block * BLOCK + shift - before, 0)
-    end = tl.minimum(tl.minimum((block + 1) * BLOCK, length) + shift + after, other_length)
-    work = tl.minimum(tl.maximum(end - first, 0) // 32 + 1, _MAX_WORK).to(tl.int64)
-    key = ((work << _ROW_BITS | row.to(tl.int64)) << _BLOCK_BITS) | block
-    return tl.where((block * BLOCK < length) & (slot < slots), key, 0)
+        begins_by_slot = tl.load(OFFSETS + middle) // TILE_SIZE + middle <= slot
+        row = tl.where(begins_by_slot, middle, row)
+        high = tl.where(begins_by_slot, high, middle)
+    start, length, _, attended_length = _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total)
+    index = (slot - (start // TILE_SIZE + row)).to(tl.int64)
+    shift = attended_length - length
+    first_key = tl.maximum(index * TILE_SIZE + shift - window_left, 0)
+    end_key = tl.minimum((index + 1) * TILE_SIZE, length) + shift + window_right
+    end_key = tl.minimum(end_key, attended_length)
+    work = tl.minimum(tl.maximum(end_key - first_key, 0) // 32 + 1, _MAX_WORK).to(tl.int64)
+    key = ((work << _ROW_BITS | row.to(tl.int64)) << _INDEX_BITS) | index
+    return tl.where((index * TILE_SIZE < length) & (slot < slots), key, 0)
 
 
 @triton.jit
 def _store_entries(
-    TILES, rank, key, OFFSETS, OTHER_OFFSETS, n, total, BLOCK: tl.constexpr, FIELDS: tl.constexpr
+    TILES,
+    rank,
+    key,
+    OFFSETS,
+    ATTENDED_OFFSETS,
+    n,
+    total,
+    TILE_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):
+    """Store the five fields of the tiles with the given keys; entry 0 is the number of tiles."""
     is_tile = key > 0
-    row = (key >> _BLOCK_BITS) & _ROW_MASK
-    start, length, other_start, other_length = _row_bounds(OFFSETS, OTHER_OFFSETS, row, n, total)
+    row = (key >> _INDEX_BITS) & _ROW_MASK
+    start, length, attended_start, attended_length = _row_bounds(
+        OFFSETS, ATTENDED_OFFSETS, row, n, total
+    )
     entry = TILES + (rank + 1) * FIELDS
     tl.store(entry, start.to(tl.int32), mask=is_tile)
     tl.store(entry + 1, length.to(tl.int32), mask=is_tile)
-    tl.store(entry + 2, other_start.to(tl.int32), mask=is_tile)
-    tl.store(entry + 3, other_length.to(tl.int32), mask=is_tile)
-    tl.store(entry + 4, ((key & _BLOCK_MASK) * BLOCK).to(tl.int32), mask=is_tile)
+    tl.store(entry + 2, attended_start.to(tl.int32), mask=is_tile)
+    tl.store(entry + 3, attended_length.to(tl.int32), mask=is_tile)
+    tl.store(entry + 4, ((key & _INDEX_MASK) * TILE_SIZE).to(tl.int32), mask=is_tile)
 
 
-@triton.jit(do_not_specialize=("n", "total", "slots", "search_steps", "before", "after"))
+@triton.jit(
+    do_not_specialize=("n", "total", "slots", "search_steps", "window_left", "window_right")
+)
 def _schedule_kernel(
     OFFSETS,
-    OTHER_OFFSETS,
+    ATTENDED_OFFSETS,
     TILES,
     n,
     total,
     slots,
     search_steps,
-    before,
-    after,
-    BLOCK: tl.constexpr,
+    window_left,
+    window_right,
+    TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Compute a small schedule: every CTA computes all keys, and ranks its own keys by counting."""
+    """Compute a small schedule in one launch.
+
+    Each CTA computes all keys. The rank of a tile is the number of keys that are larger than its
+    key.
+    """
     chunk = tl.arange(0, CHUNK)
     key = _sort_key(
         OFFSETS,
-        OTHER_OFFSETS,
+        ATTENDED_OFFSETS,
         tl.program_id(0) * CHUNK + chunk,
         n,
         total,
         slots,
         search_steps,
-        before,
-        after,
-        BLOCK,
+        window_left,
+        window_right,
+        TILE_SIZE,
     )
     rank = tl.zeros([CHUNK], tl.int32)
     num_tiles = 0
     for i in range(0, slots, CHUNK):
         other_keys = _sort_key(
-            OFFSETS, OTHER_OFFSETS, i + chunk, n, total, slots, search_steps, before, after, BLOCK
+            OFFSETS,
+            ATTENDED_OFFSETS,
+            i + chunk,
+            n,
+            total,
+            slots,
+            search_steps,
+            window_left,
+            window_right,
+            TILE_SIZE,
         )
         rank += tl.sum((other_keys[None, :] > key[:, None]).to(tl.int32), 1)
         num_tiles += tl.sum((other_keys > 0).to(tl.int32), 0)
-    _store_entries(TILES, rank, key, OFFSETS, OTHER_OFFSETS, n, total, BLOCK, FIELDS)
+    _store_entries(TILES, rank, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS)
     tl.store(TILES, num_tiles, mask=tl.program_id(0) == 0)
 
 
-@triton.jit(do_not_specialize=("n", "total", "slots", "search_steps", "before", "after"))
+@triton.jit(
+    do_not_specialize=("n", "total", "slots", "search_steps", "window_left", "window_right")
+)
 def _sort_key_kernel(
     OFFSETS,
-    OTHER_OFFSETS,
+    ATTENDED_OFFSETS,
     KEYS,
     n,
     total,
     slots,
     search_steps,
-    before,
-    after,
-    BLOCK: tl.constexpr,
+    window_left,
+    window_right,
+    TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """Store the sort key of each slot."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = _sort_key(
-        OFFSETS, OTHER_OFFSETS, slot, n, total, slots, search_steps, before, after, BLOCK
+        OFFSETS,
+        ATTENDED_OFFSETS,
+        slot,
+        n,
+        total,
+        slots,
+        search_steps,
+        window_left,
+        window_right,
+        TILE_SIZE,
     )
     tl.store(KEYS + slot, key, mask=slot < slots)
 
@@ -145,90 +203,110 @@ def _sort_key_kernel(
 def _entry_kernel(
     KEYS,
     OFFSETS,
-    OTHER_OFFSETS,
+    ATTENDED_OFFSETS,
     TILES,
     n,
     total,
     slots,
-    BLOCK: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
+    """Store the entries of the schedule, in the order of the sorted keys, and their number."""
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     key = tl.load(KEYS + slot, mask=slot < slots, other=0)
     next_key = tl.load(KEYS + slot + 1, mask=slot + 1 < slots, other=0)
-    _store_entries(TILES, slot, key, OFFSETS, OTHER_OFFSETS, n, total, BLOCK, FIELDS)
-    # The last tile's slot holds the number of tiles; without any tile slot 0 stores 0.
-    tl.store(TILES + slot * 0, slot + 1, mask=(key > 0) & (next_key == 0))
-    tl.store(TILES + slot * 0, 0, mask=(slot == 0) & (key == 0))
+    _store_entries(TILES, slot, key, OFFSETS, ATTENDED_OFFSETS, n, total, TILE_SIZE, FIELDS)
+    # The last tile is followed by the key 0, so its thread knows the number of tiles. Without any
+    # tile the first thread stores 0.
+    count = TILES + tl.zeros_like(slot)
+    tl.store(count, slot + 1, mask=(key > 0) & (next_key == 0))
+    tl.store(count, 0, mask=(slot == 0) & (key == 0))
 
 
-def max_tiles(total: int, n: int, block: int) -> int:
-    """Return the maximum number of tiles of `block` tokens for `n` rows and `total` tokens."""
-    return total // block + n + 1
+def max_tiles(total: int, n: int, tile_size: int) -> int:
+    """Return an upper bound on the number of tiles of `n` rows, the tiles of the tail included."""
+    return total // tile_size + n + 1
 
 
 def schedule_tiles(
     offsets: torch.Tensor,
-    other_offsets: torch.Tensor,
+    attended_offsets: torch.Tensor,
     total: int,
-    block: int,
-    before: int,
-    after: int,
+    tile_size: int,
+    window_left: int,
+    window_right: int,
 ) -> torch.Tensor:
-    """Cut the rows of `offsets` into tiles, the tiles with most work first.
+    """Cut the rows of `offsets` into tiles, ordered by falling work.
 
-    Work is the number of tokens of the other side (keys for queries, queries for keys) that a tile
-    attends. With both rows aligned at their ends, token ``i`` attends ``i - before`` to
-    ``i + after``.
+    The work of a tile is the number of tokens that it attends to: keys for a tile of queries,
+    queries for a tile of keys. Rows and attended rows are aligned at their ends. With equal lengths
+    token ``i`` attends to the tokens from ``i - window_left`` to ``i + window_right``.
 
     Parameters
     ----------
-    offsets, other_offsets
-        The offsets of the side that is cut and of the side that it attends, ``n + 1`` entries each,
-        on one device.
+    offsets, attended_offsets
+        The offsets of the rows that are cut and of the rows that they attend to, ``n + 1`` entries
+        each, on one device.
     total
-        The number of tokens of the values of the side that is cut, including the tail.
-    block
+        Number of tokens in the values that `offsets` cuts, the tail included.
+    tile_size
         Tokens per tile.
-    before, after
+    window_left, window_right
         The window, `UNBOUNDED` for a side without limit.
 
     Returns
     -------
     torch.Tensor
         int32, shape ``(max_tiles + 1, FIELDS)``. Entry 0 holds the number of tiles. Each further
-        entry holds a tile's row offset, row length, the other side's row offset and length, and the
-        tile's first token within its row.
+        entry holds a tile's row offset and row length, the offset and length of the attended row,
+        and the tile's first token within its row.
     """
     n = offsets.shape[0] - 1
-    slots = max_tiles(total, n, block)
+    slots = max_tiles(total, n, tile_size)
     tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)
-    numbers = n, total, slots, (n + 1).bit_length(), before, after
+    search_steps = (n + 1).bit_length()
     if slots <= MAX_COUNTED_SLOTS:
         _schedule_kernel[(triton.cdiv(slots, _COUNTED_CHUNK),)](
             offsets,
-            other_offsets,
+            attended_offsets,
             tiles,
-            *numbers,
-            BLOCK=block,
+            n,
+            total,
+            slots,
+            search_steps,
+            window_left,
+            window_right,
+            TILE_SIZE=tile_size,
             CHUNK=_COUNTED_CHUNK,
             FIELDS=FIELDS,
         )
         return tiles
     keys = torch.empty(slots, dtype=torch.int64, device=offsets.device)
     grid = (triton.cdiv(slots, _CHUNK),)
-    _sort_key_kernel[grid](offsets, other_offsets, keys, *numbers, BLOCK=block, CHUNK=_CHUNK)
+    _sort_key_kernel[grid](
+        offsets,
+        attended_offsets,
+        keys,
+        n,
+        total,
+        slots,
+        search_steps,
+        window_left,
+        window_right,
+        TILE_SIZE=tile_size,
+        CHUNK=_CHUNK,
+    )
     keys = torch.sort(keys, descending=True).values
     _entry_kernel[grid](
         keys,
         offsets,
-        other_offsets,
+        attended_offsets,
         tiles,
         n,
         total,
         slots,
-        BLOCK=block,
+        TILE_SIZE=tile_size,
         CHUNK=_CHUNK,
         FIELDS=FIELDS,
     )
