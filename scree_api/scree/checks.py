@@ -141,17 +141,17 @@ def read_integers(name: str, x: Any) -> np.ndarray:
 
 def check_index_bounds(
     name: str,
-    known: np.ndarray | None,
+    indices: np.ndarray | None,
     size: int,
     *,
     low: int = 0,
     where: str = "",
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raise unless all known indices are in [low, size); `where` describes the axis."""
-    if known is not None and known.size and (known.min() < low or known.max() >= size):
+    """Raise unless all indices are in [low, size); `where` describes the axis."""
+    if indices is not None and indices.size and (indices.min() < low or indices.max() >= size):
         raise error(
-            f"{name}: expected numbers in [{low}, {size}){where}, got {known.min()} to {known.max()}"
+            f"{name}: expected numbers in [{low}, {size}){where}, got {indices.min()} to {indices.max()}"
         )
 
 

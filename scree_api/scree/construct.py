@@ -226,28 +226,28 @@ def from_lengths(
     array([0, 2, 2, 5], dtype=int32)
     """
     lib = backend(values, "values")
-    known = peek_integers("lengths", lengths)
-    if known is not None:
-        if known.ndim != 1 or known.dtype.kind not in "iu":
+    host = peek_integers("lengths", lengths)
+    if host is not None:
+        if host.ndim != 1 or host.dtype.kind not in "iu":
             raise TypeError(
-                f"lengths: expected one axis of integers, got {known.dtype} of shape {known.shape}"
+                f"lengths: expected one axis of integers, got {host.dtype} of shape {host.shape}"
             )
-        if (known < 0).any():
+        if (host < 0).any():
             raise ValueError(
-                f"lengths: expected no negative length, got {known.min()} at {int(known.argmin())}"
+                f"lengths: expected no negative length, got {host.min()} at {int(host.argmin())}"
             )
-        total, length_sum = _tokens(values, ragged_dim), int(known.sum())
+        total, length_sum = _tokens(values, ragged_dim), int(host.sum())
         if length_sum != total:
             raise ValueError(
                 f"lengths: expected a sum of {total}, the length of values along ragged_dim, got {length_sum}"
             )
         arr = Array(
             values,
-            Layout.from_host_lengths(lib, known, device=lib.device(values)).offsets,
+            Layout.from_host_lengths(lib, host, device=lib.device(values)).offsets,
             ragged_dim,
             max_length,
         )
-        arr.layout.set_host_lengths(known)
+        arr.layout.set_host_lengths(host)
         return arr if max_length is None else arr.validate()
     lengths = check_integers("lengths", lengths, values)
     if lengths.ndim != 1:

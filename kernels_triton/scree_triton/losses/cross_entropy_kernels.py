@@ -29,7 +29,7 @@ def _get(
     X,
     place,
     lead,
-    known,
+    counted,
     V: tl.constexpr,
     GRAIN: tl.constexpr,
     EDGES: tl.constexpr,
@@ -42,10 +42,10 @@ def _get(
     """
     if not EDGES:
         return tl.load(
-            X + place, mask=known & (place < V), other=-float("inf"), eviction_policy=POLICY
+            X + place, mask=counted & (place < V), other=-float("inf"), eviction_policy=POLICY
         ).to(tl.float32)
     group = place // GRAIN * GRAIN
-    near = known & (group + GRAIN > lead) & (group < lead + V)
+    near = counted & (group + GRAIN > lead) & (group < lead + V)
     x = tl.load(X + place, mask=near, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
     return tl.where((place >= lead) & (place < lead + V), x, -float("inf"))
 
@@ -190,45 +190,45 @@ def tokens_kernel(
         gdc_launch_dependents()
     column = tl.arange(0, BLOCK)[None, :]
     losses = tl.zeros([TOKENS], tl.float32)
-    known_tokens = tl.zeros([TOKENS], tl.int32)
+    counted_tokens = tl.zeros([TOKENS], tl.int32)
     for block in range(tl.program_id(0), tl.cdiv(count, TOKENS), tl.num_programs(0)):
         i = block * TOKENS + tl.arange(0, TOKENS)
         token = first + i
         target = tl.load(TARGETS + token, mask=i < count, other=ignored)
         if EACH | SUM:
-            known = (token < end) & (target != ignored) & (i < count)
+            counted = (token < end) & (target != ignored) & (i < count)
         else:
             top = tl.load(STATS + token, mask=i < count, other=0.0)
             total = tl.load(STATS + size + token, mask=i < count, other=_NONE)
-            known = total != _NONE
+            counted = total != _NONE
         target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
         # A gradient alone reads all tokens: waiting for the mask of ignored tokens takes longer.
-        wanted = known if EACH | SUM else i < count
+        wanted = counted if EACH | SUM else i < count
         logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, READ)
         if EACH | SUM:
-            right = tl.load(x + target, mask=known & exists, other=0.0).to(tl.float32)
+            right = tl.load(x + target, mask=counted & exists, other=0.0).to(tl.float32)
             top = tl.max(logits, 1)
             base = tl.where(top == -float("inf"), 0.0, top)
             powers = tl.exp2((logits - base[:, None]) * _LOG2E)
             total = tl.where(exists, tl.sum(powers, 1), float("nan"))
-            loss = tl.where(known, tl.log(total) + (top - right), 0.0)
+            loss = tl.where(counted, tl.log(total) + (top - right), 0.0)
             losses += loss
-            known_tokens += known.to(tl.int32)
+            counted_tokens += counted.to(tl.int32)
             if EACH:
                 tl.store(LOSSES + token, loss, mask=i < count)
             if SAVE:
                 tl.store(STATS + token, top, mask=i < count)
-                tl.store(STATS + size + token, tl.where(known, total, _NONE), mask=i < count)
+                tl.store(STATS + size + token, tl.where(counted, total, _NONE), mask=i < count)
         else:
             powers = tl.exp2((logits - top[:, None]) * _LOG2E)
         if GRADIENT:
             factor = _factor(DLOSSES, SHARE, token, i < count, d_stride, SCALED, SHARED)
             y = powers * (factor / total)[:, None]
             y = tl.where(column == target[:, None], y - factor[:, None], y)
-            y = tl.where(known[:, None], y, 0.0).to(OUT.dtype.element_ty)
+            y = tl.where(counted[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
             whole = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
             tl.store(
@@ -245,7 +245,7 @@ def tokens_kernel(
     if SUM:
         tl.store(PARTS + tl.program_id(0), tl.sum(losses, 0))
         tl.store(
-            PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(known_tokens, 0).to(tl.float32)
+            PARTS + tl.num_programs(0) + tl.program_id(0), tl.sum(counted_tokens, 0).to(tl.float32)
         )
 
 
@@ -307,11 +307,11 @@ def classes_kernel(
     if CHAINED:
         gdc_launch_dependents()
     losses = tl.full([], 0.0, tl.float32)
-    known_tokens = tl.full([], 0, tl.int32)
+    counted_tokens = tl.full([], 0, tl.int32)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         token = first + i
         target = tl.load(TARGETS + token)
-        known = (token < end) & (target != ignored)
+        counted = (token < end) & (target != ignored)
         target -= low
         exists = (target >= 0) & (target < V)
         target = tl.where(exists, target, -1).to(tl.int32)
@@ -328,7 +328,7 @@ def classes_kernel(
             out_start = x_start
         x = X + x_start
         out = OUT + out_start
-        if known:
+        if counted:
             if EACH | SUM:
                 lanes = tl.full([LANES], -float("inf"), tl.float32)
                 totals = tl.zeros([LANES], tl.float32)
@@ -353,7 +353,7 @@ def classes_kernel(
                 total = tl.where(exists, total, float("nan"))
                 loss = tl.log(total) + (top - right)
                 losses += loss
-                known_tokens += 1
+                counted_tokens += 1
                 if EACH:
                     tl.store(LOSSES + token, loss)
                 if SAVE:
@@ -363,7 +363,7 @@ def classes_kernel(
                 top = tl.load(STATS + token)
                 total = tl.load(STATS + size + token)
             if GRADIENT:
-                factor = _factor(DLOSSES, SHARE, token, known, d_stride, SCALED, SHARED)
+                factor = _factor(DLOSSES, SHARE, token, counted, d_stride, SCALED, SHARED)
                 share = factor / total
                 goal = tl.where(exists, lead + target, -1)
                 if SHIFTED:
@@ -416,7 +416,7 @@ def classes_kernel(
                     tl.store(out + place, tl.zeros([2 * GRAIN], OUT.dtype.element_ty), mask=edge)
     if SUM:
         tl.store(PARTS + tl.program_id(0), losses)
-        tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), known_tokens.to(tl.float32))
+        tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), counted_tokens.to(tl.float32))
 
 
 class _Tile(NamedTuple):

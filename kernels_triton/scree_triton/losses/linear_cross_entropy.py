@@ -96,13 +96,13 @@ def known_kernel(
     """Copy X to OUT, with 0 for ignored tokens; one CTA per token."""
     i = tl.program_id(0)
     token = first + i
-    known = tl.load(TARGETS + token) != ignored
+    counted = tl.load(TARGETS + token) != ignored
     if ROWS:
-        known = known & (token < tl.load(OFFSETS + n))
+        counted = counted & (token < tl.load(OFFSETS + n))
     for at in range(0, WIDTH, BLOCK):
         column = at + tl.arange(0, BLOCK)
         x = tl.load(
-            X + i.to(tl.int64) * x_stride + column, mask=known & (column < WIDTH), other=0.0
+            X + i.to(tl.int64) * x_stride + column, mask=counted & (column < WIDTH), other=0.0
         )
         tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
 
@@ -260,14 +260,14 @@ def fused(
                 logits = memory[: counted.shape[0], : classes - low]
                 head.visit(logits, first, low, stats=stats, out=logits)
                 _add(dweight[block], dbias[block] if wanted.bias else None, logits, counted, first)
-    found = (
+    losses = (
         reduced(parts, reduction)[0]
         if losses is None
         else row_means(losses, targets)
         if reduction == "row_mean"
         else losses
     )
-    return found, (dx if wanted.x else None, dweight, dbias)
+    return losses, (dx if wanted.x else None, dweight, dbias)
 
 
 def _add(
@@ -301,14 +301,14 @@ def _even(total: int, most: int) -> int:
 
 def _record_fused(ctx, x, weight, bias, targets, reduction):
     early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
-    found, gradients = fused(x, weight, bias, targets, reduction, early)
+    losses, gradients = fused(x, weight, bias, targets, reduction, early)
     ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
     ctx.ignored, ctx.reduction, ctx.gradients = (
         targets.ignored,
         reduction,
         gradients if any(early) else None,
     )
-    return found
+    return losses
 
 
 def _fused_gradient(ctx, dloss):

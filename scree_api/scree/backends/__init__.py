@@ -141,14 +141,14 @@ _by_name: dict[str, Backend] = {}
 def add_load_hook(hook: Callable[[Backend], None]) -> None:
     """Run a function for every library that is loaded, and for those that are loaded already."""
     LOAD_HOOKS.append(hook)
-    for found in list(_by_name.values()):
-        hook(found)
+    for lib in list(_by_name.values()):
+        hook(lib)
 
 
 def backend(x: Any, name: str = "x") -> Backend:
     """Return the backend of a dense array; `name` is the argument that an error names."""
-    known = _by_type.get(type(x))
-    return known if known is not None else _resolve(x, name)
+    lib = _by_type.get(type(x))
+    return lib if lib is not None else _resolve(x, name)
 
 
 def is_array(x: Any) -> bool:
@@ -223,12 +223,12 @@ def _resolve(x: Any, name: str) -> Backend:
             "convert it first, for instance with numpy.asarray"
         )
     if library is not None:
-        found = _load(library)
+        lib = _load(library)
     else:
-        found = import_module(f"{__name__}.generic").make(x)
-        if found.name in _by_name:
-            found = _by_name[found.name]
+        lib = import_module(f"{__name__}.generic").make(x)
+        if lib.name in _by_name:
+            lib = _by_name[lib.name]
         else:
-            _register(found)
-    _by_type[type(x)] = found
-    return found
+            _register(lib)
+    _by_type[type(x)] = lib
+    return lib

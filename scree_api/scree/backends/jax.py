@@ -23,10 +23,10 @@ def _read(x: Any) -> np.ndarray:
 
 
 def _row_ids(repeats: Any, total: int) -> Any:
-    known = _peek(repeats)
-    if known is not None:
+    host = _peek(repeats)
+    if host is not None:
         return jax.device_put(
-            np.repeat(np.arange(known.size, dtype=known.dtype), known), device(repeats)
+            np.repeat(np.arange(host.size, dtype=host.dtype), host), device(repeats)
         )
     return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)
 

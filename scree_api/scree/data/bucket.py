@@ -51,10 +51,10 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     Examples
     --------
     >>> import numpy as np, scree
-    >>> padded, real = scree.bucket(scree.from_lengths(np.arange(1, 6), [2, 0, 3]))
+    >>> padded, is_row = scree.bucket(scree.from_lengths(np.arange(1, 6), [2, 0, 3]))
     >>> padded.values, padded.lengths, padded.max_length
     (array([1, 2, 3, 4, 5, 0, 0, 0]), array([2, 0, 3, 0, 3], dtype=int32), 4)
-    >>> real
+    >>> is_row
     array([ True,  True,  True, False, False])
     """
     arr, fill_value = (
@@ -83,10 +83,10 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
         np.full((*before, num_fill_tokens, *after), fill_value), arr.dtype, layout.device
     )
     values = pack([arr.values, fill], ragged_dim=arr.ragged_dim).values
-    real = layout.backend.from_host(
+    is_row = layout.backend.from_host(
         np.arange(num_rows) < layout.num_rows, layout.xp.bool, layout.device
     )
-    return Array.from_layout(values, padded, arr.ragged_dim), real
+    return Array.from_layout(values, padded, arr.ragged_dim), is_row
 
 
 def _round_up(n: int, growth: float) -> int:

@@ -49,12 +49,12 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None, std: Standard) -> 
 def _table_index(std: Standard, table: Any, indices: Any) -> Any:
     """Return the indices as integers >= 0 where reading them is free; check their bounds there."""
     indices, size = checks.check_integers("indices", indices, table), int(table.shape[0])
-    known = std.backend.peek(indices)
-    if known is None or not known.size:
+    host = std.backend.peek(indices)
+    if host is None or not host.size:
         return indices
     where = ", the rows of x"
-    checks.check_index_bounds("indices", known, size, low=-size, where=where, error=IndexError)
-    return std.xp.where(indices < 0, indices + size, indices) if known.min() < 0 else indices
+    checks.check_index_bounds("indices", host, size, low=-size, where=where, error=IndexError)
+    return std.xp.where(indices < 0, indices + size, indices) if host.min() < 0 else indices
 
 
 @implements("take_along_axis")

@@ -314,10 +314,10 @@ def _token_indices(name: str, x: Any, index: Any, size: int) -> Any:
     lib, layout = backend(values), None
     if isinstance(x, Array) or isinstance(index, Array):
         layout = x.layout if isinstance(x, Array) else index.layout
-    known = lib.peek(indices)
-    if known is not None and layout is not None and not layout.has_no_tail:
-        known = None if layout.host_offsets is None else known[: layout.host_offsets[-1]]
-    check_index_bounds(name, known, size)
+    host = lib.peek(indices)
+    if host is not None and layout is not None and not layout.has_no_tail:
+        host = None if layout.host_offsets is None else host[: layout.host_offsets[-1]]
+    check_index_bounds(name, host, size)
     mask = None if layout is None else layout.token_mask
     if mask is None:
         return indices

@@ -154,20 +154,20 @@ class UnpadCall:
 
 def _check_lengths(lengths: Any, padded: Any, shape: tuple[int, int], total: int | None) -> Any:
     """Return the lengths of the rows, on the host where reading them is free or necessary."""
-    known = peek_integers("lengths", lengths)
-    if known is None and total is not None:
+    host = peek_integers("lengths", lengths)
+    if host is None and total is not None:
         lengths = check_integers("lengths", lengths, padded)
         check_shape("lengths", lengths, shape[:1], "one per row")
         return lengths
-    known = read_integers("lengths", lengths) if known is None else known
-    check_shape("lengths", known, shape[:1], "one per row")
-    if known.dtype.kind not in "iu":
-        raise TypeError(f"lengths: expected integers, got {known.dtype}")
-    if known.size and (known.min() < 0 or known.max() > shape[1]):
+    host = read_integers("lengths", lengths) if host is None else host
+    check_shape("lengths", host, shape[:1], "one per row")
+    if host.dtype.kind not in "iu":
+        raise TypeError(f"lengths: expected integers, got {host.dtype}")
+    if host.size and (host.min() < 0 or host.max() > shape[1]):
         raise ValueError(
-            f"lengths: expected lengths in [0, {shape[1]}], got {known.min()} to {known.max()}"
+            f"lengths: expected lengths in [0, {shape[1]}], got {host.min()} to {host.max()}"
         )
-    return known
+    return host
 
 
 def _check_mask(mask: Any, padded: Any, shape: tuple[int, int]) -> tuple[Any, Any]:

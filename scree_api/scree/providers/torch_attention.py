@@ -126,10 +126,10 @@ def attend(
         for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype)))
     )
     for start, tokens in _parts(q, offsets):
-        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_rows(x, start, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, scale=scale
         )
-        _write_rows(out, start, tokens, found)
+        _write_rows(out, start, tokens, part)
         _write_rows(sums, start, tokens, lse)
     return out, sums
 
@@ -159,13 +159,13 @@ def attend_backward(
     heads = q.shape[1]
     grads = [_empty_rows(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
     for start, tokens in _parts(q, offsets):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)),
             0.0,
             causal,
             scale=scale,
         )
-        for whole, x in zip(grads, found, strict=True):
+        for whole, x in zip(grads, parts, strict=True):
             _write_rows(whole, start, tokens, x)
     dq, dk, dv = grads
     return dq, *(
