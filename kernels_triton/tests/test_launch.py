@@ -259,10 +259,10 @@ def test_launch_with_named_args_passes_them_in_the_order_of_the_kernel(jit):
 
 
 def test_launch_args_groups_the_fields_by_kind():
-    args = NamedArgs(Q=("tensor", "shape"), X="x", x_stride=1, count=2)
-    assert args == (("x",), (1,), (2,), ("tensor",), ("shape",))
+    args = NamedArgs(Q=("tensor", "shape"), X=X, x_stride=1, count=2)
+    assert args == ((X,), (X.data_ptr(), 1), (2,), ("tensor",), ("shape",))
     with pytest.raises(TypeError, match="x_stride"):
-        NamedArgs(Q=("tensor", "shape"), X="x", count=2)
+        NamedArgs(Q=("tensor", "shape"), X=X, count=2)
 
 
 @pytest.mark.parametrize(

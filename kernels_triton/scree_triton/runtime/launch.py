@@ -14,13 +14,18 @@ the kernel's order. The annotation of a field says how the launcher passes the p
     launch(programs, ForwardArgs(Q=(q, ragged(...)), X=x, x_stride=x.stride(0), count=3))
 
 `Launch` compares the field names with the kernel's parameters when it is constructed, so a call
-checks nothing.
+checks only that its names are complete. A launch config fixes the arguments that its metadata
+determines::
+
+    args = bind_args(ForwardArgs, x_stride=1024, count=3)
+    launch(programs, args(Q=(q, ragged(...)), X=x))
+
 `launch_on_device(launch, programs, args)` also selects the CUDA device of the tensors.
 """
 
 import inspect
 from collections.abc import Callable
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from math import gcd, prod
 from typing import Annotated, Any, NamedTuple, dataclass_transform
 
@@ -31,6 +36,8 @@ from .device import INTERPRETED, TRITON_VERSION, current_device, current_stream,
 
 _MAX_ENCODED = 4096  # entries of a cache of descriptors
 _address = torch.Tensor.data_ptr
+# 16 if all numbers are multiples of 16. `partial` passes them on without building a list.
+_alignment = partial(gcd, 16)
 # The interface of the launcher in C is private to Triton; these versions of it are implemented.
 _SUPPORTED_VERSIONS = (3, 6), (3, 7)
 # Later launchers truncate numbers that do not fit into 32 bits, where 3.6 raises OverflowError.
@@ -177,24 +184,52 @@ def launch_args(cls: type) -> Any:
 
     The fields are the kernel's parameters before its constants, in the kernel's order. Their
     annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. The constructor
-    takes them by name and returns the tuple (pointers, strides, numbers, described, shapes). It is
-    a generated function, as in `collections.namedtuple`: an instance of a class would cost 0.7
-    microseconds more per launch.
+    takes them by name and returns the tuple (pointers, specialized, numbers, described, shapes).
+    `specialized` has the addresses of the pointers and the strides: the JIT chooses a variant by
+    them.
+
+    The constructor is a generated function, as in `collections.namedtuple`: an instance of a class
+    would cost 0.7 microseconds more per launch. CPython 3.11 passes more than 15 keywords through a
+    dictionary, which costs 0.6 microseconds; `bind_args` avoids it.
     """
     kinds = {name: kind.__metadata__[0] for name, kind in cls.__annotations__.items()}
     order = [_KINDS.index(kind) for kind in kinds.values()]
     if order != sorted(order):
         raise TypeError(f"{cls.__name__}: the fields must be ordered {', '.join(_KINDS)}")
-    described, *others = (
+    described, pointers, strides, numbers = (
         [name for name, kind in kinds.items() if kind == wanted] for wanted in _KINDS
     )
-    groups = [*others, [f"{x}[0]" for x in described], [f"{x}[1]" for x in described]]
+    specialized = [*(f"address({x})" for x in pointers), *strides]
+    bases, shapes = ([f"{x}[{i}]" for x in described] for i in range(2))
+    groups = pointers, specialized, numbers, bases, shapes
     packed = ", ".join(f"({''.join(f'{x}, ' for x in group)})" for group in groups)
-    constructor = eval(f"lambda {', '.join(kinds)}: ({packed})")
-    constructor.__name__ = constructor.__qualname__ = cls.__name__
+
+    @cache
+    def binder(*bound: str) -> Callable[..., Any]:
+        """Return a function of the bound fields that returns the constructor from the others."""
+        if unknown := set(bound) - set(kinds):
+            raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+        free = ", ".join(name for name in kinds if name not in bound)
+        namespace: dict[str, Any] = {"address": _address}
+        exec(
+            f"def bind({', '.join(bound)}):\n"
+            f"    def {cls.__name__}({free}):\n"
+            f"        return {packed}\n"
+            f"    return {cls.__name__}",
+            namespace,
+        )
+        return namespace["bind"]  # type: ignore[no-any-return]
+
+    constructor: Any = binder()()
+    constructor.__qualname__ = cls.__name__
     constructor.__doc__, constructor.__module__ = cls.__doc__, cls.__module__
-    constructor.fields = tuple(kinds)
+    constructor.fields, constructor.binder = tuple(kinds), binder
     return constructor
+
+
+def bind_args(args: Any, **values: Any) -> Callable[..., Any]:
+    """Return the constructor `args`, declared with `launch_args`, with some of its fields fixed."""
+    return args.binder(*values)(**values)  # type: ignore[no-any-return]
 
 
 def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -300,13 +335,16 @@ class Launch:
         read through descriptors with their shapes.
         """
         if strides is None:
-            pointers, strides, numbers, described, shapes = pointers
-        addresses = [*map(_address, pointers), *strides]
-        kind: int | tuple[int, ...] = gcd(16, *addresses)
+            pointers, specialized, numbers, described, shapes = pointers
+        else:
+            specialized = (*map(_address, pointers), *strides)
+        kind: int | tuple[int, ...] = _alignment(*specialized)
         if kind != 16:
-            kind = tuple(map(_specialization, addresses))
+            kind = tuple(map(_specialization, specialized))
         variant = self.variants.get(kind)
-        if variant is not None and not (_TRUNCATES and _needs_64_bits(*strides, *numbers)):
+        if variant is not None and not (
+            _TRUNCATES and _needs_64_bits(*specialized[len(pointers) :], *numbers)
+        ):
             launch, fixed = variant
             descriptors = ()
             if shapes:
@@ -320,13 +358,14 @@ class Launch:
                     current_stream(self.index),
                     *fixed,
                     *descriptors,
-                    *addresses,
+                    *specialized,
                     *numbers,
                     *self.values,
                 )
                 return
             except OverflowError:  # a number beyond 32 bits, for which the JIT has another variant
                 pass
+        strides = specialized[len(pointers) :]
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](
             *typed, *pointers, *strides, *numbers, **self.constants, **self.options
