@@ -213,7 +213,7 @@ def launch_args(cls: type) -> Any:
         namespace: dict[str, Any] = {"address": _address}
         exec(
             f"def bind({', '.join(bound)}):\n"
-            f"    def {cls.__name__}({free}):\n"
+            f"    def {cls.__name__}(*, {free}):\n"
             f"        return {packed}\n"
             f"    return {cls.__name__}",
             namespace,
@@ -307,9 +307,10 @@ class Launch:
         constants: dict[str, Any],
         options: dict[str, Any],
         rows: tuple[int, ...] = (),
-        args: Any = None,
+        *,
+        args: Any,
     ):
-        if args is not None and (*args.fields, *constants) != tuple(kernel.arg_names):
+        if (*args.fields, *constants) != tuple(kernel.arg_names):
             raise TypeError(
                 f"{args.__name__} and the constants do not match the parameters of the kernel: "
                 f"expected {tuple(kernel.arg_names)}, got {(*args.fields, *constants)}"
@@ -319,25 +320,12 @@ class Launch:
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
 
-    def __call__(
-        self,
-        programs: int,
-        pointers: Any,
-        strides: tuple[int, ...] | None = None,
-        numbers: tuple[int | float, ...] = (),
-        described: tuple[torch.Tensor, ...] = (),
-        shapes: tuple[Ragged | Tiled, ...] = (),
-    ) -> None:
+    def __call__(self, programs: int, args: Any) -> None:
         """Launch on the current stream of the current device, which must hold the tensors.
 
-        The second argument holds the kernel's named arguments, see `launch_args`. Callers that are
-        not converted yet pass their groups one by one: pointers, strides, numbers, and the tensors
-        read through descriptors with their shapes.
+        `args` are the kernel's named arguments, see `launch_args`.
         """
-        if strides is None:
-            pointers, specialized, numbers, described, shapes = pointers
-        else:
-            specialized = (*map(_address, pointers), *strides)
+        pointers, specialized, numbers, described, shapes = args
         kind: int | tuple[int, ...] = _alignment(*specialized)
         if kind != 16:
             kind = tuple(map(_specialization, specialized))
@@ -422,10 +410,9 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
     return run_on_device if index is not None and device_count() > 1 else run
 
 
-def launch_on_device(launch: Launch, programs: int, pointers: Any, *groups: Any) -> None:
-    """Launch on the device of the first tensor; see `Launch.__call__` for the arguments."""
-    tensor = pointers[0] if groups else pointers[0][0]
-    on_device(tensor.device.index, launch)(programs, pointers, *groups)
+def launch_on_device(launch: Launch, programs: int, args: Any) -> None:
+    """Launch on the device of the first pointer; see `Launch.__call__` for the arguments."""
+    on_device(args[0][0].device.index, launch)(programs, args)
 
 
 def method_on_device(run: Callable[..., Any]) -> Any:
