@@ -34,6 +34,7 @@ from triton import knobs
 
 from .device import INTERPRETED, TRITON_VERSION, current_device, current_stream, device_count
 
+_LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
 _MAX_ENCODED = 4096  # entries of a cache of descriptors
 _address = torch.Tensor.data_ptr
 # 16 if all numbers are multiples of 16. `partial` passes them on without building a list.
@@ -255,11 +256,6 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
     return lambda *args: launch(*args[:n], args[n:]), fixed
 
 
-def _needs_64_bits(*numbers: int | float) -> bool:
-    """Return whether a number needs more than 32 bits, hence another variant."""
-    return max(0, *numbers) >= 1 << 31
-
-
 def _specialization(x: int) -> int:
     """Return the property of a pointer or stride that the JIT specializes on, apart from its type."""
     return 0 if x % 16 == 0 else 1 if x == 1 else 2
@@ -331,7 +327,7 @@ class Launch:
             kind = tuple(map(_specialization, specialized))
         variant = self.variants.get(kind)
         if variant is not None and not (
-            _TRUNCATES and _needs_64_bits(*specialized[len(pointers) :], *numbers)
+            _TRUNCATES and max(0, *specialized[len(pointers) :], *numbers) >= _LIMIT
         ):
             launch, fixed = variant
             descriptors = ()
@@ -359,7 +355,7 @@ class Launch:
             *typed, *pointers, *strides, *numbers, **self.constants, **self.options
         )
         if (
-            not _needs_64_bits(*strides, *numbers)
+            max(0, *strides, *numbers) < _LIMIT
             and TRITON_VERSION in _SUPPORTED_VERSIONS
             and not INTERPRETED
         ):
