@@ -24,7 +24,7 @@ determines::
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache, partial
 from math import gcd, prod
 from typing import Annotated, Any, NamedTuple, dataclass_transform
@@ -201,9 +201,11 @@ def launch_args(cls: type) -> Any:
         [name for name, kind in kinds.items() if kind == wanted] for wanted in _KINDS
     )
     specialized = [*(f"address({x})" for x in pointers), *strides]
-    bases, shapes = ([f"{x}[{i}]" for x in described] for i in range(2))
-    groups = pointers, specialized, numbers, bases, shapes
-    packed = ", ".join(f"({''.join(f'{x}, ' for x in group)})" for group in groups)
+
+    def pack(values: Sequence[str]) -> str:
+        return f"({''.join(f'{x}, ' for x in values)})"
+
+    described_groups = ", ".join(pack([f"{x}[{i}]" for x in described]) for i in range(2))
 
     @cache
     def binder(*bound: str) -> Callable[..., Any]:
@@ -211,11 +213,16 @@ def launch_args(cls: type) -> Any:
         if unknown := set(bound) - set(kinds):
             raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
         free = ", ".join(name for name in kinds if name not in bound)
+        # Numbers that are all bound are packed once.
+        is_constant, packed_numbers = {*numbers} <= {*bound}, pack(numbers)
+        numbers_per_call = "_numbers" if is_constant else packed_numbers
         namespace: dict[str, Any] = {"address": _address}
         exec(
             f"def bind({', '.join(bound)}):\n"
+            f"    _numbers = {packed_numbers if is_constant else ()}\n"
             f"    def {cls.__name__}(*, {free}):\n"
-            f"        return {packed}\n"
+            f"        return {pack(pointers)}, {pack(specialized)}, {numbers_per_call}, "
+            f"{described_groups}\n"
             f"    return {cls.__name__}",
             namespace,
         )
@@ -257,7 +264,7 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
 
 
 def _specialization(x: int) -> int:
-    """Return the property of a pointer or stride that the JIT specializes on, apart from its type."""
+    """Return the property of a pointer or stride that the JIT specializes on, besides its type."""
     return 0 if x % 16 == 0 else 1 if x == 1 else 2
 
 
