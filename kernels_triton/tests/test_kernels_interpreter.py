@@ -223,7 +223,7 @@ def test_mean_is_one_operation():
 def cut_small(monkeypatch):
     """Tiles, shares and parts so short that long rows are cut."""
     for name, value in dict(
-        _TOKENS=32, _SHARE=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64
+        _TOKENS=32, _PARTITION_TILES=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64
     ).items():
         monkeypatch.setattr(interface, name, value)
     monkeypatch.setattr(wide_features, "_SHORTEST", 0)

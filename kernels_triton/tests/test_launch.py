@@ -7,11 +7,36 @@ import pytest
 import torch
 
 from scree_triton.runtime import launch as module
-from scree_triton.runtime.launch import Descriptor, Launch, Number, Pointer, Stride, launch_args
+from scree_triton.runtime.launch import (
+    Descriptor,
+    Launch,
+    Number,
+    Pointer,
+    Stride,
+    bind_args,
+    launch_args,
+)
+
+
+@launch_args
+class Args:
+    X: Pointer
+    x_stride: Stride
+    count: Number
+
+
+@launch_args
+class NamedArgs:
+    Q: Descriptor
+    X: Pointer
+    x_stride: Stride
+    count: Number
 
 
 class Jit:
     """A kernel whose compiled variants remember what their launcher was given; it refuses numbers as C does."""
+
+    arg_names = "X", "x_stride", "count", "BLOCK"
 
     def __init__(self, **run):
         self.asked, self.launched = [], []
@@ -57,14 +82,14 @@ X = X[-X.data_ptr() % 16 :][:32]  # begins at a multiple of 16
 
 
 def launch_of(kernel, options=None):
-    return Launch(kernel, dict(BLOCK=64), options or {})
+    return Launch(kernel, dict(BLOCK=64), options or {}, args=Args)
 
 
 def test_the_common_variant_is_asked_for_once(jit):
     kernel = jit()
     launch = launch_of(kernel, dict(num_warps=4))
     for programs in (5, 6, 7):
-        launch(programs, (X,), (16,), (3,))
+        launch(programs, Args(X=X, x_stride=16, count=3))
     ((grid, args, constants),) = kernel.asked
     assert (
         grid == (5,)
@@ -95,8 +120,8 @@ def test_each_alignment_is_asked_for_once(jit, pointer, stride):
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(3):
-        launch(5, (X,), (16,), (3,))
-        launch(5, (pointer,), (stride,), (3,))
+        launch(5, Args(X=X, x_stride=16, count=3))
+        launch(5, Args(X=pointer, x_stride=stride, count=3))
     assert len(kernel.asked) == 2
     assert [args[-4:-2] for args in kernel.launched] == [
         (X.data_ptr(), 16),
@@ -108,7 +133,7 @@ def test_a_stride_of_one_is_a_variant_of_its_own(jit):
     kernel = jit()
     launch = launch_of(kernel)
     for stride in (1, 17, 1, 33):
-        launch(5, (X,), (stride,), (3,))
+        launch(5, Args(X=X, x_stride=stride, count=3))
     assert [args[1] for _, args, _ in kernel.asked] == [1, 17]
 
 
@@ -119,12 +144,12 @@ def test_large_numbers_are_asked_for_each_time(jit, monkeypatch, cuts, stride, n
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(2):
-        launch(5, (X,), (stride,), (number,))
+        launch(5, Args(X=X, x_stride=stride, count=number))
     assert not launch.variants
-    launch(5, (X,), (16,), (3,))
+    launch(5, Args(X=X, x_stride=16, count=3))
     for _ in range(2):
-        launch(5, (X,), (stride,), (number,))
-    launch(5, (X,), (16,), (3,))
+        launch(5, Args(X=X, x_stride=stride, count=number))
+    launch(5, Args(X=X, x_stride=16, count=3))
     assert len(kernel.asked) == 5 and len(kernel.launched) == 1
 
 
@@ -133,7 +158,7 @@ def test_newer_launchers_take_the_arguments_as_one(jit, monkeypatch):
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(2):
-        launch(5, (X,), (16,), (3,))
+        launch(5, Args(X=X, x_stride=16, count=3))
     assert kernel.launched == [
         (
             5,
@@ -160,7 +185,7 @@ def test_a_cooperative_launch_stays_one(jit):
     kernel = jit(launch_cooperative_grid=True)
     launch = launch_of(kernel)
     for _ in range(2):
-        launch(5, (X,), (16,), (3,))
+        launch(5, Args(X=X, x_stride=16, count=3))
     assert kernel.launched[0][4:7] == ("function", True, False)
 
 
@@ -168,7 +193,7 @@ def test_kernels_that_need_scratch_memory_go_through_the_jit(jit):
     kernel = jit(global_scratch_size=128)
     launch = launch_of(kernel)
     for _ in range(3):
-        launch(5, (X,), (16,), (3,))
+        launch(5, Args(X=X, x_stride=16, count=3))
     assert len(kernel.asked) == 3 and not kernel.launched
 
 
@@ -177,7 +202,7 @@ def test_an_unknown_launcher_is_not_called(jit, monkeypatch):
     kernel = jit()
     launch = launch_of(kernel)
     for _ in range(3):
-        launch(5, (X,), (16,), (3,))
+        launch(5, Args(X=X, x_stride=16, count=3))
     assert len(kernel.asked) == 3 and not kernel.launched
 
 
@@ -187,12 +212,21 @@ def test_a_descriptor_is_encoded_once_for_each_tensor(jit, monkeypatch):
         make_tensordesc_arg=lambda described, how: encoded.append((described.base, how)) or [how]
     )
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
-    kernel = jit()
-    launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16))
+
+    @launch_args
+    class Args:
+        Q: Descriptor
+        K: Descriptor
+        X: Pointer
+        x_stride: Stride
+        count: Number
+
+    kernel = named_kernel(jit, "Q", "K", "X", "x_stride", "count", "BLOCK")
+    launch = Launch(kernel, dict(BLOCK=64), {}, (16, 16), args=Args)
     launch.variants[16], launch.index, launch.metadata = (kernel.launch, ()), 0, ("first", "second")
     shape, y = module.tiled((16, 16), (16, 1), 16), X.clone()
-    for described in ((X, y), (X, y), (X, X), (y, X)):
-        launch(5, (X,), (16,), (3,), described, (shape, shape))
+    for q, k in ((X, y), (X, y), (X, X), (y, X)):
+        launch(5, Args(Q=(q, shape), K=(k, shape), X=X, x_stride=16, count=3))
     assert [how for _, how in encoded] == ["first", "second", "second", "first"]
     assert [args[4:6] for args in kernel.launched] == [("first", "second")] * 4
 
@@ -229,14 +263,6 @@ def test_what_a_plan_does_it_does_on_its_device(monkeypatch):
     assert other.run(3) == (3, [0]) and other.run(4) == (4, [0, None, 0]) and entered[-1] is None
 
 
-@launch_args
-class NamedArgs:
-    Q: Descriptor
-    X: Pointer
-    x_stride: Stride
-    count: Number
-
-
 def named_kernel(jit, *names):
     kernel = jit()
     kernel.arg_names = [*names]
@@ -244,14 +270,8 @@ def named_kernel(jit, *names):
 
 
 def test_launch_with_named_args_passes_them_in_the_order_of_the_kernel(jit):
-    @launch_args
-    class Args:
-        X: Pointer
-        x_stride: Stride
-        count: Number
-
-    kernel = named_kernel(jit, "X", "x_stride", "count", "BLOCK")
-    launch = Launch(kernel, dict(BLOCK=64), {}, args=Args)
+    kernel = jit()
+    launch = launch_of(kernel)
     for _ in range(2):
         launch(5, Args(count=3, x_stride=16, X=X))
     assert kernel.asked[0][1] == (X, 16, 3)
@@ -259,10 +279,28 @@ def test_launch_with_named_args_passes_them_in_the_order_of_the_kernel(jit):
 
 
 def test_launch_args_groups_the_fields_by_kind():
-    args = NamedArgs(Q=("tensor", "shape"), X="x", x_stride=1, count=2)
-    assert args == (("x",), (1,), (2,), ("tensor",), ("shape",))
-    with pytest.raises(TypeError, match="x_stride"):
-        NamedArgs(Q=("tensor", "shape"), X="x", count=2)
+    args = NamedArgs(Q=("tensor", "shape"), X=X, x_stride=1, count=2)
+    assert args == ((X,), (X.data_ptr(), 1), (2,), ("tensor",), ("shape",))
+
+
+@pytest.mark.parametrize("numbers", [dict(x_stride=1), dict(x_stride=1, count=2, size=3)])
+def test_launch_args_with_a_missing_or_unknown_name_raises(numbers):
+    with pytest.raises(TypeError, match=r"Args\(\) .*(count|size)"):
+        Args(X=X, **numbers)
+    with pytest.raises(TypeError, match=r"Args.*(count|size)"):
+        bind_args(Args, **numbers)(X=X)
+
+
+def test_launch_args_by_position_raise():
+    with pytest.raises(TypeError, match="positional"):
+        Args(X, 16, 3)
+
+
+def test_bind_args_equals_all_args_at_once():
+    bound = bind_args(Args, count=3, x_stride=16)
+    assert bound(X=X) == Args(X=X, x_stride=16, count=3)
+    with pytest.raises(TypeError, match="count"):
+        bound(X=X, count=3)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +315,6 @@ def test_launch_args_with_fields_out_of_order_raises():
     with pytest.raises(TypeError, match="ordered"):
 
         @launch_args
-        class Args:
+        class Unordered:
             count: Number
             X: Pointer

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from ..runtime.device import GLUON_KNOWN
-from ..runtime.launch import Launch, contiguous, empty, on_device, ragged
+from ..runtime.launch import Launch, bind_args, contiguous, empty, on_device, ragged
 from . import portable
 from .arguments import (
     BackwardNumbers,
@@ -527,10 +527,10 @@ class PortableConfig(LaunchConfig):
         launch = self.forward_launch
         strides = PortableForwardStrides(*self.strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self._head_counts(self.heads, total_q), *spec)
+        args = bind_args(PortableForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
 
         def run(q, k, v, slopes, out, lse):
-            args = PortableForwardArgs(q, k, v, slopes, out, lse, tiles, *strides, *numbers)
-            launch(ctas, args)
+            launch(ctas, args(Q=q, K=k, V=v, SLOPES=slopes, OUT=out, LSE=lse))
 
         return run
 
@@ -573,37 +573,34 @@ class PortableConfig(LaunchConfig):
                 stride_dvn=self.k_heads * self.v.head_dim,
             )
 
+            dq_args = bind_args(
+                PortableDqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
+            )
+            dkdv_args = bind_args(
+                PortableDkdvArgs,
+                TILES=key_tiles,
+                **dkdv_strides._asdict(),
+                **dkdv_numbers._asdict(),
+            )
+
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 if query_tiles is not None:
-                    args = PortableDqArgs(
-                        q,
-                        k,
-                        v,
-                        slopes,
-                        out,
-                        lse,
-                        dout,
-                        dlse,
-                        stats,
-                        dq,
-                        query_tiles,
-                        *dq_strides,
-                        *dq_numbers,
+                    args = dq_args(
+                        Q=q,
+                        K=k,
+                        V=v,
+                        SLOPES=slopes,
+                        OUT=out,
+                        LSE=lse,
+                        DO=dout,
+                        DLSE=dlse,
+                        STATS=stats,
+                        DQ=dq,
                     )
                     dq_launch(dq_ctas, args)
                 if key_tiles is not None:
-                    args = PortableDkdvArgs(
-                        q,
-                        k,
-                        v,
-                        slopes,
-                        dout,
-                        stats,
-                        dk,
-                        dv,
-                        key_tiles,
-                        *dkdv_strides,
-                        *dkdv_numbers,
+                    args = dkdv_args(
+                        Q=q, K=k, V=v, SLOPES=slopes, DO=dout, STATS=stats, DK=dk, DV=dv
                     )
                     dkdv_launch(dkdv_ctas, args)
 
@@ -744,22 +741,22 @@ class Sm90Config(LaunchConfig):
         )
         strides = ForwardStrides(*self.head_strides, stride_om=self.out_stride)
         numbers = ForwardNumbers(total_q, *self.forward_counts, *_base2_spec(spec))
+        args = bind_args(ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
 
         def run(q, k, v, slopes, out, lse):
-            args = ForwardArgs(
-                (q, q_desc),
-                (k, k_desc),
-                (v, v_desc),
-                (out, o_desc),
-                slopes,
-                out,
-                lse,
-                tiles,
-                counter(device),
-                *strides,
-                *numbers,
+            launch(
+                ctas,
+                args(
+                    q_desc=(q, q_desc),
+                    k_desc=(k, k_desc),
+                    v_desc=(v, v_desc),
+                    o_desc=(out, o_desc),
+                    SLOPES=slopes,
+                    OUT=out,
+                    LSE=lse,
+                    COUNTER=counter(device),
+                ),
             )
-            launch(ctas, args)
 
         return run
 
@@ -798,40 +795,40 @@ class Sm90Config(LaunchConfig):
                 stride_dkn=self.k_heads * head_dim,
                 stride_dvn=self.k_heads * self.v.head_dim,
             )
+            dq_args = bind_args(
+                DqArgs, TILES=query_tiles, **dq_strides._asdict(), **dq_numbers._asdict()
+            )
+            dkdv_args = bind_args(
+                DkdvArgs, TILES=key_tiles, **dkdv_strides._asdict(), **dkdv_numbers._asdict()
+            )
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 count = counter(device)
                 q_tma, k_tma, v_tma, do_tma = (q, q_desc), (k, k_desc), (v, v_desc), (dout, do_desc)
-                args = DqArgs(
-                    q_tma,
-                    k_tma,
-                    v_tma,
-                    do_tma,
-                    (dq, dq_desc),
-                    slopes,
-                    out,
-                    lse,
-                    dlse,
-                    stats,
-                    query_tiles,
-                    count,
-                    *dq_strides,
-                    *dq_numbers,
+                args = dq_args(
+                    q_desc=q_tma,
+                    k_desc=k_tma,
+                    v_desc=v_tma,
+                    do_desc=do_tma,
+                    dq_desc=(dq, dq_desc),
+                    SLOPES=slopes,
+                    OUT=out,
+                    LSE=lse,
+                    DLSE=dlse,
+                    STATS=stats,
+                    COUNTER=count,
                 )
                 dq_launch(dq_ctas, args)
-                args = DkdvArgs(
-                    q_tma,
-                    k_tma,
-                    v_tma,
-                    do_tma,
-                    slopes,
-                    stats,
-                    dk,
-                    dv,
-                    key_tiles,
-                    count,
-                    *dkdv_strides,
-                    *dkdv_numbers,
+                args = dkdv_args(
+                    q_desc=q_tma,
+                    k_desc=k_tma,
+                    v_desc=v_tma,
+                    do_desc=do_tma,
+                    SLOPES=slopes,
+                    STATS=stats,
+                    DK=dk,
+                    DV=dv,
+                    COUNTER=count,
                 )
                 for launch in dkdv_launches:
                     launch(dkdv_ctas, args)
@@ -933,21 +930,21 @@ class Bf16x3Config(LaunchConfig):
         numbers = ForwardNumbers(
             total_q, *self._head_counts(self.heads, total_q), *_base2_spec(spec)
         )
+        args = bind_args(Float32ForwardArgs, TILES=tiles, **strides._asdict(), **numbers._asdict())
 
         def run(q, k, v, slopes, out, lse):
-            args = Float32ForwardArgs(
-                (q, q_desc),
-                (split(k), k_desc),
-                (split(v), v_desc),
-                slopes,
-                out,
-                lse,
-                tiles,
-                counter(device),
-                *strides,
-                *numbers,
+            launch(
+                ctas,
+                args(
+                    q_desc=(q, q_desc),
+                    k_desc=(split(k), k_desc),
+                    v_desc=(split(v), v_desc),
+                    SLOPES=slopes,
+                    OUT=out,
+                    LSE=lse,
+                    COUNTER=counter(device),
+                ),
             )
-            launch(ctas, args)
 
         return run
 
@@ -970,54 +967,52 @@ class Bf16x3Config(LaunchConfig):
             split_ctas = triton.cdiv(stats_stride, self.BLOCK)
             stride_dom, stride_doh, _ = dout_strides
             q_desc, k_desc, v_desc, do_desc = self.descriptors
+            split_dout_args = bind_args(
+                SplitDoutArgs,
+                stride_dom=stride_dom,
+                stride_doh=stride_doh,
+                stride_dlsem=stride_dlsem,
+                stride_dlseh=stride_dlseh,
+                total_q=total_q,
+                stats_stride=stats_stride,
+                heads=self.heads,
+            )
+            dq_args = bind_args(
+                Float32DqArgs, TILES=query_tiles, stride_dqm=stride_dqm, **dq_numbers._asdict()
+            )
+            dkdv_args = bind_args(
+                Float32DkdvArgs, TILES=key_tiles, stride_dkn=stride_dkn, **dkdv_numbers._asdict()
+            )
 
             def run(q, k, v, slopes, out, lse, dout, dlse, stats, dq, dk, dv):
                 split_dout = self._empty_terms(dout)
-                args = SplitDoutArgs(
-                    out,
-                    dout,
-                    lse,
-                    dlse,
-                    stats,
-                    split_dout,
-                    stride_dom,
-                    stride_doh,
-                    stride_dlsem,
-                    stride_dlseh,
-                    total_q,
-                    stats_stride,
-                    self.heads,
+                args = split_dout_args(
+                    OUT=out, DO=dout, LSE=lse, DLSE=dlse, STATS=stats, SPLIT=split_dout
                 )
                 split_dout_launch(split_ctas, args)
                 q_tma, k_tma, v_tma = (split(q), q_desc), (split(k), k_desc), (split(v), v_desc)
                 do_tma, count = (split_dout, do_desc), counter(device)
-                args = Float32DqArgs(
-                    q_tma,
-                    k_tma,
-                    v_tma,
-                    do_tma,
-                    slopes,
-                    stats,
-                    dq,
-                    query_tiles,
-                    count,
-                    stride_dqm,
-                    *dq_numbers,
+                args = dq_args(
+                    q_desc=q_tma,
+                    k_desc=k_tma,
+                    v_desc=v_tma,
+                    do_desc=do_tma,
+                    SLOPES=slopes,
+                    STATS=stats,
+                    DQ=dq,
+                    COUNTER=count,
                 )
                 self.dq_launch(dq_ctas, args)
-                args = Float32DkdvArgs(
-                    q_tma,
-                    k_tma,
-                    v_tma,
-                    do_tma,
-                    slopes,
-                    stats,
-                    dk,
-                    dv,
-                    key_tiles,
-                    count,
-                    stride_dkn,
-                    *dkdv_numbers,
+                args = dkdv_args(
+                    q_desc=q_tma,
+                    k_desc=k_tma,
+                    v_desc=v_tma,
+                    do_desc=do_tma,
+                    SLOPES=slopes,
+                    STATS=stats,
+                    DK=dk,
+                    DV=dv,
+                    COUNTER=count,
                 )
                 self.dkdv_launch(dkdv_ctas, args)
 

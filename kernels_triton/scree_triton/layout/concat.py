@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..runtime.launch import Number, Pointer, bind_args, launch_args
 from .strided_copy import (
     MAX_CONFIGS,
     LaunchConfig,
@@ -164,6 +165,39 @@ def concat_kernel(
         )
 
 
+@launch_args
+class ConcatArgs:
+    """Arguments of `concat_kernel`."""
+
+    P0: Pointer
+    P1: Pointer
+    P2: Pointer
+    P3: Pointer
+    P4: Pointer
+    O0: Pointer
+    O1: Pointer
+    O2: Pointer
+    O3: Pointer
+    n: Number
+    block1: Number
+    block2: Number
+    block3: Number
+    total0: Number
+    total1: Number
+    total2: Number
+    total3: Number
+    y_token: Number
+    y_piece: Number
+    token0: Number
+    piece0: Number
+    token1: Number
+    piece1: Number
+    token2: Number
+    piece2: Number
+    token3: Number
+    piece3: Number
+
+
 @lru_cache(MAX_CONFIGS)
 def concat_config(
     specs: tuple[tuple[Any, ...], ...],
@@ -174,32 +208,60 @@ def concat_config(
     back: bool,
 ) -> LaunchConfig:
     """Return the launch config of `concat`, or with `back` of `split`, for these token counts."""
-    first, *_ = specs = [TensorSpec(*one) for one in specs]
+    first, *_ = specs = [TensorSpec(*spec) for spec in specs]
     outputs = [
         first.with_shape(resized_shape(first.shape, dim, total))
         for total in (totals if back else [sum(totals)])
     ]
     whole, *parts = (*specs, *outputs) if back else (*outputs, *specs)
-    output_specs = [(one.shape, one.dtype) for one in outputs]
+    output_specs = [(spec.shape, spec.dtype) for spec in outputs]
     if not math.prod(whole.shape):
         return LaunchConfig(whole.device, output_specs)
     unused = MAX_ARRAYS - len(totals)
     copier = StridedCopy(
         concat_kernel,
+        ConcatArgs,
         sum(totals),
         back,
-        [(one, dim, 0) for one in (whole, *parts)],
+        [(spec, dim, 0) for spec in (whole, *parts)],
         offsets,
         len(totals),
         back,
     )
-    copier.unit_strides += [0, 0] * unused
     ends = [0]
     for total in totals:
         ends.append(ends[-1] + copier.blocks(total))
-    return copier.config(
-        output_specs, ends[-1], n, *ends[1:-1], *ends[-1:] * unused, *totals, *[0] * unused
+    block1, block2, block3 = *ends[1:-1], *ends[-1:] * unused
+    total0, total1, total2, total3 = *totals, *[0] * unused
+    (y_token, y_piece), *part_strides = *copier.unit_strides, *[(0, 0)] * unused
+    (token0, piece0), (token1, piece1), (token2, piece2), (token3, piece3) = part_strides
+    args = bind_args(
+        ConcatArgs,
+        n=n,
+        block1=block1,
+        block2=block2,
+        block3=block3,
+        total0=total0,
+        total1=total1,
+        total2=total2,
+        total3=total3,
+        y_token=y_token,
+        y_piece=y_piece,
+        token0=token0,
+        piece0=piece0,
+        token1=token1,
+        piece1=piece1,
+        token2=token2,
+        piece2=piece2,
+        token3=token3,
+        piece3=piece3,
     )
+
+    def make_args(outputs, *inputs):
+        P0, P1, P2, P3, P4, O0, O1, O2, O3 = *outputs, *inputs
+        return args(P0=P0, P1=P1, P2=P2, P3=P3, P4=P4, O0=O0, O1=O1, O2=O2, O3=O3)
+
+    return copier.config(output_specs, ends[-1], make_args)
 
 
 def concat(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -207,7 +269,7 @@ def concat(xs: Sequence[torch.Tensor], offsets: Sequence[torch.Tensor], dim: int
     xs = [with_regular_strides(x, dim) for x in xs]
     config = concat_config(
         tuple(tensor_spec(x) for x in xs),
-        tuple(one.dtype for one in offsets),
+        tuple(x.dtype for x in offsets),
         offsets[0].shape[0] - 1,
         tuple(x.shape[dim] for x in xs),
         dim,
@@ -224,7 +286,7 @@ def split(
     dy = with_regular_strides(dy, dim)
     config = concat_config(
         (tensor_spec(dy),),
-        tuple(one.dtype for one in offsets),
+        tuple(x.dtype for x in offsets),
         offsets[0].shape[0] - 1,
         tuple(totals),
         dim,

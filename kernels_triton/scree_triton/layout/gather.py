@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..runtime.launch import Number, Pointer, bind_args, launch_args
 from .scatter_add import scatter_add
 from .scatter_indices import last_tokens
 from .strided_copy import (
@@ -221,6 +222,57 @@ def select_kernel(
         )
 
 
+@launch_args
+class GatherArgs:
+    """Arguments of `gather_kernel`."""
+
+    OUT: Pointer
+    X: Pointer
+    INDEX: Pointer
+    CHECK: Pointer
+    count: Number
+    size: Number
+    x_token: Number
+    x_piece: Number
+    y_token: Number
+    y_piece: Number
+
+
+@launch_args
+class ScatterUniqueArgs:
+    """Arguments of `scatter_unique_kernel`."""
+
+    OUT: Pointer
+    X: Pointer
+    TO: Pointer
+    count: Number
+    size: Number
+    y_token: Number
+    y_piece: Number
+    x_token: Number
+    x_piece: Number
+
+
+@launch_args
+class SelectArgs:
+    """Arguments of `select_kernel`."""
+
+    TO: Pointer
+    FROM: Pointer
+    OFFSETS: Pointer
+    STARTS: Pointer
+    n: Number
+    total: Number
+    size: Number
+    step: Number
+    low: Number
+    high: Number
+    x_token: Number
+    x_piece: Number
+    y_token: Number
+    y_piece: Number
+
+
 @lru_cache(MAX_CONFIGS)
 def gather_config(
     x: tuple[Any, ...], index: torch.dtype, check: torch.dtype | None, count: int, ordered: bool
@@ -231,9 +283,29 @@ def gather_config(
     if not math.prod(out.shape):
         return LaunchConfig(x.device, outputs)
     copier = StridedCopy(
-        gather_kernel, count, ordered, [(x, 0, 0), (out, 0, 0)], (index, check), check is not None
+        gather_kernel,
+        GatherArgs,
+        count,
+        ordered,
+        [(x, 0, 0), (out, 0, 0)],
+        (index, check),
+        check is not None,
     )
-    return copier.config(outputs, copier.blocks(count), count, x.shape[0])
+    (x_token, x_piece), (y_token, y_piece) = copier.unit_strides
+    args = bind_args(
+        GatherArgs,
+        count=count,
+        size=x.shape[0],
+        x_token=x_token,
+        x_piece=x_piece,
+        y_token=y_token,
+        y_piece=y_piece,
+    )
+    return copier.config(
+        outputs,
+        copier.blocks(count),
+        lambda outputs, x, index, check: args(OUT=outputs[0], X=x, INDEX=index, CHECK=check),
+    )
 
 
 def _gather_checked(
@@ -267,9 +339,29 @@ def scatter_unique_config(x: tuple[Any, ...], index: torch.dtype, size: int) -> 
     if not math.prod(x.shape) * size:
         return LaunchConfig(x.device, outputs, zeros=True)
     copier = StridedCopy(
-        scatter_unique_kernel, x.shape[0], False, [(out, 0, 0), (x, 0, 0)], (index,)
+        scatter_unique_kernel,
+        ScatterUniqueArgs,
+        x.shape[0],
+        False,
+        [(out, 0, 0), (x, 0, 0)],
+        (index,),
     )
-    return copier.config(outputs, copier.blocks(x.shape[0]), x.shape[0], size, zeros=True)
+    (y_token, y_piece), (x_token, x_piece) = copier.unit_strides
+    args = bind_args(
+        ScatterUniqueArgs,
+        count=x.shape[0],
+        size=size,
+        y_token=y_token,
+        y_piece=y_piece,
+        x_token=x_token,
+        x_piece=x_piece,
+    )
+    return copier.config(
+        outputs,
+        copier.blocks(x.shape[0]),
+        lambda outputs, x, index: args(OUT=outputs[0], X=x, TO=index),
+        zeros=True,
+    )
 
 
 def scatter_unique(x: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
@@ -309,28 +401,42 @@ def select_config(
     spec = TensorSpec(*spec)
     out = spec.with_shape(resized_shape(spec.shape, dim, size))
     outputs = [(out.shape, out.dtype)]
-    whole = spec.shape[dim] == size
+    fills_output = spec.shape[dim] == size
     if not (math.prod(spec.shape) and math.prod(out.shape)):
         return LaunchConfig(spec.device, outputs, zeros=True)
-    x, rows = (out, spec) if back else (spec, out)
-    total = rows.shape[dim]
+    x, y = (out, spec) if back else (spec, out)
+    total = y.shape[dim]
     copier = StridedCopy(
         select_kernel,
+        SelectArgs,
         total,
         not back,
-        [(x, dim, 0), (rows, dim, 0)],
+        [(x, dim, 0), (y, dim, 0)],
         (offsets, starts),
-        back and 1 + whole,
+        back and 1 + fills_output,
+    )
+    low, high = fill_words(fill, 1.0, out.dtype)
+    (x_token, x_piece), (y_token, y_piece) = copier.unit_strides
+    args = bind_args(
+        SelectArgs,
+        n=n,
+        total=total,
+        size=x.shape[dim],
+        step=step,
+        low=low,
+        high=high,
+        x_token=x_token,
+        x_piece=x_piece,
+        y_token=y_token,
+        y_piece=y_piece,
     )
     return copier.config(
         outputs,
         copier.blocks(total),
-        n,
-        total,
-        x.shape[dim],
-        step,
-        *fill_words(fill, 1.0, out.dtype),
-        zeros=back and not whole,
+        lambda outputs, source, offsets, starts: args(
+            TO=outputs[0], FROM=source, OFFSETS=offsets, STARTS=starts
+        ),
+        zeros=back and not fills_output,
     )
 
 

@@ -39,9 +39,9 @@ LINEAR_MAPS = {
         lambda f, dy, shape, offsets, dim, length, left, *_: f.unpad(
             dy, offsets, dim, shape[dim], left
         ),
-        lambda x, offsets, dim, length, left, fill, marks: (
+        lambda x, offsets, dim, length, left, fill, with_mask: (
             x.new_empty((offsets.shape[0] - 1, *resized_shape(x.shape, dim, length))),
-            x.new_empty((offsets.shape[0] - 1, length) if marks else (0,), dtype=torch.bool),
+            x.new_empty((offsets.shape[0] - 1, length) if with_mask else (0,), dtype=torch.bool),
         ),
     ),
     "unpad": LinearMap(

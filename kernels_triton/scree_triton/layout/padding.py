@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..runtime.launch import Number, Pointer, bind_args, launch_args
 from .strided_copy import (
     MAX_CONFIGS,
     LaunchConfig,
@@ -78,9 +79,9 @@ def pad_kernel(
     most = tl.minimum(length, TOKENS).to(tl.int32)
     each = 1.0 / most.to(tl.float32)
     # Exact, because both are small.
-    rows = tl.where(over < 0, -1, ((over.to(tl.float32) + 0.5) * each).to(tl.int32))
-    place = (over - rows * most).to(slot.dtype) + tl.where(over < 0, length - most, 0)
-    row = first // length + 1 + rows
+    rows_ahead = tl.where(over < 0, -1, ((over.to(tl.float32) + 0.5) * each).to(tl.int32))
+    place = (over - rows_ahead * most).to(slot.dtype) + tl.where(over < 0, length - most, 0)
+    row = first // length + 1 + rows_ahead
     last_tokens = slots // length
     begin = tl.load(OFFSETS + row, mask=row < last_tokens, other=0).to(slot.dtype)
     end = tl.load(OFFSETS + row + 1, mask=row < last_tokens, other=0).to(slot.dtype)
@@ -188,6 +189,42 @@ def unpad_kernel(
     )
 
 
+@launch_args
+class PadArgs:
+    """Arguments of `pad_kernel`."""
+
+    PADDED: Pointer
+    MASK: Pointer
+    X: Pointer
+    OFFSETS: Pointer
+    slots: Number
+    length: Number
+    low: Number
+    high: Number
+    x_token: Number
+    x_piece: Number
+    row_units: Number
+    y_token: Number
+    y_piece: Number
+
+
+@launch_args
+class UnpadArgs:
+    """Arguments of `unpad_kernel`."""
+
+    X: Pointer
+    PADDED: Pointer
+    OFFSETS: Pointer
+    n: Number
+    total: Number
+    length: Number
+    x_token: Number
+    x_piece: Number
+    row_units: Number
+    y_token: Number
+    y_piece: Number
+
+
 @lru_cache(MAX_CONFIGS)
 def pad_config(
     x: tuple[Any, ...],
@@ -198,24 +235,41 @@ def pad_config(
     left: bool,
     fill: float,
     sign: float,
-    marks: bool,
+    with_mask: bool,
 ) -> LaunchConfig:
     x = TensorSpec(*x)
     padded = x.with_shape((n, *resized_shape(x.shape, dim, length)))
-    outputs = [(padded.shape, x.dtype), ((n, length) if marks else (0,), torch.bool)]
+    outputs = [(padded.shape, x.dtype), ((n, length) if with_mask else (0,), torch.bool)]
     if not math.prod(padded.shape):
         return LaunchConfig(x.device, outputs, zeros=True)
     copier = StridedCopy(
         pad_kernel,
+        PadArgs,
         n * length,
         length >= _MIN_LENGTH,
         [(x, dim, 0), (padded, dim + 1, 1)],
         (offsets,),
         left,
-        marks,
+        with_mask,
+    )
+    low, high = fill_words(fill, sign, x.dtype)
+    (x_token, x_piece), (row_units, y_token, y_piece) = copier.unit_strides
+    args = bind_args(
+        PadArgs,
+        slots=n * length,
+        length=length,
+        low=low,
+        high=high,
+        x_token=x_token,
+        x_piece=x_piece,
+        row_units=row_units,
+        y_token=y_token,
+        y_piece=y_piece,
     )
     return copier.config(
-        outputs, copier.blocks(n * length), n * length, length, *fill_words(fill, sign, x.dtype)
+        outputs,
+        copier.blocks(n * length),
+        lambda outputs, x, offsets: args(PADDED=outputs[0], MASK=outputs[1], X=x, OFFSETS=offsets),
     )
 
 
@@ -226,11 +280,11 @@ def pad(
     length: int,
     left: bool,
     fill: torch.types.Number,
-    marks: bool,
+    with_mask: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a padded batch (n, ..., length, ...) of rows x, (..., total, ...).
 
-    With `marks`, also return the mask of its tokens.
+    With `with_mask`, also return the mask of its tokens.
     """
     x = with_regular_strides(x, dim)
     config = pad_config(
@@ -242,7 +296,7 @@ def pad(
         left,
         fill,
         math.copysign(1.0, fill),
-        marks,
+        with_mask,
     )
     out, mask = config.run(x, offsets)
     return out, mask
@@ -257,10 +311,24 @@ def unpad_config(
     if not math.prod(x.shape):
         return LaunchConfig(x.device, [(x.shape, x.dtype)])
     copier = StridedCopy(
-        unpad_kernel, total, True, [(x, dim, 0), (padded, dim + 1, 1)], (offsets,), left
+        unpad_kernel, UnpadArgs, total, True, [(x, dim, 0), (padded, dim + 1, 1)], (offsets,), left
+    )
+    (x_token, x_piece), (row_units, y_token, y_piece) = copier.unit_strides
+    args = bind_args(
+        UnpadArgs,
+        n=padded.shape[0],
+        total=total,
+        length=padded.shape[dim + 1],
+        x_token=x_token,
+        x_piece=x_piece,
+        row_units=row_units,
+        y_token=y_token,
+        y_piece=y_piece,
     )
     return copier.config(
-        [(x.shape, x.dtype)], copier.blocks(total), padded.shape[0], total, padded.shape[dim + 1]
+        [(x.shape, x.dtype)],
+        copier.blocks(total),
+        lambda outputs, padded, offsets: args(X=outputs[0], PADDED=padded, OFFSETS=offsets),
     )
 
 

@@ -21,6 +21,7 @@ from ..runtime.launch import (
     Launch,
     Number,
     Pointer,
+    bind_args,
     contiguous,
     empty,
     launch_args,
@@ -430,8 +431,9 @@ class LaunchConfig:
         )
         self.parts = *contiguous((many * _CHUNKS, width)), wide
         self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = dict(count=count, size=size, max_tokens=max_tokens)
-        self.helper_numbers = dict(helpers=helpers, length=length)
+        numbers = dict(count=count, size=size, max_tokens=max_tokens)
+        self.bucket_args = bind_args(BucketArgs, **numbers)
+        self.add_args = bind_args(AddArgs, **numbers, helpers=helpers, length=length)
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -441,17 +443,8 @@ class LaunchConfig:
         )
         args = ClearArgs(COUNTS=counts, size=self.cleared)
         self.clear(-(-self.cleared // _CLEAR_BLOCK), args)
-        args = BucketArgs(INDEX=index, COUNTS=counts, BUCKETS=buckets, **self.numbers)
+        args = self.bucket_args(INDEX=index, COUNTS=counts, BUCKETS=buckets)
         self.bucket(self.filling, args)
-        args = AddArgs(
-            X=x,
-            INDEX=index,
-            COUNTS=counts,
-            BUCKETS=buckets,
-            PARTS=parts,
-            OUT=out,
-            **self.numbers,
-            **self.helper_numbers,
-        )
+        args = self.add_args(X=x, INDEX=index, COUNTS=counts, BUCKETS=buckets, PARTS=parts, OUT=out)
         self.finish(self.programs, args)
         return out

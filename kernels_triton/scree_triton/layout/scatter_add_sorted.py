@@ -17,6 +17,7 @@ from ..runtime.launch import (
     Launch,
     Number,
     Pointer,
+    bind_args,
     contiguous,
     empty,
     launch_args,
@@ -241,7 +242,9 @@ class LaunchConfig:
             (*contiguous((count // chunk, width)), wide),
         )
         self.out = *contiguous((size, *shape[1:])), x
-        self.numbers = dict(count=count, size=size, bisections=count.bit_length(), lookups=lookups)
+        self.prepare_args = bind_args(
+            PrepareArgs, count=count, size=size, bisections=count.bit_length(), lookups=lookups
+        )
         self.programs = lookups + count // chunk * columns, -(-size // places) * columns
 
     @method_on_device
@@ -249,7 +252,7 @@ class LaunchConfig:
         """Return (size, ...): the tokens of x, contiguous, added at `index`."""
         keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
         bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
-        args = PrepareArgs(X=x, KEYS=keys, ORDER=order, BOUNDS=bounds, PARTS=parts, **self.numbers)
+        args = self.prepare_args(X=x, KEYS=keys, ORDER=order, BOUNDS=bounds, PARTS=parts)
         self.prepare(self.programs[0], args)
         args = AddArgs(X=x, ORDER=order, BOUNDS=bounds, PARTS=parts, OUT=out, size=self.size)
         self.finish(self.programs[1], args)

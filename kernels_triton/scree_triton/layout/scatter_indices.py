@@ -15,6 +15,7 @@ from ..runtime.launch import (
     Launch,
     Number,
     Pointer,
+    bind_args,
     contiguous,
     empty,
     launch_args,
@@ -222,10 +223,8 @@ class _MarkConfig:
             _TILES[self.few],
             min(_MAX_PER_THREAD, 1 << max(length, 1).bit_length() - 1),
         )
-        self.programs, self.numbers = (
-            slots // block + 1,
-            dict(slots=slots, length=length, total=total, filled=filled),
-        )
+        self.programs = slots // block + 1
+        self.mark_args = bind_args(MarkArgs, slots=slots, length=length, total=total, filled=filled)
         self.counts = *contiguous((self.programs,)), torch.int32
         self.count = _launch(
             count_kernel,
@@ -262,7 +261,7 @@ class _MarkConfig:
             args = CountArgs(MASK=mask, COUNTS=counts, slots=self.slots)
             self.count(-(-self.programs // _BLOCKS_PER_PROGRAM), args)
             counts = offsets_from_lengths(counts, self.found[2])
-        args = MarkArgs(MASK=mask, COUNTS=counts, OFFSETS=begins, SLOTS=found, **self.numbers)
+        args = self.mark_args(MASK=mask, COUNTS=counts, OFFSETS=begins, SLOTS=found)
         self.mark(self.programs, args)
         return begins, found
 

@@ -11,7 +11,7 @@ index the pieces of a token.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -66,17 +66,18 @@ def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD
     """
     ways: tl.constexpr = 256
     ends = first + tl.arange(0, 2) * (TOKENS - 1)
-    found = tl.zeros([2], tl.int32)
-    rows = found + n + 1
-    while tl.max(rows, 0) > 1:
-        step = (rows + (ways - 1)) // ways
+    low_rows = tl.zeros([2], tl.int32)
+    candidates = low_rows + n + 1
+    while tl.max(candidates, 0) > 1:
+        step = (candidates + (ways - 1)) // ways
         beyond = tl.arange(0, ways)[None, :] * step[:, None]
-        inside = beyond < rows[:, None]
-        inside &= tl.load(OFFSETS + found[:, None] + beyond, mask=inside, other=0) <= ends[:, None]
+        inside = beyond < candidates[:, None]
+        begins = tl.load(OFFSETS + low_rows[:, None] + beyond, mask=inside, other=0)
+        inside &= begins <= ends[:, None]
         skipped = tl.maximum(tl.sum(inside.to(tl.int32), 1) - 1, 0) * step
-        found += skipped
-        rows = tl.minimum(step, rows - skipped)
-    least, most = tl.min(found, 0), tl.max(found, 0)
+        low_rows += skipped
+        candidates = tl.minimum(step, candidates - skipped)
+    least, most = tl.min(low_rows, 0), tl.max(low_rows, 0)
     side = first + tl.arange(0, TOKENS // PER_THREAD) * PER_THREAD
     low = _bisect_rows(OFFSETS, side, least, most, most - least)
     if PER_THREAD == 1:
@@ -180,8 +181,8 @@ def copy_tile(
     x = FROM.to(tl.pointer_type(unit), bitcast=True) + source
     y = TO.to(tl.pointer_type(unit), bitcast=True) + target
     fill = (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
-    found = tl.load(x, mask=reads, other=0)
-    store_tile(y, tl.where(reads, found, fill.to(unit)), writes, ends, PER_THREAD)
+    units = tl.load(x, mask=reads, other=0)
+    store_tile(y, tl.where(reads, units, fill.to(unit)), writes, ends, PER_THREAD)
 
 
 class TensorSpec(NamedTuple):
@@ -200,13 +201,13 @@ class TensorSpec(NamedTuple):
         """Return the metadata of a new tensor of this shape and the same dtype and device."""
         return TensorSpec(self.device, self.dtype, *contiguous(shape))
 
-    def byte_strides(self, axis: int, rows: int) -> tuple[int, ...]:
+    def byte_strides(self, axis: int, row_axes: int) -> tuple[int, ...]:
         """Return the strides in bytes of rows, tokens and pieces.
 
-        Tokens are along `axis`. `rows` is 1 if the first axis is an axis of rows, otherwise 0.
+        Tokens are along `axis`. `row_axes` is 1 if the first axis is an axis of rows, otherwise 0.
         """
         step = [stride * self.dtype.itemsize for stride in self.strides]
-        return *step[:rows], step[axis], step[axis - 1] if axis > rows else 0
+        return *step[:row_axes], step[axis], step[axis - 1] if axis > row_axes else 0
 
 
 def tensor_spec(x: torch.Tensor) -> tuple[Any, ...]:
@@ -215,7 +216,10 @@ def tensor_spec(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 class LaunchConfig:
-    """A launch and its static arguments, so that a call only allocates and launches."""
+    """A launch and its static arguments, so that a call only allocates and launches.
+
+    `make_args` is a function of the outputs and the inputs that returns the kernel's arguments.
+    """
 
     def __init__(
         self,
@@ -223,28 +227,23 @@ class LaunchConfig:
         outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         launch: Launch | None = None,
         programs: int = 0,
-        numbers: tuple[int, ...] = (),
+        make_args: Callable[..., Any] | None = None,
         zeros: bool = False,
     ):
         self.index = device.index if device.type == "cuda" else None
-        self.new, self.launch, self.programs, self.numbers, self.zeros = (
-            empty(device.type),
-            launch,
-            programs,
-            numbers,
-            zeros,
-        )
+        self.new, self.zeros = empty(device.type), zeros
+        self.launch, self.programs, self.make_args = launch, programs, make_args
         self.outputs = [(*contiguous(shape), dtype) for shape, dtype in outputs]
 
     @method_on_device
     def run(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs for these inputs, the first of which is the source of the copy."""
-        outputs = [self.new(*one) for one in self.outputs]
+        outputs = [self.new(*spec) for spec in self.outputs]
         if self.zeros:
-            for one in outputs:
-                one.zero_()
+            for output in outputs:
+                output.zero_()
         if self.launch is not None:
-            self.launch(self.programs, (*outputs, *inputs), (), self.numbers)
+            self.launch(self.programs, self.make_args(outputs, *inputs))
         return outputs
 
 
@@ -255,13 +254,15 @@ class StridedCopy:
     ----------
     kernel
         The jitted function.
+    args
+        The kernel's named arguments, see `launch_args`.
     tokens
         The number of tokens.
     streams
         Whether adjacent tokens have adjacent targets, and mostly adjacent sources.
     arrays
         For each array its metadata, its token axis, and 1 if its first axis is an axis of rows,
-        otherwise 0. `unit_strides` are their strides in units, one array after another.
+        otherwise 0. `unit_strides` has a tuple per array: its strides in units.
     dtypes
         The dtypes of the other pointers.
     flags
@@ -271,32 +272,35 @@ class StridedCopy:
     def __init__(
         self,
         kernel: Any,
+        args: Any,
         tokens: int,
         streams: bool,
         arrays: Sequence[tuple[TensorSpec, int, int]],
         dtypes: tuple[torch.dtype | None, ...],
         *flags: bool | int,
     ):
-        x, axis, rows = arrays[0]
+        x, axis, row_axes = arrays[0]
         width = math.prod(x.shape[axis + 1 :]) * x.dtype.itemsize
-        steps = [step for x, axis, rows in arrays for step in x.byte_strides(axis, rows)]
+        strides = [x.byte_strides(axis, row_axes) for x, axis, row_axes in arrays]
         bits = 16 | width
-        for number in (*steps, *(x.address_bits for x, *_ in arrays)):
+        for number in (*sum(strides, ()), *(x.address_bits for x, *_ in arrays)):
             bits |= number
         align = bits & -bits  # the largest power of two, up to 16, that divides all of them
         self.device, unit = x.device, min(align, 8)
         self.launch, self.tokens, each = _launch(
             kernel,
+            args,
             x.device,
             dtypes,
-            math.prod(x.shape[rows:axis]),
+            math.prod(x.shape[row_axes:axis]),
             width // unit,
             align,
             needs_int64(tokens, arrays),
             streams,
             *flags,
         )
-        self.programs_per_token, self.unit_strides = each, [step // unit for step in steps]
+        self.programs_per_token = each
+        self.unit_strides = [tuple(stride // unit for stride in array) for array in strides]
 
     def blocks(self, tokens: int) -> int:
         """Return the number of blocks of these tokens, one block per program."""
@@ -306,26 +310,19 @@ class StridedCopy:
         self,
         outputs: Sequence[tuple[Sequence[int], torch.dtype]],
         blocks: int,
-        *numbers: int,
+        make_args: Callable[..., Any],
         zeros: bool = False,
     ) -> LaunchConfig:
-        """Return the launch config for outputs of these shapes and dtypes.
-
-        The kernel takes the numbers before the strides.
-        """
+        """Return the launch config for outputs of these shapes and dtypes."""
         return LaunchConfig(
-            self.device,
-            outputs,
-            self.launch,
-            blocks * self.programs_per_token,
-            (*numbers, *self.unit_strides),
-            zeros,
+            self.device, outputs, self.launch, blocks * self.programs_per_token, make_args, zeros
         )
 
 
 @cache
 def _launch(
     kernel: Any,
+    args: Any,
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     pieces: int,
@@ -343,12 +340,12 @@ def _launch(
     if streams and single:
         block, (tokens, side, warps) = 1, _SINGLE_UNIT_TILES[unit]
     else:
-        taken, padded = "INDEX" in kernel.arg_names, "WRITE_MASK" in kernel.arg_names
+        is_gather, is_padding = "INDEX" in kernel.arg_names, "WRITE_MASK" in kernel.arg_names
         most, side, warps = (
             _TILE_UNITS_SCATTERED
-            if taken and single
+            if is_gather and single
             else _TILE_UNITS_INDEXED
-            if taken or padded
+            if is_gather or is_padding
             else _TILE_UNITS,
             1,
             _WARPS,
@@ -370,7 +367,7 @@ def _launch(
     )
     options = dict(num_warps=warps, launch_pdl=device_info(device).supports_pdl)
     return (
-        Launch(kernel, {**dict(zip(names, flags)), **tile}, options),
+        Launch(kernel, {**dict(zip(names, flags)), **tile}, options, args=args),
         tokens,
         pieces * -(-units // block),
     )
@@ -387,12 +384,15 @@ def needs_int64(tokens: int, arrays: Sequence[tuple[TensorSpec, int, int]]) -> b
     )
 
 
-def with_regular_strides(x: torch.Tensor, axis: int, rows: int = 0) -> torch.Tensor:
+def with_regular_strides(x: torch.Tensor, axis: int, row_axes: int = 0) -> torch.Tensor:
     """Return x, or a contiguous copy unless pieces are contiguous and at equal distances."""
     if x.is_contiguous():
         return x
     shape, strides = x.shape, x.stride()
-    inner, even = 1, all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(rows, axis - 1))
+    inner, even = (
+        1,
+        all(strides[i] == strides[i + 1] * shape[i + 1] for i in range(row_axes, axis - 1)),
+    )
     for i in range(x.ndim - 1, axis, -1):
         even = even and strides[i] == inner
         inner *= shape[i]

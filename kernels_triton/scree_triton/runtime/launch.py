@@ -14,13 +14,18 @@ the kernel's order. The annotation of a field says how the launcher passes the p
     launch(programs, ForwardArgs(Q=(q, ragged(...)), X=x, x_stride=x.stride(0), count=3))
 
 `Launch` compares the field names with the kernel's parameters when it is constructed, so a call
-checks nothing.
+checks only that its names are complete. A launch config fixes the arguments that its metadata
+determines::
+
+    args = bind_args(ForwardArgs, x_stride=1024, count=3)
+    launch(programs, args(Q=(q, ragged(...)), X=x))
+
 `launch_on_device(launch, programs, args)` also selects the CUDA device of the tensors.
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache, cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, lru_cache, partial
 from math import gcd, prod
 from typing import Annotated, Any, NamedTuple, dataclass_transform
 
@@ -29,8 +34,11 @@ from triton import knobs
 
 from .device import INTERPRETED, TRITON_VERSION, current_device, current_stream, device_count
 
+_LIMIT = 1 << 31  # numbers from here on need 64 bits, hence another variant
 _MAX_ENCODED = 4096  # entries of a cache of descriptors
 _address = torch.Tensor.data_ptr
+# 16 if all numbers are multiples of 16. `partial` passes them on without building a list.
+_alignment = partial(gcd, 16)
 # The interface of the launcher in C is private to Triton; these versions of it are implemented.
 _SUPPORTED_VERSIONS = (3, 6), (3, 7)
 # Later launchers truncate numbers that do not fit into 32 bits, where 3.6 raises OverflowError.
@@ -177,24 +185,59 @@ def launch_args(cls: type) -> Any:
 
     The fields are the kernel's parameters before its constants, in the kernel's order. Their
     annotations are `Descriptor`, `Pointer`, `Stride` or `Number`, in this order. The constructor
-    takes them by name and returns the tuple (pointers, strides, numbers, described, shapes). It is
-    a generated function, as in `collections.namedtuple`: an instance of a class would cost 0.7
-    microseconds more per launch.
+    takes them by name and returns the tuple (pointers, specialized, numbers, described, shapes).
+    `specialized` has the addresses of the pointers and the strides: the JIT chooses a variant by
+    them.
+
+    The constructor is a generated function, as in `collections.namedtuple`: an instance of a class
+    would cost 0.7 microseconds more per launch. CPython 3.11 passes more than 15 keywords through a
+    dictionary, which costs 0.6 microseconds; `bind_args` avoids it.
     """
     kinds = {name: kind.__metadata__[0] for name, kind in cls.__annotations__.items()}
     order = [_KINDS.index(kind) for kind in kinds.values()]
     if order != sorted(order):
         raise TypeError(f"{cls.__name__}: the fields must be ordered {', '.join(_KINDS)}")
-    described, *others = (
+    described, pointers, strides, numbers = (
         [name for name, kind in kinds.items() if kind == wanted] for wanted in _KINDS
     )
-    groups = [*others, [f"{x}[0]" for x in described], [f"{x}[1]" for x in described]]
-    packed = ", ".join(f"({''.join(f'{x}, ' for x in group)})" for group in groups)
-    constructor = eval(f"lambda {', '.join(kinds)}: ({packed})")
-    constructor.__name__ = constructor.__qualname__ = cls.__name__
+    specialized = [*(f"address({x})" for x in pointers), *strides]
+
+    def pack(values: Sequence[str]) -> str:
+        return f"({''.join(f'{x}, ' for x in values)})"
+
+    described_groups = ", ".join(pack([f"{x}[{i}]" for x in described]) for i in range(2))
+
+    @cache
+    def binder(*bound: str) -> Callable[..., Any]:
+        """Return a function of the bound fields that returns the constructor from the others."""
+        if unknown := set(bound) - set(kinds):
+            raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+        free = ", ".join(name for name in kinds if name not in bound)
+        # Numbers that are all bound are packed once.
+        is_constant, packed_numbers = {*numbers} <= {*bound}, pack(numbers)
+        numbers_per_call = "_numbers" if is_constant else packed_numbers
+        namespace: dict[str, Any] = {"address": _address}
+        exec(
+            f"def bind({', '.join(bound)}):\n"
+            f"    _numbers = {packed_numbers if is_constant else ()}\n"
+            f"    def {cls.__name__}(*, {free}):\n"
+            f"        return {pack(pointers)}, {pack(specialized)}, {numbers_per_call}, "
+            f"{described_groups}\n"
+            f"    return {cls.__name__}",
+            namespace,
+        )
+        return namespace["bind"]  # type: ignore[no-any-return]
+
+    constructor: Any = binder()()
+    constructor.__qualname__ = cls.__name__
     constructor.__doc__, constructor.__module__ = cls.__doc__, cls.__module__
-    constructor.fields = tuple(kinds)
+    constructor.fields, constructor.binder = tuple(kinds), binder
     return constructor
+
+
+def bind_args(args: Any, **values: Any) -> Callable[..., Any]:
+    """Return the constructor `args`, declared with `launch_args`, with some of its fields fixed."""
+    return args.binder(*values)(**values)  # type: ignore[no-any-return]
 
 
 def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
@@ -220,13 +263,8 @@ def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., None], tupl
     return lambda *args: launch(*args[:n], args[n:]), fixed
 
 
-def _needs_64_bits(*numbers: int | float) -> bool:
-    """Return whether a number needs more than 32 bits, hence another variant."""
-    return max(0, *numbers) >= 1 << 31
-
-
 def _specialization(x: int) -> int:
-    """Return the property of a pointer or stride that the JIT specializes on, apart from its type."""
+    """Return the property of a pointer or stride that the JIT specializes on, besides its type."""
     return 0 if x % 16 == 0 else 1 if x == 1 else 2
 
 
@@ -272,9 +310,10 @@ class Launch:
         constants: dict[str, Any],
         options: dict[str, Any],
         rows: tuple[int, ...] = (),
-        args: Any = None,
+        *,
+        args: Any,
     ):
-        if args is not None and (*args.fields, *constants) != tuple(kernel.arg_names):
+        if (*args.fields, *constants) != tuple(kernel.arg_names):
             raise TypeError(
                 f"{args.__name__} and the constants do not match the parameters of the kernel: "
                 f"expected {tuple(kernel.arg_names)}, got {(*args.fields, *constants)}"
@@ -284,29 +323,19 @@ class Launch:
         self.variants: dict[int | tuple[int, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.encoded: dict[tuple, tuple] = {}
 
-    def __call__(
-        self,
-        programs: int,
-        pointers: Any,
-        strides: tuple[int, ...] | None = None,
-        numbers: tuple[int | float, ...] = (),
-        described: tuple[torch.Tensor, ...] = (),
-        shapes: tuple[Ragged | Tiled, ...] = (),
-    ) -> None:
+    def __call__(self, programs: int, args: Any) -> None:
         """Launch on the current stream of the current device, which must hold the tensors.
 
-        The second argument holds the kernel's named arguments, see `launch_args`. Callers that are
-        not converted yet pass their groups one by one: pointers, strides, numbers, and the tensors
-        read through descriptors with their shapes.
+        `args` are the kernel's named arguments, see `launch_args`.
         """
-        if strides is None:
-            pointers, strides, numbers, described, shapes = pointers
-        addresses = [*map(_address, pointers), *strides]
-        kind: int | tuple[int, ...] = gcd(16, *addresses)
+        pointers, specialized, numbers, described, shapes = args
+        kind: int | tuple[int, ...] = _alignment(*specialized)
         if kind != 16:
-            kind = tuple(map(_specialization, addresses))
+            kind = tuple(map(_specialization, specialized))
         variant = self.variants.get(kind)
-        if variant is not None and not (_TRUNCATES and _needs_64_bits(*strides, *numbers)):
+        if variant is not None and not (
+            _TRUNCATES and max(0, *specialized[len(pointers) :], *numbers) >= _LIMIT
+        ):
             launch, fixed = variant
             descriptors = ()
             if shapes:
@@ -320,19 +349,20 @@ class Launch:
                     current_stream(self.index),
                     *fixed,
                     *descriptors,
-                    *addresses,
+                    *specialized,
                     *numbers,
                     *self.values,
                 )
                 return
             except OverflowError:  # a number beyond 32 bits, for which the JIT has another variant
                 pass
+        strides = specialized[len(pointers) :]
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]
         compiled = self.kernel[(programs,)](
             *typed, *pointers, *strides, *numbers, **self.constants, **self.options
         )
         if (
-            not _needs_64_bits(*strides, *numbers)
+            max(0, *strides, *numbers) < _LIMIT
             and TRITON_VERSION in _SUPPORTED_VERSIONS
             and not INTERPRETED
         ):
@@ -383,10 +413,9 @@ def on_device(index: int | None, run: Callable[..., Any]) -> Callable[..., Any]:
     return run_on_device if index is not None and device_count() > 1 else run
 
 
-def launch_on_device(launch: Launch, programs: int, pointers: Any, *groups: Any) -> None:
-    """Launch on the device of the first tensor; see `Launch.__call__` for the arguments."""
-    tensor = pointers[0] if groups else pointers[0][0]
-    on_device(tensor.device.index, launch)(programs, pointers, *groups)
+def launch_on_device(launch: Launch, programs: int, args: Any) -> None:
+    """Launch on the device of the first pointer; see `Launch.__call__` for the arguments."""
+    on_device(args[0][0].device.index, launch)(programs, args)
 
 
 def method_on_device(run: Callable[..., Any]) -> Any:

@@ -19,14 +19,14 @@ _DTYPES = (
 _OPS = {"max": merge_path.ARGMAX, "min": merge_path.ARGMIN}
 
 
-def _find(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
+def _find_extrema(x: torch.Tensor, rows: Rows, op: str) -> torch.Tensor:
     return over_rows(x.detach().contiguous(), rows, _OPS[op], dtype=rows.offsets.dtype)
 
 
 def _run_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, op: str
 ) -> torch.Tensor:
-    return _find(x, Rows(offsets, max_length), op)
+    return _find_extrema(x, Rows(offsets, max_length), op)
 
 
 def _fake(x, offsets, max_length, op):
@@ -54,5 +54,5 @@ def segment_arg(call: Any) -> torch.Tensor:
 def prepare_segment_arg(call: Any) -> Callable[..., torch.Tensor]:
     """Return a function for calls with the same metadata."""
     rows = rows_of(call.layout)
-    plan = launch_config(call.values, rows, _OPS[call.op], dtype=rows.offsets.dtype)
-    return lambda layout, values: plan.run(values.detach().contiguous(), rows_of(layout))
+    config = launch_config(call.values, rows, _OPS[call.op], dtype=rows.offsets.dtype)
+    return lambda layout, values: config.run(values.detach().contiguous(), rows_of(layout))

@@ -13,7 +13,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Number, Pointer, launch_args
 from ..sm90.pipeline import pdl_launch_dependents
 from .merge_path import DOT, EQUAL, LSE, SUM_Y, combine, fast_exp, finite_or_zero, map_values
 
@@ -22,17 +22,6 @@ _TOKENS = 16  # that a thread holds
 _MOST_TOKENS = 1 << 13  # that a program holds
 _REGISTERS = 40  # of a thread, so that three of the largest programs run at once
 _ALIGNED = gl.constexpr(32)  # where a program begins, in tokens
-
-
-def launch(mean: int, constants: dict[str, Any]) -> Launch:
-    """The kernel for rows of so many tokens on average, with the first of its constants."""
-    tokens = min(triton.next_power_of_2(-(-mean // PROGRAMS)), _MOST_TOKENS)
-    warps = tokens // (32 * _TOKENS)
-    return Launch(
-        cluster_kernel,
-        constants | dict(K=PROGRAMS, R=tokens, WARPS=warps),
-        dict(num_warps=warps, num_ctas=PROGRAMS, maxnreg=_REGISTERS),
-    )
 
 
 @gluon.constexpr_function
@@ -104,22 +93,22 @@ def reduce_tokens(x, y, a, valid, OP: gl.constexpr):
 
 @gluon.jit
 def _write(OUT, x, y, u, v, a, b, at, r, valid, MAP: gl.constexpr):
-    made = map_values(x, y, u, v, a, b, MAP)
-    gl.store((OUT + at) + r, made.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
+    mapped = map_values(x, y, u, v, a, b, MAP)
+    gl.store((OUT + at) + r, mapped.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
 
 
 @gluon.jit
 def _share(PARTS, u, v, k, OP: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
-    """(K, 1): what all programs of the cluster have found together."""
+    """Combine the reductions of all CTAs of the cluster, to (K, 1)."""
     gl.store(PARTS + k, u)
     if OP == LSE:
         gl.store(PARTS + K + k, v)
     _meet(K, WARPS)
-    SEEN: gl.constexpr = _layout(K, K, WARPS)
+    PARTS_LAYOUT: gl.constexpr = _layout(K, K, WARPS)
     parts = (
         PARTS
-        + gl.arange(0, K, gl.SliceLayout(0, SEEN))[None, :]
-        + gl.arange(0, K, gl.SliceLayout(1, SEEN))[:, None] * 0
+        + gl.arange(0, K, gl.SliceLayout(0, PARTS_LAYOUT))[None, :]
+        + gl.arange(0, K, gl.SliceLayout(1, PARTS_LAYOUT))[:, None] * 0
     )
     us = gl.load(parts, cache_modifier=".cg")
     if OP == LSE:
@@ -160,13 +149,13 @@ def cluster_kernel(
 
     PARTS (n, 2, K) is memory for the clusters.
     """
-    HELD: gl.constexpr = _layout(K, 32, WARPS)
+    LAYOUT: gl.constexpr = _layout(K, 32, WARPS)
     row = gl.program_id(0)
     if FOLLOWED:
         pdl_launch_dependents(row)
     PARTS += row.to(gl.int64) * (2 * K)
-    k = gl.arange(0, K, gl.SliceLayout(1, HELD))
-    r = gl.arange(0, R, gl.SliceLayout(0, HELD))[None, :]
+    k = gl.arange(0, K, gl.SliceLayout(1, LAYOUT))
+    r = gl.arange(0, R, gl.SliceLayout(0, LAYOUT))[None, :]
     start = gl.load(OFFSETS + row).to(gl.int64)
     end = gl.load(OFFSETS + row + 1).to(gl.int64)
     if end - start <= most:
@@ -198,9 +187,37 @@ def cluster_kernel(
                 at = begin + (tile + k * R)[:, None]
                 x, y, valid = _read(X, Y, at, r, start, end, OP, READS)
                 _write(OUT, x, y, u, v, a, b, at, r, valid, MAP)
-    behind = gl.load(OFFSETS + n).to(gl.int64)
-    partition = gl.cdiv(total - behind, n)
-    stop = gl.minimum(behind + (row + 1) * partition, total)
-    for at in range(behind + row * partition, stop, K * R):
+    end_of_rows = gl.load(OFFSETS + n).to(gl.int64)
+    partition = gl.cdiv(total - end_of_rows, n)
+    stop = gl.minimum(end_of_rows + (row + 1) * partition, total)
+    for at in range(end_of_rows + row * partition, stop, K * R):
         tokens = at + k[:, None] * R + r
-        gl.store(OUT + tokens, gl.zeros([K, R], OUT.dtype.element_ty, HELD), mask=tokens < stop)
+        gl.store(OUT + tokens, gl.zeros([K, R], OUT.dtype.element_ty, LAYOUT), mask=tokens < stop)
+
+
+@launch_args
+class ClusterArgs:
+    """Arguments of `cluster_kernel`."""
+
+    X: Pointer
+    Y: Pointer
+    A: Pointer
+    B: Pointer
+    OUT: Pointer
+    OFFSETS: Pointer
+    PARTS: Pointer
+    n: Number
+    total: Number
+    most: Number
+
+
+def launch(mean: int, constants: dict[str, Any]) -> Launch:
+    """Return the launch for rows of `mean` tokens on average, with the first of its constants."""
+    tokens = min(triton.next_power_of_2(-(-mean // PROGRAMS)), _MOST_TOKENS)
+    warps = tokens // (32 * _TOKENS)
+    return Launch(
+        cluster_kernel,
+        constants | dict(K=PROGRAMS, R=tokens, WARPS=warps),
+        dict(num_warps=warps, num_ctas=PROGRAMS, maxnreg=_REGISTERS),
+        args=ClusterArgs,
+    )

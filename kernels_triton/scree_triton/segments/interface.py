@@ -1,5 +1,5 @@
-"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `shares` and,
-for wide tokens, `columns`.
+"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `merge_path`
+and, for wide tokens, `wide_features`.
 
 On devices that have them, clusters of CTAs take long rows whose tokens are written.
 """
@@ -20,6 +20,7 @@ from ..runtime.device import FLOATS, GLUON_KNOWN, device_info, unsupported_dtype
 from ..runtime.launch import (
     INTERPRETED,
     Launch,
+    bind_args,
     contiguous,
     empty,
     launch_on_device,
@@ -30,12 +31,12 @@ from . import merge_path, wide_features
 _TOKENS = 512  # in a tile, for each warp
 _MOST_WARPS = 16  # of a program
 _MOST_ROWS = 256  # side by side in a tile
-_LANES = 8  # at least, which share a row
+_THREADS_PER_ROW = 8  # at least
 _REGISTERS, _REGISTERS_OF_COUNTS = (
     64,
     80,
 )  # of a thread, so that many programs run at once; counts of extrema want more
-_SHARE = 2  # tiles in a share, where rows are not too long for one program on average
+_PARTITION_TILES = 2  # tiles of a partition, if rows are not too long for one program on average
 _LONG = (
     1 << 14
 )  # tokens of a row on average, beyond which clusters of programs are faster, where there are any
@@ -43,8 +44,8 @@ _MOST_TILES = 16  # that a program reads one after another rather than cut a row
 _PART = 8192  # places in a part of a row that is cut
 _PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
 _AHEAD = 2  # parts that are reduced ahead of those of the longest row
-_BOUNDARIES = 128  # of shares, that one program finds
-_WIDEST = 1 << 20  # so that places in a share fit 32 bits
+_BOUNDARIES = 128  # of partitions, that one program finds
+_WIDEST = 1 << 20  # so that positions in a partition fit 32 bits
 _DTYPES = (
     torch.float16,
     torch.bfloat16,
@@ -89,36 +90,43 @@ class Rows(NamedTuple):
 
     offsets: torch.Tensor
     max_length: int | None
-    memo: dict[Any, Any] | None = None
+    cache: dict[Any, Any] | None = None
 
     def first(self, partition: int, partitions: int) -> torch.Tensor:
         """Return (partitions + 1,) the number of rows that begin before each partition, and before
         the end.
         """
         key = "partitions", partition, partitions
-        found = None if self.memo is None else self.memo.get(key)
-        if found is None:
+        first = None if self.cache is None else self.cache.get(key)
+        if first is None:
             device, n = self.offsets.device, self.offsets.shape[0] - 1
-            found = torch.empty((partitions + 1,), dtype=torch.int32, device=device)
-            launch_on_device(
-                _find_first(device, self.offsets.dtype),
-                partitions // _BOUNDARIES + 1,
-                (self.offsets, found),
-                (),
-                (n, partitions, partition, (n + 1).bit_length()),
+            first = torch.empty((partitions + 1,), dtype=torch.int32, device=device)
+            args = merge_path.FirstArgs(
+                OFFSETS=self.offsets,
+                FIRST=first,
+                n=n,
+                count=partitions,
+                partition=partition,
+                bisections=(n + 1).bit_length(),
             )
-            if self.memo is not None and not (
+            launch = _find_first(device, self.offsets.dtype)
+            launch_on_device(launch, partitions // _BOUNDARIES + 1, args)
+            # A tensor made during capture belongs to the graph and has no values before a replay.
+            if self.cache is not None and not (
                 device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             ):
-                self.memo[key] = (
-                    found  # what is captured belongs to the graph, and is not there before it runs
-                )
-        return found
+                self.cache[key] = first
+        return first
 
 
 @cache
 def _find_first(device: torch.device, dtype: torch.dtype) -> Launch:
-    return Launch(merge_path.first_kernel, dict(BLOCK=_BOUNDARIES), dict(num_warps=4))
+    return Launch(
+        merge_path.first_kernel,
+        dict(BLOCK=_BOUNDARIES),
+        dict(num_warps=4),
+        args=merge_path.FirstArgs,
+    )
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -207,11 +215,13 @@ class _LaunchConfig:
         tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
     )  # its shape, strides and dtype; None to write into x
     wide: wide_features.LaunchConfig | None  # for wide tokens, which want nothing of what follows
-    held: torch.dtype  # in which tokens are reduced
+    state_dtype: torch.dtype  # in which tokens are reduced
     cut: "_Cut"
     whole: Launch | None = None
-    clusters: int = 0  # programs of a cluster, where the kernel is `cluster_sm90`
-    parts: Launch | None = None  # for rows that are cut; None where it is known that there is none
+    whole_args: Callable[..., Any] | None = None  # its arguments from the tensors
+    cluster_size: int = 0  # CTAs of a cluster, if the kernel of `whole` is `cluster_sm90`
+    parts: Launch | None = None  # for rows that are cut; None if no row can be cut
+    part_args: Callable[..., Any] | None = None  # its arguments from the tensors
     visits: int = 1  # to each of their parts
 
     @method_on_device
@@ -231,36 +241,31 @@ class _LaunchConfig:
             wide_features.run(self.wide, x, y, a, b, out, rows.offsets)
             return out
         cut = self.cut
-        x, kept = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-        pointers = (
-            x,
-            x if y is None else y,
-            x if a is None else a,
-            x if b is None else b,
-            kept,
-            rows.offsets,
-        )
-        n, total = rows.offsets.shape[0] - 1, x.shape[0]
-        if self.clusters:
-            between = self.new(*contiguous((n, 2, self.clusters)), self.held)
-            self.whole(n, (*pointers, between), (), (n, total, cut.most))
+        x, written = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+        y, a, b = x if y is None else y, x if a is None else a, x if b is None else b
+        offsets = rows.offsets
+        if self.cluster_size:
+            n = offsets.shape[0] - 1
+            parts = self.new(*contiguous((n, 2, self.cluster_size)), self.state_dtype)
+            args = self.whole_args(X=x, Y=y, A=a, B=b, OUT=written, OFFSETS=offsets, PARTS=parts)
+            self.whole(n, args)
         else:
             first = rows.first(cut.partition, cut.partitions)
-            self.whole(
-                cut.partitions,
-                (*pointers, first),
-                (),
-                (n, total, cut.partition, cut.most, rows.max_length or 0),
-            )
+            args = self.whole_args(X=x, Y=y, A=a, B=b, OUT=written, OFFSETS=offsets, FIRST=first)
+            self.whole(cut.partitions, args)
         if self.parts is not None:
-            between = self.new((cut.parts, 2, 2), (4, 2, 1), self.held)
-            pointers = (
-                *pointers,
-                rows.first(_PART, cut.parts),
-                between,
-                wide_features.counters(x.device, cut.parts),
+            args = self.part_args(
+                X=x,
+                Y=y,
+                A=a,
+                B=b,
+                OUT=written,
+                OFFSETS=offsets,
+                FIRST=rows.first(_PART, cut.parts),
+                PARTS=self.new((cut.parts, 2, 2), (4, 2, 1), self.state_dtype),
+                COUNTS=wide_features.counters(x.device, cut.parts),
             )
-            self.parts(cut.parts * self.visits, pointers, (), (_PART, cut.most, cut.parts, cut.lag))
+            self.parts(cut.parts * self.visits, args)
         return out
 
 
@@ -270,7 +275,7 @@ class _Cut(NamedTuple):
     mean: int  # tokens of a row, without one that is much longer than the others
     width: int  # tokens of a row in a tile
     warps: int  # of a program
-    partition: int  # places in a share
+    partition: int  # positions in a partition
     partitions: int
     most: int  # tokens of a row that is not cut into parts
     parts: int  # 0 where it is known that no row is cut
@@ -290,7 +295,7 @@ def _cut(total: int, n: int, max_length: int | None) -> _Cut:
         width *= 2  # room for rows that are longer than others, but not cut
     warps = max(width // _TOKENS, 1)
     most = _MOST_TILES * warps * _TOKENS
-    partition = most if rest > most * others else _SHARE * warps * _TOKENS
+    partition = most if rest > most * others else _PARTITION_TILES * warps * _TOKENS
     parts = -(-(total + n) // _PART) if longest > most else 0
     return _Cut(
         mean,
@@ -318,9 +323,9 @@ def _launch_config(
     """For x, y, a, b and offsets of these dtypes, and x of this shape."""
     total, *token = shape
     acc = accumulator(dtypes[0] if dtype is None or op in _ARGS or op in _TRUTHS else dtype)
-    held = torch.int64 if op in _ARGS else torch.int32 if op in _TRUTHS else acc
+    state_dtype = torch.int64 if op in _ARGS else torch.int32 if op in _TRUTHS else acc
     identity, cut = (
-        _identity(op, held if dtypes[0] != torch.bool else torch.bool),
+        _identity(op, state_dtype if dtypes[0] != torch.bool else torch.bool),
         _cut(total, n, max_length),
     )
     strides = tuple(math.prod(token[i:]) for i in range(len(token) + 1))
@@ -336,8 +341,10 @@ def _launch_config(
             out[2] if out else dtypes[0],
             dtypes[4],
         )
-        wide = wide_features.plan(device, kinds, op, map, acc, held, identity, shape, n, max_length)
-        return _LaunchConfig(index, new, out, wide, held, cut)
+        wide = wide_features.make_config(
+            device, kinds, op, map, acc, state_dtype, identity, shape, n, max_length
+        )
+        return _LaunchConfig(index, new, out, wide, state_dtype, cut)
     reads = 2 if dtypes[1] else int(map not in wide_features.SPREAD)
     what = dict(OP=op, MAP=map)
     operands = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
@@ -345,18 +352,18 @@ def _launch_config(
         IDENTITY=identity,
         OTHER=_identity(_ARGS.get(op, op), dtypes[0]),
         ACC=_ACC[acc],
-        KEPT=_ACC[held],
+        KEPT=_ACC[state_dtype],
     )
-    tile, lanes = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
+    tile, threads = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
     tiles = dict(
         G=tile // cut.width,
         W=cut.width,
-        L=min(cut.width, max(_LANES, lanes * cut.width // tile)),
-        FL=lanes if cut.warps == 1 else min(4 * lanes, tile),
+        L=min(cut.width, max(_THREADS_PER_ROW, threads * cut.width // tile)),
+        FL=threads if cut.warps == 1 else min(4 * threads, tile),
         VECTOR=cut.warps > 1,
         EVEN=bool(op) and max_length is not None and n * max_length == total,
     )
-    many = max(acc.itemsize, held.itemsize) > 4 or (reads == 2 and cut.warps == 1)
+    many = max(acc.itemsize, state_dtype.itemsize) > 4 or (reads == 2 and cut.warps == 1)
     registers = _REGISTERS_OF_COUNTS if op == merge_path.EQUAL.value else _REGISTERS
     options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=registers)
     key = device, dtypes, out and out[2]
@@ -369,32 +376,47 @@ def _launch_config(
     follow = bool(cut.parts) and device_info(device).supports_pdl
     if clusters:
         whole = clusters.launch(cut.mean, what | operands | dict(FOLLOWED=follow))
+        whole_args = bind_args(clusters.ClusterArgs, n=n, total=total, most=cut.most)
     else:
         whole = _launch(
             key,
             merge_path.share_kernel,
+            merge_path.ShareArgs,
             _items(what | tiles | same | dict(FOLLOWED=follow)),
             _items(options),
+        )
+        whole_args = bind_args(
+            merge_path.ShareArgs,
+            n=n,
+            total=total,
+            partition=cut.partition,
+            most=cut.most,
+            longest=max_length or 0,
         )
     tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
     options = dict(num_warps=_PART_WARPS, launch_pdl=follow)
     constants = what | tiles | same | dict(FOLLOWS=follow)
-    parts = (
-        _launch(key, merge_path.part_kernel, _items(constants), _items(options))
-        if cut.parts
-        else None
-    )
+    parts = part_args = None
+    if cut.parts:
+        parts = _launch(
+            key, merge_path.part_kernel, merge_path.PartArgs, _items(constants), _items(options)
+        )
+        part_args = bind_args(
+            merge_path.PartArgs, part=_PART, most=cut.most, parts=cut.parts, lag=cut.lag
+        )
     return _LaunchConfig(
         index,
         new,
         out,
         None,
-        held,
+        state_dtype,
         cut,
-        whole,
-        clusters.PROGRAMS if clusters else 0,
-        parts,
-        2 if op and map else 1,
+        whole=whole,
+        whole_args=whole_args,
+        cluster_size=clusters.PROGRAMS if clusters else 0,
+        parts=parts,
+        part_args=part_args,
+        visits=2 if op and map else 1,
     )
 
 
@@ -421,11 +443,12 @@ def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _launch(
     key: Any,
     kernel: Any,
+    args: Any,
     constants: tuple[tuple[str, Any], ...],
     options: tuple[tuple[str, Any], ...],
 ) -> Launch:
-    """The launch of a kernel with these constants and options, for what `key` tells apart."""
-    return Launch(kernel, dict(constants), dict(options))
+    """Return the launch of a kernel with these constants and options, one per `key`."""
+    return Launch(kernel, dict(constants), dict(options), args=args)
 
 
 def _gradient(
@@ -453,8 +476,8 @@ def _gradient(
     return over_rows(x, rows, merge_path.EQUAL, merge_path.PICK, a=out, b=dout)
 
 
-def _record_reduce(ctx, x, rows, op, plan):
-    out = plan.run(x.contiguous(), rows)
+def _record_reduce(ctx, x, rows, op, config):
+    out = config.run(x.contiguous(), rows)
     ctx.save_for_backward(*((None, None) if op in _SPREAD else (x, out)))
     ctx.constants = x.shape, x.dtype, rows, op
     return out
@@ -538,14 +561,14 @@ def segment_reduce(call: Any) -> torch.Tensor:
 
 def prepare_segment_reduce(call: Any) -> Callable[..., torch.Tensor]:
     """Return a function for calls with the same metadata."""
-    op, wanted = call.op, call.values.requires_grad
-    plan = launch_config(call.values, rows_of(call.layout), OPS[op], dtype=call.dtype)
+    op, requires_grad = call.op, call.values.requires_grad
+    config = launch_config(call.values, rows_of(call.layout), OPS[op], dtype=call.dtype)
 
     def reduce(layout: Any, values: torch.Tensor) -> torch.Tensor:
         rows = rows_of(layout)
-        if wanted and torch.is_grad_enabled():
-            return _differentiable_reduce(values, rows, op, plan)
-        return plan.run(values.contiguous(), rows)
+        if requires_grad and torch.is_grad_enabled():
+            return _differentiable_reduce(values, rows, op, config)
+        return config.run(values.contiguous(), rows)
 
     return reduce
 

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..runtime.launch import Number, Pointer, launch_args
+
 # What is reduced over the tokens of a row; x and y are the values, a an operand with one entry a
 # row.
 NONE = tl.constexpr(0)
@@ -152,7 +154,7 @@ def combine(u0, v0, u, v, OP: tl.constexpr):
 
 @triton.jit
 def first_along(x, positions, AXIS: tl.constexpr, OP: tl.constexpr):
-    """The extremum along an axis, NaN if there is one, and the least of its places, 32 bits each."""
+    """Return the extremum along an axis, or NaN if there is one, and its first position."""
     m = reduce_axis(x, AXIS, MAX if OP == ARGMAX else MIN)
     return m, tl.min(tl.where((x == m) | (x != x), positions, NOWHERE), AXIS, keep_dims=True)
 
@@ -163,8 +165,8 @@ def _alone(x, y, a, valid, at, step, OP: tl.constexpr, IDENTITY: tl.constexpr, K
     `at` of their rows.
     """
     if (OP == ARGMAX) | (OP == ARGMIN):
-        m, found = first_along(x, tl.where(valid, step, NOWHERE), 0, OP)
-        x = tl.where(found == NOWHERE, IDENTITY, pack_search_key(m, at + found, OP))
+        m, offset = first_along(x, tl.where(valid, step, NOWHERE), 0, OP)
+        x = tl.where(offset == NOWHERE, IDENTITY, pack_search_key(m, at + offset, OP))
     elif OP == DOT:
         x *= y
     elif OP == SUM_Y:
@@ -302,8 +304,8 @@ def _read(X, Y, line, step, valid, READS: tl.constexpr, OTHER: tl.constexpr, ACC
 
 @triton.jit
 def _lines(K: tl.constexpr, L: tl.constexpr):
-    """(1, 1, L) and (K, 1, 1), which together count K * L tokens: first along the lanes, then
-    within each.
+    """Return (1, 1, L) and (K, 1, 1), which together count K * L tokens: first along the threads,
+    then within each thread.
     """
     return tl.arange(0, L)[None, None, :], (tl.arange(0, K) * L)[:, None, None]
 
@@ -329,7 +331,7 @@ def _chunk(
         line + step < tl.minimum(t1 - at, F).to(tl.int32)
     )
     if VECTOR and READS > 0:
-        if (at >= t0) & (at + F <= t1):  # without a mask a lane loads 16 bytes at once
+        if (at >= t0) & (at + F <= t1):  # without a mask a thread loads 16 bytes at once
             x = tl.load(X + at + line + step, eviction_policy=KEEP).to(ACC)
             y = tl.load((Y if READS == 2 else X) + at + line + step, eviction_policy=KEEP).to(ACC)
         else:
@@ -358,12 +360,11 @@ def _reduce_tokens(
     KEPT: tl.constexpr,
 ):
     """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
-    u = tl.full([1, 1, L], IDENTITY, KEPT)  # a number a lane: they meet only at the end
+    u = tl.full([1, 1, L], IDENTITY, KEPT)  # one state per thread, combined at the end
     v = tl.zeros([1, 1, L], KEPT)
     line, step = _lines(F // L, L)
-    begin = (
-        t0 - t0 % 32
-    )  # not t0 // 32 * 32: where Triton sees that it is aligned, masked loads take a token of every four
+    # Not t0 // 32 * 32: if Triton sees the alignment, a masked load takes one token of every four.
+    begin = t0 - t0 % 32
     for done in range(0, t1 - begin, F):
         at = begin + done
         if VECTOR:
@@ -399,8 +400,8 @@ def _map_tokens(
     in the cache first.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    LANES: tl.constexpr = F if RUN else L
-    line, step = _lines(F // LANES, LANES)
+    THREADS: tl.constexpr = F if RUN else L
+    line, step = _lines(F // THREADS, THREADS)
     begin = t0 - t0 % 32
     for done in range(0, t1 - begin, F):
         at = begin + done
@@ -408,26 +409,26 @@ def _map_tokens(
             at = begin + (t1 - begin - 1) // F * F - done
         if VECTOR:
             at = tl.multiple_of(at, 32)
-        x, y, valid = _chunk(X, Y, at, t0, t1, F, LANES, VECTOR, READS, OTHER, ACC, "evict_first")
+        x, y, valid = _chunk(X, Y, at, t0, t1, F, THREADS, VECTOR, READS, OTHER, ACC, "evict_first")
         if RUN:
-            made, u = _run(x, u, MAP, OP)
+            mapped, u = _run(x, u, MAP, OP)
         else:
-            made = map_values(x, y, u, v, a, b, MAP)
-        made = made.to(OUT.dtype.element_ty)
+            mapped = map_values(x, y, u, v, a, b, MAP)
+        mapped = mapped.to(OUT.dtype.element_ty)
         if VECTOR:
             if (at >= t0) & (at + F <= t1):
-                tl.store(OUT + at + line + step, made, cache_modifier=".cs")
+                tl.store(OUT + at + line + step, mapped, cache_modifier=".cs")
             else:
-                tl.store(OUT + at + line + step, made, mask=valid)
+                tl.store(OUT + at + line + step, mapped, mask=valid)
         else:
-            tl.store(OUT + at + line + step, made, mask=valid)
+            tl.store(OUT + at + line + step, mapped, mask=valid)
 
 
 @triton.jit
 def store_result(OUT, u, v, rows, lengths, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
     """Write what rows (G,) of these lengths reduce to."""
-    found = finish_reduction(u, v, lengths[None, :, None], OP, IDENTITY)
-    tl.store(OUT + rows[None, :, None], found.to(OUT.dtype.element_ty), mask=inside[None, :, None])
+    result = finish_reduction(u, v, lengths[None, :, None], OP, IDENTITY)
+    tl.store(OUT + rows[None, :, None], result.to(OUT.dtype.element_ty), mask=inside[None, :, None])
 
 
 @triton.jit
@@ -482,8 +483,8 @@ def clear_tail(OUT, OFFSETS, token, n, total, partition, F: tl.constexpr):
 
 @triton.jit(do_not_specialize=("n", "count", "partition", "bisections"))
 def first_kernel(OFFSETS, FIRST, n, count, partition, bisections, BLOCK: tl.constexpr):
-    """FIRST (count + 1,): how many rows begin before each share, and before the end of the last
-    one.
+    """Compute FIRST (count + 1,), the number of rows that begin before each partition, and before
+    the end of the last one.
     """
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
@@ -529,15 +530,15 @@ def share_kernel(
     KEPT: tl.constexpr,
     FOLLOWED: tl.constexpr,
 ):
-    """Those rows of up to `most` tokens that begin in one share: OUT (n,), or with MAP the tokens
-    OUT (total,).
+    """Process the rows of up to `most` tokens that begin in one partition: OUT (n,), or with MAP
+    the tokens OUT (total,).
 
-    Tokens are read as ACC and reduced in KEPT. L lanes share a row in a tile, FL a row that has the
-    program for itself. With EVEN n rows of the `longest` length would have all tokens: unless there
-    is a tail, OFFSETS need not be read.
+    Tokens are read as ACC and reduced in KEPT. A row has L threads in a tile of several rows, and
+    FL threads if it has the CTA alone. With EVEN, n rows of the `longest` length would have all
+    tokens: OFFSETS are not read unless there is a tail.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    LANES: tl.constexpr = W if RUN else L
+    THREADS: tl.constexpr = W if RUN else L
     if FOLLOWED:
         gdc_launch_dependents()
     p = tl.program_id(0)
@@ -549,7 +550,7 @@ def share_kernel(
     if MAP != NONE:
         clear_tail(OUT, OFFSETS, p.to(tl.int64) * partition - n, n, total, partition, G * W)
     each = tl.arange(0, G)
-    line, step = _lines(W // LANES, LANES)
+    line, step = _lines(W // THREADS, THREADS)
     for group in range(first, last, G):
         rows = group + each
         asked = (rows < last) & ~even if EVEN else rows < last
@@ -565,14 +566,13 @@ def share_kernel(
         valid = line + step < tl.where(short, lengths, 0)[None, :, None]
         at = starts[None, :, None] + line
         x, y = _read(X + base, Y + base, at, step, valid, READS, OTHER, ACC)
-        if (
-            OP == EQUAL
-        ):  # or the assembler compares each token before it reads the next, to keep no more than what it found
+        # Otherwise the assembler saves registers: it compares each token before it reads the next.
+        if OP == EQUAL:
             tl.debug_barrier()
         a, b = load_operands(A, B, rows, lengths, rows < last, MAP, HAS_A, HAS_B, ACC)
         u, v = identity_state(G, IDENTITY, KEPT)
         if RUN:
-            made, u = _run(x, u, MAP, OP)
+            mapped, u = _run(x, u, MAP, OP)
         elif OP != NONE:
             us, vs = _numbers(_alone(x, y, a, valid, 0, line + step, OP, IDENTITY, KEPT), OP)
             u, v = _gather(us, vs, OP)
@@ -582,8 +582,8 @@ def share_kernel(
             if OP == LSE:
                 u = finite_or_zero(u)
             if not RUN:
-                made = map_values(x, y, u, v, a, b, MAP)
-            tl.store(OUT + base + at + step, made.to(OUT.dtype.element_ty), mask=valid)
+                mapped = map_values(x, y, u, v, a, b, MAP)
+            tl.store(OUT + base + at + step, mapped.to(OUT.dtype.element_ty), mask=valid)
         longer = tl.where((rows < last) & (lengths > W) & (lengths <= most), 1, 0)
         for _ in range(tl.sum(longer, 0)):
             i = tl.argmax(longer, 0)
@@ -612,17 +612,17 @@ def share_kernel(
 
 
 @triton.jit
-def turn(slot, count, lag):
-    """Which of `count` shares the program in this slot visits, and whether again.
+def visit(slot, count, lag):
+    """Return which of `count` parts the program in this slot visits, and if it is the second visit.
 
-    The first `lag` slots are first visits. Then first and second visits take turns, so that each
-    share is visited again `lag` shares later, and finds in the cache what was read before; what is
-    left are second visits.
+    The first `lag` slots are first visits. Then first and second visits alternate: the second visit
+    of a part is `lag` parts after the first, while its tokens are still in the cache. The last
+    slots are second visits.
     """
     early = tl.minimum(slot, lag)
-    turns = tl.minimum(slot - early, 2 * (count - lag))
-    again = (slot >= lag) & ((turns % 2 == 1) | (turns == 2 * (count - lag)))
-    return tl.where(again, slot - early - turns + turns // 2, early + turns // 2), again
+    paired = tl.minimum(slot - early, 2 * (count - lag))
+    is_second = (slot >= lag) & ((paired % 2 == 1) | (paired == 2 * (count - lag)))
+    return tl.where(is_second, slot - early - paired + paired // 2, early + paired // 2), is_second
 
 
 @triton.jit
@@ -680,9 +680,9 @@ def part_kernel(
     """
     TWICE: tl.constexpr = OP != NONE and MAP != NONE
     p = tl.program_id(0)
-    again = OP == NONE
+    is_second = OP == NONE
     if TWICE:
-        p, again = turn(p, parts, lag)
+        p, is_second = visit(p, parts, lag)
     first = tl.load(FIRST + p)
     last = tl.load(FIRST + p + 1)
     for side in tl.static_range(2):
@@ -699,7 +699,7 @@ def part_kernel(
                 a, b = load_operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
                 counter = COUNTS + begin
                 u, v = identity_state(1, IDENTITY, KEPT)
-                if not again:
+                if not is_second:
                     u, v = _reduce_tokens(
                         X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT
                     )
@@ -739,3 +739,52 @@ def part_kernel(
                         tl.store(counter, 0)
     if FOLLOWS and tl.program_id(0) == 0:
         gdc_wait()
+
+
+@launch_args
+class FirstArgs:
+    """Arguments of `first_kernel`."""
+
+    OFFSETS: Pointer
+    FIRST: Pointer
+    n: Number
+    count: Number
+    partition: Number
+    bisections: Number
+
+
+@launch_args
+class ShareArgs:
+    """Arguments of `share_kernel`."""
+
+    X: Pointer
+    Y: Pointer
+    A: Pointer
+    B: Pointer
+    OUT: Pointer
+    OFFSETS: Pointer
+    FIRST: Pointer
+    n: Number
+    total: Number
+    partition: Number
+    most: Number
+    longest: Number
+
+
+@launch_args
+class PartArgs:
+    """Arguments of `part_kernel`."""
+
+    X: Pointer
+    Y: Pointer
+    A: Pointer
+    B: Pointer
+    OUT: Pointer
+    OFFSETS: Pointer
+    FIRST: Pointer
+    PARTS: Pointer
+    COUNTS: Pointer
+    part: Number
+    most: Number
+    parts: Number
+    lag: Number

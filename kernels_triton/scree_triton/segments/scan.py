@@ -1,5 +1,5 @@
 """Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels
-of `shares`.
+of `merge_path`.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) 
     )
 
 
-def _record_scan(ctx, x, rows, plan):
+def _record_scan(ctx, x, rows, config):
     ctx.rows, ctx.dtype = rows, x.dtype
-    return plan.run(x.contiguous(), rows)
+    return config.run(x.contiguous(), rows)
 
 
 def _scan_gradient(ctx, dy):
@@ -85,17 +85,17 @@ def segment_scan(call: Any) -> torch.Tensor:
 
 def prepare_segment_scan(call: Any) -> Callable[..., torch.Tensor]:
     """Return a function for calls with the same metadata."""
-    plan = launch_config(
+    config = launch_config(
         call.values, rows_of(call.layout), OPS[call.op], merge_path.RUNNING, dtype=call.dtype
     )
-    wanted = call.values.requires_grad
+    requires_grad = call.values.requires_grad
 
     def scan(layout: Any, values: torch.Tensor) -> torch.Tensor:
         rows = rows_of(layout)
         return (
-            _differentiable_scan(values, rows, plan)
-            if wanted and torch.is_grad_enabled()
-            else plan.run(values.contiguous(), rows)
+            _differentiable_scan(values, rows, config)
+            if requires_grad and torch.is_grad_enabled()
+            else config.run(values.contiguous(), rows)
         )
 
     return scan

@@ -1,5 +1,5 @@
 """Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the
-kernels of `shares`.
+kernels of `merge_path`.
 """
 
 from collections.abc import Callable
@@ -45,12 +45,12 @@ def _launch_config(x: torch.Tensor, rows: Rows, kind: str) -> Any:
 def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
     """The gradient of x; y is the result, or for logsumexp x."""
     dy = dy.contiguous()
-    both = dict(a=dy) if kind == "logsumexp" else dict(y=dy)
-    return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **both)
+    gradient = dict(a=dy) if kind == "logsumexp" else dict(y=dy)
+    return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **gradient)
 
 
-def _record_softmax(ctx, x, rows, kind, plan):
-    out = plan.run(x.contiguous(), rows)
+def _record_softmax(ctx, x, rows, kind, config):
+    out = config.run(x.contiguous(), rows)
     ctx.save_for_backward(x if kind == "logsumexp" else out)
     ctx.rows, ctx.kind = rows, kind
     return out
@@ -124,17 +124,15 @@ def _run(call: Any, kind: str) -> Any:
 
 def _prepare(call: Any, kind: str) -> Callable[..., Any]:
     values, dim = call.x.values, call.x.ragged_dim
-    plan, wanted = (
-        _launch_config(values.movedim(dim, 0), rows_of(call.x.layout), kind),
-        values.requires_grad,
-    )
+    config = _launch_config(values.movedim(dim, 0), rows_of(call.x.layout), kind)
+    requires_grad = values.requires_grad
 
     def run(x: Any) -> Any:
         values, rows = x.values.movedim(dim, 0) if dim else x.values, rows_of(x.layout)
-        if wanted and torch.is_grad_enabled():
-            out = _differentiable_softmax(values, rows, kind, plan)
+        if requires_grad and torch.is_grad_enabled():
+            out = _differentiable_softmax(values, rows, kind, config)
         else:
-            out = plan.run(values.contiguous(), rows)
+            out = config.run(values.contiguous(), rows)
         if kind == "logsumexp":
             return out
         return x.from_layout(out.movedim(0, dim) if dim else out, x.layout, dim)

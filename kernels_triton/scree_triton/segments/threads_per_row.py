@@ -88,10 +88,10 @@ def _further(best, place, x, positions, OP: tl.constexpr):
     """Combine the first extremum of each thread group and its position, 32 bits each, with later
     tokens (U, G, BC).
     """
-    m, found = first_along(x, positions, 0, OP)
+    m, position = first_along(x, positions, 0, OP)
     better = (m > best) if OP == ARGMAX else (m < best)
     better = better | (place == NOWHERE) | ((m != m) & (best == best))
-    return tl.where(better, m, best), tl.where(better, found, place)
+    return tl.where(better, m, best), tl.where(better, position, place)
 
 
 @triton.jit
@@ -150,8 +150,8 @@ def reduce_tokens(
     """Reduce the tokens of each thread group, whose rows begin at token `zero`."""
     u, v = identity_state(G, BC, IDENTITY, KEPT)
     SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
-    # What comes next is read before this is looked through; behind the last token there is nothing
-    # better.
+    # The next tokens are loaded before the current ones are compared. After the last token, loads
+    # give `worst`, which no comparison prefers.
     if SEARCH:
         worst = -float("inf") if X.dtype.element_ty.is_floating() else -(1 << 31)
         if OP == ARGMIN:
@@ -212,7 +212,7 @@ def map_row_tokens(
     READS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Write what the tokens of each lane become; with scans they run on from u.
+    """Write the mapped tokens of each thread group; scans continue from u.
 
     What is read for the last time, and what is written, makes room in the cache first. What was
     read last comes first: it is still there.
@@ -280,7 +280,7 @@ def load_operands(
 
 @triton.jit
 def store_result(
-    ROWS,
+    OUT,
     u,
     v,
     rows,
@@ -291,8 +291,8 @@ def store_result(
     IDENTITY: tl.constexpr,
     C: tl.constexpr,
 ):
-    found = finish_reduction(u, v, lengths, OP, IDENTITY).to(ROWS.dtype.element_ty)
-    tl.store(ROWS + (tl.cast(rows, tl.int64) * C + columns), found, mask=exists)
+    result = finish_reduction(u, v, lengths, OP, IDENTITY).to(OUT.dtype.element_ty)
+    tl.store(OUT + (tl.cast(rows, tl.int64) * C + columns), result, mask=exists)
 
 
 @triton.jit
@@ -320,7 +320,7 @@ def process_row(
     ACC: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """One whole row, by all lanes."""
+    """Process one whole row with all thread groups."""
     a, b = load_operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
     x = X + start * C
     y = Y + start * C
@@ -353,7 +353,7 @@ def process_row(
     else:
         first, hop, counts, steps = thread_strides(
             length, 1, G, MAP
-        )  # a lane runs on from the stretches before its own
+        )  # a thread group continues from the parts of the row before its part
         u, v = reduce_tokens(
             x,
             y,
@@ -547,11 +547,9 @@ def clear_tail(
     length = (t1 - t0).to(tl.int32)
     for w in range(0, tl.cdiv(length, G), U):
         tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
-        nothing = tl.zeros([U, G, BC], OUT.dtype.element_ty)
+        zeros = tl.zeros([U, G, BC], OUT.dtype.element_ty)
         tl.store(
-            OUT + t0 * C + _elements(tokens, columns, C, BC),
-            nothing,
-            mask=(tokens < length) & inside,
+            OUT + t0 * C + _elements(tokens, columns, C, BC), zeros, mask=(tokens < length) & inside
         )
 
 

@@ -20,6 +20,7 @@ Values have the shape (total, C). The tail is written as 0.
 """
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +29,17 @@ import triton
 import triton.language as tl
 
 from ..runtime.device import device_info
-from ..runtime.launch import INTERPRETED, Launch, contiguous, current_stream, empty
+from ..runtime.launch import (
+    INTERPRETED,
+    Launch,
+    Number,
+    Pointer,
+    bind_args,
+    contiguous,
+    current_stream,
+    empty,
+    launch_args,
+)
 from . import merge_path
 from .merge_path import (
     ARGMAX,
@@ -59,7 +70,7 @@ from .threads_per_row import (
 LEAST = 2  # elements of a token that is wide
 _WARPS = 4  # of a program
 _BYTES = 16  # that a thread reads of a token
-_STEPS = 8  # tokens that a lane reads at once
+_STEPS = 8  # tokens that a thread reads at once
 _STEPS_OF_SEARCHES = 4  # which read ahead
 _COLUMNS = 128  # of a program
 _ROW_TOKENS = (
@@ -67,7 +78,7 @@ _ROW_TOKENS = (
     512,
     2048,
 )  # of a row, on average: from, with more warps from, and to, where a program has a row for itself
-_ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a lane reads at once
+_ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a thread reads at once
 _ROW_PAIRS = (
     (4, 8),
     (16, 8),
@@ -79,9 +90,9 @@ _ROW_SEARCHES = (
 )  # and where it searches: 81 registers of 16 warps would leave room for one program
 _ROW_BYTES = 64  # that it reads of a token
 _PROGRAMS = 4  # a multiprocessor
-_SHORTEST = 32  # steps of a share, at least
-_LONGEST = 1 << 30  # elements of a share, at most: so that their places fit 32 bits
-_OVERHANG = 4  # shares are so many times longer than rows that are not cut
+_SHORTEST = 32  # minimum number of steps of a partition
+_LONGEST = 1 << 30  # maximum number of elements of a partition: their positions fit 32 bits
+_OVERHANG = 4  # ratio of a partition to the longest row from which no row is cut
 _PARTS = 4096  # elements that are put together at once
 _FEWEST_COUNTS = 1 << 14
 _COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}  # of each stream
@@ -280,13 +291,14 @@ def columns_kernel(
     U: tl.constexpr,
     F: tl.constexpr,
 ):
-    """The rows of one share and block of columns: OUT is (n, C), or with MAP the tokens (total, C).
+    """Process the rows of one partition and block of columns: OUT is (n, C), or with MAP the tokens
+    (total, C).
 
-    Tokens are read as ACC and reduced in KEPT. With CUT rows end where their share does, otherwise
-    they are finished where they begin: PARTS (shares, 2, ...) holds what a share's end of an
-    earlier row (0) and its beginning of a later one (1) reduce to, COUNTS (shares, blocks) counts
-    the parts there are of the row that goes on from a share to the next. It is zero before and
-    after.
+    Tokens are read as ACC and reduced in KEPT. With CUT, rows end where their partition ends.
+    Otherwise the partition in which a row begins finishes it. PARTS (partitions, 2, ...) holds the
+    reductions of a partition's end of an earlier row (0) and of its beginning of a later row (1).
+    COUNTS (partitions, blocks) counts the finished parts of the row that crosses the end of a
+    partition. It is zero before and after.
     """
     RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
     BLOCKS: tl.constexpr = (C + BC - 1) // BC
@@ -295,9 +307,9 @@ def columns_kernel(
     pid = tl.program_id(0)
     p = pid // BLOCKS
     block = pid % BLOCKS
-    again = False
+    is_second = False
     if CUT and OP != NONE and MAP != NONE:
-        again = p >= partitions
+        is_second = p >= partitions
         p = p % partitions
     columns, inside = column_block(block, C, BC)
     d0 = p.to(tl.int64) * partition
@@ -305,7 +317,7 @@ def columns_kernel(
     first, last = _begin_before(OFFSETS, d0, d1, n, stride)
 
     if CUT:
-        for side in range(2):  # the row that began before the share, the last one that begins in it
+        for side in range(2):  # the row that began before the partition, its last row
             row = tl.where(side == 0, first, last) - 1
             has = tl.where(side == 0, first > 0, last > first)
             if has & (row < n):
@@ -348,7 +360,7 @@ def columns_kernel(
                             READS,
                             ACC,
                         )
-                    elif again:
+                    elif is_second:
                         while tl.atomic_add(counter, 0, sem="acquire") < READY:
                             pass
                         if (
@@ -366,13 +378,13 @@ def columns_kernel(
                                     mask=inside,
                                     other=IDENTITY,
                                 )
-                            lane = tl.arange(0, G)[None, :, None]
-                            own = tl.load(
-                                part + (lane * C + columns),
-                                mask=(lane > 0) & inside,
+                            group = tl.arange(0, G)[None, :, None]
+                            state = tl.load(
+                                part + (group * C + columns),
+                                mask=(group > 0) & inside,
                                 other=IDENTITY,
                             )
-                            u, v = combine(u, v, own, own, OP)
+                            u, v = combine(u, v, state, state, OP)
                         else:
                             whole = _part(PARTS, begin, 0, SIZE) + columns
                             u = tl.load(whole, mask=inside, other=0)
@@ -424,10 +436,10 @@ def columns_kernel(
                             ACC,
                             KEPT,
                         )
-                        if RUN:  # what the lanes up to each reduce to, all of them first
-                            lane = (tl.arange(0, G)[None, :, None] + 1) % G
+                        if RUN:  # the carry of each group; the state of all groups comes first
+                            group = (tl.arange(0, G)[None, :, None] + 1) % G
                             tl.store(
-                                part + (lane * C + columns),
+                                part + (group * C + columns),
                                 count_rows_before(us, 1, OP),
                                 mask=inside,
                             )
@@ -463,7 +475,7 @@ def columns_kernel(
                             else:
                                 tl.atomic_add(counter, READY, sem="release")
 
-    if not again:
+    if not is_second:
         if MAP != NONE:  # tokens behind the last row
             end = tl.load(OFFSETS + n).to(tl.int64)
             clear_tail(
@@ -478,7 +490,7 @@ def columns_kernel(
                 U,
             )
         last = tl.minimum(last, n)
-        if CUT & (last > first):  # without the row that goes on behind the share
+        if CUT & (last > first):  # without the row that crosses the end of the partition
             last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
         for row in range(first, last, G):
             reduce_short_rows(
@@ -507,8 +519,41 @@ def columns_kernel(
             )
 
 
+@launch_args
+class RowsArgs:
+    """Arguments of `rows_kernel`."""
+
+    X: Pointer
+    Y: Pointer
+    A: Pointer
+    B: Pointer
+    OUT: Pointer
+    OFFSETS: Pointer
+    n: Number
+    total: Number
+
+
+@launch_args
+class ColumnsArgs:
+    """Arguments of `columns_kernel`."""
+
+    X: Pointer
+    Y: Pointer
+    A: Pointer
+    B: Pointer
+    OUT: Pointer
+    PARTS: Pointer
+    COUNTS: Pointer
+    OFFSETS: Pointer
+    n: Number
+    total: Number
+    partition: Number
+    partitions: Number
+    stride: Number
+
+
 def run(
-    plan: "LaunchConfig",
+    config: "LaunchConfig",
     x: torch.Tensor,
     y: torch.Tensor | None,
     a: torch.Tensor | None,
@@ -516,30 +561,34 @@ def run(
     out: torch.Tensor,
     offsets: torch.Tensor,
 ) -> None:
-    """Fill `out` as `segments.over_rows` says, on the device of the arrays."""
+    """Fill `out` as `interface.over_rows` says, on the device of the arrays."""
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    pointers = x, x if y is None else y, x if a is None else a, x if b is None else b, out
-    if plan.partitions:
-        parts = counted = offsets
-        if plan.parts:
-            parts, counted = empty(x.device.type)(*plan.parts), counters(x.device, plan.partitions)
-        pointers += parts, counted
-    plan.launch(plan.programs, (*pointers, offsets), (), plan.numbers)
+    y, a, b = x if y is None else y, x if a is None else a, x if b is None else b
+    if config.partitions:
+        parts = counts = offsets
+        if config.parts:
+            parts = empty(x.device.type)(*config.parts)
+            counts = counters(x.device, config.partitions)
+        args = config.args(X=x, Y=y, A=a, B=b, OUT=out, PARTS=parts, COUNTS=counts, OFFSETS=offsets)
+    else:
+        args = config.args(X=x, Y=y, A=a, B=b, OUT=out, OFFSETS=offsets)
+    config.launch(config.programs, args)
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
-    """Zeros, which kernels leave as they found them: calls on one stream share them, a captured
-    graph has its own.
+    """Return zeros, which the kernels leave as zeros.
+
+    Calls on one stream share them; a captured graph has its own.
     """
     if INTERPRETED or torch.cuda.is_current_stream_capturing():
         return torch.zeros((number,), dtype=torch.int32, device=device)
     key = device, current_stream(device.index)
-    found = _COUNTS.get(key)
-    if found is None or found.shape[0] < number:
-        found = _COUNTS[key] = torch.zeros(
+    counts = _COUNTS.get(key)
+    if counts is None or counts.shape[0] < number:
+        counts = _COUNTS[key] = torch.zeros(
             (max(number, _FEWEST_COUNTS),), dtype=torch.int32, device=device
         )
-    return found
+    return counts
 
 
 class LaunchConfig(NamedTuple):
@@ -547,29 +596,29 @@ class LaunchConfig(NamedTuple):
 
     launch: Launch
     programs: int
-    numbers: tuple[int, ...]
+    args: Callable[..., Any]  # `RowsArgs` or `ColumnsArgs` of the tensors
     partitions: int  # and blocks of columns; 0 where a program has a row
     parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = (
         None  # None where no row is put together from parts
     )
 
 
-def plan(
+def make_config(
     device: torch.device,
     dtypes: tuple[Any, ...],
     op: int,
     map: int,
     acc: torch.dtype,
-    held: torch.dtype,
+    state_dtype: torch.dtype,
     identity: float,
     shape: tuple[int, ...],
     n: int,
     max_length: int | None,
 ) -> LaunchConfig:
-    """For x of this shape, and for x, y (whether there is one), a, b, out and offsets of these
-    dtypes.
+    """Return the launch config for x of this shape.
 
-    Tokens are read as `acc`, and reduced in `held` from `identity` on.
+    `dtypes` are the dtypes of x, a, b, out and offsets. Its second entry says whether there is a y.
+    Tokens are read as `acc`, and reduced in `state_dtype` from `identity` on.
     """
     total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
     most, search = triton.next_power_of_2(width), op in (ARGMAX.value, ARGMIN.value)
@@ -582,7 +631,7 @@ def plan(
         HAS_A=dtypes[2] is not None,
         HAS_B=dtypes[3] is not None,
         ACC=_TYPES[acc],
-        KEPT=_TYPES[held],
+        KEPT=_TYPES[state_dtype],
     )
     columns = min(most, _ROW_BYTES // size)
     blocks = -(-width // columns)
@@ -590,23 +639,22 @@ def plan(
     fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
     fits = longest * device_info(device).sm_count <= total * blocks and longest * width <= _LONGEST
     if op and n and fewest <= total <= most_tokens and fits:
-        own = {
+        shapes = {
             merge_path.DOT.value: _ROW_PAIRS,
             FACTORS.value: _ROW_FACTORS,
             ARGMAX.value: _ROW_SEARCHES,
             ARGMIN.value: _ROW_SEARCHES,
         }
-        warps, steps = own.get(op, _ROW_SHAPES)[total >= many]
-        tiles = dict(BC=columns, G=_lane_count(warps, columns, size), U=steps)
-        return LaunchConfig(
-            _launch(device, dtypes, rows_kernel, warps, **same, **tiles), n * blocks, (n, total), 0
-        )
+        warps, steps = shapes.get(op, _ROW_SHAPES)[total >= many]
+        tiles = dict(BC=columns, G=_group_count(warps, columns, size), U=steps)
+        launch = _launch(device, dtypes, rows_kernel, RowsArgs, warps, **same, **tiles)
+        return LaunchConfig(launch, n * blocks, bind_args(RowsArgs, n=n, total=total), 0)
     columns = min(most, _COLUMNS)
     blocks = -(-width // columns)
-    lanes = _lane_count(_WARPS, columns, size)
+    groups = _group_count(_WARPS, columns, size)
     items = total + n + 1
     partition = max(
-        -(-items * blocks // (device_info(device).sm_count * _PROGRAMS)), _SHORTEST * lanes
+        -(-items * blocks // (device_info(device).sm_count * _PROGRAMS)), _SHORTEST * groups
     )
     partition = max(min(partition, _LONGEST // (blocks * columns)), 1)
     count = -(-items // partition)
@@ -615,28 +663,34 @@ def plan(
     stride = 1
     while stride * _WIDE.value < n + 1:
         stride *= _WIDE.value
-    numbers = lanes if map in _SCANS else 2
-    parts = (*contiguous((count, 2, numbers, width)), held) if cut and op else None
+    states = groups if map in _SCANS else 2
+    parts = (*contiguous((count, 2, states, width)), state_dtype) if cut and op else None
     tiles = dict(
         CUT=cut,
         BC=columns,
-        G=lanes,
+        G=groups,
         U=_STEPS_OF_SEARCHES if search else _STEPS,
         F=max(_PARTS // columns, 2),
     )
-    launch = _launch(device, dtypes, columns_kernel, _WARPS, **same, **tiles)
-    return LaunchConfig(
-        launch, programs, (n, total, partition, count, stride), count * blocks, parts
+    launch = _launch(device, dtypes, columns_kernel, ColumnsArgs, _WARPS, **same, **tiles)
+    args = bind_args(
+        ColumnsArgs, n=n, total=total, partition=partition, partitions=count, stride=stride
     )
+    return LaunchConfig(launch, programs, args, count * blocks, parts)
 
 
-def _lane_count(warps: int, columns: int, size: int) -> int:
-    """The lanes of a program, for elements of so many bytes."""
+def _group_count(warps: int, columns: int, size: int) -> int:
+    """Return the thread groups of a program, for elements of `size` bytes."""
     return 32 * warps * min(_BYTES // size, columns) // columns
 
 
 @cache
 def _launch(
-    device: torch.device, dtypes: tuple[Any, ...], kernel: Any, warps: int, **constants: Any
+    device: torch.device,
+    dtypes: tuple[Any, ...],
+    kernel: Any,
+    args: Any,
+    warps: int,
+    **constants: Any,
 ) -> Launch:
-    return Launch(kernel, constants, dict(num_warps=warps))
+    return Launch(kernel, constants, dict(num_warps=warps), args=args)
