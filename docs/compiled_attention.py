@@ -144,7 +144,7 @@ def mlx_contenders() -> Contenders:
 
 def main() -> None:
     """Print the table."""
-    print("| library | peer | forward | forward and backward |\n|---|---|---|---|")
+    print("| library | peer | pass | peer, s | scree, s | ratio |\n|---|---|---|---|---|---|")
     for name in sys.argv[1:] or ("torch", "jax", "mlx"):
         contenders: Contenders = globals()[f"{name}_contenders"]()
         seconds: dict[str, list[list[float]]] = {
@@ -159,8 +159,9 @@ def main() -> None:
                         times.append(time.perf_counter() - start)
         ours, *peers = ([statistics.median(times) for times in calls] for calls in seconds.values())
         for peer, medians in zip(list(contenders)[1:], peers):
-            ratios = (f"{a:.3g} s / {b:.3g} s = {a / b:.2f}" for a, b in zip(medians, ours))
-            print(f"| {name} | {peer} | {' | '.join([*ratios, '-'][:2])} |", flush=True)
+            for task, a, b in zip(("forward", "forward and backward"), medians, ours):
+                ratio = f"{b / a:.2f}" if b < a else f"**{b / a:.2f}**"
+                print(f"| {name} | {peer} | {task} | {a:.3g} | {b:.3g} | {ratio} |", flush=True)
 
 
 if __name__ == "__main__":
