@@ -34,13 +34,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("codespell")
-    session.run("python", "scree_api/scree/ops/__main__.py", "--check")
+    session.run("python", "scree_api/generate_ragged.py", "--check")
 
 
 @nox.session
 def generate(session: nox.Session) -> None:
     """Write the list of the operations of `xp.ragged` from the modules in `ops`; `generate -- --check` only compares."""
-    session.run("python", "scree_api/scree/ops/__main__.py", *session.posargs)
+    session.run("python", "scree_api/generate_ragged.py", *session.posargs)
     session.install("ruff>=0.15")
     session.run("ruff", "format", "scree_api/scree/ragged.py")
 

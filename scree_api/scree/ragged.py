@@ -1,6 +1,6 @@
 """`xp.ragged`: operations that the standard lacks; one module for every namespace.
 
-Written by ``python -m scree.ops`` from the modules in `scree.ops`.
+Written by ``nox -s generate`` from the modules in `scree.ops`.
 """
 
 from .construct import from_cu_seqlens, from_lengths, from_offsets, from_segment_ids, pack, unpack

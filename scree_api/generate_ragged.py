@@ -1,16 +1,13 @@
-"""Write `scree.ragged`, the list of all operations, from the modules of this package.
-
-``python -m scree.ops``.
-"""
+"""Write `scree.ragged`, the list of all operations, from the modules in `scree.ops`."""
 
 import ast
 import sys
 from pathlib import Path
 
-OPS = Path(__file__).parent
-RAGGED = OPS.parent / "ragged.py"
-MODULES = {"construct": OPS.parent / "construct.py"} | {
-    f"ops.{path.stem}": path for path in sorted(OPS.glob("[!_]*.py"))
+PACKAGE = Path(__file__).parent / "scree"
+RAGGED = PACKAGE / "ragged.py"
+MODULES = {"construct": PACKAGE / "construct.py"} | {
+    f"ops.{path.stem}": path for path in sorted(PACKAGE.glob("ops/[!_]*.py"))
 }
 
 
@@ -29,7 +26,7 @@ def source() -> str:
     lines = [
         '"""`xp.ragged`: operations that the standard lacks; one module for every namespace.',
         "",
-        "Written by ``python -m scree.ops`` from the modules in `scree.ops`.",
+        "Written by ``nox -s generate`` from the modules in `scree.ops`.",
         '"""',
         "",
     ]
@@ -45,5 +42,5 @@ def source() -> str:
 
 if __name__ == "__main__":
     if "--check" in sys.argv and RAGGED.read_text(encoding="utf-8") != source():
-        sys.exit(f"{RAGGED} is not current: run python -m scree.ops")
+        sys.exit(f"{RAGGED} is not current: run nox -s generate")
     RAGGED.write_text(source(), encoding="utf-8")
