@@ -182,6 +182,7 @@ _OPERANDS = (
     "add atan2 clip copysign divide floor_divide hypot logaddexp maximum minimum multiply "
     "nextafter pow remainder subtract"
 )
+_ELEMENTWISE = " ".join(name for name, kind in KINDS.items() if kind.name == "elementwise")
 _MATRICES = (
     "tril triu linalg.diagonal linalg.matrix_norm linalg.matrix_rank linalg.pinv linalg.qr "
     "linalg.svd linalg.svdvals linalg.trace"
@@ -256,6 +257,9 @@ REFUSALS = [
     Refusal(f"argmax argmin diff expand_dims flip {_REDUCTIONS}", _has_more_than(1),
             "positional argument",
             "The standard takes only the array by position."),
+    Refusal(f"{_ELEMENTWISE} {_REDUCTIONS}", lambda args, kwargs: bool(kwargs),
+            "expected (no such keyword|only .*) for .* of a ragged array",
+            "The standard has no such keyword."),
     Refusal("isin repeat roll", _has_more_than(2), "positional argument",
             "The standard takes only two arguments by position."),
     Refusal("squeeze", lambda args, kwargs: len(args) == 1 and not kwargs, "missing 1 required",

@@ -4,7 +4,7 @@ Every message names the argument, what was expected, what was given, and a remed
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,16 @@ from .backends import backend, is_array
 # Tuples for `isinstance`: a union such as `bool | int` would be built in each call.
 NUMBERS = bool, int, float, complex
 INTEGERS = int, np.integer
+
+
+def check_keywords(function: str, keywords: Iterable[str], allowed: tuple[str, ...]) -> None:
+    """Raise for a keyword that a function does not take on ragged arrays."""
+    for keyword in keywords:
+        if keyword not in allowed:
+            expected = f"only {', '.join(allowed)}" if allowed else "no such keyword"
+            raise TypeError(
+                f"{keyword}: expected {expected} for {function} of a ragged array; see xp.where and arr.values"
+            )
 
 
 def check_integer(

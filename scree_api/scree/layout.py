@@ -163,10 +163,10 @@ class Layout:
         pairs: dict[int, tuple[Layout, dict[Any, Any]]] = self.cache.setdefault("pairs", {})
         key = id(other)
         if key not in pairs:
-            while len(pairs) >= MAX_PAIR_CACHES:
-                del pairs[next(iter(pairs))]
-            # The entry keeps `other` alive, so that its id stays unique.
-            pairs[key] = other, {}
+            # A new dictionary, as other threads may read the old one. The entry keeps `other` alive,
+            # so that its id stays unique.
+            kept = list(pairs.items())[1 - MAX_PAIR_CACHES :]
+            pairs = self.cache["pairs"] = {**dict(kept), key: (other, {})}
         return pairs[key][1]
 
     @property

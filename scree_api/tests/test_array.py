@@ -9,6 +9,7 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import array_api_compat
@@ -347,3 +348,15 @@ def test_loose_max_length_keeps_results(name: str) -> None:
         (scree.attention(x, x, x), scree.softmax(x)), (scree.attention(y, y, y), scree.softmax(y))
     ):
         np.testing.assert_allclose(np.asarray(found.values), np.asarray(right.values), rtol=1e-6)
+
+
+def test_concat_of_one_layout_with_many_others_in_threads() -> None:
+    """The cache of pairs drops its oldest entries while other threads read it."""
+    xp, x = scree.namespace(np.zeros(1)), scree.from_lengths(np.arange(3.0), [1, 2])
+
+    def join(_: int) -> bool:
+        others = [scree.from_lengths(np.arange(5.0), [2, 3]) for _ in range(20)]
+        return all(xp.concat([x, y], axis=1).lengths.tolist() == [3, 5] for y in others)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(join, range(64)))

@@ -191,6 +191,11 @@ CASES: dict[str, Case] = {
     "slice without step": (lambda x: x.r(ROWS)[:, ::0], ValueError, ("index: expected a slice step other than 0",)),
     "too many": (lambda x: x.r(ROWS)[:, :, 0], IndexError, ("at most 2 entries", "(3, None)", "got 3")),
     "axis before the batch": (lambda x: x.r(ROWS)[None], ValueError, ("no new axis before the batch",)),
+    **{f"{function}({keyword})": (lambda x, f=function, k=keyword: getattr(x.xp, f)(x.r(ROWS), **{k: 1}), TypeError,
+                                  (f"{keyword}: expected ", f"for {function} of a ragged array"))
+       for function, keywords in {"sum": "initial where out", "mean": "where dtype", "prod": "initial", "max": "initial",
+                                  "min": "where", "var": "ddof", "std": "ddof dtype", "any": "where", "exp": "where out",
+                                  "clip": "out", "count_nonzero": "dtype"}.items() for keyword in keywords.split()},
     "ragged mask, other rows": (lambda x: x.r(ROWS)[x.r([3, 0, 2]) > 0], IndexError, ("a mask with the rows of the array",)),
     "ragged mask, other rows, read": (lambda x: scree.Array(x.f(5), x.i([0, 2, 5]))[scree.Array(x.b([True] * 5), x.i([0, 3, 5]))],
                                       IndexError, ("a mask with the rows of the array",)),

@@ -258,3 +258,10 @@ def test_updates_in_half_precision_add_up_in_single() -> None:
         np.float16(5000 * float(np.float16(0.1))),
         0.0,
     ]
+
+
+@pytest.mark.parametrize("op", ["add", "multiply", "min", "max"])
+def test_update_keeps_the_sign_of_zeros_that_it_does_not_select(op: str) -> None:
+    arr = scree.from_lengths(np.full(4, -0.0), [1, 3])
+    updated = getattr(scree.at(arr)[0], op)(1.0)
+    assert np.signbit(updated.values[1:]).all()

@@ -166,6 +166,12 @@ def register() -> None:
     provide("packaged")
 
 
+def half() -> None:
+    """An entry point that registers a kernel and then raises."""
+    provide("half")
+    raise OSError("no driver")
+
+
 def broken() -> None:
     """An entry point that cannot register."""
     raise OSError("no driver")
@@ -188,6 +194,15 @@ def test_packages_register_once_and_for_their_library_alone(
         registry.load_plugins("numpy")
     assert found.asked <= 2, "the group is looked through once for each library"
     assert scree.softmax(arr) == "packaged"
+
+
+def test_entry_point_that_raises_leaves_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, arr: scree.Array
+) -> None:
+    entries(monkeypatch, "test_registry:half")
+    with pytest.raises(ImportError, match="no driver"):
+        registry.load_plugins("numpy")
+    assert scree.explain("softmax", arr).provider == "standard"
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,35 @@ def test_gradient_of_the_tail_is_zero(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
+def test_mask_that_is_true_in_the_tail_selects_tokens_of_rows_only(name: str) -> None:
+    lib = load(name)
+    x = scree.Array.unchecked(lib.i([1, 2, 3, 100]), lib.i([0, 2, 3]), 0, 2)
+    chosen = x[x.with_values(lib.b([True, False, True, True]))]
+    assert np.asarray(chosen.values).tolist() == [1, 3] and int(lib.xp.sum(chosen)) == 4
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("counts", [[1, 2, 1, 1], [2]])
+def test_repeat_by_ragged_counts_drops_the_tail(name: str, counts: list[int]) -> None:
+    lib = load(name)
+    x = scree.Array.unchecked(lib.i([1, 2, 3, 100]), lib.i([0, 2, 3]), 0, 2)
+    if len(counts) == 1:
+        counts = counts * 4
+    repeated = lib.xp.repeat(x, x.with_values(lib.i(counts)), axis=1)
+    expected = np.repeat([1, 2, 3], counts[:3])
+    assert np.asarray(repeated.values).tolist() == expected.tolist()
+    assert int(lib.xp.sum(repeated)) == expected.sum()
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_argmax_of_all_without_tokens_of_rows_is_minus_one(name: str, keepdims: bool) -> None:
+    lib = load(name)
+    x = scree.Array.unchecked(lib.f(2), lib.i([0, 0]), 0, 2)
+    assert np.asarray(lib.xp.argmax(x, keepdims=keepdims)).item() == -1
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_isin_of_rows_without_tokens_is_false(name: str) -> None:
     lib = load(name)
     x = scree.Array.unchecked(lib.i([1, 2]), lib.i([0, 0, 0]), 0, 2)

@@ -196,9 +196,12 @@ def load_plugins(library: str) -> None:
         return
     _loaded.add(library)
     for entry in entry_points(group=ENTRY_POINTS, name=library):
+        before = {operation: operation.kernels for operation in OPERATIONS.values()}
         try:
             entry.load()()
         except Exception as error:  # foreign code may raise anything; it is raised again, with the name of the package
+            for operation, kernels_before in before.items():
+                operation.kernels = kernels_before
             _loaded.remove(library)
             package = entry.dist.name if entry.dist else "an unknown package"
             raise ImportError(

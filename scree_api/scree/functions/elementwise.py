@@ -6,7 +6,11 @@ from typing import Any
 
 from ..array import Array
 from ..broadcasting import broadcast_operand, check_shared_layout
+from ..checks import check_keywords
 from .binding import Standard, implements
+
+#: The elementwise functions of the standard with keywords.
+KEYWORDS = {"clip": ("min", "max")}
 
 
 @implements("elementwise", ragged="all")
@@ -14,6 +18,8 @@ def elementwise(*args: Any, std: Standard, **kwargs: Any) -> Any:
     """Apply the library's function to the values; dense operands broadcast."""
     ragged = [x for x in args if isinstance(x, Array)]
     if kwargs:
+        if ragged or any(isinstance(x, Array) for x in kwargs.values()):
+            check_keywords(std.name, kwargs, KEYWORDS.get(std.name, ()))
         ragged += [x for x in kwargs.values() if isinstance(x, Array)]
     if not ragged:
         return std.function(*args, **kwargs)

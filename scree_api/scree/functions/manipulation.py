@@ -379,9 +379,11 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard)
     if axis != dim + 1:
         return x.with_values(std.function(x.values, repeats, axis=axis - 1))
     check_same_rows("repeats", x, repeats)
+    offsets = x.layout.read_offsets()
     counts = _read_counts(repeats.values, (x.total_length,), x)
+    counts = np.broadcast_to(counts, (x.total_length,))[: offsets[-1]]  # without the tail
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    new_offsets = ends[x.layout.read_offsets()]
+    new_offsets = ends[offsets]
     layout = Layout.from_host_lengths(std.backend, np.diff(new_offsets), like=x.offsets)
     tokens = x.layout.to_index(np.repeat(np.arange(counts.size), counts))
     return Array.from_layout(std.xp.take(x.values, tokens, axis=dim), layout, dim)

@@ -110,13 +110,12 @@ def arg(x: Array, /, *, axis: int | None = None, keepdims: bool = False, std: St
 def _arg_of_all(std: Standard, x: Array, keepdims: bool) -> Any:
     xp, op = std.xp, std.name.removeprefix("arg")
     check_ragged_axis_first("x", x)
-    values = x.values
-    if x.layout.token_mask is not None:
-        values = mask_tail(x, values, identity(xp, op, x.dtype))
     if x.size:
-        first = std.function(values)
+        first = std.function(mask_tail(x, x.values, identity(xp, op, x.dtype)))
     else:
         first = std.function(xp.zeros((1,), dtype=x.dtype, device=x.layout.device)) - 1
+    if x.layout.token_mask is not None:  # there may be no token but the tail
+        first = xp.where(x.offsets[-1] > 0, first, -1)
     return xp.reshape(first, (1,) * x.ndim) if keepdims else first
 
 

@@ -16,7 +16,7 @@ from ..broadcasting import (
     normalize_axis,
     real_dtype,
 )
-from ..checks import check_number, check_real_dtype
+from ..checks import check_keywords, check_number, check_real_dtype
 from ..layout import Layout
 from ..ops.segment import (
     IDENTITIES,
@@ -32,6 +32,13 @@ from .binding import Standard, implements
 
 AVERAGES = ("mean", "std", "var")  # an integer input gives a floating-point result
 REAL_ONLY = ("max", "min", "std", "var")
+#: The keywords of the standard besides `axis` and `keepdims`.
+REDUCTION_KEYWORDS = {
+    "sum": ("dtype",),
+    "prod": ("dtype",),
+    "std": ("correction",),
+    "var": ("correction",),
+}
 SEGMENT_OPS = (*IDENTITIES, "max", "min")  # the reductions of `segment_reduce`
 
 
@@ -56,8 +63,10 @@ def reduction(
     """
     values, ragged_axis, name = x.values, x.ragged_dim + 1, std.name
     axes = normalize_axes(name, axis, values.ndim + 1)
-    if "correction" in options:
-        check_number("correction", options["correction"])
+    if options:
+        check_keywords(name, options, REDUCTION_KEYWORDS.get(name, ()))
+        if "correction" in options:
+            check_number("correction", options["correction"])
     dtype = std.result_dtype(values.dtype, *options.items())
     if axes == (1,) and ragged_axis == 1 and not keepdims and name in SEGMENT_OPS:
         return segment_reduce(name, values, x.layout, dtype=dtype)

@@ -117,7 +117,8 @@ class Update:
             wide = accumulation_dtype(xp, arr.dtype)
             combined = segment_reduce(op, value, updates, dtype=wide)
             combined = COMBINE[op](xp, xp.astype(flat, wide, copy=False), combined)
-            flat = xp.astype(combined, arr.dtype, copy=False)
+            # An entry without a value stays: -0.0 + 0.0 is 0.0.
+            flat = xp.where(updates.nonempty, xp.astype(combined, arr.dtype, copy=False), flat)
         return arr.with_values(xp.reshape(flat, arr.values.shape))
 
     def _check_value(self, value: Any, selected: Any) -> Any:

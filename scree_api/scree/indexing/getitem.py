@@ -10,6 +10,7 @@ token of each row, reads nothing.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -355,13 +356,14 @@ def _mask(arr: Array, mask: Array) -> Array:
         mask.layout.read_offsets(), arr.layout.read_offsets()
     ):
         raise IndexError("index: expected a mask with the rows of the array, got other lengths")
-    layout, lib = arr.layout, arr.layout.backend
-    chosen = lib.read(mask.values)
+    layout, lib, offsets = arr.layout, arr.layout.backend, arr.layout.read_offsets()
+    chosen = lib.read(mask.values)[: offsets[-1]]  # without the tail
     per_token = chosen.sum(axis=tuple(range(1, chosen.ndim)))
     counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_token)])
-    new = Layout.from_host_lengths(lib, np.diff(counts[layout.read_offsets()]), like=arr.offsets)
-    flat = layout.xp.reshape(arr.values, (chosen.size, *arr.values.shape[mask.values.ndim :]))
-    index = layout.to_index(np.flatnonzero(chosen), chosen.size)
+    new = Layout.from_host_lengths(lib, np.diff(counts[offsets]), like=arr.offsets)
+    size = math.prod(expected)
+    flat = layout.xp.reshape(arr.values, (size, *arr.values.shape[mask.values.ndim :]))
+    index = layout.to_index(np.flatnonzero(chosen), size)
     return Array.from_layout(layout.xp.take(flat, index, axis=0), new)
 
 
