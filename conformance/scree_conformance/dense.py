@@ -206,7 +206,7 @@ REFUSALS = [
     Refusal("linalg.vector_norm", _has_axis(0), "a norm over the batch alone",
             "Rows of different lengths have no columns to reduce."),
     Refusal("argmax argmin argsort sort diff cumulative_sum cumulative_prod", _has_axis(0),
-            "runs over rows or elements, not over the batch",
+            "works within each row or along element axes, not along the batch",
             "Rows of different lengths have no columns."),
     Refusal("expand_dims", _has_axis(0, (0, 1), (0, 1, 2)), "cannot move the batch axis",
             "The batch is axis 0 of a ragged array."),

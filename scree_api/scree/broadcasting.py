@@ -1,6 +1,6 @@
-"""Rules that fit arguments together.
+"""Checks and conversions of several arguments together.
 
-Shared layouts, broadcasting of dense operands, axes, accumulation dtypes.
+They serve shared layouts, broadcasting of dense operands, axes, and accumulation dtypes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_shared_layout(name: str, arrays: Iterable[Array]) -> Array:
 
 
 def check_same_rows(name: str, first: Array, other: Array) -> None:
-    """Raise unless both arrays have the same rows, or where only waiting for a device could tell."""
+    """Raise unless both arrays are known, without waiting for a device, to have the same rows."""
     if other.layout is first.layout:
         return
     checks.check_dense(name, other.offsets, first.offsets)
@@ -103,7 +103,8 @@ def moveaxis(xp: Any, values: Any, source: int, destination: int) -> Any:
 def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool = False) -> bool:
     """Return whether `shape`, aligned right, broadcasts to `target`.
 
-    With `both`, return whether the two broadcast to each other.
+    With `both`, axes of size 1 in `target` may be broadcast too. `shape` still must not have more
+    axes.
     """
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(
@@ -112,9 +113,9 @@ def is_broadcastable(shape: tuple[Any, ...], target: tuple[Any, ...], both: bool
 
 
 def broadcast_operand(name: str, x: Any, like: Array) -> Any:
-    """Reshape a dense operand so that it broadcasts with the values of the ragged array `like`.
+    """Return a dense operand in a shape that broadcasts with the values of the ragged array `like`.
 
-    None stays None.
+    An operand with one entry per row is expanded to one per token. None stays None.
     """
     if x is None or isinstance(x, SCALARS):
         return x
@@ -138,7 +139,8 @@ def broadcast_operand(name: str, x: Any, like: Array) -> Any:
     xp, dim = like.layout.xp, like.ragged_dim
     if shape[0] == 1:
         return xp.squeeze(x, axis=0)
-    if shape[0] != like.batch_size:  # a batch of one row does not broadcast
+    # `both` lets a batch of one row pass; rows are never broadcast.
+    if shape[0] != like.batch_size:
         raise ValueError(
             f"{name}: shape {shape} does not broadcast with {target}: expected {like.batch_size} rows"
         )
@@ -178,13 +180,15 @@ def normalize_axes(name: str, axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def normalize_axis(name: str, axis: Any, ndim: int, batch: bool = False) -> int:
+def normalize_axis(name: str, axis: Any, ndim: int, allow_batch: bool = False) -> int:
     """Return one axis as a number >= 0; axis 0 only for functions that allow the batch axis."""
     axes = () if axis is None else normalize_axes(name, axis, ndim)
     if len(axes) != 1:
         raise ValueError(f"axis: expected one axis for {name} of a ragged array, got {axis}")
-    if axes[0] == 0 and not batch:
-        raise ValueError(f"axis: {name} runs over rows or elements, not over the batch; got axis 0")
+    if axes[0] == 0 and not allow_batch:
+        raise ValueError(
+            f"axis: {name} works within each row or along element axes, not along the batch; got axis 0"
+        )
     return axes[0]
 
 
@@ -200,10 +204,7 @@ def accumulation_dtype(xp: Any, dtype: Any) -> Any:
 def cached_by_dtype(
     make: Callable[[Any, dict[str, Any]], Any],
 ) -> Callable[[Any, dict[str, Any]], Any]:
-    """Return ``make(dtype, options)`` with a cache.
-
-    Each dtype and set of options is computed once.
-    """
+    """Return `make` with a cache: it runs once per dtype and values of the options."""
     cache: dict[Any, Any] = {}
 
     @constant

@@ -1,9 +1,9 @@
 """The layout of a ragged array: offsets, everything derived from them, and the tiles of every row.
 
 A `Layout` holds one offsets vector. Everything derived from it is computed at most once and shared
-by all arrays of the layout. Derived arrays are computed by functions of the standard and without
-reading the offsets, so they work under a trace and never wait for a device. Only results whose size
-depends on the offsets call `read_offsets`.
+by all arrays of the layout. Derived arrays never wait for a device: they use the offsets in host
+memory where these are known, and functions of the standard elsewhere. Only `read_offsets` may wait,
+and what calls it: `buckets`, and `total` if it was not given.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Buckets(NamedTuple):
     Attributes
     ----------
     batches
-        Per bucket (tokens, mask): (rows, longest) indices into the values, where shorter rows
-        repeat their last token, and a mask that is False there, or None if all rows are equally
-        long.
+        One (tokens, mask) per bucket. `tokens` are (rows, longest) indices into the values; rows
+        shorter than the longest of the bucket repeat their last token. `mask` is False at those
+        repeats, or None if there are none.
     first_tokens
         Per bucket the index of the first token of its first row.
     slots
@@ -99,7 +99,7 @@ class Layout:
         Number of tokens in the values, the tail included; a Python integer. None means the last
         offset, which is read on demand.
     max_length
-        A bound on the longest row that is known without reading, or None.
+        The bound on the longest row that the caller gave, or None.
     host
         The offsets in host memory, where the caller has them.
     has_no_tail
@@ -144,7 +144,8 @@ class Layout:
     def cached(self, key: Any, derive: Callable[[], T], pair: Layout | None = None) -> T:
         """Return ``derive()``, computed once per layout or pair of layouts.
 
-        It is computed untraced, so the cached arrays can be used under any trace.
+        `derive` runs outside of traces that do not trace the offsets, so that calls under other
+        traces can use the cached result.
         """
         cache = self.cache if pair is None else self.pair_cache(pair)
         if key not in cache:
@@ -154,7 +155,9 @@ class Layout:
         return result
 
     def pair_cache(self, other: Layout) -> dict[Any, Any]:
-        """Return the cache of data derived from both layouts; only the last few others are kept.
+        """Return the cache of data derived from both layouts.
+
+        The `MAX_PAIR_CACHES` most recently added others are kept.
 
         The bound matters in generation, where the same queries attend to new keys at every step.
         """
@@ -303,20 +306,20 @@ class Layout:
     def _token_mask(self) -> Any:
         return self.arange(self.total) < self.offsets[-1:]
 
-    def repeat(self, count: int) -> Layout:
+    def repeat_tokens(self, count: int) -> Layout:
         """Return the layout in which every token is repeated `count` times."""
         total = self.total * count
         offsets = self.offsets_as_index(total)
         longest = None if self.max_length is None else self.max_length * count
         host = None if self._host is None else self._host.astype(np.int64) * count
-        return Layout(self.backend, offsets * count, total, longest, host)
+        return Layout(self.backend, offsets * count, total, longest, host, self.has_no_tail)
 
     def buckets(self, padded: bool = True) -> Buckets:
         """Return the rows by falling length, in buckets of similar length. Reads the offsets.
 
-        With ``padded=False`` every length has a bucket of its own. Otherwise a bucket contains rows
-        down to a share of its longest row. Padding a long row costs more than another batch, so the
-        share depends on that row:
+        With ``padded=False`` every length has a bucket of its own. Otherwise the shortest row of a
+        bucket has at least a share of the length of its longest row. Padding a long row costs more
+        than another batch, so the share depends on that length:
 
         ====================  ============
         longest row           shortest row
@@ -419,9 +422,10 @@ def index_dtype(xp: Any, max_index: int, like: Any = None) -> Any:
 
 
 def has_same_rows(a: Layout, b: Layout) -> bool | None:
-    """Return whether two layouts have the same rows and the same tail.
+    """Return whether two layouts have the same rows and as many tokens.
 
-    None if a comparison would have to wait for a device.
+    Layouts on one offsets array are not compared further. The result is None if a comparison would
+    have to wait for a device.
     """
     if a is b or a.offsets is b.offsets:
         return True

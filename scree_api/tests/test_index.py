@@ -260,6 +260,21 @@ def test_updates_in_half_precision_add_up_in_single() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "key", [slice(None, 2**40), slice(1, 2**70), slice(-(2**70), None), slice(2**70, None, -1)]
+)
+def test_slices_beyond_every_integer_dtype_follow_python(key: slice) -> None:
+    arr = scree.from_lengths(np.arange(5), [2, 3])
+    expected = [row.tolist()[key] for row in scree.unpack(arr)]
+    assert [row.tolist() for row in scree.unpack(arr[:, key])] == expected
+
+
+def test_sink_of_minus_infinity_and_no_key_gives_zero() -> None:
+    q, k = (scree.from_lengths(np.ones((2, 1, 4)), lengths) for lengths in ([2, 0], [0, 2]))
+    out, lse = scree.attention(q, k, k, sinks=np.full(1, -np.inf), return_lse=True)
+    assert not np.any(out.values) and np.all(lse.values == -np.inf)
+
+
 @pytest.mark.parametrize("op", ["add", "multiply", "min", "max"])
 def test_update_keeps_the_sign_of_zeros_that_it_does_not_select(op: str) -> None:
     arr = scree.from_lengths(np.full(4, -0.0), [1, 3])

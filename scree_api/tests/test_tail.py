@@ -217,6 +217,14 @@ def test_argmax_of_all_without_tokens_of_rows_is_minus_one(name: str, keepdims: 
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
+def test_attention_of_a_tail_alone_is_zero(name: str) -> None:
+    lib = load(name)
+    x = scree.Array.unchecked(lib.f(4, 1, 4), lib.i([0, 0, 0]), 0, 0)
+    out = scree.attention(x, x, x, kernel="standard")
+    assert out.shape == x.shape and not np.any(np.asarray(out.values))
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_isin_of_rows_without_tokens_is_false(name: str) -> None:
     lib = load(name)
     x = scree.Array.unchecked(lib.i([1, 2]), lib.i([0, 0, 0]), 0, 2)

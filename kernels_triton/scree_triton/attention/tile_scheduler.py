@@ -25,7 +25,7 @@ FIELDS = 8
 
 # A sort key, from the highest bit to the lowest:
 #
-#   work                 17 bits   saturates; it only orders the tiles
+#   work                 17 bits   attended tokens // 32 + 1, saturating
 #   row                  24 bits   fewer than 2^24 rows
 #   index in the row     22 bits   2^26 tokens in tiles of 16
 _ROW_BITS = tl.constexpr(24)
@@ -33,17 +33,20 @@ _INDEX_BITS = tl.constexpr(22)
 _MAX_WORK = tl.constexpr((1 << 17) - 1)
 _ROW_MASK = tl.constexpr((1 << 24) - 1)
 _INDEX_MASK = tl.constexpr((1 << 22) - 1)
-#: Slots per CTA where the keys are sorted.
+#: Slots per CTA of `_sort_key_kernel` and `_entry_kernel`.
 _CHUNK = 256
 #: Schedules of at most this many slots are sorted by counting, in one launch.
 MAX_COUNTED_SLOTS = 2048
-#: Slots per CTA where the keys are counted.
+#: Slots per CTA of `_schedule_kernel`.
 _COUNTED_CHUNK = 64
 
 
 @triton.jit
 def _row_bounds(OFFSETS, ATTENDED_OFFSETS, row, n, total):
-    """Return the offset and length of a row, and of the row that it attends to; row n is the tail."""
+    """Return the offset and length of a row, and of the row that it attends to.
+
+    Row n is the tail, which attends to no tokens.
+    """
     is_row = row < n
     start = tl.load(OFFSETS + row)
     end = tl.load(OFFSETS + row + 1, mask=is_row, other=total)
@@ -129,8 +132,8 @@ def _schedule_kernel(
 ):
     """Compute a small schedule in one launch.
 
-    Each CTA computes all keys. The rank of a tile is the number of keys that are larger than its
-    key.
+    Each CTA computes all keys, to rank the tiles of its own slots without a sort. The rank of a
+    tile is the number of keys that are larger than its key.
     """
     chunk = tl.arange(0, CHUNK)
     key = _sort_key(
@@ -239,9 +242,10 @@ def schedule_tiles(
 ) -> torch.Tensor:
     """Cut the rows of `offsets` into tiles, ordered by falling work.
 
-    The work of a tile is the number of tokens that it attends to: keys for a tile of queries,
-    queries for a tile of keys. Rows and attended rows are aligned at their ends. With equal lengths
-    token ``i`` attends to the tokens from ``i - window_left`` to ``i + window_right``.
+    The work of a tile is the number of tokens in its window, in units of 32: keys for a tile of
+    queries, and queries for a tile of keys in the backward pass. Rows and attended rows are aligned
+    at their ends. With equal lengths token ``i`` attends to the tokens from ``i - window_left`` to
+    ``i + window_right``.
 
     Parameters
     ----------
@@ -258,8 +262,8 @@ def schedule_tiles(
     Returns
     -------
     torch.Tensor
-        int32, shape ``(max_tiles + 1, FIELDS)``. Entry 0 holds the number of tiles. Each further
-        entry holds a tile's row offset and row length, the offset and length of the attended row,
+        int32, shape ``(max_tiles(total, n, tile_size) + 1, FIELDS)``. Field 0 of entry 0 is the
+        number of tiles. Each further entry holds a tile's row offset and row length, the offset and length of the attended row,
         and the tile's first token within its row.
     """
     n = offsets.shape[0] - 1

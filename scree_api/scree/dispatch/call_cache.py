@@ -1,7 +1,7 @@
 """The call cache: prepared kernels for calls with the same options and the same kind of arrays.
 
-Whether a call is valid and which kernel runs it follows from its options and from the host-visible
-metadata of its arrays (`Backend.make_guard`). The prepared kernel is stored in the cache of the
+A kernel with `prepare` promises that whether it takes a call follows from the options and from the
+host-visible metadata of the arrays (`Backend.make_guard`). The prepared kernel is stored in the cache of the
 layout and lives as long as the layout. So in a model, only the first layer validates its calls.
 """
 
@@ -29,9 +29,10 @@ class Entry(NamedTuple):
 def lookup(
     operation: str, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None
 ) -> tuple[list[Entry] | None, list[Any]]:
-    """Return the entries for such options and layouts, and the dense arrays for their guards.
+    """Return the entries for an operation, options, a provider and layouts, and their dense arrays.
 
-    The entries are None if the call cannot be cached.
+    The guards of the entries check the dense arrays. The entries are None if the call cannot be
+    cached. A layout comes first in `arrays`, followed by dense arrays.
     """
     values: list[Any] = []
     layout: Layout | None = None
@@ -46,7 +47,7 @@ def lookup(
                 axes.append(x.ragged_dim)
             elif second is None or x.layout is second:
                 second = x.layout
-                axes.append(~x.ragged_dim)
+                axes.append(~x.ragged_dim)  # negative: on the second layout
             else:
                 return None, values
             values.append(x.values)

@@ -2,8 +2,8 @@
 
 An operation is defined once, by `define_operation`: a call record, which validates the arguments,
 and the standard implementation, which is the specification. `scree.register_kernel` adds kernels.
-The first kernel in the list that does not reject a call runs it. The order is: kernels of the user,
-kernels that a library brings, each newest first, and the standard implementation.
+They are asked in this order, and the first that does not reject a call runs it: kernels of the user,
+kernels registered when a library is loaded, each newest first, then the standard implementation.
 """
 
 from __future__ import annotations
@@ -74,22 +74,23 @@ class Operation:
         self, name: str, record: Callable[..., Any], standard: Callable[[Any], Any], internal: bool
     ) -> None:
         self.name, self.record, self.internal = name, record, internal
+        # The kernels of a library are inserted before the first entry with `with_library`.
         self.kernels = [Kernel(STANDARD, rejects_nothing, standard, with_library=True)]
 
     def run(
         self, arrays: dict[str, Any], options: dict[str, Any], kernel: str | None = None
     ) -> Any:
-        """Run a call on its kernel, and take the decision from the call cache if it is there.
+        """Run a call; use the prepared kernel of the call cache if one matches.
 
-        A decision is cached if the first kernel in the list has `prepare` and takes the call. Every
-        other call is validated, and its kernel selected, again. While `scree.explain` observes,
-        nothing is cached.
+        A decision is cached if the first kernel in the list and the chosen kernel have `prepare`,
+        and no kernel rejected the call. Every other call is validated, and its kernel selected,
+        again. While `scree.explain` observes, nothing is cached.
 
         Parameters
         ----------
         arrays
             The call's fields that hold an array, a layout or None. The call is cached only if the
-            first is ragged or a layout.
+            first that is not None is a ragged array or a layout.
         options
             The other fields.
         kernel

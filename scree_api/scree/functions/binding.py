@@ -1,6 +1,7 @@
 """Binding of the standard's functions.
 
-The library's own on dense arrays, an implementation of ours on ragged arrays.
+On dense arrays a namespace calls the library's own function, on ragged arrays an implementation of
+scree.
 
 `implements` registers an implementation for a kind of function (see `table`), and `bind` makes the
 function of a namespace. Axis 0 of a ragged array is the batch; axis k >= 1 is axis k - 1 of its
@@ -48,9 +49,9 @@ class Standard:
 
 
 def _cached_dtype(std: Standard, rule: Function | None) -> Function:
-    """Return ``rule(std, dtype, *options)`` with a cache.
+    """Return ``result_dtype(dtype, *options)``, which calls ``rule(std, dtype, *options)`` once each.
 
-    `torch.compile` calls it with constants only, so `std` is bound.
+    `std` is bound, because `torch.compile` may pass only constants to it.
     """
     cache: dict[Any, Any] = {}
 
@@ -65,7 +66,7 @@ def _cached_dtype(std: Standard, rule: Function | None) -> Function:
     return result_dtype
 
 
-#: Kind -> implementation, the operands that decide whether a call is ragged, and the rule for the
+#: Name of a kind -> implementation, the operands that decide whether a call is ragged, and the rule for the
 #: dtype of the result.
 IMPLEMENTATIONS: dict[str, tuple[FunctionType, str, Function | None]] = {}
 
@@ -83,9 +84,9 @@ def implements(
     *kinds
         Names of `Kind`.
     ragged
-        The operand that must be ragged: "first", "either" of the first two, "list" for an entry of
-        the list that is the first operand, or "all" to call the implementation for dense arrays
-        too.
+        The operand that must be ragged: "first", "either" of the first two, or "list" for an entry
+        of the list that is the first operand. With "all" the implementation is always called, for
+        dense arrays too.
     dtype_rule
         ``dtype_rule(std, dtype, *options)`` returns the dtype of the result, for
         `Standard.result_dtype`.
@@ -111,7 +112,7 @@ def bind(function: Function, name: str, kind: Kind, backend: Backend) -> Functio
         implementation.__defaults__,
         implementation.__closure__,
     )
-    # Python names a function by its qualified name where arguments do not fit.
+    # Python's TypeError about wrong arguments prints the qualified name.
     ragged.__qualname__ = getattr(function, "__name__", name)
     std = Standard(function, name, backend, dtype_rule)
     ragged.__kwdefaults__ = {**(implementation.__kwdefaults__ or {}), "std": std}

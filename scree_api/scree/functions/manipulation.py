@@ -31,9 +31,9 @@ from .binding import Standard, implements
 
 @implements("concat", ragged="list")
 def concat(arrays: Any, /, *, axis: int | None = 0, std: Standard) -> Any:
-    """Concatenate batches, or the rows of the same index along the ragged axis, or element axes."""
+    """Concatenate along axis 0 (more rows), the ragged axis (row by row), or an element axis."""
     first = _check_all_ragged(arrays)
-    axis, dim = normalize_axis(std.name, axis, first.ndim, batch=True), first.ragged_dim
+    axis, dim = normalize_axis(std.name, axis, first.ndim, allow_batch=True), first.ragged_dim
     if axis == dim + 1:
         # The call cache takes arrays by name.
         return _join.run({f"x{i}": x for i, x in enumerate(arrays)}, {})
@@ -52,7 +52,7 @@ def _check_all_ragged(arrays: Any) -> Array:
 
 
 def _check_same_axes(arrays: list[Array], except_axis: int) -> None:
-    """Raise unless all arrays have the axes of the first, of the same sizes except for one."""
+    """Raise unless all arrays have the axes of the first; sizes may differ along `except_axis`."""
     first = arrays[0]
     if any(x.ragged_dim != first.ragged_dim or x.ndim != first.ndim for x in arrays):
         raise ValueError(
@@ -85,13 +85,15 @@ def _concat_batches(arrays: list[Array], values: Any) -> Array:
     shifted = [x + base for x, base in zip(offsets, bases, strict=True)]
     starts = [x[:-1] for x in shifted]
     if all(layout.has_no_tail for layout in layouts[:-1]):
-        new = Layout(backend, xp.concat([*starts, shifted[-1][-1:]]), total, longest)
+        has_no_tail = layouts[-1].has_no_tail
+        offsets_of_all = xp.concat([*starts, shifted[-1][-1:]])
+        new = Layout(backend, offsets_of_all, total, longest, has_no_tail=has_no_tail)
         return Array.from_layout(values, new, dim)
     # Tails of all arrays but the last would be between the rows.
     lengths = xp.concat([x[1:] - x[:-1] for x in offsets])
     ends = xp.cumulative_sum(lengths, dtype=lengths.dtype)
     new = Layout(backend, xp.concat([offsets[0][:1], ends]), total, longest)
-    return select(Array.from_layout(values, new, dim), new, xp.concat(starts))
+    return select(Array.from_layout(values, new, dim), new, xp.concat(starts), distinct=True)
 
 
 def joined_layout(layouts: list[Layout]) -> Layout:
@@ -141,8 +143,8 @@ class JoinCall:
 @define_operation("join", JoinCall)
 def _join(call: JoinCall) -> Array:
     xp, new, dim = call.layout.xp, call.layout, call.arrays[0].ragged_dim
-    # `positions` are relative to the row of the current array. A token comes from the last array in
-    # which its position is not negative.
+    # `positions`: position of each result token minus the lengths of the earlier arrays' rows. The
+    # last array for which it is not negative holds the token.
     tokens, positions, base = None, new.positions, 0
     for layout in (x.layout for x in call.arrays):
         candidates = positions + new.per_token(layout.offsets[:-1]) + base
@@ -158,7 +160,7 @@ def _join(call: JoinCall) -> Array:
 def stack(arrays: Any, /, *, axis: int = 0, std: Standard) -> Any:
     """Stack ragged arrays of one layout along a new element axis."""
     first = _check_all_ragged(arrays)
-    axis = normalize_axis(std.name, axis, first.ndim + 1, batch=True)
+    axis = normalize_axis(std.name, axis, first.ndim + 1, allow_batch=True)
     if axis == 0:
         raise ValueError(
             "axis: the batch is axis 0 of a ragged array; use concat, or stack along another axis"
@@ -278,7 +280,8 @@ def reshape(x: Array, /, shape: Any, *, copy: bool | None = None, std: Standard)
 def broadcast_to(x: Array, /, shape: Any, *, std: Standard) -> Array:
     """Broadcast element axes of size 1 to a shape ``(n, None, ...)``."""
     shape = _check_shape(shape)
-    if len(shape) != x.ndim or shape[0] != x.batch_size or shape[x.ragged_dim + 1] is not None:
+    fits = len(shape) == x.ndim and shape[0] == x.batch_size and shape.count(None) == 1
+    if not fits or shape[x.ragged_dim + 1] is not None:
         raise ValueError(
             f"shape: expected {x.ndim} axes, {x.batch_size} rows and None for the ragged axis, got {shape}"
         )
@@ -307,7 +310,7 @@ def broadcast_arrays(*arrays: Any, std: Standard) -> Any:
 @implements("unstack")
 def unstack(x: Array, /, *, axis: int = 0, std: Standard) -> tuple[Any, ...]:
     """Return the rows as dense arrays (axis 0), or the entries of an element axis as ragged arrays."""
-    axis = normalize_axis(std.name, axis, x.ndim, batch=True)
+    axis = normalize_axis(std.name, axis, x.ndim, allow_batch=True)
     if axis == 0:
         return tuple(unpack(x))
     if axis == x.ragged_dim + 1:
@@ -325,7 +328,7 @@ def flip(x: Array, /, *, axis: Any = None, std: Standard) -> Array:
     if element_axes := tuple(a - 1 for a in axes if a not in (0, x.ragged_dim + 1)):
         x = x.with_values(std.function(x.values, axis=element_axes))
     if x.ragged_dim + 1 in axes:
-        x = select(x, x.layout, x.offsets[1:] - 1, -1)
+        x = select(x, x.layout, x.offsets[1:] - 1, -1, distinct=True)
     return take_rows(x, np.arange(x.batch_size - 1, -1, -1)) if 0 in axes else x
 
 
@@ -339,7 +342,7 @@ def roll(x: Array, /, shift: Any, *, axis: Any = None, std: Standard) -> Array:
         raise ValueError(f"shift: expected one for each axis of {axis}, got {shift}")
     for by, a in zip(shifts, axes, strict=True):
         by = checks.check_integer("shift", by)
-        a = normalize_axis(std.name, a, x.ndim, batch=True)
+        a = normalize_axis(std.name, a, x.ndim, allow_batch=True)
         if a == 0:
             x = take_rows(x, np.roll(np.arange(x.batch_size), by))
         elif a != x.ragged_dim + 1:
@@ -363,12 +366,12 @@ def _take_cyclic(x: Array, layout: Layout, positions: Any) -> Array:
 @implements("repeat")
 def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard) -> Array:
     """Repeat tokens, rows or elements, by an integer or by one count per token, row or element."""
-    axis, dim = normalize_axis(std.name, axis, x.ndim, batch=True), x.ragged_dim
+    axis, dim = normalize_axis(std.name, axis, x.ndim, allow_batch=True), x.ragged_dim
     if isinstance(repeats, SCALARS):
         repeats = checks.check_integer("repeats", repeats, 0)
         if axis == dim + 1:
             values = std.function(x.values, repeats, axis=dim)
-            return Array.from_layout(values, x.layout.repeat(repeats), dim)
+            return Array.from_layout(values, x.layout.repeat_tokens(repeats), dim)
     if axis == 0:
         if not isinstance(repeats, int):
             repeats = _read_counts(repeats, (x.batch_size,), x)
@@ -390,7 +393,7 @@ def repeat(x: Array, repeats: Any, /, *, axis: int | None = None, std: Standard)
 
 
 def _read_counts(repeats: Any, shape: tuple[int, ...], x: Array) -> np.ndarray:
-    """Return the counts in host memory; raise unless they have the shape, or (1,), and are >= 0."""
+    """Return the counts in host memory; raise unless their shape is `shape` or (1,), and all >= 0."""
     counts = x.layout.backend.read(checks.check_integers("repeats", repeats, x.values))
     if counts.shape not in (shape, (1,)):
         raise ValueError(f"repeats: expected shape {shape}, got {counts.shape}")
@@ -401,7 +404,7 @@ def _read_counts(repeats: Any, shape: tuple[int, ...], x: Array) -> np.ndarray:
 
 @implements("tile")
 def tile(x: Array, repetitions: tuple[int, ...], /, *, std: Standard) -> Array:
-    """Repeat whole rows in place, the batch, or the elements, as ``numpy.tile`` does."""
+    """Repeat each row's tokens as a block, the batch, or the elements, as ``numpy.tile`` does."""
     if not isinstance(repetitions, tuple | list):
         raise TypeError(f"repetitions: expected a tuple of integers, got {repetitions!r}")
     repetitions = tuple(checks.check_integer("repetitions", n, 0) for n in repetitions)
@@ -414,7 +417,7 @@ def tile(x: Array, repetitions: tuple[int, ...], /, *, std: Standard) -> Array:
     if any(n != 1 for n in element_counts):
         x = x.with_values(std.function(x.values, element_counts))
     if counts[x.ragged_dim + 1] != 1:
-        layout = x.layout.repeat(counts[x.ragged_dim + 1])
+        layout = x.layout.repeat_tokens(counts[x.ragged_dim + 1])
         x = _take_cyclic(x, layout, layout.positions)
     return take_rows(x, np.tile(np.arange(x.batch_size), counts[0])) if counts[0] != 1 else x
 

@@ -35,7 +35,7 @@ def take(x: Any, indices: Any, /, *, axis: int | None = None, std: Standard) -> 
             "indices: expected a dense array for a ragged x; scree.gather takes tokens by ragged indices"
         )
     checks.check_integers("indices", indices, x.values)
-    axis = normalize_axis(std.name, axis, x.ndim, batch=True)
+    axis = normalize_axis(std.name, axis, x.ndim, allow_batch=True)
     if axis == 0:
         return x[indices]
     if axis == x.ragged_dim + 1:

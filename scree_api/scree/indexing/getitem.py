@@ -3,9 +3,9 @@
 Keys select rows, slices of rows, tokens or slices within each row, ragged masks and positions, and
 elements.
 
-A result whose size depends on the offsets or on a mask reads them: rows chosen by an array, `arr[:,
-a:b]`, `arr[arr > 0]`. A single row reads two offsets. An index that keeps the layout, or takes one
-token of each row, reads nothing.
+A result whose size depends on the offsets or on a mask reads them: a row, a slice of rows, rows
+chosen by an array, `arr[:, a:b]`, `arr[arr > 0]`. An index that keeps the layout, or takes one token
+of each row, reads nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ FULL = slice(None)
 def getitem(arr: Array, key: Any, fill_value: Any = None) -> Any:
     """Return the rows, slices or tokens of an index.
 
-    `fill_value` replaces the token of a row that is too short for ``[:, i]``; see `_token`.
+    Where the offsets are not read for free, `fill_value` is the result for a row that is too short
+    for ``[:, i]``. Elsewhere such a row raises.
     """
     if isinstance(key, Array):
         checks.check_dense("index", key.values, arr.values)
@@ -94,7 +95,9 @@ def _is_full(key: Any) -> bool:
 def _in_bounds(arr: Array, shape: tuple[int, ...], keys: list[Any]) -> None:
     """Raise unless the integers among the keys are in bounds; some libraries clip them."""
     for axis, (k, size) in enumerate(zip(keys, shape, strict=True), start=1):
-        if isinstance(k, checks.INTEGERS) and not -size <= k < size:
+        if _is_integer(k) and is_array(k):
+            k = backend(k).peek(k)
+        if k is not None and _is_integer(k) and not -size <= operator.index(k) < size:
             raise IndexError(
                 f"index: expected a number in [-{size}, {size}) on axis {axis} of {arr.shape}, got {k}"
             )
@@ -182,11 +185,15 @@ def _slice(arr: Array, key: slice) -> Array:
     step = 1 if key.step is None else operator.index(key.step)
     if key == slice(None, None, -1):  # the lengths stay the same
         return select(arr, old, old.offsets[1:] - 1, step, distinct=True)
-    lengths = np.diff(old.read_offsets())
+    lengths = np.diff(old.read_offsets()).astype(np.int64)
     low, high = (0, lengths) if step > 0 else (-1, lengths - 1)
 
     def bound(x: Any, default: Any) -> Any:
-        return default if x is None else np.clip(np.where(x < 0, x + lengths, x), low, high)
+        if x is None:
+            return default
+        # Beyond all rows, so that any Python integer fits.
+        x = max(-old.total - 1, min(operator.index(x), old.total + 1))
+        return np.clip(x + lengths if x < 0 else x, low, high)
 
     first = bound(key.start, np.zeros_like(lengths) if step > 0 else lengths - 1)
     stop = bound(key.stop, lengths if step > 0 else np.full_like(lengths, -1))
@@ -205,16 +212,17 @@ def select(
     distinct: bool = False,
     kernel: str | None = None,
 ) -> Array:
-    """Return rows of the layout `new`.
+    """Return an array on the layout `new`.
 
-    The tokens of `arr` at `starts`, `starts + step`, ..., (n,) indices.
+    Row i holds the tokens of `arr` at ``starts[i]``, ``starts[i] + step``, ...; `starts` are (n,)
+    indices into the values.
     """
     return _select.run_call(SelectCall(arr, new, starts, step, distinct), kernel)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class SelectCall:
-    """Rows made of evenly spaced tokens of another array; of slices, flips and rows by index.
+    """A call of `select`, which serves slices, flips and rows by index.
 
     Attributes
     ----------
@@ -333,6 +341,7 @@ def _new_axes(arr: Array, keys: tuple[Any, ...], fill_value: Any) -> Any:
     implied = (FULL,) * (arr.ndim - sum(k is not Ellipsis for k in plain))
     at = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
     expanded = (*keys[:at], *implied, *keys[at + 1 :])
+    # The ellipsis is written out, so that each None has a fixed place.
     is_new = [k is None for k in expanded if k is None or not _is_integer(k)]
     for axis, new in enumerate(is_new):
         if new and not isinstance(out, Array):
@@ -370,7 +379,7 @@ def _mask(arr: Array, mask: Array) -> Array:
 def has_index_out_of_rows(index: Array, positions: Any, lengths: Any) -> bool:
     """Return whether some position of `index` is known to be outside of its row.
 
-    The tail does not count.
+    Tokens of the tail are ignored. The result is False if the answer would have to wait.
     """
     outside, mask = (positions < 0) | (positions >= lengths), index.layout.token_mask
     outside = outside if mask is None else outside & expand_to_tokens(index, mask)

@@ -3,8 +3,9 @@
 The standard implementation cuts queries and keys into tiles. It processes chunks of query tiles.
 For each chunk it iterates over the key tiles that any query sees, with the online softmax of
 FlashAttention (Dao et al., 2022; Milakov and Gimelshein, 2018). Besides the result it stores the
-scores of one chunk and one key tile. The work is proportional to the number of visible tiles. If
-the rows are unknown on the host, all query tiles form one chunk.
+keys and values by tile, and the scores of one chunk and one key tile. If the rows are known on the
+host, the work is proportional to the number of visible tiles. Otherwise all query tiles form one
+chunk, and each iterates up to the bound on the longest row.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class AttentionCall:
     deterministic
         Whether equal inputs must give equal bits, in gradients too.
     return_lse
-        Whether the log-sum-exp of the scores, (total_q, num_heads) float32, is returned too.
+        Whether the log-sum-exp of the scores, (total_q, num_heads) in the accumulation dtype, is
+        returned too.
     """
 
     q: Array
@@ -93,15 +95,16 @@ class AttentionCall:
         if v.offsets is not k.offsets:
             check_shared_layout("attention: k and v", (k, v))
         (_, heads, dim), (_, kv_heads, k_dim) = q.values.shape, k.values.shape
-        if dim == 0:
-            raise ValueError("q: expected a head_dim of at least 1, got 0")
+        for name, width in (("q", dim), ("v", v.values.shape[2])):
+            if width == 0:
+                raise ValueError(f"{name}: expected a head_dim of at least 1, got 0")
         if k_dim != dim:
             raise ValueError(f"k: expected head_dim {dim} as q, got {k_dim}")
         if v.values.shape[1] != kv_heads:
             raise ValueError(f"v: expected {kv_heads} heads as k, got {v.values.shape[1]}")
-        if kv_heads == 0 or heads % kv_heads:
+        if 0 in (heads, kv_heads) or heads % kv_heads:
             raise ValueError(
-                f"q: expected num_heads to be a multiple of num_kv_heads {kv_heads}, got {heads}"
+                f"q: expected num_heads to be a positive multiple of num_kv_heads {kv_heads}, got {heads}"
             )
         causal = check_flag("causal", self.causal)
         check_flag("deterministic", self.deterministic)
@@ -216,6 +219,7 @@ def attention(
     window
         An integer ``w``, with `causal`: each query sees the last ``w`` keys up to its own position.
         ``(left, right)``: the keys from ``left`` before to ``right`` after it; None is unbounded.
+        With `causal`, ``right`` has no effect.
     scale
         Factor of the scores; ``1 / sqrt(head_dim)`` by default.
     softcap
@@ -282,8 +286,8 @@ def _apply_sinks(out: Array, lse: Array, sinks: Any) -> tuple[Array, Array]:
     xp, wide = lse.layout.xp, lse.dtype
     sinks = xp.broadcast_to(xp.astype(sinks, wide, copy=False), lse.values.shape)
     sees_a_key = lse.values != -float("inf")
-    # Queries without keys take a finite value here, so that their gradient is finite.
-    finite_lse = xp.where(sees_a_key, lse.values, sinks)
+    # Queries without keys take a finite value here, so that their output and gradient are finite.
+    finite_lse = xp.where(sees_a_key, lse.values, 0.0)
     with_sink = xp.logaddexp(finite_lse, sinks)
     factor = xp.exp(finite_lse - with_sink)[..., None]
     values = xp.astype(xp.astype(out.values, wide, copy=False) * factor, out.dtype, copy=False)
@@ -300,9 +304,11 @@ class _Schedule(NamedTuple):
     tokens
         (tiles, QUERY_TILE) index into q.
     query_positions
-        (tiles, QUERY_TILE) position of each query, in the row of keys.
+        (tiles, QUERY_TILE) position of each query in the row of keys, ``i + len_k - len_q``; it may
+        be negative.
     first_key, last_key
-        (tiles, QUERY_TILE) positions of the first and the last key that each query sees.
+        (tiles, QUERY_TILE) positions of the first and the last key that each query sees. The last
+        is before the first if it sees none.
     start
         (tiles,) position of the first key that any query sees, rounded down to a key tile.
     start_tile
@@ -340,7 +346,10 @@ def _attention(call: AttentionCall) -> Any:
     if 0 in (q.offsets.shape[0] - 1, q.values.shape[0], call.k.values.shape[0]):
         return _empty_result(call, wide)
     size = min(QUERY_TILE, _length_bound(layout, "q"))
-    is_known = layout.host_offsets is not None and k_layout.host_offsets is not None
+    q_host, k_host = layout.host_offsets, k_layout.host_offsets
+    is_known = q_host is not None and k_host is not None
+    if q_host is not None and k_host is not None and 0 in (q_host[-1], k_host[-1]):
+        return _empty_result(call, wide)  # all tokens are in the tail
     key = ("attention schedule", size, call.window, is_known)
     schedule = layout.cached(key, lambda: _make_schedule(call, size, is_known), pair=k_layout)
     tiles = k_layout.tiles(KEY_TILE)
@@ -402,8 +411,9 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
     if not is_known:
         return _Schedule(slots, *per_query_tile, None, None)
     counts = np.maximum(-(-(last.max(axis=1) + 1 - start) // KEY_TILE), 1)
-    # Slots without a query do not count. A query before all keys has `last` < 0 too; then another
-    # query of its tile sees at most the first key, or none sees any.
+    # Slots without a query do not count. From query to query `last` rises by at most 1. So if a
+    # query before all keys has `last` < 0 and a later one has not, some query has `last` == 0, and
+    # no key tile is unmasked.
     seen_by_all = np.where(last < 0, last.max(axis=1, keepdims=True), last).min(axis=1) + 1
     num_unmasked = np.where(first.max(axis=1) <= start, (seen_by_all - start) // KEY_TILE, 0)
     # Sort the query tiles by falling number of key tiles.
@@ -418,7 +428,7 @@ def _make_schedule(call: AttentionCall, size: int, is_known: bool) -> _Schedule:
 def _chunks(call: AttentionCall, schedule: _Schedule) -> list[slice]:
     """Return slices of query tiles with at most `MAX_SCORES` scores per key tile.
 
-    One slice if the rows are unknown on the host.
+    A slice has at least one query tile. There is one slice if the rows are unknown on the host.
     """
     tiles, size = schedule.tokens.shape
     if schedule.num_key_tiles is None:
@@ -457,7 +467,7 @@ def _attend(
     sums run along the slow axis.
     """
     xp, kv_heads, k_layout = call.q.layout.xp, call.num_kv_heads, call.k.layout
-    tiles, size = schedule.tokens[chunk, :].shape
+    num_tiles, size = schedule.tokens[chunk, :].shape
     q = _query_tiles(call, schedule.tokens[chunk, :], wide)
     state: _OnlineSoftmax | None = None
     finished: list[_OnlineSoftmax] = []
@@ -497,8 +507,10 @@ def _attend(
     lse = xp.where(nonzero, state.maximum + xp.log(divisor), -float("inf"))
 
     def to_queries(x: Any) -> Any:
-        x = xp.reshape(x, (tiles, kv_heads, x.shape[2], -1, size))
-        return xp.reshape(xp.permute_dims(x, (0, 4, 1, 3, 2)), (tiles * size, call.num_heads, -1))
+        x = xp.permute_dims(
+            xp.reshape(x, (num_tiles, kv_heads, x.shape[2], -1, size)), (0, 4, 1, 3, 2)
+        )
+        return xp.reshape(x, (num_tiles * size, call.num_heads, -1))
 
     return to_queries(out), to_queries(lse)[..., 0]
 
