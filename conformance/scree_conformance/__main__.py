@@ -25,7 +25,7 @@ OUTCOMES = ("passed", "failed", "rejected", "absent")
 
 
 @dataclass(slots=True)
-class Line:
+class OutcomeCounts:
     """Counts of the outcomes of one operation's cases."""
 
     passed: int = 0
@@ -38,82 +38,88 @@ class Line:
 
 def run(
     backend: str, device: str | None = None, kernel: str | None = None, only: str = ""
-) -> dict[str, Line]:
+) -> dict[str, OutcomeCounts]:
     """Run every case whose name contains `only`, and return the outcomes per operation."""
     lib = load(backend, device)
-    bench, lines = Bench(lib, kernel), dict[str, Line]()
+    bench, results = Bench(lib, kernel), dict[str, OutcomeCounts]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about NaN and empty arrays
         for case in cases(lib, kernel):
             if only not in case.name:
                 continue
-            line = lines.setdefault(case.operation.name, Line())
+            counts = results.setdefault(case.operation.name, OutcomeCounts())
             try:
                 case.run(bench)
-                line.passed += 1
+                counts.passed += 1
             except Rejected as reason:
-                line.rejected += 1
-                line.notes.append(f"{case.name}: {reason}")
+                counts.rejected += 1
+                counts.notes.append(f"{case.name}: {reason}")
             except Absent as reason:
-                line.absent += 1
-                line.notes.append(f"{case.name}: {reason}")
-                line.why = str(reason)
-            except Exception as error:  # a case may fail in any way; the other cases still run
-                line.failed += 1
-                line.notes.insert(
+                counts.absent += 1
+                counts.notes.append(f"{case.name}: {reason}")
+                counts.why = str(reason)
+            # A case may fail in any way; the other cases still run.
+            except Exception as error:
+                counts.failed += 1
+                counts.notes.insert(
                     0, f"{case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
                 )
-    return lines
+    return results
 
 
-def markdown(title: str, lines: dict[str, Line]) -> str:
-    """Return the table, followed by the first failure or refusal of each operation."""
+def markdown(title: str, results: dict[str, OutcomeCounts]) -> str:
+    """Return the table, followed by the first note of each operation."""
     cells = (
-        [name, *(str(getattr(line, outcome)) for outcome in OUTCOMES)]
-        for name, line in lines.items()
+        [name, *(str(getattr(counts, outcome)) for outcome in OUTCOMES)]
+        for name, counts in results.items()
     )
     rows = [f"| {' | '.join(row)} |" for row in cells]
-    notes = [f"- {line.notes[0]}" for line in lines.values() if line.notes]
-    head = ["| operation | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * len(OUTCOMES)]
-    return "\n".join([f"# {title}", "", *head, *rows, *(["", *notes] if notes else []), ""])
+    notes = [f"- {counts.notes[0]}" for counts in results.values() if counts.notes]
+    header = ["| operation | " + " | ".join(OUTCOMES) + " |", "|---|" + "---:|" * len(OUTCOMES)]
+    return "\n".join([f"# {title}", "", *header, *rows, *(["", *notes] if notes else []), ""])
 
 
-def write(path: Path, title: str, about: dict[str, Any], lines: dict[str, Line]) -> list[Path]:
-    """Write Markdown or JSON, by the suffix of `path`; both where it has no suffix."""
-    parts = {".md": markdown(title, lines)}
+def write(
+    path: Path, title: str, metadata: dict[str, Any], results: dict[str, OutcomeCounts]
+) -> list[Path]:
+    """Write Markdown or JSON, by the suffix of `path`; without a suffix, write both."""
+    texts = {".md": markdown(title, results)}
     table = {
-        name: {k: getattr(line, k) for k in (*OUTCOMES, "notes")} for name, line in lines.items()
+        name: {k: getattr(counts, k) for k in (*OUTCOMES, "notes")}
+        for name, counts in results.items()
     }
-    parts[".json"] = json.dumps({**about, "operations": table}, indent=1) + "\n"
-    wanted = [path.suffix] if path.suffix in parts else list(parts)
-    written = [
-        path if path.suffix in parts else path.with_name(path.name + suffix) for suffix in wanted
+    texts[".json"] = json.dumps({**metadata, "operations": table}, indent=1) + "\n"
+    suffixes = [path.suffix] if path.suffix in texts else list(texts)
+    paths = [
+        path if path.suffix in texts else path.with_name(path.name + suffix) for suffix in suffixes
     ]
-    for target, suffix in zip(written, wanted, strict=True):
+    for target, suffix in zip(paths, suffixes, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(parts[suffix])
-    return written
+        target.write_text(texts[suffix])
+    return paths
 
 
-def show(title: str, lines: dict[str, Line]) -> None:
+def show(title: str, results: dict[str, OutcomeCounts]) -> None:
     """Print the table."""
     try:
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
     except ImportError:
-        print(markdown(title, lines))
+        print(markdown(title, results))
         return
     table = Table("operation", *OUTCOMES, title=title)
-    for name, line in lines.items():
-        style = "red" if line.failed else "yellow" if line.rejected or line.absent else ""
+    for name, counts in results.items():
+        style = "red" if counts.failed else "yellow" if counts.rejected or counts.absent else ""
         table.add_row(
-            escape(name), *(str(getattr(line, outcome) or "") for outcome in OUTCOMES), style=style
+            escape(name),
+            *(str(getattr(counts, outcome) or "") for outcome in OUTCOMES),
+            style=style,
         )
     console = Console()
     console.print(table)
-    for line in lines.values():
-        for note in line.notes[:1]:
+    for counts in results.values():
+        for note in counts.notes[:1]:
             console.print(escape(note))
 
 
@@ -123,7 +129,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "--backend", choices=list(LIBRARIES), default="numpy", help="the library (default: numpy)"
     )
-    parser.add_argument("--device", help="where its arrays are, as the library names it")
+    parser.add_argument("--device", help="the device of the arrays, by the library's name for it")
     parser.add_argument("--kernel", help="run only operations that have kernels, on this provider")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only cases whose name contains TEXT"
@@ -140,34 +146,34 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     if options.coverage is not None and (options.only or options.kernel):
         parser.error("--coverage: expected a run of all operations, without --only and --kernel")
-    began = time.perf_counter()
+    start = time.perf_counter()
     with ExitStack() as stack:
         if options.kernel == loopback.PROVIDER:
             stack.enter_context(loopback.registered())
-        lines = run(options.backend, options.device, options.kernel, options.only)
-    counts = {
-        outcome: sum(getattr(line, outcome) for line in lines.values()) for outcome in OUTCOMES
+        results = run(options.backend, options.device, options.kernel, options.only)
+    totals = {
+        outcome: sum(getattr(counts, outcome) for counts in results.values())
+        for outcome in OUTCOMES
     }
-    where = f"{options.backend}" + (f" on {options.device}" if options.device else "")
-    who = f", kernel {options.kernel}" if options.kernel else ""
-    title = f"scree {scree.__version__}: {where}{who}: " + ", ".join(
-        f"{n} {outcome}" for outcome, n in counts.items()
-    )
-    show(title, lines)
-    print(f"{time.perf_counter() - began:.0f} s")
+    device = f" on {options.device}" if options.device else ""
+    kernel = f", kernel {options.kernel}" if options.kernel else ""
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in totals.items())
+    title = f"scree {scree.__version__}: {options.backend}{device}{kernel}: {summary}"
+    show(title, results)
+    print(f"{time.perf_counter() - start:.0f} s")
     if options.report is not None:
-        about = {
+        metadata = {
             "scree": scree.__version__,
             "backend": options.backend,
             "device": options.device,
             "kernel": options.kernel,
         }
-        for path in write(options.report, title, {**about, **counts}, lines):
+        for path in write(options.report, title, {**metadata, **totals}, results):
             print(f"wrote {path}")
     if options.coverage is not None:
-        coverage.update(options.coverage, options.backend, lines)
+        coverage.update(options.coverage, options.backend, results)
         print(f"wrote {options.coverage}")
-    return 1 if counts["failed"] or not counts["passed"] else 0
+    return 1 if totals["failed"] or not totals["passed"] else 0
 
 
 if __name__ == "__main__":

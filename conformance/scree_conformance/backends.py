@@ -1,6 +1,6 @@
 """The libraries under test: array creation, dtypes, and conversion of results to NumPy.
 
-This module knows the libraries so that the cases need not. Nothing in it calls scree.
+Only this module depends on a particular library. It does not import scree.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Library:
         ``read(x)``: an array of the library as a NumPy array. Floating point becomes float64,
         complex becomes complex128.
     host
-        Whether offsets on this device can be read without waiting, so that scree compares layouts
-        by value.
+        Whether scree can read offsets on this device without a synchronization, and so compares
+        layouts by value.
     default_float, default_integer
         Names of the default dtypes.
     compiles
-        Whether the library compiles every operation for every shape, so that many shapes are slow.
-    rough_float64
+        Whether the library compiles every operation for every shape. Then many shapes are slow.
+    float32_transcendentals
         Whether exp, sin and tanh of float64 have only the precision of float32.
     generator
-        ``generator(seed)``: the source of its random functions, or None.
+        ``generator(seed)``: the generator or key of the library's random functions, or None.
     gaps
-        Function that the library lacks, or ``"function-dtype"`` -> reason. The case must fail, and
-        the coverage page shows the reason.
+        Missing function, or ``"function-dtype"`` -> reason. The case must fail, and the coverage
+        page shows the reason.
     jit
         ``jit(f)``: the compiled function of dense arrays, or None.
     grad
@@ -67,7 +67,7 @@ class Library:
     default_float: str = "float32"
     default_integer: str = "int64"
     compiles: bool = False
-    rough_float64: bool = False
+    float32_transcendentals: bool = False
     generator: Callable[[int], Any] | None = None
     gaps: dict[str, str] = field(default_factory=dict)
     jit: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
@@ -87,28 +87,28 @@ class Library:
         return self.gaps.get(f"{operation}-{dtype}") or self.gaps.get(operation)
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _widen(x: np.ndarray) -> np.ndarray:
     return x.astype(
         {"f": np.float64, "V": np.float64, "c": np.complex128}.get(x.dtype.kind, x.dtype)
     )
 
 
-def _named(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _dtypes_of(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names if hasattr(module, name)}
 
 
-_ALL = ("bool", *FLOATS, *INTEGERS, "uint16", "uint32", "uint64", *COMPLEX, "complex128")
+_DTYPES = ("bool", *FLOATS, *INTEGERS, "uint16", "uint32", "uint64", *COMPLEX, "complex128")
 
 
 def _numpy(device: str | None) -> Library:
     if device not in (None, "cpu"):
         raise ValueError(f"device: expected 'cpu', the only one of NumPy, got {device!r}")
-    dtypes = {name: np.dtype(name) for name in _ALL if name != "bfloat16"}
+    dtypes = {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"}
     return Library(
         "numpy",
         dtypes,
         lambda x, dtype: np.array(x, dtype=dtype),
-        lambda x: _wide(np.asarray(x)),
+        lambda x: _widen(np.asarray(x)),
         default_float="float64",
         generator=np.random.default_rng,
     )
@@ -117,14 +117,15 @@ def _numpy(device: str | None) -> Library:
 def _torch(device: str | None) -> Library:
     import torch
 
-    place = torch.device(device or "cpu")
+    device_object = torch.device(device or "cpu")
 
     def read(x: torch.Tensor) -> np.ndarray:
         x = x.detach().cpu().resolve_conj().resolve_neg()
-        return _wide((x.to(torch.float64) if x.is_floating_point() else x).numpy())
+        return _widen((x.to(torch.float64) if x.is_floating_point() else x).numpy())
 
     def jit(f: Callable[..., Any]) -> Callable[..., Any]:
-        torch.compiler.reset()  # it counts the functions that share their code, and stops at eight
+        # Dynamo recompiles a function at most eight times; all calls here share one code object.
+        torch.compiler.reset()
         return torch.compile(f, backend="eager", fullgraph=True)
 
     def grad(f: Callable[..., Any], *arrays: torch.Tensor) -> list[torch.Tensor]:
@@ -132,15 +133,15 @@ def _torch(device: str | None) -> Library:
         return list(torch.autograd.grad(f(*inputs), inputs))
 
     def array(x: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(x, device=place).to(dtype)
+        return torch.tensor(x, device=device_object).to(dtype)
 
     return Library(
         "torch",
-        _named(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")),
+        _dtypes_of(torch, ("bool", *FLOATS, *INTEGERS, *COMPLEX, "complex128")),
         array,
         read,
-        host=place.type == "cpu",
-        generator=lambda seed: torch.Generator(place).manual_seed(seed),
+        host=device_object.type == "cpu",
+        generator=lambda seed: torch.Generator(device_object).manual_seed(seed),
         gaps={"unique_all": "PyTorch does not say where a value is first"},
         grad=grad,
         jit=jit,
@@ -151,22 +152,24 @@ def _jax(device: str | None) -> Library:
     import jax
     import jax.numpy as jnp
 
-    place = jax.devices(device)[0] if device else None
-    wide = jax.config.jax_enable_x64
-    names = tuple(n for n in _ALL if wide or n not in ("float64", "int64", "uint64", "complex128"))
+    device_object = jax.devices(device)[0] if device else None
+    x64 = jax.config.jax_enable_x64
+    names = tuple(
+        n for n in _DTYPES if x64 or n not in ("float64", "int64", "uint64", "complex128")
+    )
     dtypes = {name: np.dtype(getattr(jnp, name)) for name in names}
 
     def array(x: np.ndarray, dtype: Any) -> Any:
-        return jax.device_put(np.asarray(x).astype(dtype), place)
+        return jax.device_put(np.asarray(x).astype(dtype), device_object)
 
     return Library(
         "jax",
         dtypes,
         array,
-        lambda x: _wide(np.asarray(x)),
+        lambda x: _widen(np.asarray(x)),
         host=(device or "cpu") == "cpu",
-        default_float="float64" if wide else "float32",
-        default_integer="int64" if wide else "int32",
+        default_float="float64" if x64 else "float32",
+        default_integer="int64" if x64 else "int32",
         generator=jax.random.key,
         compiles=True,
         jit=jax.jit,
@@ -181,24 +184,22 @@ def _mlx(device: str | None) -> Library:
         mx.set_default_device(getattr(mx, device))
     dtypes = {
         "bool": mx.bool_,
-        **_named(mx, tuple(name for name in _ALL if name not in ("bool", "complex128"))),
+        **_dtypes_of(mx, tuple(name for name in _DTYPES if name not in ("bool", "complex128"))),
     }
     if mx.default_device() != mx.Device(mx.cpu):
         del dtypes["float64"]
 
     def read(x: Any) -> np.ndarray:
-        return _wide(np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x))
+        return _widen(np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x))
 
     def grad(f: Callable[..., Any], *arrays: Any) -> list[Any]:
         gradients = mx.grad(f, argnums=list(range(len(arrays))))(*arrays)
         return [gradients] if isinstance(gradients, mx.array) else list(gradients)
 
     def array(x: np.ndarray, dtype: Any) -> Any:
-        return (
-            mx.array(x, dtype=mx.float64).astype(dtype)
-            if x.dtype == np.float64
-            else mx.array(x).astype(dtype)
-        )
+        # mx.array converts float64 to float32 by default.
+        exact_dtype = mx.float64 if x.dtype == np.float64 else None
+        return mx.array(x, dtype=exact_dtype).astype(dtype)
 
     return Library(
         "mlx",
@@ -207,7 +208,7 @@ def _mlx(device: str | None) -> Library:
         read,
         host=False,
         default_integer="int32",
-        rough_float64=True,
+        float32_transcendentals=True,
         generator=mx.random.key,
         gaps={
             "complex128": "MLX has no such dtype",
@@ -224,11 +225,11 @@ def _mlx(device: str | None) -> Library:
 def _strict(device: str | None, **flags: bool) -> Library:
     import array_api_strict as xp
 
-    place = xp.Device(device) if device else None
+    device_object = xp.Device(device) if device else None
     cpu = xp.Device("CPU_DEVICE")
     dtypes = {
         "bool": xp.bool,
-        **_named(xp, tuple(name for name in _ALL if name not in ("bool", *HALF))),
+        **_dtypes_of(xp, tuple(name for name in _DTYPES if name not in ("bool", *HALF))),
     }
 
     gaps = {
@@ -245,8 +246,8 @@ def _strict(device: str | None, **flags: bool) -> Library:
     return Library(
         "strict_minimal" if flags else "array_api_strict",
         dtypes,
-        lambda x, dtype: xp.asarray(x, dtype=dtype, device=place),
-        lambda x: _wide(np.from_dlpack(x.to_device(cpu))),
+        lambda x, dtype: xp.asarray(x, dtype=dtype, device=device_object),
+        lambda x: _widen(np.from_dlpack(x.to_device(cpu))),
         default_float="float64",
         gaps=gaps,
         context=context,

@@ -1,4 +1,4 @@
-"""The coverage table: the outcome of each function on each library, in one JSON file."""
+"""The coverage table: the outcome of each function on each library, in a JSON file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from .table import FUNCTIONS, OPERATIONS
 
-#: Variants of an operation with outcomes of their own; every other variant counts as eager.
+#: Variants with separate outcomes; every other variant of an operation counts as eager.
 VARIANTS = ("eager", "jitted", "differentiated")
 #: Library -> packages whose versions the table shows.
 PACKAGES = {
@@ -21,7 +21,7 @@ PACKAGES = {
 }  # fmt: skip
 
 
-class Counts(Protocol):
+class OutcomeCounts(Protocol):
     """Counts of the outcomes of one operation's cases."""
 
     passed: int
@@ -30,26 +30,26 @@ class Counts(Protocol):
     why: str
 
 
-def outcomes(lines: Mapping[str, Counts]) -> dict[str, dict[str, list[Any]]]:
+def outcomes(results: Mapping[str, OutcomeCounts]) -> dict[str, dict[str, list[Any]]]:
     """Return ``[passed, failed, absent, why]`` per function and variant.
 
     The counts are sums over the operations that check the function.
     """
     totals: dict[str, dict[str, list[Any]]] = {name: {} for name in FUNCTIONS}
     for operation in OPERATIONS:
-        line = lines.get(operation.name)
-        if line is None:
+        counts = results.get(operation.name)
+        if counts is None:
             continue
         variant = operation.variant if operation.variant in VARIANTS else "eager"
         for name in operation.functions:
             cell = totals[name].setdefault(variant, [0, 0, 0, ""])
-            for i, count in enumerate((line.passed, line.failed, line.absent)):
+            for i, count in enumerate((counts.passed, counts.failed, counts.absent)):
                 cell[i] += count
-            cell[3] = cell[3] or line.why
+            cell[3] = cell[3] or counts.why
     return totals
 
 
-def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
+def update(path: Path, backend: str, results: Mapping[str, OutcomeCounts]) -> None:
     """Write the column of one library into the file, with the date and the versions."""
     table = json.loads(path.read_text()) if path.exists() else {}
     table[backend] = {
@@ -58,7 +58,7 @@ def update(path: Path, backend: str, lines: Mapping[str, Counts]) -> None:
             "python": platform.python_version(),
             **{name: _version(name) for name in ("scree", *PACKAGES[backend])},
         },
-        "functions": outcomes(lines),
+        "functions": outcomes(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = [f"{json.dumps(name)}: {_column(table[name])}" for name in PACKAGES if name in table]
@@ -70,12 +70,13 @@ def _column(column: dict[str, Any]) -> str:
     rows = [
         f"  {json.dumps(name)}: {json.dumps(cells)}" for name, cells in column["functions"].items()
     ]
-    head = [f" {json.dumps(key)}: {json.dumps(column[key])}" for key in ("date", "versions")]
-    return "{\n" + ",\n".join([*head, ' "functions": {\n' + ",\n".join(rows) + "\n }"]) + "\n}"
+    header = [f" {json.dumps(key)}: {json.dumps(column[key])}" for key in ("date", "versions")]
+    return "{\n" + ",\n".join([*header, ' "functions": {\n' + ",\n".join(rows) + "\n }"]) + "\n}"
 
 
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # on the path, but not installed
+    # The package is on the import path, but not installed.
+    except PackageNotFoundError:
         return "unknown"

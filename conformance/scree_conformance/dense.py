@@ -1,6 +1,6 @@
 """Two laws about dense arrays.
 
-In the namespace, dense arrays get the library's own functions. A ragged array of equal rows gives
+For dense arrays, the namespace calls the library's own functions. A ragged array of equal rows gives
 the same results as the dense array. Both laws try every function of the table on the same list of
 calls.
 """
@@ -32,66 +32,67 @@ N, LENGTH, WIDTH = 4, 5, 2
 class Arrays:
     """Arguments of the calls, created on access.
 
-    Each has three axes; the second axis is ragged if `equal_rows`.
+    An argument has three axes. With `equal_rows`, the second axis is ragged.
     """
 
     def __init__(self, bench: Bench, dtype: str, *, equal_rows: bool) -> None:
         self._bench, self._dtype, self._equal_rows = bench, dtype, equal_rows
-        self._rows = bench.of(
-            bench.lib.make(np.zeros(N * LENGTH), "float32"), [LENGTH] * N
-        ).x  # all arrays share its layout
+        # All ragged arguments share the layout of this array.
+        tokens = bench.lib.make(np.zeros(N * LENGTH), "float32")
+        self._ragged = bench.of(tokens, [LENGTH] * N).array
 
     def __getattr__(self, name: str) -> Any:
-        self._bench.start(name)  # same numbers, fresh copies: some calls write into them
+        # Some calls write into their arguments: every access draws the same numbers again.
+        self._bench.start(name)
         array = ARGUMENTS[name](self._bench, self._dtype)
         if name in ALWAYS_DENSE or not self._equal_rows:
             return array
-        return self._rows.with_values(self._bench.xp.reshape(array, (-1, *array.shape[2:])))
+        return self._ragged.with_values(self._bench.xp.reshape(array, (-1, *array.shape[2:])))
 
     def shape(self, *shape: int) -> tuple[int | None, ...]:
         """Return a shape for these arrays."""
         return tuple(None if self._equal_rows and axis == 1 else n for axis, n in enumerate(shape))
 
 
-def _skew(bench: Bench, dtype: str) -> Any:
+def _invertible(bench: Bench, dtype: str) -> Any:
     numbers = bench.rng.uniform(0.1, 0.3, (N, LENGTH, 1, 1)) + 2 * np.eye(WIDTH)
     return bench.lib.make(numbers, dtype if dtype in ("float32", "float64") else "float32")
 
 
 #: Argument -> the dense array.
 ARGUMENTS: dict[str, Callable[[Bench, str], Any]] = {
-    "x": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").x,
-    "y": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").x,
-    "integers": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "int32", "twos").x,
+    "x": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").array,
+    "y": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), dtype, "twos").array,
+    "integers": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "int32", "twos").array,
     "positions": lambda bench, dtype: (
-        bench.dense((N, LENGTH, WIDTH), bench.lib.default_integer, "bool").x
+        bench.dense((N, LENGTH, WIDTH), bench.lib.default_integer, "bool").array
     ),
-    "booleans": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "bool", "bool").x,
-    "complex": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "complex64", "complex").x,
-    "matrix": _skew,
-    "vector": lambda bench, dtype: bench.dense((WIDTH,), dtype, "twos").x,
-    "per_row": lambda bench, dtype: bench.dense((N, 1, WIDTH), dtype, "twos").x,
-    "weight": lambda bench, dtype: bench.dense((WIDTH, 3), dtype, "twos").x,
-    "weights": lambda bench, dtype: bench.dense((N, WIDTH, 3), dtype, "twos").x,
+    "booleans": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "bool", "bool").array,
+    "complex": lambda bench, dtype: bench.dense((N, LENGTH, WIDTH), "complex64", "complex").array,
+    "matrix": _invertible,
+    "vector": lambda bench, dtype: bench.dense((WIDTH,), dtype, "twos").array,
+    "per_row": lambda bench, dtype: bench.dense((N, 1, WIDTH), dtype, "twos").array,
+    "weight": lambda bench, dtype: bench.dense((WIDTH, 3), dtype, "twos").array,
+    "weights": lambda bench, dtype: bench.dense((N, WIDTH, 3), dtype, "twos").array,
     "sorted": lambda bench, dtype: bench.lib.make([0, 1, 2, 3], dtype),
-    "picks": lambda bench, dtype: bench.lib.make([1, 0, 0], bench.lib.default_integer),
+    "indices": lambda bench, dtype: bench.lib.make([1, 0, 0], bench.lib.default_integer),
 }
-ALWAYS_DENSE = ("vector", "per_row", "weight", "weights", "sorted", "picks")
+ALWAYS_DENSE = ("vector", "per_row", "weight", "weights", "sorted", "indices")
 
 
 Call = Callable[[Any, Any, Arrays], Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: Calls with positions: the only calls of functions that index, which could read out of bounds with
-#: other numbers.
-PLACES: list[Call] = [
-    *(lambda xp, f, a, axis=axis: f(a.x, a.picks, axis=axis) for axis in (0, 2)),
+#: The only calls of functions that index. With arguments other than positions, these functions could
+#: read out of bounds.
+INDEX_CALLS: list[Call] = [
+    *(lambda xp, f, a, axis=axis: f(a.x, a.indices, axis=axis) for axis in (0, 2)),
     *(lambda xp, f, a, axis=axis: f(a.x, a.positions, axis=axis) for axis in (1, 2)),
 ]
 #: Every function accepts at least one of these calls, and refuses some.
 CALLS: list[Call] = [
-    *PLACES,
+    *INDEX_CALLS,
     *(lambda xp, f, a, axis=axis: f(a.x, axis=axis) for axis in (1, 2, -1, -2, (1, 2), (0, 1),
                                                                  (0, 1, 2), None, 0, 5)),
     *(lambda xp, f, a, axis=axis: f(a.x, axis=axis, keepdims=True) for axis in (1, 2, (0, 1),
@@ -115,7 +116,7 @@ CALLS: list[Call] = [
     lambda xp, f, a: f(a.sorted, a.x),
     lambda xp, f, a: f(a.integers),
     lambda xp, f, a: f(a.integers, a.integers),
-    lambda xp, f, a: f(a.integers, a.picks),
+    lambda xp, f, a: f(a.integers, a.indices),
     lambda xp, f, a: f(a.booleans),
     lambda xp, f, a: f(a.booleans, a.booleans),
     lambda xp, f, a: f(a.booleans, a.x, a.y),
@@ -194,7 +195,8 @@ class Refusal(NamedTuple):
 
     functions: str
     condition: Callable[[Args, Kwargs], bool]
-    message: str  # a regular expression
+    #: Regular expression of the error message.
+    message: str
     reason: str
 
 
@@ -233,7 +235,7 @@ REFUSALS = [
             "The standard takes a tuple."),
     Refusal("tile", _has_second(lambda x: isinstance(x, tuple) and None in x),
             "expected a Python integer, got None",
-            "A shape is no number of repetitions; the dense call has a number here."),
+            "A shape with None is no number of repetitions; the dense call has a number here."),
     Refusal("take", _has_second(lambda x: isinstance(x, scree.Array)),
             "indices: expected a dense array",
             "The standard takes one-dimensional indices; xp.ragged.gather takes ragged ones."),
@@ -291,29 +293,31 @@ def _is_expected(name: str, args: Args, kwargs: Kwargs, error: Exception) -> boo
     )
 
 
-ENOUGH = 2  # valid calls per function where the library compiles each call
+#: Number of valid calls per function, if the library compiles each call.
+MAX_COMPILED_CALLS = 2
 
 
-def _enough(bench: Bench, works: int) -> bool:
-    return bench.lib.compiles and works >= ENOUGH
+def _has_enough(bench: Bench, valid_calls: int) -> bool:
+    return bench.lib.compiles and valid_calls >= MAX_COMPILED_CALLS
 
 
 def _calls(name: str) -> list[Call]:
-    return PLACES if name.startswith("take") else CALLS
+    return INDEX_CALLS if name.startswith("take") else CALLS
 
 
 def _outcome(bench: Bench, f: Any, call: Call, dtype: str, *, equal_rows: bool = False) -> Any:
     """Return the result of a call in a comparable form, or the error."""
     arrays = Arrays(bench, dtype, equal_rows=equal_rows)
     try:
-        return _plain(bench, call(bench.xp if equal_rows else bench.library_xp, f, arrays))
-    except Exception as error:  # any error passes, if both calls raise the same
+        return _comparable(bench, call(bench.xp if equal_rows else bench.library_xp, f, arrays))
+    # The law compares errors too.
+    except Exception as error:
         return error
 
 
-def _plain(bench: Bench, result: Any) -> Any:
+def _comparable(bench: Bench, result: Any) -> Any:
     if isinstance(result, tuple | list):
-        return [_plain(bench, x) for x in result]
+        return [_comparable(bench, x) for x in result]
     if isinstance(result, scree.Array):
         rows = bench.rows(result)
         return str(result.dtype), np.stack(rows) if len({row.shape for row in rows}) == 1 else rows
@@ -322,28 +326,30 @@ def _plain(bench: Bench, result: Any) -> Any:
     return result if isinstance(result, bool | int | float) else str(type(result))
 
 
-def _find(xp: Any, name: str) -> Any:
+def _function(xp: Any, name: str) -> Any:
     for part in name.split("."):
         xp = getattr(xp, part)
     return xp
 
 
 # ------------------------------------------------------------------------------------- dense arrays
-def same(bench: Bench, name: str, dtype: str) -> None:
+def check_same_function(bench: Bench, name: str, dtype: str) -> None:
     """Compare a function of the namespace with the library's own function, on every call."""
-    ours, library_function = _find(bench.xp, name), _find(bench.library_xp, name)
+    ours, library_function = _function(bench.xp, name), _function(bench.library_xp, name)
     if not callable(library_function) or isinstance(library_function, type):
-        is_same = ours is library_function or ours == library_function or ours != ours  # NaN
-        assert is_same, f"{name}: expected {library_function!r}, got {ours!r}"
+        is_nan = ours != ours
+        assert ours is library_function or ours == library_function or is_nan, (
+            f"{name}: expected {library_function!r}, got {ours!r}"
+        )
         return
-    works = 0
+    valid_calls = 0
     for i, call in enumerate(_calls(name)):
-        if _enough(bench, works):
+        if _has_enough(bench, valid_calls):
             break
         expected, repeated, got = (
             _outcome(bench, f, call, dtype) for f in (library_function, library_function, ours)
         )
-        works += not isinstance(expected, Exception)
+        valid_calls += not isinstance(expected, Exception)
         if isinstance(expected, Exception):
             assert type(got) is type(expected), (
                 f"{name}, call {i}: expected {type(expected).__name__}, got {got!r}"
@@ -353,7 +359,7 @@ def same(bench: Bench, name: str, dtype: str) -> None:
             assert _equal(got, expected) or name.startswith("empty"), (
                 f"{name}, call {i}: expected {expected}, got {got!r}"
             )
-    assert works, f"{name}: no call of the list is right for it"
+    assert valid_calls, f"{name}: accepts none of the calls"
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -365,29 +371,26 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @operation("law: dense arrays get the library's own functions", ("plain",), ("float32",))
-def every(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Check that results, dtypes and errors are the same."""
+def dense_arrays(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Check that the results, dtypes and errors equal the library's own."""
     for name in NAMES:
         if name not in bench.lib.gaps:
-            same(bench, name, dtype)
+            check_same_function(bench, name, dtype)
 
 
-def plain(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+def check_library_function(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """Check that a function or constant without ragged arguments is the library's own."""
-    same(bench, name, dtype)
+    check_same_function(bench, name, dtype)
 
 
-def refused(bench: Bench, layout: Layout, dtype: str, *, name: str, why: str) -> None:
-    """Check that a ragged array is refused with the reason of the table in every argument.
+def check_refusal(bench: Bench, layout: Layout, dtype: str, *, name: str, why: str) -> None:
+    """Check that every argument refuses a ragged array, with the reason of the table.
 
     Dense arrays are accepted.
     """
-    same(bench, name, dtype)
-    x, dense, f = (
-        bench.ragged(layout, (3,), dtype).x,
-        bench.dense((3,), dtype).x,
-        _find(bench.xp, name),
-    )
+    check_same_function(bench, name, dtype)
+    f = _function(bench.xp, name)
+    x, dense = bench.ragged(layout, (3,), dtype).array, bench.dense((3,), dtype).array
     for args in ((x,), (x, x), (dense, x)):
         try:
             f(*args)
@@ -401,9 +404,11 @@ def refused(bench: Bench, layout: Layout, dtype: str, *, name: str, why: str) ->
 
 for _name, _kind in NAMES.items():
     if _kind.name == "plain":
-        operation(_name, ("plain",), ("float32",))(partial(plain, name=_name))
+        operation(_name, ("plain",), ("float32",))(partial(check_library_function, name=_name))
     elif _kind.name == "unsupported":
-        operation(_name, ("plain",), ("float32",))(partial(refused, name=_name, why=_kind.why))
+        operation(_name, ("plain",), ("float32",))(
+            partial(check_refusal, name=_name, why=_kind.why)
+        )
 
 
 # --------------------------------------------------------------------------------------- equal rows
@@ -420,54 +425,58 @@ def equal_rows(bench: Bench, layout: Layout, dtype: str) -> None:
             or name.startswith("empty")
         ):
             continue
+        # The standard defines these functions for floating-point numbers.
         if dtype not in DTYPES and name.startswith("linalg."):
-            continue  # the standard defines them for floating-point numbers
-        f, works = _find(bench.xp, name), 0
+            continue
+        f, valid_calls = _function(bench.xp, name), 0
         for i, call in enumerate(_calls(name)):
-            if _enough(bench, works):
+            if _has_enough(bench, valid_calls):
                 break
             expected = _outcome(bench, f, call, dtype)
             if isinstance(expected, Exception):
                 continue
             calls: list[tuple[Args, Kwargs]] = []
 
-            def recorded(*args: Any, f: Any = f, calls: Any = calls, **kwargs: Any) -> Any:
+            def record_call(*args: Any, f: Any = f, calls: Any = calls, **kwargs: Any) -> Any:
                 calls.append((args, kwargs))
                 return f(*args, **kwargs)
 
-            got = _outcome(bench, recorded, call, dtype, equal_rows=True)
+            got = _outcome(bench, record_call, call, dtype, equal_rows=True)
             note = f"{name}, call {i}: "
             if isinstance(got, Exception):
-                expected_error = len(calls) == 1 and _is_expected(name, *calls[0], got)
-                assert expected_error, f"{note}not in the table of refusals: {got!r}"
+                is_listed = len(calls) == 1 and _is_expected(name, *calls[0], got)
+                assert is_listed, f"{note}not in the table of refusals: {got!r}"
                 continue
-            works += 1
-            _alike(got, expected, note)
-        assert works or name in bench.lib.gaps or dtype not in DTYPES, (
-            f"{name}: no call of the list is right for it"
-        )
+            valid_calls += 1
+            _assert_same_result(got, expected, note)
+        assert valid_calls or dtype not in DTYPES, f"{name}: accepts none of the calls"
 
 
-def _alike(got: Any, expected: Any, note: str) -> None:
+def _assert_same_result(got: Any, expected: Any, note: str) -> None:
     if isinstance(expected, list):
-        for g, e in zip(got, expected, strict=True):
-            _alike(g, e, note)
+        for got_part, expected_part in zip(got, expected, strict=True):
+            _assert_same_result(got_part, expected_part, note)
         return
     if not isinstance(expected, tuple):
         assert got == expected, f"{note}expected {expected}, got {got}"
         return
-    (kind, actual), (dtype, truth) = got, expected
-    assert kind == dtype, f"{note}expected dtype {dtype}, got {kind}"
-    if np.size(actual) == 0 and truth.shape[:1] == (0,):
-        return  # no rows
+    (actual_dtype, actual), (expected_dtype, expected_values) = got, expected
+    assert actual_dtype == expected_dtype, (
+        f"{note}expected dtype {expected_dtype}, got {actual_dtype}"
+    )
+    # A batch without rows has no defined row length.
+    if np.size(actual) == 0 and expected_values.shape[:1] == (0,):
+        return
     eps = next(
-        (eps for name, eps in EPS.items() if kind.endswith(name)),
-        EPS["float64" if "128" in kind else "float32"],
+        (eps for name, eps in EPS.items() if actual_dtype.endswith(name)),
+        EPS["float64" if "128" in actual_dtype else "float32"],
     )
-    assert np.shape(actual) == truth.shape, (
-        f"{note}expected shape {truth.shape}, got {np.shape(actual)}"
+    assert np.shape(actual) == expected_values.shape, (
+        f"{note}expected shape {expected_values.shape}, got {np.shape(actual)}"
     )
-    if truth.dtype.kind in "fc":
-        np.testing.assert_allclose(actual, truth, rtol=16 * eps, atol=16 * eps, err_msg=note)
+    if expected_values.dtype.kind in "fc":
+        np.testing.assert_allclose(
+            actual, expected_values, rtol=16 * eps, atol=16 * eps, err_msg=note
+        )
     else:
-        np.testing.assert_array_equal(actual, truth, err_msg=note)
+        np.testing.assert_array_equal(actual, expected_values, err_msg=note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import scree
 
 from . import oracle
 from .backends import EPS, HALF
-from .bench import Bench, Data
+from .bench import Bench, Input
 from .layouts import ALL, Layout, lengths_of
 from .table import DTYPES, operation
 
@@ -22,19 +23,19 @@ LARGE = ("float16", "bfloat16")
 # ------------------------------------------------------------------------------------------ softmax
 def softmax(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """Along the ragged axis, for every position of that axis in the values."""
-    for token, dim, draw in (
+    for token, ragged_dim, draw in (
         ((), 0, "any"),
         ((2, 3), 0, "any"),
         ((3,), 1, "any"),
         ((3,), 0, "large"),
     ):
-        x = bench.ragged(layout, token, dtype, draw, dim)
+        x = bench.ragged(layout, token, dtype, draw, ragged_dim)
         bench.check(
             lambda a: bench.run(getattr(bench.xp.ragged, name), a),
-            partial(getattr(oracle, name), axis=dim),
+            partial(getattr(oracle, name), axis=ragged_dim),
             x,
-            curved=True,
-            note=f"token {token}, ragged_dim={dim}, {draw}: ",
+            transcendental=True,
+            note=f"token {token}, ragged_dim={ragged_dim}, {draw}: ",
         )
 
 
@@ -45,21 +46,21 @@ for _name in ("softmax", "log_softmax", "logsumexp"):
 # --------------------------------------------------------------------------------------------- topk
 @operation("ragged.topk", ALL, (*DTYPES, "int32", "uint8"), kernel="topk")
 def topk(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Values and positions, largest and smallest, for k of 0, few, and more than a row has.
+    """Values and positions, largest and smallest, for k = 0, small k, and k above the row length.
 
     The draws contain equal tokens, and NaN and infinity where the dtype has them.
     """
     draws = ("any", "ties", "gaps") if dtype in DTYPES else ("natural",)
-    for token, dim in (((), 0), ((2, 3), 0), ((3,), 1)):
+    for token, ragged_dim in (((), 0), ((2, 3), 0), ((3,), 1)):
         for draw in draws:
-            x = bench.ragged(layout, token, dtype, draw, dim)
-            for k, largest in bench.some(
+            x = bench.ragged(layout, token, dtype, draw, ragged_dim)
+            for k, largest in bench.select(
                 ((0, True), (1, True), (3, True), (3, False), (600, False))
             ):
-                note = f"token {token}, ragged_dim={dim}, {draw}, k={k}, largest={largest}: "
+                note = f"token {token}, ragged_dim={ragged_dim}, {draw}, k={k}, largest={largest}: "
                 values, positions = bench.check(
                     lambda a: bench.run(bench.xp.ragged.topk, a, k, largest=largest),
-                    partial(oracle.topk, k=k, largest=largest, axis=dim),
+                    partial(oracle.topk, k=k, largest=largest, axis=ragged_dim),
                     x,
                     note=note,
                 )
@@ -67,17 +68,18 @@ def topk(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------- norms
-def _of_sum(norm: Any, dtype: str) -> Any:
-    """Return the norm of the sum of two arrays, the sum rounded to `dtype`, and that sum."""
-    stage = oracle.rounded(dtype) if dtype in HALF else lambda x: x
+def _with_residual(norm: Any, dtype: str) -> Any:
+    """Return a reference for `norm` with a residual: the norm of the sum, and the sum itself.
 
-    def truth(rows: Any, residual: Any) -> Any:
-        total = oracle.Rows(
-            [stage(a + b) for a, b in zip(rows, residual, strict=True)], rows.template
-        )
-        return norm(total), list(total)
+    The sum is rounded to `dtype`.
+    """
+    round_to_dtype = oracle.round_to(dtype) if dtype in HALF else lambda x: x
 
-    return truth
+    def reference(rows: Any, residual: Any) -> Any:
+        sums = [round_to_dtype(a + b) for a, b in zip(rows, residual, strict=True)]
+        return norm(oracle.Rows(sums, rows.template)), sums
+
+    return reference
 
 
 @operation("ragged.rms_norm", kernel="rms_norm")
@@ -86,36 +88,24 @@ def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
 
     One draw has ``x ** 2`` above the range of half precision.
     """
+    norm = partial(bench.run, bench.xp.ragged.rms_norm)
     weight = bench.dense((4,), dtype, "positive")
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
+        residual = bench.like(x, token, dtype)
+        note = f"{token}, {draw}: "
+        bench.check(norm, oracle.rms_norm, x, note=note)
+        bench.check(norm, oracle.rms_norm, x, weight, note=note)
+        bench.check(partial(norm, eps=0.5), partial(oracle.rms_norm, eps=0.5), x, note=note)
         bench.check(
-            lambda a: bench.run(bench.xp.ragged.rms_norm, a),
-            oracle.rms_norm,
+            lambda a, r: norm(a, residual=r),
+            _with_residual(oracle.rms_norm, dtype),
             x,
-            note=f"{token}, {draw}: ",
-        )
-        bench.check(
-            lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w), oracle.rms_norm, x, weight
-        )
-        bench.check(
-            lambda a: bench.run(bench.xp.ragged.rms_norm, a, eps=0.5),
-            partial(oracle.rms_norm, eps=0.5),
-            x,
-        )
-        bench.check(
-            lambda a, r: bench.run(bench.xp.ragged.rms_norm, a, residual=r),
-            _of_sum(oracle.rms_norm, dtype),
-            x,
-            bench.like(x, token, dtype),
+            residual,
+            note=note,
         )
     dense = bench.dense((3, 4), dtype)
-    bench.check(
-        lambda a, w: bench.run(bench.xp.ragged.rms_norm, a, w),
-        lambda a, w: oracle.rms_norm([a], w)[0],
-        dense,
-        weight,
-    )  # type: ignore[arg-type]
+    bench.check(norm, lambda a, w: oracle.rms_norm([a], w)[0], dense, weight)  # type: ignore[arg-type]
 
 
 @operation("ragged.layer_norm", kernel="layer_norm")
@@ -124,60 +114,37 @@ def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
 
     One draw has a variance above the range of half precision.
     """
+    norm = partial(bench.run, bench.xp.ragged.layer_norm)
     weight, bias = bench.dense((4,), dtype, "positive"), bench.dense((4,), dtype)
     for token, draw in (((4,), "any"), ((2, 4), "any"), ((4,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
+        residual = bench.like(x, token, dtype)
+        note = f"{token}, {draw}: "
+        bench.check(norm, oracle.layer_norm, x, note=note)
+        bench.check(norm, oracle.layer_norm, x, weight, note=note)
         bench.check(
-            lambda a: bench.run(bench.xp.ragged.layer_norm, a),
-            oracle.layer_norm,
-            x,
-            note=f"{token}, {draw}: ",
+            partial(norm, eps=0.5), partial(oracle.layer_norm, eps=0.5), x, weight, bias, note=note
         )
         bench.check(
-            lambda a, w: bench.run(bench.xp.ragged.layer_norm, a, w), oracle.layer_norm, x, weight
-        )
-        bench.check(
-            lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b, eps=0.5),
-            partial(oracle.layer_norm, eps=0.5),
+            lambda a, r: norm(a, residual=r),
+            _with_residual(oracle.layer_norm, dtype),
             x,
-            weight,
-            bias,
-        )
-        bench.check(
-            lambda a, r: bench.run(bench.xp.ragged.layer_norm, a, residual=r),
-            _of_sum(oracle.layer_norm, dtype),
-            x,
-            bench.like(x, token, dtype),
+            residual,
+            note=note,
         )
     dense = bench.dense((3, 4), dtype)
-    bench.check(
-        lambda a, w, b: bench.run(bench.xp.ragged.layer_norm, a, w, b),
-        lambda a, w, b: oracle.layer_norm([a], w, b)[0],
-        dense,
-        weight,
-        bias,
-    )  # type: ignore[arg-type]
+    bench.check(norm, lambda a, w, b: oracle.layer_norm([a], w, b)[0], dense, weight, bias)  # type: ignore[arg-type]
 
 
 @operation("ragged.swiglu", kernel="swiglu")
 def swiglu(bench: Bench, layout: Layout, dtype: str) -> None:
     """Ragged and dense arrays, also gates whose exponential exceeds the range of the dtype."""
+    run = partial(bench.run, bench.xp.ragged.swiglu)
     for token, draw in (((6,), "any"), ((2, 4), "any"), ((6,), "large")):
         x = bench.ragged(layout, token, dtype, draw)
-        bench.check(
-            lambda a: bench.run(bench.xp.ragged.swiglu, a),
-            oracle.swiglu,
-            x,
-            curved=True,
-            note=f"{token}, {draw}: ",
-        )
+        bench.check(run, oracle.swiglu, x, transcendental=True, note=f"{token}, {draw}: ")
     dense = bench.dense((3, 4), dtype)
-    bench.check(
-        lambda a: bench.run(bench.xp.ragged.swiglu, a),
-        lambda a: oracle.swiglu([a])[0],
-        dense,  # type: ignore[arg-type]
-        curved=True,
-    )
+    bench.check(run, lambda a: oracle.swiglu([a])[0], dense, transcendental=True)  # type: ignore[arg-type]
 
 
 @operation("ragged.split", kernel="split")
@@ -186,13 +153,13 @@ def split(bench: Bench, layout: Layout, dtype: str) -> None:
 
     One part is empty.
     """
-    for token, dim, axis in (((5,), 0, 2), ((5, 2), 0, 2), ((2, 5), 0, -1), ((5,), 1, 1)):
-        x = bench.ragged(layout, token, dtype, "any", dim)
+    for token, ragged_dim, axis in (((5,), 0, 2), ((5, 2), 0, 2), ((2, 5), 0, -1), ((5,), 1, 1)):
+        x = bench.ragged(layout, token, dtype, "any", ragged_dim)
         bench.check(
             lambda a: bench.run(bench.xp.ragged.split, a, (2, 0, 3), axis=axis),
             partial(oracle.split, sizes=(2, 0, 3), axis=axis - 1 if axis > 0 else axis),
             x,
-            note=f"{token}, {dim}, {axis}: ",
+            note=f"{token}, {ragged_dim}, {axis}: ",
         )
     bench.check(
         lambda a: bench.run(bench.xp.ragged.split, a, (1, 3)),
@@ -202,49 +169,63 @@ def split(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 # ------------------------------------------------------------------------------------ cross-entropy
-def _classes(bench: Bench, x: Data, count: int, ignored: int = -100) -> Data:
+def _classes(bench: Bench, x: Input, count: int, ignored: int = -100) -> Input:
     """Return one class per token; a third of the tokens are ignored."""
-    total = x.x.total_length
-    numbers = np.where(bench.rng.random(total) < 0.3, ignored, bench.rng.integers(0, count, total))
-    targets = x.x.with_values(bench.lib.make(numbers.astype(np.int32), "int32"), ragged_dim=0)
-    return Data(targets, bench.rows(targets))
+    total_length = x.array.total_length
+    classes = np.where(
+        bench.rng.random(total_length) < 0.3, ignored, bench.rng.integers(0, count, total_length)
+    )
+    targets = x.array.with_values(bench.lib.make(classes.astype(np.int32), "int32"), ragged_dim=0)
+    return Input(targets, bench.rows(targets))
 
 
-def _wide(dtype: str) -> str:
+def _accumulator_dtype(dtype: str) -> str:
     return "float32" if dtype in HALF else dtype
 
 
-def _worst(truth: Any, dtype: str, options: dict[str, Any], low: Any = None) -> Any:
-    """Return a reference for a reduction to one number, whose errors do not cancel by chance.
+def _sum_of_errors(
+    reference: Any, dtype: str, options: dict[str, Any], rounded_reference: Any = None
+) -> Any:
+    """Return a low-precision reference for a reduction to one number.
 
-    It adds the errors of the tokens and the error of a running sum.
+    Rounding errors of a sum can cancel by chance. This reference adds the magnitudes of the errors
+    of all tokens, and the error of a running sum.
     """
     reduction = options.get("reduction", "mean")
     if reduction in ("none", "row_mean") or dtype == "float64":
-        return low and partial(low, **options)
+        return rounded_reference and partial(rounded_reference, **options)
 
-    def rough(*exact: Any) -> np.ndarray:
-        near, rounded = (
-            np.concatenate([[], *f(*x, **{**options, "reduction": "none"})])
-            for f, x in ((truth, exact), (low or truth, [x.astype(np.float32) for x in exact]))
+    def token_losses(f: Callable[..., Any], inputs: Iterable[Any]) -> np.ndarray:
+        return np.concatenate([[], *f(*inputs, **{**options, "reduction": "none"})])
+
+    def low_precision(*exact: Any) -> np.ndarray:
+        precise = token_losses(reference, exact)
+        rounded = token_losses(
+            rounded_reference or reference, [x.astype(np.float32) for x in exact]
         )
-        error = np.sum(np.maximum(np.abs(near - rounded), EPS["float32"] / 2 * np.abs(near)))
-        orders = [np.random.default_rng(i).permutation(near.astype(np.float32)) for i in range(8)]
+        rounding = EPS["float32"] / 2 * np.abs(precise)
+        sum_of_losses = np.sum(precise)
+        error = np.sum(np.maximum(np.abs(precise - rounded), rounding))
+        permutations = (
+            np.random.default_rng(seed).permutation(precise.astype(np.float32)) for seed in range(8)
+        )
         error += max(
-            abs(np.add.accumulate([0, *x], dtype=np.float32)[-1] - np.sum(near)) for x in orders
+            abs(np.add.accumulate([0, *losses], dtype=np.float32)[-1] - sum_of_losses)
+            for losses in permutations
         )
-        exact_result = truth(*exact, **options)
+        result = reference(*exact, **options)
+        # The mean divides the error of the sum by the number of counted tokens.
         return np.asarray(
-            exact_result + error * (1 if reduction == "sum" else exact_result / (np.sum(near) or 1))
+            result + error * (1 if reduction == "sum" else result / (sum_of_losses or 1))
         )
 
-    return rough
+    return low_precision
 
 
 @operation("ragged.cross_entropy", kernel="cross_entropy")
 def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every reduction, large logits, two classes, another `ignore_index`, and dense arrays."""
-    for classes, draw, options in bench.some(
+    for classes, draw, options in bench.select(
         (
             (5, "any", {"reduction": "row_mean"}),
             (5, "any", {"reduction": "none"}),
@@ -257,25 +238,27 @@ def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     ):
         x = bench.ragged(layout, (classes,), dtype, draw)
         targets = _classes(bench, x, classes, options.get("ignore_index", -100))
-        truth = partial(oracle.cross_entropy, targets=targets.exact)
+        reference = partial(oracle.cross_entropy, targets=targets.exact)
         bench.check(
-            lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x, **options),
-            partial(truth, **options),
+            lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.array, **options),
+            partial(reference, **options),
             x,
-            rough=_worst(truth, dtype, options),
-            dtype=_wide(dtype),
-            curved=True,
+            low_precision=_sum_of_errors(reference, dtype, options),
+            dtype=_accumulator_dtype(dtype),
+            transcendental=True,
             note=f"{classes}, {draw}, {options}: ",
         )
-    dense = Data(x.x.values, bench.lib.read(x.x.values))
+    dense = Input(x.array.values, bench.lib.read(x.array.values))
     bench.check(
-        lambda a: bench.run(bench.xp.ragged.cross_entropy, a, targets.x.values, reduction="none"),
+        lambda a: bench.run(
+            bench.xp.ragged.cross_entropy, a, targets.array.values, reduction="none"
+        ),
         lambda a: np.concatenate(
-            [np.zeros(0, a.dtype), *truth(x.exact.astype(a.dtype), reduction="none")]
+            [np.zeros(0, a.dtype), *reference(x.exact.astype(a.dtype), reduction="none")]
         ),
         dense,
-        dtype=_wide(dtype),
-        curved=True,
+        dtype=_accumulator_dtype(dtype),
+        transcendental=True,
         note="dense: ",
     )
 
@@ -284,27 +267,29 @@ def cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
 def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every reduction, with and without bias."""
     weight, bias = bench.dense((6, 4), dtype), bench.dense((6,), dtype)
-    for options in bench.some(
+    for options in bench.select(
         ({"reduction": "none"}, {"reduction": "row_mean"}, {"reduction": "sum"}, {})
     ):
         x = bench.ragged(layout, (4,), dtype)
         targets = _classes(bench, x, 6)
         for parameters in ((weight,), (weight, bias)):
 
-            def truth(a: Any, w: Any, *b: Any, **more: Any) -> Any:
-                return oracle.linear_cross_entropy(a, w, targets.exact, *b, **more)
+            def reference(a: Any, w: Any, *b: Any, **keywords: Any) -> Any:
+                return oracle.linear_cross_entropy(a, w, targets.exact, *b, **keywords)
 
-            low = partial(truth, stage=oracle.rounded(dtype)) if dtype in HALF else None
+            rounded_reference = (
+                partial(reference, rounding=oracle.round_to(dtype)) if dtype in HALF else None
+            )
             bench.check(
                 lambda a, w, *b: bench.run(
-                    bench.xp.ragged.linear_cross_entropy, a, w, targets.x, *b, **options
+                    bench.xp.ragged.linear_cross_entropy, a, w, targets.array, *b, **options
                 ),
-                partial(truth, **options),
+                partial(reference, **options),
                 x,
                 *parameters,
-                rough=_worst(truth, dtype, options, low),
-                dtype=_wide(dtype),
-                curved=True,
+                low_precision=_sum_of_errors(reference, dtype, options, rounded_reference),
+                dtype=_accumulator_dtype(dtype),
+                transcendental=True,
                 note=f"{options}: ",
             )
 
@@ -316,61 +301,55 @@ def linear_cross_entropy(bench: Bench, layout: Layout, dtype: str) -> None:
     kernel="linear_cross_entropy",
 )
 def in_parts(bench: Bench, layout: Layout, dtype: str) -> None:
-    """So many classes that the logits of only a few tokens exist at a time.
-
-    Gradients are checked where the library has them.
-    """
+    """Results and gradients with so many classes that only a few tokens' logits exist at a time."""
     x, weight = bench.ragged(layout, (2,), dtype), bench.dense((1 << 20, 2), dtype)
     targets = _classes(bench, x, len(weight.exact))
 
     def run(values: Any, w: Any) -> Any:
         return bench.run(
             bench.xp.ragged.linear_cross_entropy,
-            x.x.with_values(values),
+            x.array.with_values(values),
             w,
-            targets.x,
+            targets.array,
             reduction="sum",
         )
 
-    def truth(a: Any, w: Any, **options: Any) -> Any:
+    def reference(a: Any, w: Any, **options: Any) -> Any:
         return oracle.linear_cross_entropy(a, w, targets.exact, **options)
 
-    def slopes(a: Any, w: Any) -> tuple[np.ndarray, np.ndarray]:
+    def gradients(a: Any, w: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return the gradients of the sum with respect to the tokens and to the weight."""
-        tokens, classes = (
-            np.concatenate([a.template, *a]),
-            np.concatenate([np.zeros(0, np.int64), *targets.exact]),
-        )
-        surplus = np.zeros((len(tokens), len(w)), tokens.dtype)
+        tokens = np.concatenate([a.template, *a])
+        classes = np.concatenate([np.zeros(0, np.int64), *targets.exact])
+        dlogits = np.zeros((len(tokens), len(w)), tokens.dtype)
         for i in np.flatnonzero(classes >= 0):
-            surplus[i] = np.exp(w @ tokens[i])
-            surplus[i] /= np.add.accumulate(surplus[i])[-1]
-            surplus[i, classes[i]] -= 1
-        return surplus @ w, surplus.T @ tokens
+            dlogits[i] = np.exp(w @ tokens[i])
+            dlogits[i] /= np.add.accumulate(dlogits[i])[-1]
+            dlogits[i, classes[i]] -= 1
+        return dlogits @ w, dlogits.T @ tokens
 
     bench.check(
         lambda a, w: run(a.values, w),
-        partial(truth, reduction="sum"),
+        partial(reference, reduction="sum"),
         x,
         weight,
-        curved=True,
-        rough=_worst(truth, dtype, {"reduction": "sum"}),
+        transcendental=True,
+        low_precision=_sum_of_errors(reference, dtype, {"reduction": "sum"}),
     )
     if bench.lib.grad is not None:
-        exact, low = (
-            (x.exact, weight.exact),
-            (x.exact.astype(np.float32), weight.exact.astype(np.float32)),
-        )
-        for got, expected, rough in zip(
-            bench.lib.grad(run, x.x.values, weight.x), slopes(*exact), slopes(*low), strict=True
+        for got, expected, low_precision in zip(
+            bench.lib.grad(run, x.array.values, weight.array),
+            gradients(x.exact, weight.exact),
+            gradients(x.exact.astype(np.float32), weight.exact.astype(np.float32)),
+            strict=True,
         ):
-            bench.close(got, expected, expected, rough, dtype=dtype)
+            bench.close(got, expected, expected, low_precision, dtype=dtype)
 
 
 # --------------------------------------------------------------------------------------------- rope
 @operation("ragged.rope", kernel="rope")
 def rope(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Both pairings, another base, and rows that continue; queries and keys together."""
+    """Both pairings, another base, start positions, and queries and keys in one call."""
     starts = [3 * i for i in range(len(lengths_of(layout)))]
     start = bench.lib.make(np.asarray(starts, np.int32), "int32")
     for token in ((8,), (2, 8)):
@@ -380,38 +359,40 @@ def rope(bench: Bench, layout: Layout, dtype: str) -> None:
                 lambda a: bench.run(bench.xp.ragged.rope, a, **options),
                 partial(oracle.rope, **options),
                 x,
-                curved=True,
+                transcendental=True,
                 note=f"{token}, {options}: ",
             )
         bench.check(
             lambda a: bench.run(bench.xp.ragged.rope, a, start=start),
             partial(oracle.rope, start=starts),
             x,
-            curved=True,
+            transcendental=True,
         )
         bench.check(
             lambda q, k: bench.run(bench.xp.ragged.rope, q, k),
             lambda q, k: (oracle.rope(q), oracle.rope(k)),
             x,
             bench.like(x, (*(1,) * (len(token) - 1), 8), dtype),
-            curved=True,
+            transcendental=True,
         )
 
 
-# ------------------------------------------------------------------------------------------ routing
-def _places(bench: Bench, layout: Layout, size: int, distinct: bool) -> Data:
-    total = sum(lengths_of(layout))
-    numbers = (
-        bench.rng.permutation(size)[:total] if distinct else bench.rng.integers(0, size, total)
+# ------------------------------------------------------------------------------- gather and scatter
+def _random_index(bench: Bench, layout: Layout, size: int, distinct: bool) -> Input:
+    total_length = sum(lengths_of(layout))
+    positions = (
+        bench.rng.permutation(size)[:total_length]
+        if distinct
+        else bench.rng.integers(0, size, total_length)
     )
-    return bench.of(bench.lib.make(numbers.astype(np.int32), "int32"), lengths_of(layout))
+    return bench.of(bench.lib.make(positions.astype(np.int32), "int32"), lengths_of(layout))
 
 
 @operation("ragged.gather", kernel="gather")
 def gather(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens of ragged and dense arrays by a ragged index; rows by a dense index."""
     source = bench.ragged([2, 0, 3], (2,), dtype)
-    index = _places(bench, layout, 5, distinct=False)
+    index = _random_index(bench, layout, 5, distinct=False)
     bench.check(
         lambda a, i: bench.run(bench.xp.ragged.gather, a, i),
         lambda a, i: [np.concatenate(a)[row] for row in i],
@@ -432,53 +413,59 @@ def gather(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.scatter", kernel="scatter")
 def scatter(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Tokens to distinct positions and to equal ones, where the last token wins.
+    """Tokens to distinct and to equal positions, and rows to positions.
 
-    Also rows to positions.
+    Of tokens with equal positions, the last one is stored.
     """
-    x, total = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
+    x, total_length = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
     for distinct in (True, False):
-        size = total + 3
-        index = _places(bench, layout, size, distinct)
+        size = total_length + 3
+        index = _random_index(bench, layout, size, distinct)
 
-        def truth(a: Any, i: Any) -> np.ndarray:
+        def reference(a: Any, i: Any) -> np.ndarray:
             out = np.zeros((size, 2), a.template.dtype)
-            for row, places in zip(a, i, strict=True):
-                for token, place in zip(row, places, strict=True):
-                    out[place] = token
+            for row, positions in zip(a, i, strict=True):
+                for token, position in zip(row, positions, strict=True):
+                    out[position] = token
             return out
 
-        bench.check(lambda a, i: bench.run(bench.xp.ragged.scatter, a, i, size), truth, x, index)
+        bench.check(
+            lambda a, i: bench.run(bench.xp.ragged.scatter, a, i, size), reference, x, index
+        )
     if bench.kernel is None:
         n = len(lengths_of(layout))
-        places = bench.rng.permutation(n + 2)[:n]
+        positions = bench.rng.permutation(n + 2)[:n]
         rows: list[Any] = [x.exact.template] * (n + 2)
-        for row, place in zip(x.exact, places.tolist(), strict=True):
-            rows[place] = row
-        where = bench.lib.make(places.astype(np.int32), "int32")
-        bench.check(lambda a: bench.xp.ragged.scatter(a, where, n + 2, axis=0), lambda a: rows, x)
+        for row, position in zip(x.exact, positions.tolist(), strict=True):
+            rows[position] = row
+        row_index = bench.lib.make(positions.astype(np.int32), "int32")
+        bench.check(
+            lambda a: bench.xp.ragged.scatter(a, row_index, n + 2, axis=0), lambda a: rows, x
+        )
 
 
 @operation("ragged.scatter_add", dtypes=(*DTYPES, "int32"), kernel="scatter")
 def scatter_add(bench: Bench, layout: Layout, dtype: str) -> None:
     """Sums of tokens with equal positions; many tokens share few positions."""
     for size in (3, sum(lengths_of(layout)) + 3):
-        x, index = bench.ragged(layout, (2,), dtype), _places(bench, layout, size, distinct=False)
+        x, index = (
+            bench.ragged(layout, (2,), dtype),
+            _random_index(bench, layout, size, distinct=False),
+        )
 
-        def truth(a: Any, i: Any) -> np.ndarray:
+        def reference(a: Any, i: Any) -> np.ndarray:
             out = np.zeros((size, 2), a.template.dtype)
-            for row, places in zip(a, i, strict=True):
-                for token, place in zip(row, places, strict=True):
-                    out[place] += token
+            for row, positions in zip(a, i, strict=True):
+                for token, position in zip(row, positions, strict=True):
+                    out[position] += token
             return out
 
         bench.check(
-            lambda a, i: bench.run(bench.xp.ragged.scatter_add, a, i, size), truth, x, index
+            lambda a, i: bench.run(bench.xp.ragged.scatter_add, a, i, size), reference, x, index
         )
-        flat = bench.of(index.x.values, lengths_of(layout))
         bench.check(
-            lambda a: bench.run(bench.xp.ragged.scatter_add, a, flat.x.values, size),
-            lambda a: truth(a, index.exact),
+            lambda a: bench.run(bench.xp.ragged.scatter_add, a, index.array.values, size),
+            lambda a: reference(a, index.exact),
             x,
         )
 
@@ -486,47 +473,49 @@ def scatter_add(bench: Bench, layout: Layout, dtype: str) -> None:
 @operation("ragged.group")
 def group(bench: Bench, layout: Layout, dtype: str) -> None:
     """Tokens sorted into groups and scattered back, as in a mixture of experts."""
-    x, total = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
+    x, total_length = bench.ragged(layout, (2,), dtype), sum(lengths_of(layout))
     for groups in (1, 4):
-        ids = bench.rng.integers(0, groups, total).astype(np.int32)
-        grouped, index = bench.xp.ragged.group(x.x, bench.lib.make(ids, "int32"), groups)
+        ids = bench.rng.integers(0, groups, total_length).astype(np.int32)
+        grouped, index = bench.xp.ragged.group(x.array, bench.lib.make(ids, "int32"), groups)
         tokens = np.concatenate([x.exact.template, *x.exact])
         bench.close(grouped, [tokens[ids == g] for g in range(groups)], dtype=dtype)
         bench.close(index, [np.flatnonzero(ids == g) for g in range(groups)])
-        bench.close(bench.xp.ragged.scatter(grouped, index, total), tokens, dtype=dtype)
+        bench.close(bench.xp.ragged.scatter(grouped, index, total_length), tokens, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------ dropout
 @operation("ragged.dropout", ALL)
 def dropout(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Zeros at the given rate, the other values scaled; the same key gives the same zeros.
+    """Zeros at the given rate, the remaining values scaled; the same key gives the same zeros.
 
-    A library without a generator must refuse the call clearly.
+    A library without a generator must raise an error that names the missing random numbers.
     """
     x, generator = bench.ragged(layout, (4,), dtype, "positive"), bench.lib.generator
     if generator is None:
         try:
-            bench.xp.ragged.dropout(x.x, 0.25, 0)
+            bench.xp.ragged.dropout(x.array, 0.25, 0)
         except TypeError as error:
             assert "random numbers" in str(error)
             return
-        raise AssertionError(f"dropout found random numbers in {bench.lib.name}")
-    got, again, other = (bench.xp.ragged.dropout(x.x, 0.25, generator(seed)) for seed in (1, 1, 2))
+        raise AssertionError(f"dropout did not raise in {bench.lib.name}, without random numbers")
+    got, repeated, other_seed = (
+        bench.xp.ragged.dropout(x.array, 0.25, generator(seed)) for seed in (1, 1, 2)
+    )
     rows = bench.rows(got)
     bench.close(
         got,
-        [np.where(g == 0, 0, row / 0.75) for g, row in zip(rows, x.exact, strict=True)],
+        [np.where(dropped == 0, 0, row / 0.75) for dropped, row in zip(rows, x.exact, strict=True)],
         dtype=dtype,
     )
-    np.testing.assert_array_equal(bench.read(got.values), bench.read(again.values))
+    np.testing.assert_array_equal(bench.read(got.values), bench.read(repeated.values))
     count = 4 * sum(lengths_of(layout))
     if count > 1000:
         zeros = sum(int(np.sum(row == 0)) for row in rows)
         assert abs(zeros - count / 4) < 5 * math.sqrt(count * 0.25 * 0.75), (
             f"{zeros} zeros in {count} numbers at rate 0.25"
         )
-        assert (bench.read(other.values) != bench.read(got.values)).any()
-    bench.close(bench.xp.ragged.dropout(x.x, 0.0, generator(1)), list(x.exact), dtype=dtype)
+        assert (bench.read(other_seed.values) != bench.read(got.values)).any()
+    bench.close(bench.xp.ragged.dropout(x.array, 0.0, generator(1)), list(x.exact), dtype=dtype)
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -563,52 +552,56 @@ def attention(
     cross: bool = False,
     draw: str = "any",
 ) -> None:
-    """Output and log-sum-exp; with `cross`, the keys have another layout with empty rows."""
-    heads, kv_heads, dim, value_dim = sizes
+    """Output and log-sum-exp; with `cross`, the keys have another layout than the queries."""
+    heads, kv_heads, head_dim, value_dim = sizes
     lengths = lengths_of(layout)
-    keys = [*lengths[2:], *lengths[:2]] if cross else lengths
-    q = bench.ragged(layout, (heads, dim), dtype, draw)
+    key_lengths = [*lengths[2:], *lengths[:2]] if cross else lengths
+    q = bench.ragged(layout, (heads, head_dim), dtype, draw)
     if cross:
-        k = bench.ragged(keys, (kv_heads, dim), dtype, draw)
+        k = bench.ragged(key_lengths, (kv_heads, head_dim), dtype, draw)
         v = bench.like(k, (kv_heads, value_dim), dtype, draw)
     else:
         k, v = (
-            bench.like(q, (kv_heads, dim), dtype, draw),
+            bench.like(q, (kv_heads, head_dim), dtype, draw),
             bench.like(q, (kv_heads, value_dim), dtype, draw),
         )
-    rough, runs = None, scree.explain("attention", q.x, k.x, v.x, **options).provider
-    # Kernels may round what eager code of this dtype rounds.
-    if (bench.kernel or runs) != "standard" and dtype in HALF:
-        rough = partial(oracle.attention, stage=oracle.rounded(dtype), **options)
+    low_precision = None
+    provider = scree.explain("attention", q.array, k.array, v.array, **options).provider
+    # Kernels may store scores and weights in half precision, as an eager implementation does.
+    if (bench.kernel or provider) != "standard" and dtype in HALF:
+        low_precision = partial(oracle.attention, rounding=oracle.round_to(dtype), **options)
 
-    def both(*x: Any) -> Any:
-        return bench.run(bench.xp.ragged.attention, *x, return_lse=True, **options)
-
-    def alone(*x: Any) -> Any:
-        return bench.run(bench.xp.ragged.attention, *x, **options)
-
+    attend = partial(bench.run, bench.xp.ragged.attention, **options)
     _, lse = bench.check(
-        both, partial(oracle.attention, **options), q, k, v, rough=rough, curved=True
+        partial(attend, return_lse=True),
+        partial(oracle.attention, **options),
+        q,
+        k,
+        v,
+        low_precision=low_precision,
+        transcendental=True,
     )
     expected = "float64" if dtype == "float64" else "float32"
     assert bench.lib.dtype_name(lse) == expected, (
         f"lse: expected {expected}, got {bench.lib.dtype_name(lse)}"
     )
     bench.check(
-        alone,
+        attend,
         lambda *x: oracle.attention(*x, **options)[0],
         q,
         k,
         v,
-        rough=rough and (lambda *x: rough(*x)[0]),
-        curved=True,
+        low_precision=low_precision and (lambda *x: low_precision(*x)[0]),
+        transcendental=True,
         note="without lse: ",
     )
 
 
 for _name, (_sizes, _options) in ATTENTION.items():
-    _where = ALL if _name in ("attention", "attention: causal") else (ALL[0], "blocks", "all_empty")
-    operation(f"ragged.{_name}", _where, kernel="attention")(
+    _layouts = (
+        ALL if _name in ("attention", "attention: causal") else (ALL[0], "blocks", "all_empty")
+    )
+    operation(f"ragged.{_name}", _layouts, kernel="attention")(
         partial(attention, sizes=_sizes, options=_options)
     )
 for _name in (
@@ -619,10 +612,10 @@ for _name in (
     "attention: everything",
 ):
     _sizes, _options = ATTENTION[_name]
-    _where = ALL if _name == "attention: causal" else (ALL[0], "blocks")
+    _layouts = ALL if _name == "attention: causal" else (ALL[0], "blocks")
     operation(
         f"ragged.attention: cross{_name.removeprefix('attention').replace(':', '')}",
-        _where,
+        _layouts,
         kernel="attention",
     )(partial(attention, sizes=_sizes, options=_options, cross=True))
 operation("ragged.attention: large numbers", (ALL[0],), (*LARGE, "float32"), kernel="attention")(
@@ -648,41 +641,38 @@ def biases(bench: Bench, layout: Layout, dtype: str) -> None:
             for name, x in parameters.items()
         }
         oracle_options = {name: x for name, x in options.items() if name != "deterministic"}
-        rough = (
-            partial(oracle.attention, stage=oracle.rounded(dtype), **parameters, **oracle_options)
-            if dtype in HALF
-            else None
+        reference = partial(oracle.attention, **parameters, **oracle_options)
+        low_precision = (
+            partial(reference, rounding=oracle.round_to(dtype)) if dtype in HALF else None
         )
         bench.check(
             lambda *x, arrays=arrays, options=options: bench.run(
                 bench.xp.ragged.attention, *x, return_lse=True, **arrays, **options
             ),
-            partial(oracle.attention, **parameters, **oracle_options),
+            reference,
             q,
             k,
             k,
-            rough=rough,
-            curved=True,
+            low_precision=low_precision,
+            transcendental=True,
             note=f"{[*parameters]}, {options}: ",
         )
 
 
 @operation("ragged.attention: is O(total)", ("one_long",), ("float32",))
 def memory(bench: Bench, layout: Layout, dtype: str) -> None:
-    """One long row among many short rows must not allocate scores of n x longest^2.
-
-    The result exists within the memory of a test.
-    """
-    lengths = [2048] + [16] * 300  # 301 x 2048^2 scores would be 5 GB
+    """One long row among many short rows must not allocate n x max_length^2 scores."""
+    # 301 x 2048^2 scores would need 5 GB, more than the memory of a test run.
+    lengths = [2048] + [16] * 300
     q = bench.ragged(lengths, (1, 4), dtype)
-    out = bench.xp.ragged.attention(q.x, q.x, q.x, causal=True)
-    picks = (1, 150, 300)
-    few = [bench.rows(out)[i] for i in picks]
-    rows = [q.exact[i] for i in picks]
+    out = bench.xp.ragged.attention(q.array, q.array, q.array, causal=True)
+    short_rows = (1, 150, 300)
+    out_rows = [bench.rows(out)[i] for i in short_rows]
+    rows = [q.exact[i] for i in short_rows]
     expected, _ = oracle.attention(rows, rows, rows, causal=True)  # type: ignore[arg-type]
-    rough, _ = oracle.attention(
+    low_precision, _ = oracle.attention(
         *([row.astype(np.float32) for row in rows] for _ in range(3)), causal=True
     )  # type: ignore[arg-type]
-    part = bench.of(bench.lib.make(np.concatenate(few), dtype), [16] * 3)
-    bench.close(part.x, expected, expected, rough)
+    got = bench.of(bench.lib.make(np.concatenate(out_rows), dtype), [16] * 3)
+    bench.close(got.array, expected, expected, low_precision)
     assert isinstance(out, scree.Array)

@@ -3,8 +3,8 @@
 #: A layout by its name, or by the lengths of its rows.
 Layout = str | list[int]
 
-#: Name -> row lengths. The three layouts with empty rows hold the same lengths, so that libraries
-#: compile them once.
+#: Name -> row lengths. The three layouts with empty and other rows have the same total length and
+#: maximum, so that libraries compile them once.
 LAYOUTS: dict[str, list[int]] = {
     "plain": [3, 2, 4],
     "empty_first": [0, 0, 5, 1, 3],
@@ -21,7 +21,7 @@ LAYOUTS: dict[str, list[int]] = {
 #: Layouts to try; dtypes other than the first run only on the first layout of the tuple.
 SHORT = ("empty_between", "no_rows")
 ALL = ("empty_between", *(name for name in LAYOUTS if name != "empty_between"))
-#: Layouts for libraries that compile every shape: all but two of these share their shapes.
+#: Layouts for libraries that compile every shape.
 FEW = ("empty_first", "no_rows", "one_long")
 EMPTY = ("empty_between", "empty_first", "empty_last", "all_empty", "no_rows")
 

@@ -1,4 +1,4 @@
-"""A kernel provider without a device: it counts calls and runs the standard implementation."""
+"""A kernel provider that needs no device: it counts calls and runs the standard implementation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = sorted({operation.kernel for operation in OPERATIONS if operation.kern
 
 
 def rejects(call: Any) -> str | None:
-    """Accept every dtype except float64, so that a test can see a refusal."""
+    """Reject float64, so that tests can check the handling of a rejection."""
     names = ("q", "x", "logits", "arr", "padded")
     x = next(getattr(call, name) for name in names if hasattr(call, name))
     return "loopback takes no float64" if str(x.dtype).endswith("float64") else None

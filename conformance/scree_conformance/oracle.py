@@ -1,8 +1,7 @@
-"""The reference: every operation by its definition, one plain loop over NumPy rows.
+"""The oracle: every operation by its definition, as a plain loop over NumPy rows.
 
-This module does not import scree. The functions keep the precision of their input. Called with
-float64 rows they give the expected values. Called with float32 rows they show the error of a plain
-implementation in this precision.
+This module does not import scree. Its functions keep the precision of their input: float64 rows
+give the expected values, and float32 rows show the error of a plain implementation in float32.
 """
 
 from __future__ import annotations
@@ -25,22 +24,29 @@ class Rows(list[np.ndarray]):
         """Return the same rows in another precision."""
         return Rows((row.astype(dtype) for row in self), self.template.astype(dtype))
 
+    def concatenate(self, axis: int = 0) -> np.ndarray:
+        """Return the tokens of all rows in one array."""
+        return np.concatenate([self.template, *self], axis=axis)
+
     def stack(self, f: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Apply `f` to each row and stack the results, which all have one shape, to (n, ...)."""
         return np.stack([f(row) for row in self]) if self else np.stack([f(self.template)])[:0]
 
 
-def each(f: Callable[..., Any]) -> Callable[..., list[np.ndarray]]:
-    """Apply `f` to each row; dense operands with one more axis have one entry per row."""
+def map_rows(f: Callable[..., Any]) -> Callable[..., list[np.ndarray]]:
+    """Return a function that applies `f` to each row of its arguments.
 
-    def rows(*args: Any) -> list[np.ndarray]:
+    A dense argument with one more axis than a row has one entry per row.
+    """
+
+    def apply(*args: Any) -> list[np.ndarray]:
         first = next(a for a in args if isinstance(a, list))
-        return [f(*(_of_row(a, i, first[i].ndim) for a in args)) for i in range(len(first))]
+        return [f(*(_operand_of_row(a, i, first[i].ndim) for a in args)) for i in range(len(first))]
 
-    return rows
+    return apply
 
 
-def _of_row(x: Any, i: int, ndim: int) -> Any:
+def _operand_of_row(x: Any, i: int, ndim: int) -> Any:
     if isinstance(x, list):
         return x[i]
     if isinstance(x, np.ndarray) and x.ndim == ndim + 1:
@@ -49,20 +55,16 @@ def _of_row(x: Any, i: int, ndim: int) -> Any:
 
 
 # ----------------------------------------------------------------------------- reductions and scans
-def _running(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
-    """Return a sum or product, accumulated one number after the other."""
-    f, nothing = (np.add, 0) if name == "sum" else (np.multiply, 1)
-    n, rest = (
-        math.prod(x.shape[a] for a in axis),
-        tuple(size for a, size in enumerate(x.shape) if a not in axis),
-    )
-    numbers = np.moveaxis(x, axis, range(len(axis))).reshape(n, *rest)
-    result = f.accumulate(numbers, axis=0)[-1] if n else np.full(rest, nothing, x.dtype)
-    return (
-        result.reshape([1 if a in axis else size for a, size in enumerate(x.shape)])
-        if keepdims
-        else result
-    )
+def _accumulate(name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
+    """Return a sum or product, accumulated sequentially."""
+    ufunc, identity = (np.add, 0) if name == "sum" else (np.multiply, 1)
+    n = math.prod(x.shape[a] for a in axis)
+    shape = [size for a, size in enumerate(x.shape) if a not in axis]
+    elements = np.moveaxis(x, axis, range(len(axis))).reshape(n, *shape)
+    result = ufunc.accumulate(elements, axis=0)[-1] if n else np.full(shape, identity, x.dtype)
+    if keepdims:
+        result = result.reshape([1 if a in axis else size for a, size in enumerate(x.shape)])
+    return result
 
 
 def _extreme(dtype: np.dtype[Any], name: str) -> Any:
@@ -71,31 +73,33 @@ def _extreme(dtype: np.dtype[Any], name: str) -> Any:
     return np.iinfo(dtype).min if name == "max" else np.iinfo(dtype).max
 
 
-def _deviate(x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float) -> np.ndarray:
+def _variance(
+    x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float
+) -> np.ndarray:
     n = math.prod(x.shape[a] for a in axis)
     with np.errstate(all="ignore"):
-        center = _running("sum", x, axis, True) / x.dtype.type(n)
-        total = _running("sum", (x - center) ** 2, axis, keepdims)
+        center = _accumulate("sum", x, axis, True) / x.dtype.type(n)
+        total = _accumulate("sum", (x - center) ** 2, axis, keepdims)
         return total / (n - correction) if n > correction else total * x.dtype.type(math.nan)
 
 
 def reduce_array(
     name: str, x: np.ndarray, axis: tuple[int, ...], keepdims: bool, correction: float = 0
 ) -> np.ndarray:
-    """Return one dense reduction; an empty one is 0, 1, True, False, -inf, inf or NaN."""
+    """Return one dense reduction; without elements it is 0, 1, True, False, -inf, inf or NaN."""
     if name in ("var", "std"):
-        result = _deviate(x, axis, keepdims, correction)
+        result = _variance(x, axis, keepdims, correction)
         return np.sqrt(result) if name == "std" else result
     if name == "mean":
         with np.errstate(all="ignore"):
             n = x.dtype.type(math.prod(x.shape[a] for a in axis))
-            return np.asarray(_running("sum", x, axis, keepdims) / n)
+            return np.asarray(_accumulate("sum", x, axis, keepdims) / n)
     if name == "count_nonzero":
         return np.asarray(np.sum(x != 0, axis=axis, keepdims=keepdims))
     if name in ("sum", "prod"):
-        return _running(name, x if x.dtype.kind == "f" else x.astype(np.int64), axis, keepdims)
-    more = {"initial": _extreme(x.dtype, name)} if name in ("max", "min") else {}
-    return np.asarray(getattr(np, name)(x, axis=axis, keepdims=keepdims, **more))
+        return _accumulate(name, x if x.dtype.kind == "f" else x.astype(np.int64), axis, keepdims)
+    keywords = {"initial": _extreme(x.dtype, name)} if name in ("max", "min") else {}
+    return np.asarray(getattr(np, name)(x, axis=axis, keepdims=keepdims, **keywords))
 
 
 def reduce(
@@ -105,69 +109,80 @@ def reduce(
     *,
     keepdims: bool = False,
     correction: float = 0,
-    ragged: int = 1,
+    ragged_axis: int = 1,
 ) -> list[np.ndarray] | np.ndarray:
-    """Return a reduction over axes of the batch, as rows or as a dense array.
-
-    Axis `ragged` is the ragged axis.
-    """
+    """Return a reduction over axes of the batch, as rows or as a dense array."""
     ndim = rows.template.ndim + 1
-    axes = (
-        tuple(range(ndim))
-        if axis is None
-        else tuple(sorted(a % ndim for a in np.atleast_1d(axis).tolist()))
-    )
-    inner = tuple(a - 1 for a in axes if a)
+    axes = range(ndim)
+    if axis is not None:
+        axes = sorted(a % ndim for a in np.atleast_1d(axis).tolist())
+    row_axes = tuple(a - 1 for a in axes if a)
     if 0 in axes:
-        whole = np.concatenate([rows.template, *rows], axis=ragged - 1)
-        result = reduce_array(name, whole, inner, keepdims, correction)
+        tokens = rows.concatenate(axis=ragged_axis - 1)
+        result = reduce_array(name, tokens, row_axes, keepdims, correction)
         return result[None] if keepdims else result
 
-    def one(row: np.ndarray) -> np.ndarray:
-        return reduce_array(name, row, inner, keepdims, correction)
+    def reduce_row(row: np.ndarray) -> np.ndarray:
+        return reduce_array(name, row, row_axes, keepdims, correction)
 
-    return rows.stack(one) if ragged in axes else [one(row) for row in rows]
+    return rows.stack(reduce_row) if ragged_axis in axes else [reduce_row(row) for row in rows]
 
 
 def scan(name: str, rows: Rows, axis: int, *, initial: bool = False) -> list[np.ndarray]:
     """Return a running sum or product along an axis of each row."""
-    out, first = [], 0 if name == "cumulative_sum" else 1
+    results, identity = [], 0 if name == "cumulative_sum" else 1
     for row in rows:
         result = (np.cumsum if name == "cumulative_sum" else np.cumprod)(row, axis=axis)
         if initial:
             shape = tuple(1 if a == axis else n for a, n in enumerate(row.shape))
-            result = np.concatenate([np.full(shape, first, result.dtype), result], axis=axis)
-        out.append(result)
-    return out
+            result = np.concatenate([np.full(shape, identity, result.dtype), result], axis=axis)
+        results.append(result)
+    return results
 
 
 # -------------------------------------------------------------------------------- softmax and norms
-def _shifted(row: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    top = np.max(row, axis=axis, keepdims=True, initial=-math.inf)
-    return top, np.sum(np.exp(row - top), axis=axis, keepdims=True)
+def _max_and_sum_of_exp(row: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``max(x)`` and ``sum(exp(x - max(x)))``."""
+    maximum = np.max(row, axis=axis, keepdims=True, initial=-math.inf)
+    return maximum, np.sum(np.exp(row - maximum), axis=axis, keepdims=True)
 
 
 def softmax(rows: Rows, axis: int = 0) -> list[np.ndarray]:
     """Return ``exp(x) / sum(exp(x))`` along an axis of each row."""
-    return [np.exp(row - _shifted(row, axis)[0]) / _shifted(row, axis)[1] for row in rows]
+    statistics = (_max_and_sum_of_exp(row, axis) for row in rows)
+    return [
+        np.exp(row - maximum) / total
+        for row, (maximum, total) in zip(rows, statistics, strict=True)
+    ]
 
 
 def log_softmax(rows: Rows, axis: int = 0) -> list[np.ndarray]:
     """Return ``log(softmax(x))`` along an axis of each row."""
-    return [row - _shifted(row, axis)[0] - np.log(_shifted(row, axis)[1]) for row in rows]
+    statistics = (_max_and_sum_of_exp(row, axis) for row in rows)
+    return [
+        row - maximum - np.log(total)
+        for row, (maximum, total) in zip(rows, statistics, strict=True)
+    ]
 
 
 def logsumexp(rows: Rows, axis: int = 0) -> np.ndarray:
     """Return ``log(sum(exp(x)))`` along an axis of each row; -inf for an empty row."""
 
-    def one(row: np.ndarray) -> np.ndarray:
-        top, total = _shifted(row, axis)
+    def row_logsumexp(row: np.ndarray) -> np.ndarray:
+        maximum, total = _max_and_sum_of_exp(row, axis)
         with np.errstate(divide="ignore"):
             return np.squeeze(
-                np.where(total > 0, top + np.log(total), -math.inf).astype(row.dtype), axis=axis
+                np.where(total > 0, maximum + np.log(total), -math.inf).astype(row.dtype), axis=axis
             )
 
-    return rows.stack(one)
+    return rows.stack(row_logsumexp)
+
+
+def stable_argsort(row: np.ndarray, axis: int, *, descending: bool) -> np.ndarray:
+    """Return the sorting indices of a row; equal numbers, including NaN, keep their order."""
+    # np.unique gives every NaN the highest rank, and negating the ranks keeps the sort stable.
+    ranks = np.unique(row, return_inverse=True)[1].reshape(row.shape)
+    return np.argsort(-ranks if descending else ranks, axis=axis, kind="stable")
 
 
 def topk(
@@ -175,16 +190,14 @@ def topk(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the k largest or smallest tokens of each row, sorted, and their positions in the row.
 
-    Of equal tokens the first comes first in both directions. NaN is the largest number.
+    Equal tokens keep their order in both directions. NaN is the largest number.
     """
     values, positions = [], []
     for row in rows:
-        # np.unique gives every NaN the highest rank, and negating the ranks keeps the sort stable.
-        ranks = np.unique(row, return_inverse=True)[1].reshape(row.shape)
-        order = np.argsort(-ranks if largest else ranks, axis=axis, kind="stable")
-        first = np.take(order, np.arange(min(k, row.shape[axis])), axis=axis)
-        values.append(np.take_along_axis(row, first, axis))
-        positions.append(first)
+        order = stable_argsort(row, axis, descending=largest)
+        selected = np.take(order, np.arange(min(k, row.shape[axis])), axis=axis)
+        values.append(np.take_along_axis(row, selected, axis))
+        positions.append(selected)
     return values, positions
 
 
@@ -193,35 +206,27 @@ def cross_entropy(
 ) -> list[np.ndarray] | np.ndarray:
     """Return ``log(sum(exp(x))) - x[target]`` per token; 0 where the target is ignored.
 
-    The exponentials are added one after the other.
+    The exponentials are added sequentially.
     """
-    out, counted = [], []
+    losses, is_counted = [], []
     for row, classes in zip(rows, targets, strict=True):
         loss = np.zeros(len(row), row.dtype)
         for i, (x, target) in enumerate(zip(row, classes, strict=True)):
             if target != ignore_index:
-                top = np.max(x)
-                loss[i] = np.log(np.add.accumulate(np.exp(x - top))[-1]) + (top - x[target])
-        out.append(loss)
-        counted.append(np.asarray(classes) != ignore_index)
+                maximum = np.max(x)
+                loss[i] = np.log(np.add.accumulate(np.exp(x - maximum))[-1]) + (maximum - x[target])
+        losses.append(loss)
+        is_counted.append(np.asarray(classes) != ignore_index)
     if reduction == "none":
-        return out
-    wide = rows.template.dtype.type
-    sums, counts = (
-        np.asarray([np.sum(x, dtype=d) for x in parts], d)
-        for parts, d in ((out, wide), (counted, np.int64))
-    )
-    if reduction == "row_mean":
-        with np.errstate(all="ignore"):
-            return np.asarray(sums / counts.astype(wide))
-    total = np.sum(sums, dtype=wide)
-    return np.asarray(
-        total
-        if reduction == "sum"
-        else total / wide(np.sum(counts))
-        if np.sum(counts)
-        else wide(math.nan)
-    )
+        return losses
+    scalar_type = rows.template.dtype.type
+    sums = np.asarray([np.sum(loss, dtype=scalar_type) for loss in losses], scalar_type)
+    counts = np.asarray([np.sum(counted) for counted in is_counted], scalar_type)
+    with np.errstate(all="ignore"):
+        if reduction == "row_mean":
+            return np.asarray(sums / counts)
+        total = np.sum(sums, dtype=scalar_type)
+        return np.asarray(total if reduction == "sum" else total / np.sum(counts))
 
 
 def linear_cross_entropy(
@@ -230,16 +235,18 @@ def linear_cross_entropy(
     targets: Sequence[np.ndarray],
     bias: Any = 0,
     *,
-    stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    rounding: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     **options: Any,
 ) -> list[np.ndarray] | np.ndarray:
     """Return the cross-entropy of the logits ``x @ weight.T + bias``.
 
-    `stage` rounds the logits where a lower precision stores them rounded.
+    `rounding` rounds the logits, as an implementation that stores them in half precision.
     """
     template = np.zeros((0, len(weight)), rows.template.dtype)
     return cross_entropy(
-        Rows((stage(stage(row @ weight.T) + bias) for row in rows), template), targets, **options
+        Rows((rounding(rounding(row @ weight.T) + bias) for row in rows), template),
+        targets,
+        **options,
     )
 
 
@@ -287,44 +294,49 @@ def rope(
     interleaved: bool = False,
     start: Sequence[int] | None = None,
 ) -> list[np.ndarray]:
-    """Rotate pair i of token p by ``p * theta ** (-2 i / d)``.
+    """Rotate pair i of the token at position p by ``p * theta ** (-2 i / head_dim)``.
 
     A pair is two adjacent elements, or one element of each half.
     """
     out = []
-    for r, row in enumerate(rows):
-        turned, d = np.empty_like(row), row.shape[-1]
-        for i in range(d // 2):
-            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + d // 2)
-            place = np.arange(row.shape[0], dtype=row.dtype) + (0 if start is None else start[r])
-            angle = place * row.dtype.type(theta ** (-2 * i / d))
-            angle = angle.reshape(-1, *(1,) * (row.ndim - 2))
-            turned[..., a] = row[..., a] * np.cos(angle) - row[..., b] * np.sin(angle)
-            turned[..., b] = row[..., b] * np.cos(angle) + row[..., a] * np.sin(angle)
-        out.append(turned)
+    for row, first_position in zip(rows, start or [0] * len(rows), strict=True):
+        rotated, head_dim = np.empty_like(row), row.shape[-1]
+        positions = np.arange(row.shape[0], dtype=row.dtype) + first_position
+        positions = positions.reshape(-1, *(1,) * (row.ndim - 2))
+        for i in range(head_dim // 2):
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + head_dim // 2)
+            angle = positions * row.dtype.type(theta ** (-2 * i / head_dim))
+            cos, sin = np.cos(angle), np.sin(angle)
+            rotated[..., first] = row[..., first] * cos - row[..., second] * sin
+            rotated[..., second] = row[..., second] * cos + row[..., first] * sin
+        out.append(rotated)
     return out
 
 
 # ---------------------------------------------------------------------------------------- attention
-def visible(queries: int, keys: int, causal: bool, window: Any) -> np.ndarray:
+def _query_positions(queries: int, keys: int) -> np.ndarray:
+    """Return the positions of the queries, as a column; the last query is at the last key."""
+    return np.arange(queries)[:, None] + keys - queries
+
+
+def attention_mask(queries: int, keys: int, causal: bool, window: Any) -> np.ndarray:
     """Return a (queries, keys) mask of the keys that each query sees.
 
     The last query is aligned with the last key.
     """
-    place = np.arange(queries)[:, None] + keys - queries
-    key = np.arange(keys)[None, :]
-    seen = np.ones((queries, keys), bool)
+    query_positions, key_positions = _query_positions(queries, keys), np.arange(keys)
+    mask = np.ones((queries, keys), bool)
     if causal:
-        seen &= key <= place
+        mask &= key_positions <= query_positions
     if isinstance(window, tuple):
         left, right = window
         if left is not None:
-            seen &= key >= place - left
+            mask &= key_positions >= query_positions - left
         if right is not None:
-            seen &= key <= place + right
+            mask &= key_positions <= query_positions + right
     elif window is not None:
-        seen &= key > place - window
-    return seen
+        mask &= key_positions > query_positions - window
+    return mask
 
 
 def attention(
@@ -338,53 +350,72 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    stage: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    rounding: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return output and log-sum-exp of each row.
 
-    `stage` rounds scores and weights where a lower precision stores them rounded.
+    `rounding` rounds scores and weights, as an implementation that stores them in half precision.
     """
     out, lse = [], []
-    for qs, ks, vs in zip(q, k, v, strict=True):
-        heads, kv_heads, wide = qs.shape[1], ks.shape[1], qs.dtype.type
-        got, logs = (
-            np.zeros((*qs.shape[:2], vs.shape[2]), wide),
-            np.full(qs.shape[:2], -math.inf, wide),
-        )
-        for h in range(heads):
-            g = h // (heads // kv_heads)
-            score = stage(
-                qs[:, h] @ ks[:, g].T * wide(1 / math.sqrt(qs.shape[2]) if scale is None else scale)
+    for row_q, row_k, row_v in zip(q, k, v, strict=True):
+        (queries, heads, head_dim), (keys, kv_heads, _) = row_q.shape, row_k.shape
+        as_scalar = row_q.dtype.type
+        row_out = np.zeros((queries, heads, row_v.shape[2]), row_q.dtype)
+        row_lse = np.full((queries, heads), -math.inf, row_q.dtype)
+        for head in range(heads):
+            kv_head = head // (heads // kv_heads)
+            values = row_v[:, kv_head]
+            scores = row_q[:, head] @ row_k[:, kv_head].T
+            scores = rounding(
+                scores * as_scalar(1 / math.sqrt(head_dim) if scale is None else scale)
             )
             if softcap is not None:
-                score = wide(softcap) * np.tanh(score / wide(softcap))
+                scores = as_scalar(softcap) * np.tanh(scores / as_scalar(softcap))
             if alibi_slopes is not None:
-                positions = np.arange(qs.shape[0])[:, None] + ks.shape[0] - qs.shape[0]
-                score = score - wide(alibi_slopes[h]) * np.abs(positions - np.arange(ks.shape[0]))
-            seen, values = visible(qs.shape[0], ks.shape[0], causal, window), vs[:, g]
-            if sinks is not None:  # a key that every query sees, with the value 0
-                score = np.concatenate((score, np.full((qs.shape[0], 1), wide(sinks[h]))), axis=1)
-                seen = np.concatenate((seen, np.ones((qs.shape[0], 1), bool)), axis=1)
-                values = np.concatenate((values, np.zeros((1, vs.shape[2]), wide)))
-            some = seen.any(axis=1)
-            score = np.where(seen, score, wide(-math.inf))[some]
-            top = np.max(score, axis=1, keepdims=True, initial=-math.inf)
-            total = np.sum(np.exp(score - top), axis=1, keepdims=True)
-            got[some, h] = stage(np.exp(score - top) / total) @ values
-            logs[some, h] = (top + np.log(total))[:, 0]
-        out.append(got)
-        lse.append(logs)
+                distances = np.abs(_query_positions(queries, keys) - np.arange(keys))
+                scores = scores - as_scalar(alibi_slopes[head]) * distances
+            mask = attention_mask(queries, keys, causal, window)
+            # A sink is a key that every query sees, with the value 0.
+            if sinks is not None:
+                sink = np.full((queries, 1), as_scalar(sinks[head]))
+                scores = np.concatenate((scores, sink), axis=1)
+                mask = np.concatenate((mask, np.ones((queries, 1), bool)), axis=1)
+                values = np.concatenate((values, np.zeros((1, values.shape[1]), values.dtype)))
+            sees_any_key = mask.any(axis=1)
+            scores = np.where(mask, scores, as_scalar(-math.inf))[sees_any_key]
+            maximum = np.max(scores, axis=1, keepdims=True, initial=-math.inf)
+            total = np.sum(np.exp(scores - maximum), axis=1, keepdims=True)
+            row_out[sees_any_key, head] = rounding(np.exp(scores - maximum) / total) @ values
+            row_lse[sees_any_key, head] = (maximum + np.log(total))[:, 0]
+        out.append(row_out)
+        lse.append(row_lse)
     return out, lse
 
 
-def rounded(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
+def round_to(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that rounds float32 to a half precision and back."""
     if dtype == "float16":
         return lambda x: x.astype(np.float16).astype(x.dtype)
 
     def bfloat16(x: np.ndarray) -> np.ndarray:
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-        even = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        return (even & np.uint32(0xFFFF0000)).view(np.float32).astype(x.dtype)
+        nearest_even = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return (nearest_even & np.uint32(0xFFFF0000)).view(np.float32).astype(x.dtype)
 
     return bfloat16
+
+
+def with_rounded_result(reference: Callable[..., Any], dtype: str) -> Callable[..., Any]:
+    """Return `reference` with its result rounded to a half precision.
+
+    Some libraries round products of half precision once, some also round partial products.
+    """
+    round_result = round_to(dtype)
+
+    def low_precision(*args: Any) -> Any:
+        result = reference(*args)
+        if isinstance(result, list):
+            return [round_result(np.asarray(row)) for row in result]
+        return round_result(np.asarray(result))
+
+    return low_precision

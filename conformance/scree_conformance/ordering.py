@@ -10,60 +10,58 @@ from typing import Any
 
 import numpy as np
 
-from .bench import Bench, Data
+from . import oracle
+from .bench import Bench, Input
 from .layouts import ALL, Layout, lengths_of
-from .reshaping import MOVED, by_row, cubes
+from .reshaping import COPIED_DTYPES, for_each_ragged_dim
 from .table import DTYPES, operation
 
 REAL = (*DTYPES, "int32", "int8", "uint8")
 
 
-def drawn(dtype: str) -> tuple[str, ...]:
-    """Return the draws that make sorting hard."""
-    return (
-        ("any", "ties", "gaps")
-        if dtype in DTYPES
-        else ("natural",)
-        if dtype[0] == "u"
-        else ("ties",)
-    )
-
-
-def order(row: np.ndarray, axis: int, descending: bool) -> np.ndarray:
-    """Return the stable order of a row: equal numbers, NaN among them, keep their order."""
-    ranks = np.unique(row, return_inverse=True)[1].reshape(row.shape)
-    return np.argsort(-ranks if descending else ranks, axis=axis, kind="stable")
+def draws_of(dtype: str) -> tuple[str, ...]:
+    """Return the draws with ties and, where the dtype has them, NaN and infinity."""
+    if dtype in DTYPES:
+        return ("any", "ties", "gaps")
+    return ("natural",) if dtype.startswith("u") else ("ties",)
 
 
 def sorting(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """Ascending and descending, stable or not, within rows and along elements."""
     f = getattr(bench.xp, name)
-    index = bench.lib.dtype_name(bench.xp.argsort(bench.lib.make(np.ones(2), dtype)))
-    for dim in (0, 1):
-        for draw in drawn(dtype):
-            x = bench.ragged(layout, (3,), dtype, draw, dim)
-            for axis, descending in bench.some(
-                ((dim + 1, False), (2 - dim, False), (-1, False), (dim + 1, True), (2 - dim, True))
-            ):
-                at = axis % 3 - 1
-                places = by_row(partial(order, axis=at, descending=descending))
+    index_dtype = bench.lib.dtype_name(bench.xp.argsort(bench.lib.make(np.ones(2), dtype)))
+    for ragged_dim in (0, 1):
+        tokens, elements = ragged_dim + 1, 2 - ragged_dim
+        variants = (
+            (tokens, False),
+            (elements, False),
+            (-1, False),
+            (tokens, True),
+            (elements, True),
+        )
+        for draw in draws_of(dtype):
+            x = bench.ragged(layout, (3,), dtype, draw, ragged_dim)
+            for axis, descending in bench.select(variants):
+                row_axis = axis % 3 - 1
+                note = f"{ragged_dim}, {draw}, axis={axis}, descending={descending}: "
+                argsort = partial(oracle.stable_argsort, axis=row_axis, descending=descending)
                 if name == "argsort":
                     bench.check(
                         lambda a: f(a, axis=axis, descending=descending),
-                        places,
+                        oracle.map_rows(argsort),
                         x,
-                        dtype=index,
-                        note=f"{dim}, {draw}, axis={axis}, descending={descending}: ",
+                        dtype=index_dtype,
+                        note=note,
                     )
-                    continue
-                bench.check(
-                    lambda a: f(a, axis=axis, descending=descending, stable=False),
-                    lambda a: [
-                        np.take_along_axis(row, p, at) for row, p in zip(a, places(a), strict=True)
-                    ],
-                    x,
-                    note=f"{dim}, {draw}, axis={axis}, descending={descending}: ",
-                )
+                else:
+                    bench.check(
+                        lambda a: f(a, axis=axis, descending=descending, stable=False),
+                        oracle.map_rows(
+                            lambda row: np.take_along_axis(row, argsort(row), row_axis)
+                        ),
+                        x,
+                        note=note,
+                    )
 
 
 for _name in ("sort", "argsort"):
@@ -71,44 +69,41 @@ for _name in ("sort", "argsort"):
 
 
 def extremes(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """The first extreme of each row, -1 for an empty row; the first NaN wins."""
-    f, plain = getattr(bench.xp, name), getattr(np, name)
-    out = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
+    """The first maximum or minimum of each row, -1 for an empty row; NaN precedes all numbers."""
+    f, numpy_function = getattr(bench.xp, name), getattr(np, name)
+    index_dtype = bench.lib.dtype_name(f(bench.lib.make(np.ones(2), dtype)))
 
-    def one(row: np.ndarray, axis: int, keepdims: bool) -> np.ndarray:
+    def reference_row(row: np.ndarray, axis: int, keepdims: bool) -> np.ndarray:
         if row.shape[axis]:
-            return np.asarray(plain(row, axis=axis, keepdims=keepdims))
+            return np.asarray(numpy_function(row, axis=axis, keepdims=keepdims))
         return np.full_like(row.sum(axis=axis, keepdims=keepdims), -1, dtype=np.int64)
 
-    for dim in (0, 1):
-        for draw in drawn(dtype):
-            x = bench.ragged(layout, (3,), dtype, draw, dim)
+    for ragged_dim in (0, 1):
+        for draw in draws_of(dtype):
+            x = bench.ragged(layout, (3,), dtype, draw, ragged_dim)
             for keepdims in (False, True):
-                note = f"{dim}, {draw}, keepdims={keepdims}: "
+                note = f"{ragged_dim}, {draw}, keepdims={keepdims}: "
                 bench.check(
-                    lambda a: f(a, axis=dim + 1, keepdims=keepdims),
-                    lambda a: a.stack(lambda row: one(row, dim, keepdims)),
+                    lambda a: f(a, axis=ragged_dim + 1, keepdims=keepdims),
+                    lambda a: a.stack(lambda row: reference_row(row, ragged_dim, keepdims)),
                     x,
-                    dtype=out,
+                    dtype=index_dtype,
                     note=note,
                 )
+                # The element axis, counted from the end or from the start.
+                element_axis = 1 if ragged_dim else -1
                 bench.check(
-                    lambda a: (
-                        f(a, axis=1 - dim - 2, keepdims=keepdims)
-                        if not dim
-                        else f(a, axis=1, keepdims=keepdims)
-                    ),
-                    by_row(lambda row: one(row, 1 - dim, keepdims)),
+                    lambda a: f(a, axis=element_axis, keepdims=keepdims),
+                    oracle.map_rows(lambda row: reference_row(row, 1 - ragged_dim, keepdims)),
                     x,
-                    dtype=out,
+                    dtype=index_dtype,
                     note=f"elements, {note}",
                 )
-            if not dim:
-                whole = np.concatenate([x.exact.template, *x.exact])
-                actual = bench.lib.read(f(x.x))
-                np.testing.assert_array_equal(
-                    actual, plain(whole) if whole.size else -1, err_msg=f"axis=None, {draw}"
-                )
+            if not ragged_dim:
+                tokens = x.exact.concatenate()
+                expected = numpy_function(tokens) if tokens.size else -1
+                actual = bench.lib.read(f(x.array))
+                np.testing.assert_array_equal(actual, expected, err_msg=f"axis=None, {draw}")
 
 
 for _name in ("argmax", "argmin"):
@@ -120,9 +115,9 @@ def nonzero(bench: Bench, layout: Layout, dtype: str) -> None:
     """Row, position in the row and element of each nonzero, in the order of the rows."""
     for token in ((), (3,), (3, 2)):
         x = bench.ragged(layout, token, dtype, "bool")
-        got = [bench.lib.read(part) for part in bench.xp.nonzero(x.x)]
+        got = [bench.lib.read(part) for part in bench.xp.nonzero(x.array)]
         coordinates = [
-            (i, *place) for i, row in enumerate(x.exact) for place in np.argwhere(row).tolist()
+            (i, *index) for i, row in enumerate(x.exact) for index in np.argwhere(row).tolist()
         ]
         np.testing.assert_array_equal(
             np.stack(got, axis=1), np.asarray(coordinates, np.int64).reshape(-1, len(token) + 2)
@@ -134,13 +129,13 @@ def searchsorted(bench: Bench, layout: Layout, dtype: str) -> None:
     """Ragged numbers in one sorted table."""
     table = np.asarray([-3, -1, 0, 0, 2, 5])
     library_table = bench.lib.make(table, dtype)
-    for dim, x in cubes(bench, layout, dtype):
+    for ragged_dim, x in for_each_ragged_dim(bench, layout, dtype):
         for side in ("left", "right"):
-            got = bench.xp.searchsorted(library_table, x.x, side=side)
+            got = bench.xp.searchsorted(library_table, x.array, side=side)
             bench.close(
                 got,
                 [np.searchsorted(table, row, side=side) for row in x.exact],
-                note=f"{dim}, {side}: ",
+                note=f"{ragged_dim}, {side}: ",
             )
 
 
@@ -160,45 +155,46 @@ def not_in(bench: Bench, layout: Layout, dtype: str) -> None:
 @operation("isin", ALL, ("int32", "int8", "float32"))
 def isin(bench: Bench, layout: Layout, dtype: str) -> None:
     """Membership in dense numbers, or in the numbers of all rows of another ragged array."""
-    for dim in (0, 1):
-        x = bench.ragged(layout, (3,), dtype, "natural", dim)
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, "natural", ragged_dim)
         table = bench.dense((4,), dtype, "natural")
         bench.check(
             bench.xp.isin, lambda a, b: [np.isin(row, b) for row in a], x, table, dtype="bool"
         )
-        other = bench.ragged([1, 0, 2], (), dtype, "natural")
+        ragged_table = bench.ragged([1, 0, 2], (), dtype, "natural")
         bench.check(
             bench.xp.isin,
             lambda a, b: [np.isin(row, np.concatenate(b)) for row in a],
             x,
-            other,
+            ragged_table,
             dtype="bool",
         )
 
 
 def unique(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
     """The distinct numbers of all rows together; the inverse indices are ragged."""
-    for dim, draw in ((0, "ties"), (1, "ties"), (0, "special")):
+    for ragged_dim, draw in ((0, "ties"), (1, "ties"), (0, "special")):
         if draw == "special" and dtype != "float32":
             continue
-        x = bench.ragged(layout, (3,), dtype, draw, dim)
-        flat = np.concatenate([x.exact.template, *x.exact], axis=dim).ravel()
-        values, first, counts = np.unique(
+        x = bench.ragged(layout, (3,), dtype, draw, ragged_dim)
+        flat = x.exact.concatenate(axis=ragged_dim).ravel()
+        values, first_indices, counts = np.unique(
             flat, return_index=True, return_counts=True, equal_nan=False
         )
-        got = getattr(bench.xp, name)(x.x)
+        got = getattr(bench.xp, name)(x.array)
         actual = bench.lib.read(got if name == "unique_values" else got.values)
         order = np.argsort(actual, kind="stable")
         np.testing.assert_array_equal(actual[order], values)
         if name in ("unique_counts", "unique_all"):
             np.testing.assert_array_equal(bench.lib.read(got.counts)[order], counts)
         if name in ("unique_inverse", "unique_all"):
-            bench.close(_taken(bench, got) if x.x.size else x.x, list(x.exact))
-        if name == "unique_all" and not dim and draw != "special":
-            np.testing.assert_array_equal(bench.lib.read(got.indices)[order], first)
+            bench.close(_from_inverse(bench, got) if x.array.size else x.array, list(x.exact))
+        if name == "unique_all" and not ragged_dim and draw != "special":
+            np.testing.assert_array_equal(bench.lib.read(got.indices)[order], first_indices)
 
 
-def _taken(bench: Bench, got: Any) -> Any:
+def _from_inverse(bench: Bench, got: Any) -> Any:
+    """Return the original array, from the distinct values and the inverse indices."""
     index = got.inverse_indices
     flat = bench.xp.take(got.values, bench.xp.reshape(index.values, (-1,)), axis=0)
     return index.with_values(bench.xp.reshape(flat, index.values.shape))
@@ -208,37 +204,35 @@ for _name in ("unique_values", "unique_counts", "unique_inverse", "unique_all"):
     operation(_name, ALL, ("float32", "int32", "bool"))(partial(unique, name=_name))
 
 
-@operation("take_along_axis", ALL, MOVED)
+@operation("take_along_axis", ALL, COPIED_DTYPES)
 def take_along_axis(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Positions in the row, also negative, with other lengths than the rows.
+    """Positions in the row, also negative, and entries of an element axis.
 
-    Also entries of an element axis.
+    The index has other row lengths than the array.
     """
     lengths = lengths_of(layout)
-    for dim, x in cubes(bench, layout, dtype):
+    for ragged_dim, x in for_each_ragged_dim(bench, layout, dtype):
         counts = [int(bench.rng.integers(0, 4)) if length else 0 for length in lengths]
-        rows = [
-            bench.rng.integers(-n, n, (c, 3) if not dim else (3, c))
-            if n
-            else np.zeros((0, 3) if not dim else (3, 0), int)
-            for n, c in zip(lengths, counts, strict=True)
+        shapes = [(3, count) if ragged_dim else (count, 3) for count in counts]
+        positions = [
+            bench.rng.integers(-length, length, shape) if length else np.zeros(shape, int)
+            for length, shape in zip(lengths, shapes, strict=True)
         ]
-        whole = np.concatenate([np.zeros((0, 3) if not dim else (3, 0), int), *rows], axis=dim)
-        index = bench.of(bench.lib.make(whole, bench.lib.default_integer), counts, dim)
+        no_positions = np.zeros((3, 0) if ragged_dim else (0, 3), int)
+        values = np.concatenate([no_positions, *positions], axis=ragged_dim)
+        index = bench.of(bench.lib.make(values, bench.lib.default_integer), counts, ragged_dim)
         bench.check(
-            lambda a, i: bench.xp.take_along_axis(a, i, axis=dim + 1),
-            lambda a, i: [np.take_along_axis(row, p, dim) for row, p in zip(a, i, strict=True)],
+            lambda a, i: bench.xp.take_along_axis(a, i, axis=ragged_dim + 1),
+            oracle.map_rows(partial(np.take_along_axis, axis=ragged_dim)),
             x,
             index,
         )
-        picks = bench.ragged(layout, (2,), bench.lib.default_integer, "bool", dim)
-        picks = Data(x.x.with_values(picks.x.values), picks.exact)
-        for axis in (2 - dim, -1 - dim):
+        element_index = bench.ragged(layout, (2,), bench.lib.default_integer, "bool", ragged_dim)
+        element_index = Input(x.array.with_values(element_index.array.values), element_index.exact)
+        for axis in (2 - ragged_dim, -1 - ragged_dim):
             bench.check(
                 lambda a, i: bench.xp.take_along_axis(a, i, axis=axis),
-                lambda a, i: [
-                    np.take_along_axis(row, p, 1 - dim) for row, p in zip(a, i, strict=True)
-                ],
+                oracle.map_rows(partial(np.take_along_axis, axis=1 - ragged_dim)),
                 x,
-                picks,
+                element_index,
             )

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import scree
 
-from .bench import Bench
+from .bench import Bench, Input
 from .layouts import Layout, lengths_of
-from .oracle import Rows
+from .oracle import Rows, map_rows
 from .table import operation
 
-ANY = ("float32", "int32", "bool", "bfloat16")
+DTYPES = ("float32", "int32", "bool", "bfloat16")
 
 
-@operation("ragged.pack ragged.unpack", dtypes=ANY)
+@operation("ragged.pack ragged.unpack", dtypes=DTYPES)
 def pack(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Rows in, rows out, for any ragged_dim."""
-    for dim in (0, 1):
-        x = bench.ragged(layout, (3,), dtype, "natural", dim)
-        rows = bench.xp.ragged.unpack(x.x)
+    """Packed and unpacked rows, for every `ragged_dim`."""
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, "natural", ragged_dim)
+        rows = bench.xp.ragged.unpack(x.array)
         assert isinstance(rows, list)
-        assert len(rows) == x.x.batch_size
+        assert len(rows) == x.array.batch_size
         for row, exact in zip(rows, x.exact, strict=True):
             bench.close(row, exact, dtype=dtype)
-        for row, exact in zip(x.x, x.exact, strict=True):
+        for row, exact in zip(x.array, x.exact, strict=True):
             bench.close(row, exact, dtype=dtype)
         if rows:
-            back = bench.xp.ragged.pack(rows, ragged_dim=dim)
-            bench.close(back, list(x.exact), dtype=dtype)
-            assert bench.lib.dtype_name(back.offsets) == "int32"
-            assert back.shape == x.x.shape
+            packed_again = bench.xp.ragged.pack(rows, ragged_dim=ragged_dim)
+            bench.close(packed_again, list(x.exact), dtype=dtype)
+            assert bench.lib.dtype_name(packed_again.offsets) == "int32"
+            assert packed_again.shape == x.array.shape
 
 
 @operation(
@@ -41,90 +43,93 @@ def pack(bench: Bench, layout: Layout, dtype: str) -> None:
     dtypes=("float32",),
 )
 def creation(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Values are not copied; lengths and ids give the same rows."""
+    """Arrays from offsets, which are not copied, from lengths and from segment ids."""
     lengths, make = lengths_of(layout), bench.lib.make
-    for dim in (0, 1):
-        x = bench.ragged(layout, (3,), dtype, dim=dim)
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, ragged_dim=ragged_dim)
         for f in (scree.from_offsets, scree.from_cu_seqlens, scree.Array):
-            for kind in ("int32", "int64") if "int64" in bench.lib.dtypes else ("int32",):
-                cu = make(bench.lib.read(x.x.offsets), kind)
-                got = f(x.x.values, cu, ragged_dim=dim)
-                assert got.values is x.x.values, "values were copied"
-                assert got.offsets is cu, "offsets were copied"
+            for offsets_dtype in ("int32", "int64") if "int64" in bench.lib.dtypes else ("int32",):
+                cu_seqlens = make(bench.lib.read(x.array.offsets), offsets_dtype)
+                got = f(x.array.values, cu_seqlens, ragged_dim=ragged_dim)
+                assert got.values is x.array.values, "values were copied"
+                assert got.offsets is cu_seqlens, "offsets were copied"
                 bench.close(got, list(x.exact))
-        for form in (lengths, make(np.asarray(lengths, np.int32), "int32")):
-            bench.close(scree.from_lengths(x.x.values, form, ragged_dim=dim), list(x.exact))
+        for row_lengths in (lengths, make(np.asarray(lengths, np.int32), "int32")):
+            bench.close(
+                scree.from_lengths(x.array.values, row_lengths, ragged_dim=ragged_dim),
+                list(x.exact),
+            )
         ids = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
         bench.close(
-            scree.from_segment_ids(x.x.values, make(ids, "int32"), len(lengths), ragged_dim=dim),
+            scree.from_segment_ids(
+                x.array.values, make(ids, "int32"), len(lengths), ragged_dim=ragged_dim
+            ),
             list(x.exact),
         )
-        if not lengths or lengths[-1]:  # without num_segments, the last id says how many there are
+        # Without num_segments, the largest id determines the number of rows.
+        if not lengths or lengths[-1]:
             bench.close(
-                scree.from_segment_ids(x.x.values, make(ids, "int32"), ragged_dim=dim),
+                scree.from_segment_ids(x.array.values, make(ids, "int32"), ragged_dim=ragged_dim),
                 list(x.exact),
             )
 
 
-@operation("ragged.to_padded", dtypes=ANY, kernel="pad")
+@operation("ragged.to_padded", dtypes=DTYPES, kernel="pad")
 def padding(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Padding on both sides, to more than the longest row."""
+    """Padding on either side, to the longest row and beyond."""
     lengths = lengths_of(layout)
     n, longest = len(lengths), max(lengths, default=0)
-    for dim in (0, 1):
-        x = bench.ragged(layout, (2,), dtype, "natural", dim)
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (2,), dtype, "natural", ragged_dim)
         for side in ("right", "left"):
-            for length, fill in ((None, 0), (longest + 2, 1)):
+            for length, fill_value in ((None, 0), (longest + 2, 1)):
                 padded, mask = bench.run(
-                    bench.xp.ragged.to_padded, x.x, side=side, fill_value=fill, length=length
+                    bench.xp.ragged.to_padded,
+                    x.array,
+                    side=side,
+                    fill_value=fill_value,
+                    length=length,
                 )
-                size = longest if length is None else length
-                expected = np.full(
-                    (n, 2, size) if dim else (n, size, 2), fill, x.exact.template.dtype
-                )
-                token_mask = np.zeros((n, size), bool)
+                padded_length = longest if length is None else length
+                shape = (n, 2, padded_length) if ragged_dim else (n, padded_length, 2)
+                expected = np.full(shape, fill_value, x.exact.template.dtype)
+                token_mask = np.zeros((n, padded_length), bool)
                 for i, row in enumerate(x.exact):
-                    cut = (
-                        slice(0, lengths[i]) if side == "right" else slice(size - lengths[i], size)
-                    )
-                    token_mask[i, cut] = True
-                    expected[(i, slice(None), cut) if dim else (i, cut)] = row
+                    start = 0 if side == "right" else padded_length - lengths[i]
+                    tokens = slice(start, start + lengths[i])
+                    token_mask[i, tokens] = True
+                    expected[(i, slice(None), tokens) if ragged_dim else (i, tokens)] = row
                 bench.close(padded, expected, dtype=dtype, note=f"{side}, length={length}: ")
                 bench.close(mask, token_mask, dtype="bool")
 
 
-@operation("ragged.from_padded", dtypes=ANY, kernel="unpad")
+@operation("ragged.from_padded", dtypes=DTYPES, kernel="unpad")
 def unpadding(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Padding on both sides, to more than the longest row, and back by mask and by lengths.
-
-    Both with and without the number of tokens.
-    """
-    lengths, make, read, unpad = (
-        lengths_of(layout),
-        bench.lib.make,
-        bench.lib.read,
-        bench.xp.ragged.from_padded,
-    )
-    for dim in (0, 1):
-        x = bench.ragged(layout, (2,), dtype, "natural", dim)
+    """Padding on either side, removed by mask and by lengths, with and without `total`."""
+    lengths, make = lengths_of(layout), bench.lib.make
+    unpad = partial(bench.run, bench.xp.ragged.from_padded)
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (2,), dtype, "natural", ragged_dim)
         for side in ("right", "left"):
             for length in (None, max(lengths, default=0) + 2):
-                padded, mask = bench.xp.ragged.to_padded(x.x, side=side, length=length)
-                for m in (mask, make(read(mask), "int32"), make(read(mask), "uint8")):
-                    bench.close(
-                        bench.run(unpad, padded, m, ragged_dim=dim), list(x.exact), dtype=dtype
+                padded, mask = bench.xp.ragged.to_padded(x.array, side=side, length=length)
+                integer_masks = [make(bench.lib.read(mask), name) for name in ("int32", "uint8")]
+                for any_mask in (mask, *integer_masks):
+                    unpadded = unpad(padded, any_mask, ragged_dim=ragged_dim)
+                    bench.close(unpadded, list(x.exact), dtype=dtype)
+                # The lengths describe padding on the right.
+                if side == "left":
+                    continue
+                for row_lengths in (lengths, make(np.asarray(lengths, np.int32), "int32")):
+                    unpadded = unpad(
+                        padded, lengths=row_lengths, ragged_dim=ragged_dim, total=sum(lengths)
                     )
-                if side == "right":
-                    for form in (lengths, make(np.asarray(lengths, np.int32), "int32")):
-                        unpadded = bench.run(
-                            unpad, padded, lengths=form, ragged_dim=dim, total=sum(lengths)
-                        )
-                        bench.close(unpadded, list(x.exact))
-    scattered = bench.rng.integers(0, 2, (4, 6)).astype(bool)  # holes anywhere
+                    bench.close(unpadded, list(x.exact))
+    mask_with_holes = bench.rng.integers(0, 2, (4, 6)).astype(bool)
     dense = bench.dense((4, 6, 2), dtype, "natural")
     bench.close(
-        bench.run(unpad, dense.x, make(scattered, "bool"), total=int(scattered.sum())),
-        [row[keep] for row, keep in zip(dense.exact, scattered, strict=True)],
+        unpad(dense.array, make(mask_with_holes, "bool"), total=int(mask_with_holes.sum())),
+        [row[keep] for row, keep in zip(dense.exact, mask_with_holes, strict=True)],
         dtype=dtype,
     )
 
@@ -143,57 +148,66 @@ SLICES = [
 def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
     """Every form of `arr[...]`, by Python's rules on lists of rows."""
     n, make = len(lengths_of(layout)), bench.lib.make
-    for dim in (0, 1):
-        x = bench.ragged(layout, (3,), dtype, "natural", dim)
-        arr, rows = x.x, x.exact
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, "natural", ragged_dim)
+        arr, rows = x.array, x.exact
         for i in {0, n - 1, -1, -n} if n else ():
             bench.close(arr[i], rows[i], dtype=dtype)
             bench.close(
-                arr[i, ..., 1] if not dim else arr[i, 1],
-                rows[i][..., 1] if not dim else rows[i][1],
+                arr[i, ..., 1] if not ragged_dim else arr[i, 1],
+                rows[i][..., 1] if not ragged_dim else rows[i][1],
                 dtype=dtype,
             )
-        for key in bench.some(SLICES):
-            bench.close(arr[key], rows[key], dtype=dtype, note=f"arr[{key}], ragged_dim={dim}: ")
-            inner = (slice(None), key) if not dim else (slice(None), slice(None), key)
+        for key in bench.select(SLICES):
             bench.close(
-                arr[inner], [row[inner[1:]] for row in rows], dtype=dtype, note=f"arr[{inner}]: "
+                arr[key], rows[key], dtype=dtype, note=f"arr[{key}], ragged_dim={ragged_dim}: "
             )
-            both = (slice(None, None, -1), *inner[1:])
+            token_key = (slice(None), key) if not ragged_dim else (slice(None), slice(None), key)
             bench.close(
-                arr[both],
-                [row[inner[1:]] for row in rows[::-1]],
+                arr[token_key],
+                [row[token_key[1:]] for row in rows],
                 dtype=dtype,
-                note=f"arr[{both}]: ",
+                note=f"arr[{token_key}]: ",
             )
-        picks = [n - 1, 0, -1, 0] if n else []
-        mask = bench.rng.integers(0, 2, n).astype(bool)
-        for key in (picks, make(np.asarray(picks, np.int32), "int32")):
-            bench.close(arr[key], [rows[i] for i in picks], dtype=dtype)
+            reversed_key = (slice(None, None, -1), *token_key[1:])
+            bench.close(
+                arr[reversed_key],
+                [row[token_key[1:]] for row in rows[::-1]],
+                dtype=dtype,
+                note=f"arr[{reversed_key}]: ",
+            )
+        row_indices = [n - 1, 0, -1, 0] if n else []
+        row_mask = bench.rng.integers(0, 2, n).astype(bool)
+        for key in (row_indices, make(np.asarray(row_indices, np.int32), "int32")):
+            bench.close(arr[key], [rows[i] for i in row_indices], dtype=dtype)
         bench.close(
-            arr[make(mask, "bool")],
-            [row for row, keep in zip(rows, mask, strict=True) if keep],
+            arr[make(row_mask, "bool")],
+            [row for row, keep in zip(rows, row_mask, strict=True) if keep],
             dtype=dtype,
         )
-        element = (slice(None), slice(None), 1) if not dim else (slice(None), 1)
+        element_key = (slice(None), slice(None), 1) if not ragged_dim else (slice(None), 1)
         bench.close(
-            arr[element],
-            [row[:, 1] if not dim else row[1] for row in rows],
+            arr[element_key],
+            [row[:, 1] if not ragged_dim else row[1] for row in rows],
             dtype=dtype,
             note="one element: ",
         )
         bench.close(arr[..., 1:], [row[..., 1:] for row in rows], dtype=dtype)
-        if not dim:
+        if not ragged_dim:
             bench.close(arr[..., 1], [row[:, 1] for row in rows], dtype=dtype)
         assert arr[...].values is arr.values
-        whole = Rows((row for row in rows if row.shape[dim] >= 1), rows.template)
-        keep = arr[make(np.asarray([length >= 1 for length in lengths_of(layout)], bool), "bool")]
+        nonempty_rows = Rows((row for row in rows if row.shape[ragged_dim] >= 1), rows.template)
+        nonempty_array = arr[
+            make(np.asarray([length >= 1 for length in lengths_of(layout)], bool), "bool")
+        ]
         for i in (0, -1):
-            key = (slice(None), i) if not dim else (slice(None), slice(None), i)
+            key = (slice(None), i) if not ragged_dim else (slice(None), slice(None), i)
             bench.close(
-                keep[key],
-                whole.stack(
-                    lambda row: np.take(row, i, axis=dim) if row.size else row.sum(axis=dim)
+                nonempty_array[key],
+                nonempty_rows.stack(
+                    lambda row: (
+                        np.take(row, i, axis=ragged_dim) if row.size else row.sum(axis=ragged_dim)
+                    )
                 ),
                 dtype=dtype,
                 note=f"token {i} of each row: ",
@@ -202,76 +216,81 @@ def indexing(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("indexing: ragged masks", dtypes=("float32", "int32", "bfloat16"))
 def masks(bench: Bench, layout: Layout, dtype: str) -> None:
-    """`arr[mask]` keeps the rows: by token, and by element in the order of the row."""
+    """`arr[mask]` with a mask of tokens, and with a mask of elements."""
     x = bench.ragged(layout, (3,), dtype)
     tokens = bench.like(x, (), "bool", "bool")
     bench.close(
-        x.x[tokens.x],
+        x.array[tokens.array],
         [row[keep] for row, keep in zip(x.exact, tokens.exact, strict=True)],
         dtype=dtype,
     )
-    bench.close(x.x[x.x > 0], [row[row > 0] for row in x.exact], dtype=dtype)
-    none = tokens.x.with_values(bench.xp.zeros_like(tokens.x.values))
-    bench.close(x.x[none], [row[:0] for row in x.exact], dtype=dtype, note="no token: ")
+    bench.close(x.array[x.array > 0], [row[row > 0] for row in x.exact], dtype=dtype)
+    no_tokens = tokens.array.with_values(bench.xp.zeros_like(tokens.array.values))
+    bench.close(x.array[no_tokens], [row[:0] for row in x.exact], dtype=dtype, note="no token: ")
 
 
 @operation("indexing: ragged positions", dtypes=("float32", "bfloat16"))
-def places(bench: Bench, layout: Layout, dtype: str) -> None:
-    """`arr[index]` takes from each row the tokens at the positions in the same row of `index`.
-
-    Negative positions count from the end of the row.
-    """
+def ragged_positions(bench: Bench, layout: Layout, dtype: str) -> None:
+    """`arr[index]` with the positions of tokens in each row, also counted from its end."""
     lengths = lengths_of(layout)
-    counts = [int(bench.rng.integers(0, 4)) if n else 0 for n in lengths]
-    rows = [
-        bench.rng.integers(-n, n, k) if k else np.zeros(0, int)
-        for n, k in zip(lengths, counts, strict=True)
+    counts = [int(bench.rng.integers(0, 4)) if length else 0 for length in lengths]
+    positions_of_rows = [
+        bench.rng.integers(-length, length, count) if count else np.zeros(0, int)
+        for length, count in zip(lengths, counts, strict=True)
     ]
-    index = bench.of(bench.lib.make(np.concatenate([np.zeros(0, int), *rows]), "int32"), counts)
-    for dim in (0, 1):
-        x = bench.ragged(layout, (3,), dtype, dim=dim)
+    index = bench.of(
+        bench.lib.make(np.concatenate([np.zeros(0, int), *positions_of_rows]), "int32"), counts
+    )
+    for ragged_dim in (0, 1):
+        x = bench.ragged(layout, (3,), dtype, ragged_dim=ragged_dim)
         bench.close(
-            x.x[index.x],
-            [np.take(row, place, axis=dim) for row, place in zip(x.exact, rows, strict=True)],
+            x.array[index.array],
+            [
+                np.take(row, positions, axis=ragged_dim)
+                for row, positions in zip(x.exact, positions_of_rows, strict=True)
+            ],
             dtype=dtype,
         )
     if sum(lengths) and bench.lib.host:
-        outside = bench.of(bench.lib.make([600], "int32"), [1, *[0] * (len(lengths) - 1)])
-        raises(IndexError, "outside of its row", lambda: x.x[outside.x])
+        out_of_bounds = bench.of(bench.lib.make([600], "int32"), [1, *[0] * (len(lengths) - 1)])
+        raises(IndexError, "outside of its row", lambda: x.array[out_of_bounds.array])
 
 
 @operation("indexing: None, Ellipsis and arrays on element axes", dtypes=("float32",))
 def axes(bench: Bench, layout: Layout, dtype: str) -> None:
-    """New axes of size 1 after the batch axis, an ellipsis anywhere, and indices on element axes.
+    """New axes after the batch axis, an ellipsis at any position, and indices on element axes.
 
-    The arrays index one element axis at a time.
+    An array indexes one element axis at a time.
     """
     x = bench.ragged(layout, (4, 3), dtype)
-    arr, make, every = x.x, bench.lib.make, slice(None)
+    arr, make, whole_axis = x.array, bench.lib.make, slice(None)
     keys: list[tuple[Any, ...]] = [
-        (every, None), (every, every, None), (..., None), (every, None, ..., 1),
-        (every, ..., 2, None), (..., 1, every),
-        (every, every, slice(1, 3), None, slice(None, None, 2)), (every, slice(1, None), 0),
-        (every, None, slice(None, 2), None),
+        (whole_axis, None), (whole_axis, whole_axis, None), (..., None), (whole_axis, None, ..., 1),
+        (whole_axis, ..., 2, None), (..., 1, whole_axis),
+        (whole_axis, whole_axis, slice(1, 3), None, slice(None, None, 2)), (whole_axis, slice(1, None), 0),
+        (whole_axis, None, slice(None, 2), None),
     ]  # fmt: skip
-    for key in bench.some(keys):
+    for key in bench.select(keys):
         bench.close(
             arr[key],
             [row[key[1:] if key[0] is not ... else key] for row in x.exact],
             note=f"arr[{key}]: ",
         )
-    for places in ([2, 0, 0], [-1], []):
-        index = make(np.asarray(places, np.int32), "int32")
-        if min(places, default=0) >= 0:
-            bench.close(
-                arr[..., index], [row[..., places] for row in x.exact], note=f"arr[..., {places}]: "
-            )
-            bench.close(
-                arr[:, :, index], [row[:, places] for row in x.exact], note=f"arr[:, :, {places}]: "
-            )
+    for positions in ([2, 0, 0], []):
+        index = make(np.asarray(positions, np.int32), "int32")
+        bench.close(
+            arr[..., index],
+            [row[..., positions] for row in x.exact],
+            note=f"arr[..., {positions}]: ",
+        )
+        bench.close(
+            arr[:, :, index],
+            [row[:, positions] for row in x.exact],
+            note=f"arr[:, :, {positions}]: ",
+        )
 
 
-#: Update -> NumPy's function, which visits every position once.
+#: Update -> NumPy's function; None assigns.
 UPDATES = {
     "set": None,
     "add": np.add,
@@ -285,12 +304,12 @@ UPDATES = {
 def updates(bench: Bench, layout: Layout, dtype: str) -> None:
     """`scree.at(arr)[key].set(value)` and the other updates: rows, slices, elements, masks.
 
-    Some positions receive many values.
+    One index contains a position twice.
     """
     x = bench.ragged(layout, (3,), dtype, "integer")
     value = bench.dense((), dtype, "natural")
     n = len(lengths_of(layout))
-    mask = x.x > 0
+    mask = x.array > 0
     keys: dict[str, tuple[Any, Any]] = {
         "[:, 1:3]": (np.s_[:, 1:3], lambda i, row: np.s_[1:3]),
         "[:, ::-2, 1]": (np.s_[:, ::-2, 1], lambda i, row: np.s_[::-2, 1]),
@@ -299,51 +318,52 @@ def updates(bench: Bench, layout: Layout, dtype: str) -> None:
         "[1:]": (np.s_[1:], lambda i, row: np.s_[:] if i else np.s_[:0]),
     }  # fmt: skip
     for name, f in UPDATES.items():
-        for note, (key, inner) in bench.some(keys.items()):
-            got = getattr(scree.at(x.x)[key], name)(value.x)
+        for note, (key, key_of_row) in bench.select(keys.items()):
+            got = getattr(scree.at(x.array)[key], name)(value.array)
             rows = [row.copy() for row in x.exact]
             for i, row in enumerate(rows):
-                at = inner(i, row)
-                row[at] = value.exact if f is None else f(row[at], value.exact)
+                row_key = key_of_row(i, row)
+                row[row_key] = value.exact if f is None else f(row[row_key], value.exact)
             bench.close(got, rows, dtype=dtype, note=f"{note}.{name}: ")
     per_row = bench.dense((n, 1, 3), dtype, "natural")
     bench.close(
-        scree.at(x.x)[...].add(per_row.x),
-        [row + v for row, v in zip(x.exact, per_row.exact, strict=True)],
+        scree.at(x.array)[...].add(per_row.array),
+        [row + row_value for row, row_value in zip(x.exact, per_row.exact, strict=True)],
     )
-    bench.close(x.x, list(x.exact), note="the array itself: ")
+    bench.close(x.array, list(x.exact), note="the original array: ")
     if n:
         index = bench.of(
             bench.lib.make(np.asarray([0, -1, 0], np.int32), "int32"), [3] + [0] * (n - 1)
         )
         if lengths_of(layout)[0]:
-            first = x.exact[0].copy()
-            np.add.at(first, [0, -1, 0], 2)
+            first_row = x.exact[0].copy()
+            np.add.at(first_row, [0, -1, 0], 2)
             bench.close(
-                scree.at(x.x)[index.x].add(2), [first, *x.exact[1:]], note="a place twice: "
+                scree.at(x.array)[index.array].add(2),
+                [first_row, *x.exact[1:]],
+                note="a position twice: ",
             )
 
 
 @operation("broadcasting: errors", ("plain", "ones", "one_row", "empty_between"), ("float32",))
-def misfits(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Errors name the misfit: a missing axis, other sizes, a dense ragged axis, rows of length 1.
-
-    Also other rows.
-    """
+def broadcasting_errors(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Errors for a missing axis, other sizes, a dense ragged axis, and other row lengths."""
     n, longest = len(lengths_of(layout)), max(lengths_of(layout))
-    x = bench.ragged(layout, (2,), dtype).x
-    misfit = [(5,), (n, 7, 1), (n + 1, 1, 2), (1, n, 1, 2), (n, longest + 1, 2)]
-    for shape in misfit:
+    x = bench.ragged(layout, (2,), dtype).array
+    shapes = [(5,), (n, 7, 1), (n + 1, 1, 2), (1, n, 1, 2), (n, longest + 1, 2)]
+    for shape in shapes:
         raises(
-            ValueError, f"shape {shape} does not broadcast", lambda: x + bench.dense(shape, dtype).x
+            ValueError,
+            f"shape {shape} does not broadcast",
+            lambda: x + bench.dense(shape, dtype).array,
         )
     if n > 2:
         hint = "one entry per row"
-        raises(ValueError, hint, lambda: x + bench.dense((n,), dtype).x)
-        raises(ValueError, hint, lambda: bench.xp.where(x > 0, bench.dense((n,), dtype).x, x))
-    other = bench.ragged([*lengths_of(layout), 1], (2,), dtype).x
-    raises(ValueError, "rows", lambda: x + other)
-    raises(ValueError, "same axes", lambda: x + bench.ragged(layout, (), dtype).x)
+        raises(ValueError, hint, lambda: x + bench.dense((n,), dtype).array)
+        raises(ValueError, hint, lambda: bench.xp.where(x > 0, bench.dense((n,), dtype).array, x))
+    other_layout = bench.ragged([*lengths_of(layout), 1], (2,), dtype).array
+    raises(ValueError, "rows", lambda: x + other_layout)
+    raises(ValueError, "same axes", lambda: x + bench.ragged(layout, (), dtype).array)
 
 
 def raises(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
@@ -358,66 +378,67 @@ def raises(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
 
 @operation("ragged.segment_ids ragged.positions: tiles and properties", dtypes=("float32",))
 def layout_of(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Lengths, row and position of each token, tiles; and the properties of an array."""
+    """Row lengths, the row and position of each token, tiles, and the properties of an array."""
     lengths = lengths_of(layout)
-    n, total = len(lengths), sum(lengths)
-    x = bench.ragged(layout, (3, 2), dtype, dim=1).x
+    batch_size, total_length = len(lengths), sum(lengths)
+    x = bench.ragged(layout, (3, 2), dtype, ragged_dim=1).array
     np.testing.assert_array_equal(bench.read(x.lengths), lengths)
     np.testing.assert_array_equal(
-        bench.read(bench.xp.ragged.segment_ids(x)), np.repeat(np.arange(n), lengths)
+        bench.read(bench.xp.ragged.segment_ids(x)), np.repeat(np.arange(batch_size), lengths)
     )
     positions = np.concatenate([np.zeros(0, int), *map(np.arange, lengths)])
     np.testing.assert_array_equal(bench.read(bench.xp.ragged.positions(x)), positions)
-    assert x.shape == (n, 3, None, 2)
-    assert (x.batch_size, len(x), x.total_length, x.ndim) == (n, n, total, 4)
-    assert (x.element_shape, x.size, x.nbytes) == ((3, 2), 6 * total, 24 * total + 4 * n + 4)
-    for size in (1, 4, 32):
-        tiles = x.layout.tiles(size)
+    assert x.shape == (batch_size, 3, None, 2)
+    assert (x.batch_size, len(x), x.total_length, x.ndim) == (
+        batch_size,
+        batch_size,
+        total_length,
+        4,
+    )
+    assert (x.element_shape, x.size, x.nbytes) == (
+        (3, 2),
+        6 * total_length,
+        24 * total_length + 4 * batch_size + 4,
+    )
+    for tile_size in (1, 4, 32):
+        tiles = x.layout.tiles(tile_size)
         tokens, valid = bench.read(tiles.tokens), bench.read(tiles.valid)
         tile_tokens = [tokens[i][valid[i]].tolist() for i in range(len(tokens)) if valid[i].any()]
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=int)])
         expected = [
-            list(range(a, min(a + size, int(e))))
-            for s, e in zip(offsets, offsets[1:], strict=False)
-            for a in range(int(s), int(e), size)
+            list(range(tile_start, min(tile_start + tile_size, int(end))))
+            for start, end in zip(offsets, offsets[1:], strict=False)
+            for tile_start in range(int(start), int(end), tile_size)
         ]
-        assert tile_tokens == expected, f"tiles({size})"
-        assert tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < max(total, 1))
+        assert tile_tokens == expected, f"tiles({tile_size})"
+        assert tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < max(total_length, 1))
 
 
 @operation("ragged.same_layout ragged.align", dtypes=("float32",))
-def sharing(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Layouts are shared by identity, compared by value where that is free, else declared."""
+def shared_layouts(bench: Bench, layout: Layout, dtype: str) -> None:
+    """Layouts that are the same object, equal by value, or declared equal by `align`."""
     a, b = bench.ragged(layout, (2,), dtype), bench.ragged(layout, (2,), dtype)
-    same = bench.xp.ragged.same_layout
-    assert same(a.x, a.x) is True
-    assert same(a.x, a.x + 1) is True
-    assert same(a.x, b.x) is (True if bench.lib.host else None)
-    other = bench.ragged([*lengths_of(layout), 1], (2,), dtype).x
-    assert same(a.x, other) is False
-    joined = bench.xp.ragged.align(b.x, like=a.x)
-    assert same(joined, a.x) is True
-    assert joined.values is b.x.values
-    bench.close(
-        a.x + joined,
-        [p + q for p, q in zip(a.exact, b.exact, strict=True)],
-        [p + q for p, q in zip(a.exact, b.exact, strict=True)],
-        [
-            p.astype(np.float32) + q.astype(np.float32)
-            for p, q in zip(a.exact, b.exact, strict=True)
-        ],
-    )
+    same_layout = bench.xp.ragged.same_layout
+    assert same_layout(a.array, a.array) is True
+    assert same_layout(a.array, a.array + 1) is True
+    assert same_layout(a.array, b.array) is (True if bench.lib.host else None)
+    longer = bench.ragged([*lengths_of(layout), 1], (2,), dtype).array
+    assert same_layout(a.array, longer) is False
+    aligned = bench.xp.ragged.align(b.array, like=a.array)
+    assert same_layout(aligned, a.array) is True
+    assert aligned.values is b.array.values
+    bench.check(operator.add, map_rows(operator.add), a, Input(aligned, b.exact))
 
 
 @operation("mT with_values to_device", dtypes=("float32",))
 def methods(bench: Bench, layout: Layout, dtype: str) -> None:
-    """Views keep the layout; values of another shape may take it."""
+    """Methods that keep the layout."""
     x = bench.ragged(layout, (2, 3), dtype)
-    bench.close(x.x.mT, [row.swapaxes(1, 2) for row in x.exact])
+    bench.close(x.array.mT, [row.swapaxes(1, 2) for row in x.exact])
     y = bench.ragged(layout, (2,), dtype)
-    bench.close(y.x.mT, [row.T for row in y.exact])
-    assert y.x.mT.shape == (len(lengths_of(layout)), 2, None)
-    assert y.x.mT.offsets is y.x.offsets
-    moved = x.x.to_device(x.x.device)
+    bench.close(y.array.mT, [row.T for row in y.exact])
+    assert y.array.mT.shape == (len(lengths_of(layout)), 2, None)
+    assert y.array.mT.offsets is y.array.offsets
+    moved = x.array.to_device(x.array.device)
     bench.close(moved, list(x.exact))
-    assert moved.device == x.x.device
+    assert moved.device == x.array.device

@@ -1,8 +1,7 @@
-"""The table of operations: per operation the call, the oracle, the layouts and the dtypes.
+"""The cases of a library, which pytest and the command line run.
 
-`cases(lib)` lists the cases of a library; pytest and the command line both run that list. A case
-raises `AssertionError` where scree is wrong. It raises `Rejected` where the kernel provider under
-test rejects the call.
+A case raises `AssertionError` if a result of scree is wrong, and `Rejected` if the kernel provider
+under test rejects the call.
 """
 
 from __future__ import annotations
@@ -22,28 +21,27 @@ MODULES = (standard, reshaping, ordering, products, extension, structure, transf
 def cases(lib: Library, kernel: str | None = None) -> Iterator[Case]:
     """Yield all cases of a library; with a kernel provider, only cases of operations with kernels.
 
-    Where the library compiles every shape, each shape costs seconds. There an operation runs on few
-    layouts plus one more, and in few dtypes. The dtypes are the first, bfloat16 for operations with
-    many layouts (there scree itself affects the precision), and one more. The additional layout and
-    dtype differ between operations, so that the suite leaves none out.
+    If the library compiles every shape, a shape costs seconds. Then an operation runs on `FEW`
+    layouts and one more. Its dtypes are the first, bfloat16 if the operation has many layouts (for
+    these scree itself affects the precision), and one more. The additional layout and dtype depend
+    on the name of the operation, so that the suite covers all of them.
     """
     for operation in OPERATIONS:
         if kernel is not None and operation.kernel is None:
             continue
         dtypes = [name for name in operation.dtypes if name in lib.dtypes]
-        first, *others = operation.layouts
+        first_layout, *other_layouts = operation.layouts
         if lib.compiles:
-            turn = crc32(operation.name.encode())
-            dtypes = dtypes[:1] + _and_one(
-                dtypes[1:], ("bfloat16",) if len(others) > 2 else (), turn
-            )
-            others = _and_one(others, FEW, turn)
+            seed = crc32(operation.name.encode())
+            always = ("bfloat16",) if len(other_layouts) > 2 else ()
+            dtypes = dtypes[:1] + _with_one_more(dtypes[1:], always, seed)
+            other_layouts = _with_one_more(other_layouts, FEW, seed)
         for i, dtype in enumerate(dtypes):
-            for layout in (first, *others) if i == 0 else (first,):
+            for layout in (first_layout, *other_layouts) if i == 0 else (first_layout,):
                 yield Case(operation, layout, dtype)
 
 
-def _and_one(names: Sequence[str], some: Sequence[str], turn: int) -> list[str]:
-    """Return the names that are in `some`, and one of the rest, chosen by `turn`."""
-    rest = [name for name in names if name not in some]
-    return [name for name in names if name in some or name == rest[turn % len(rest)]]
+def _with_one_more(names: Sequence[str], always: Sequence[str], seed: int) -> list[str]:
+    """Return the names that are in `always`, and one of the remaining names, chosen by `seed`."""
+    optional = [name for name in names if name not in always]
+    return [name for name in names if name in always or name == optional[seed % len(optional)]]

@@ -1,4 +1,4 @@
-"""The entries of the table: an operation, its check, and the layouts and dtypes to try."""
+"""The table of operations: per operation the check, the layouts and the dtypes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ FUNCTIONS = (
 
 
 class Absent(Exception):
-    """The library lacks the function, or lacks it for this dtype, as its table of gaps says."""
+    """A function that the library lacks, or lacks for this dtype, according to its gaps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One entry: ``check(bench, layout, dtype)`` raises unless scree is right.
+    """One entry: ``check(bench, layout, dtype)`` raises if a result of scree is wrong.
 
     `kernel` is the operation that kernel providers may implement, or None. The name lists the
-    checked functions and, after a colon, the checked variant: ``"sort argsort: NaN"``. Other names
-    are promises that belong to no function.
+    checked functions and, after a colon, the checked variant: ``"sort argsort: NaN"``. A name
+    without functions describes a law of all functions.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Operation:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The functions that it checks."""
+        """The checked functions."""
         words = tuple(self.name.partition(":")[0].split())
         return words if set(words) <= set(FUNCTIONS) else ()
 
     @property
     def variant(self) -> str:
-        """The variant of the functions that it checks."""
+        """The checked variant of the functions."""
         return self.name.partition(": ")[2]
 
 
@@ -80,13 +80,14 @@ class Case:
             bench.start(self.name)
             try:
                 self.operation.check(bench, self.layout, self.dtype)
-            except Exception as error:  # any failure confirms a gap of the table
+            # Any failure confirms a gap of the library.
+            except Exception as error:
                 if gap is None:
                     raise
                 raise Absent(gap) from error
         if gap is not None:
             raise AssertionError(
-                f"{bench.lib.name} has {self.operation.name} by now: take it out of its gaps"
+                f"{bench.lib.name} has {self.operation.name} now: remove it from the gaps"
             )
 
 
@@ -102,8 +103,8 @@ def operation(
 ) -> Callable[[Check], Check]:
     """Add the decorated check to the table."""
 
-    def add(check: Check) -> Check:
+    def add_to_table(check: Check) -> Check:
         OPERATIONS.append(Operation(name, check, layouts, dtypes, kernel))
         return check
 
-    return add
+    return add_to_table

@@ -1,6 +1,6 @@
-"""`xp.ragged` compiled and differentiated.
+"""Cases of `xp.ragged`, compiled and differentiated.
 
-Compiled calls give the same results. Gradients match finite differences of the oracle.
+Compiled calls must equal the oracle. Gradients must match finite differences of the oracle.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import scree
 
 from . import oracle
 from .backends import EPS
-from .bench import Bench, Data
+from .bench import Bench, Input
 from .layouts import Layout
 from .oracle import Rows
 from .table import Absent, operation
 
 Shapes = tuple[tuple[int, ...], ...]
-STEP = 1e-4  # of the central differences; their error is about its square
-WHERE = ("empty_between", "blocks")
+#: Step of the central differences. Their truncation error is about its square.
+STEP = 1e-4
+LAYOUTS = ("empty_between", "blocks")
 
 #: Function -> (token shapes of the ragged arguments, shapes of the dense arguments, call, oracle).
 TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]] = {
@@ -42,13 +43,13 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
         ((5,),),
         (),
         lambda r, x: r.cross_entropy(x, _classes(r, x, 5), reduction="none"),
-        lambda x: oracle.cross_entropy(x, _some(x, 5), reduction="none"),
+        lambda x: oracle.cross_entropy(x, _exact_classes(x, 5), reduction="none"),
     ),
     "linear_cross_entropy": (
         ((4,),),
         ((6, 4), (6,)),
         lambda r, x, w, b: r.linear_cross_entropy(x, w, _classes(r, x, 6), b),
-        lambda x, w, b: oracle.linear_cross_entropy(x, w, _some(x, 6), b),
+        lambda x, w, b: oracle.linear_cross_entropy(x, w, _exact_classes(x, 6), b),
     ),
     "swiglu": (((4,),), (), lambda r, x: r.swiglu(x), oracle.swiglu),
     "split": (((4,),), (), lambda r, x: r.split(x, (1, 3))[1], lambda x: [row[:, 1:] for row in x]),
@@ -62,26 +63,26 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
     "gather": (
         ((3,),),
         (),
-        lambda r, x: r.gather(x, _first(x)),
-        lambda x: [np.broadcast_to(_all(x)[:1], row.shape) for row in x],
+        lambda r, x: r.gather(x, _zero_index(x)),
+        lambda x: [np.broadcast_to(x.concatenate()[:1], row.shape) for row in x],
     ),
     "scatter": (
         ((3,),),
         (),
-        lambda r, x: r.scatter(x, _reversed(x), x.total_length),
-        lambda x: _all(x)[::-1],
+        lambda r, x: r.scatter(x, _reversed_index(x), x.total_length),
+        lambda x: x.concatenate()[::-1],
     ),
     "scatter_add": (
         ((3,),),
         (),
-        lambda r, x: r.scatter_add(x, _first(x), 2),
-        lambda x: np.stack([_all(x).sum(0), x.template.sum(0)]),
+        lambda r, x: r.scatter_add(x, _zero_index(x), 2),
+        lambda x: np.stack([x.concatenate().sum(0), x.template.sum(0)]),
     ),
     "group": (
         ((3,),),
         (),
-        lambda r, x: r.group(x, _reversed(x).values % 2, 2)[0],
-        lambda x: [_all(x)[np.arange(len(_all(x)))[::-1] % 2 == g] for g in (0, 1)],
+        lambda r, x: r.group(x, _reversed_index(x).values % 2, 2)[0],
+        lambda x: [x.concatenate()[np.arange(len(x.concatenate()))[::-1] % 2 == g] for g in (0, 1)],
     ),
     "to_padded": (
         ((3,),),
@@ -137,7 +138,7 @@ TRACED: dict[str, tuple[Shapes, Shapes, Callable[..., Any], Callable[..., Any]]]
         ((3,),),
         (),
         lambda r, x: x.__array_namespace__().concat(r.unpack(x), axis=0),
-        lambda x: _all(x),
+        Rows.concatenate,
     ),
     "pack": (((3,),), (), lambda r, x: r.pack(r.unpack(x)), list),
     "from_padded": (
@@ -159,22 +160,22 @@ UNTRACED = {
 
 def _classes(r: Any, x: scree.Array, count: int) -> scree.Array:
     """Return one class per token by its position; every third token is ignored."""
-    at, xp = r.positions(x), x.__array_namespace__()
-    return x.with_values(xp.where(at % 3 == 1, -100, at % count), ragged_dim=0)
+    positions, xp = r.positions(x), x.__array_namespace__()
+    return x.with_values(xp.where(positions % 3 == 1, -100, positions % count), ragged_dim=0)
 
 
-def _some(rows: Rows, count: int) -> list[np.ndarray]:
-    return [
-        np.where(np.arange(len(row)) % 3 == 1, -100, np.arange(len(row)) % count) for row in rows
-    ]
+def _exact_classes(rows: Rows, count: int) -> list[np.ndarray]:
+    """Return the classes of `_classes` in NumPy."""
+    positions = (np.arange(len(row)) for row in rows)
+    return [np.where(p % 3 == 1, -100, p % count) for p in positions]
 
 
-def _first(x: scree.Array) -> scree.Array:
+def _zero_index(x: scree.Array) -> scree.Array:
     """Return the number 0 for every token."""
     return x.with_values(x.__array_namespace__().zeros_like(scree.segment_ids(x)), ragged_dim=0)
 
 
-def _reversed(x: scree.Array) -> scree.Array:
+def _reversed_index(x: scree.Array) -> scree.Array:
     """Return the token numbers in reverse order."""
     ids = scree.segment_ids(x)
     xp = x.__array_namespace__()
@@ -184,11 +185,7 @@ def _reversed(x: scree.Array) -> scree.Array:
     )
 
 
-def _all(rows: Rows) -> np.ndarray:
-    return np.concatenate([rows.template, *rows])
-
-
-def _inputs(bench: Bench, layout: Layout, name: str) -> list[Data]:
+def _inputs(bench: Bench, layout: Layout, name: str) -> list[Input]:
     tokens, dense, *_ = TRACED[name]
     first = bench.ragged(layout, tokens[0], "float32")
     return [
@@ -198,107 +195,103 @@ def _inputs(bench: Bench, layout: Layout, name: str) -> list[Data]:
     ]
 
 
-def _function(bench: Bench, name: str, inputs: list[Data]) -> Callable[..., Any]:
-    """Return the call on dense arrays: ragged values, dense arguments, and the offsets last."""
+def _dense_function(bench: Bench, name: str, inputs: list[Input]) -> Callable[..., Any]:
+    """Return the call as a function of dense arrays: values, dense arguments and offsets."""
     tokens, _, call, _ = TRACED[name]
-    longest = inputs[0].x.max_length
+    max_length = inputs[0].array.max_length
 
     def run(*arrays: Any) -> Any:
         *values, offsets = arrays
-        ragged = [scree.from_offsets(x, offsets, max_length=longest) for x in values[: len(tokens)]]
-        ragged = [
-            ragged[0],
-            *(x if name == "align" else scree.align(x, like=ragged[0]) for x in ragged[1:]),
-        ]
-        result = call(bench.xp.ragged, *ragged, *values[len(tokens) :])
+        first, *others = (
+            scree.from_offsets(x, offsets, max_length=max_length) for x in values[: len(tokens)]
+        )
+        if name != "align":
+            others = [scree.align(x, like=first) for x in others]
+        result = call(bench.xp.ragged, first, *others, *values[len(tokens) :])
         return (result.values, result.offsets) if isinstance(result, scree.Array) else (result,)
 
     return run
 
 
-def _plain(inputs: list[Data]) -> list[Any]:
-    return [x.x.values if isinstance(x.x, scree.Array) else x.x for x in inputs]
+def _values_of(inputs: list[Input]) -> list[Any]:
+    return [x.array.values if isinstance(x.array, scree.Array) else x.array for x in inputs]
 
 
-def jitted(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """Compiled, with the offsets as an argument: the result of the oracle."""
+def check_jitted(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+    """Compare the compiled call, which takes the offsets as an argument, with the oracle."""
     if bench.lib.jit is None:
         raise Absent("the library compiles nothing")
     inputs = _inputs(bench, layout, name)
-    compiled = bench.lib.jit(_function(bench, name, inputs))
+    compiled = bench.lib.jit(_dense_function(bench, name, inputs))
 
     def call(*_: Any) -> Any:
-        result = compiled(*_plain(inputs), inputs[0].x.offsets)
+        result = compiled(*_values_of(inputs), inputs[0].array.offsets)
         return scree.from_offsets(*result) if len(result) == 2 else result[0]
 
-    bench.check(call, TRACED[name][3], *inputs, curved=True)
+    bench.check(call, TRACED[name][3], *inputs, transcendental=True)
 
 
-def differentiated(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
-    """The gradient of a weighted sum of the finite results, along random directions."""
+def check_gradients(bench: Bench, layout: Layout, dtype: str, *, name: str) -> None:
+    """Compare gradients of a weighted sum of the finite results, along random directions."""
     if bench.lib.grad is None:
         raise Absent("the library has no gradients")
-    inputs, xp, make = _inputs(bench, layout, name), bench.xp, bench.lib.make
-    run, offsets = _function(bench, name, inputs), inputs[0].x.offsets
-    weights = bench.rng.standard_normal(bench.lib.read(run(*_plain(inputs), offsets)[0]).shape)
-    dense = make(weights, dtype)
+    inputs, xp = _inputs(bench, layout, name), bench.xp
+    run, offsets = _dense_function(bench, name, inputs), inputs[0].array.offsets
+    weights = bench.rng.standard_normal(bench.lib.read(run(*_values_of(inputs), offsets)[0]).shape)
+    library_weights = bench.lib.make(weights, dtype)
 
     def loss(*arrays: Any) -> Any:
         result = run(*arrays, offsets)[0]
-        return xp.sum(xp.where(xp.isfinite(result), result, xp.zeros_like(result)) * dense)
+        return xp.sum(
+            xp.where(xp.isfinite(result), result, xp.zeros_like(result)) * library_weights
+        )
 
-    def truth(exact: list[Any]) -> float:
+    def reference(exact: list[Any]) -> float:
         with np.errstate(all="ignore"):
             result = TRACED[name][3](*exact)
-            whole = (
-                np.concatenate([np.zeros((0, *weights.shape[1:])), *result])
-                if isinstance(result, list)
-                else result
-            )
-        return float(np.sum(np.where(np.isfinite(whole), whole, 0) * weights))
+            if isinstance(result, list):
+                result = np.concatenate([np.zeros((0, *weights.shape[1:])), *result])
+        return float(np.sum(np.where(np.isfinite(result), result, 0) * weights))
 
-    gradients = [bench.lib.read(g) for g in bench.lib.grad(loss, *_plain(inputs))]
+    gradients = [bench.lib.read(g) for g in bench.lib.grad(loss, *_values_of(inputs))]
+    exact = [x.exact for x in inputs]
     for i, gradient in enumerate(gradients):
         direction = bench.rng.standard_normal(gradient.shape)
-        up, down = (
-            truth(
-                [
-                    _moved(x.exact, direction * by) if j == i else x.exact
-                    for j, x in enumerate(inputs)
-                ]
-            )
-            for by in (STEP, -STEP)
+        above, below = (
+            reference([*exact[:i], _add(exact[i], direction * step), *exact[i + 1 :]])
+            for step in (STEP, -STEP)
         )
-        expected, size = (up - down) / (2 * STEP), float(np.sum(np.abs(gradient * direction)))
-        allowed = 64 * EPS["float32"] * size + STEP * STEP * max(size, 1)
+        expected = (above - below) / (2 * STEP)
         slope = float(np.sum(gradient * direction))
+        magnitude = float(np.sum(np.abs(gradient * direction)))
+        allowed = 64 * EPS["float32"] * magnitude + STEP * STEP * max(magnitude, 1)
         assert math.isfinite(slope) and abs(slope - expected) <= allowed, (
             f"argument {i}: {slope}, expected {expected} +- {allowed:.3g}"
         )
 
 
-def _moved(exact: Any, by: np.ndarray) -> Any:
+def _add(exact: Any, tokens: np.ndarray) -> Any:
+    """Return the sum of an input and dense numbers; for rows, the numbers of all tokens."""
     if not isinstance(exact, Rows):
-        return exact + by
+        return exact + tokens
     if not exact:
         return exact
     ends = np.cumsum([len(row) for row in exact])[:-1]
-    return Rows(
-        (row + part for row, part in zip(exact, np.split(by, ends), strict=True)), exact.template
-    )
+    sums = (row + part for row, part in zip(exact, np.split(tokens, ends), strict=True))
+    return Rows(sums, exact.template)
 
 
-def never(bench: Bench, layout: Layout, dtype: str, *, why: str) -> None:
+def report_untraced(bench: Bench, layout: Layout, dtype: str, *, why: str) -> None:
     """Report a function that cannot be compiled."""
     raise Absent(why)
 
 
-@operation("ragged.dropout: differentiated", WHERE, ("float32",))
-def dropped(bench: Bench, layout: Layout, dtype: str) -> None:
-    """The gradient is 0 where the result is 0, and the scale factor elsewhere."""
+@operation("ragged.dropout: differentiated", LAYOUTS, ("float32",))
+def dropout_gradients(bench: Bench, layout: Layout, dtype: str) -> None:
+    """The gradient of dropout: 0 where the result is 0, and the scale factor elsewhere."""
     if bench.lib.grad is None:
         raise Absent("the library has no gradients")
-    x, generator = bench.ragged(layout, (4,), dtype, "positive").x, bench.lib.generator
+    x, generator = bench.ragged(layout, (4,), dtype, "positive").array, bench.lib.generator
     assert generator is not None
 
     def drop(values: Any) -> Any:
@@ -309,13 +302,17 @@ def dropped(bench: Bench, layout: Layout, dtype: str) -> None:
 
 
 operation("ragged.same_layout: differentiated", ("plain",), ("float32",))(
-    partial(never, why=UNTRACED["same_layout"])
+    partial(report_untraced, why=UNTRACED["same_layout"])
 )
 for _name in TRACED:
     if _name not in UNTRACED:
-        operation(f"ragged.{_name}: jitted", WHERE, ("float32",))(partial(jitted, name=_name))
-    operation(f"ragged.{_name}: differentiated", WHERE, ("float32",))(
-        partial(differentiated, name=_name)
+        operation(f"ragged.{_name}: jitted", LAYOUTS, ("float32",))(
+            partial(check_jitted, name=_name)
+        )
+    operation(f"ragged.{_name}: differentiated", LAYOUTS, ("float32",))(
+        partial(check_gradients, name=_name)
     )
 for _name, _why in UNTRACED.items():
-    operation(f"ragged.{_name}: jitted", ("plain",), ("float32",))(partial(never, why=_why))
+    operation(f"ragged.{_name}: jitted", ("plain",), ("float32",))(
+        partial(report_untraced, why=_why)
+    )

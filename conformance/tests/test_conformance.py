@@ -20,26 +20,29 @@ from scree_conformance.table import Absent, Case
 BACKENDS = [
     name for name in os.environ.get("SCREE_BACKENDS", ",".join(LIBRARIES)).split(",") if name
 ]
-bench = cache(lambda name: Bench(load(name)))
+bench_of = cache(lambda name: Bench(load(name)))
 
 
-def _all() -> list[object]:
+def _parameters() -> list[object]:
     parameters: list[object] = []
     for name in BACKENDS:
         try:
             parameters += [
                 pytest.param(name, case, id=f"{name}-{case.name}") for case in cases(load(name))
             ]
-        except ImportError:  # becomes a case that fails
+        # A missing library becomes one failing case.
+        except ImportError:
             parameters.append(pytest.param(name, None, id=f"{name}-missing"))
     return parameters
 
 
-@pytest.mark.parametrize(("name", "case"), _all())
+@pytest.mark.parametrize(("name", "case"), _parameters())
 def test_conformance(name: str, case: Case | None) -> None:
-    on = bench(name)  # raises if the library is missing: that is a failure, not a reason to skip
+    # Raises if the library is missing, which is a failure and not a reason to skip.
+    bench = bench_of(name)
     assert case is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with suppress(Absent):  # a confirmed gap of the library's table
-            case.run(on)
+        # Absent is a confirmed gap in the library's table.
+        with suppress(Absent):
+            case.run(bench)

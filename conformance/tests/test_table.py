@@ -61,18 +61,18 @@ def test_a_name_lists_functions_or_none() -> None:
 
 
 def test_hard_layouts_are_included() -> None:
-    rows = layouts.LAYOUTS.values()
+    all_lengths = layouts.LAYOUTS.values()
     assert (
-        [] in rows
-        and [0, 0, 0] in rows
-        and any(len(r) == 1 for r in rows)
-        and any(set(r) == {1} for r in rows)
+        [] in all_lengths
+        and [0, 0, 0] in all_lengths
+        and any(len(lengths) == 1 for lengths in all_lengths)
+        and any(set(lengths) == {1} for lengths in all_lengths)
     )
-    assert any(r[:1] == [0] and any(r) for r in rows) and any(
-        r[-1:] == [0] and any(r) for r in rows
+    assert any(lengths[:1] == [0] and any(lengths) for lengths in all_lengths) and any(
+        lengths[-1:] == [0] and any(lengths) for lengths in all_lengths
     )
-    assert any(0 in r[1:-1] and r[0] and r[-1] for r in rows)
-    assert any(max(r, default=0) >= 500 and len(r) > 1 for r in rows)
+    assert any(0 in lengths[1:-1] and lengths[0] and lengths[-1] for lengths in all_lengths)
+    assert any(max(lengths, default=0) >= 500 and len(lengths) > 1 for lengths in all_lengths)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -112,11 +112,11 @@ def test_report_form_follows_the_suffix(tmp_path: Path) -> None:
 def test_a_failure_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(bench: object, layout: object, dtype: str) -> None:
+    def failing_check(bench: object, layout: object, dtype: str) -> None:
         raise AssertionError("no such luck")
 
     monkeypatch.setattr(
-        table, "OPERATIONS", [Operation("sort", wrong, ("plain",), ("float32",), None)]
+        table, "OPERATIONS", [Operation("sort", failing_check, ("plain",), ("float32",), None)]
     )
     monkeypatch.setattr("scree_conformance.suite.OPERATIONS", table.OPERATIONS)
     assert main(["--backend", "numpy"]) == 1
@@ -142,16 +142,16 @@ def test_nothing_to_run_ends_with_status_1() -> None:
 
 def test_the_loopback_kernel_runs_every_call() -> None:
     with loopback.registered() as calls:
-        lines = run("numpy", kernel=loopback.PROVIDER)
+        results = run("numpy", kernel=loopback.PROVIDER)
     counts = {
-        name: line.passed + line.rejected
-        for name, line in lines.items()
+        name: counts.passed + counts.rejected
+        for name, counts in results.items()
         if name.partition(":")[0] == "ragged.attention"
     }
-    assert not any(line.failed for line in lines.values())
+    assert not any(counts.failed for counts in results.values())
     assert sorted(calls) == loopback.KERNELS
     assert calls["attention"] >= sum(counts.values())
-    attention = lines["ragged.attention"]
+    attention = results["ragged.attention"]
     assert (
         attention.passed
         and attention.rejected
@@ -164,26 +164,26 @@ def test_the_loopback_kernel_runs_every_call() -> None:
 
 # ----------------------------------------------------------------------------- the page of coverage
 def test_coverage_adds_up_operations_and_keeps_other_libraries(tmp_path: Path) -> None:
-    def line(passed: int, absent: int, why: str) -> SimpleNamespace:
+    def counts(passed: int, absent: int, why: str) -> SimpleNamespace:
         return SimpleNamespace(passed=passed, failed=0, absent=absent, why=why)
 
     path = tmp_path / "results" / "coverage.json"
     coverage.update(
         path,
         "torch",
-        {"unique_all": line(0, 2, "not there"), "ragged.rope: jitted": line(2, 0, "")},
+        {"unique_all": counts(0, 2, "not there"), "ragged.rope: jitted": counts(2, 0, "")},
     )
-    coverage.update(path, "numpy", {"unique_all": line(2, 0, "")})
-    saved = json.loads(path.read_text())
-    assert list(saved) == ["numpy", "torch"]
-    assert saved["torch"]["functions"]["unique_all"] == {"eager": [0, 0, 2, "not there"]}
-    assert saved["torch"]["functions"]["ragged.rope"] == {"jitted": [2, 0, 0, ""]}
+    coverage.update(path, "numpy", {"unique_all": counts(2, 0, "")})
+    columns = json.loads(path.read_text())
+    assert list(columns) == ["numpy", "torch"]
+    assert columns["torch"]["functions"]["unique_all"] == {"eager": [0, 0, 2, "not there"]}
+    assert columns["torch"]["functions"]["ragged.rope"] == {"jitted": [2, 0, 0, ""]}
 
 
 def test_coverage_page_lists_every_function() -> None:
-    saved = json.loads(COVERAGE.read_text())
-    assert set(saved) == set(coverage.PACKAGES)
-    for column in saved.values():
+    columns = json.loads(COVERAGE.read_text())
+    assert set(columns) == set(coverage.PACKAGES)
+    for column in columns.values():
         assert list(column["functions"]) == list(FUNCTIONS), (
             "run python -m scree_conformance --coverage for each backend"
         )
