@@ -1,11 +1,12 @@
-"""Attention by loops whose length is read at run time.
+"""Attention in JAX, with loops whose number of steps is known at run time only.
 
-The work is the visible tiles, under a trace too.
-Forward and backward follow FlashAttention-2 (Dao, 2023). A loop takes a tile of queries over the
-tiles of keys of its row, up to the last key that any query sees. The gradients of keys and values
-come from the same loop with the roles exchanged. The backward pass saves only the inputs, the
-output and the log-sum-exp. No bound on the rows is needed, and one compiled function serves all
-offsets of one shape.
+Forward and backward follow FlashAttention-2 (Dao, 2023). Each tile of queries runs a loop over the
+tiles of keys of its row, up to the last key that any of its queries sees. The gradients of keys and
+values come from the same loop with the roles exchanged. The backward pass saves only the inputs, the
+output and the log-sum-exp.
+
+The work is proportional to the number of visible tiles, under a trace too. No bound on the rows is
+needed, and one compiled function serves all offsets of one shape.
 """
 
 from __future__ import annotations
@@ -27,78 +28,102 @@ from ..ops.attention import AttentionCall
 TILE = 128  # tokens per tile, unless a bound says that rows are shorter
 MAX_SCORES = 1 << 18  # scores of all heads in memory at a time
 
+Window = tuple[int | None, int | None]
 
-class Rules(NamedTuple):
-    """The static part of a call."""
 
-    window: tuple[int | None, int | None]
+class Options(NamedTuple):
+    """The static part of a call; a function is compiled for each value."""
+
+    window: Window
     scale: float
     softcap: float | None
-    size: int  # of the tiles
+    tile_size: int
 
 
-class Side(NamedTuple):
-    """Queries or keys: their layout, and tensors (kv_heads, total, groups, dim) of their tokens."""
+class Operand(NamedTuple):
+    """Queries or keys: their layout and the tensors with an entry per token.
 
-    rows: Layout
-    parts: tuple[Any, ...]
+    The tensors are (kv_heads, total, groups, dim): the query heads of each key head form a group.
+    Keys have groups of one.
+    """
+
+    layout: Layout
+    tensors: tuple[Any, ...]
 
 
-def _walk(
-    a: Side,
-    b: Side,
-    size: int,
-    scores: int,
-    window: Any,
-    start: Callable[..., Any],
+def _loop_over_tiles(
+    outer: Operand,
+    inner: Operand,
+    tile_size: int,
+    max_tiles: int,
+    window: Window,
+    init: Callable[..., Any],
     step: Callable[..., Any],
 ) -> Any:
-    """For every tile of `a`, the state after it has met all tiles of `b` that it sees.
+    """Return the state of each token of `outer` after a loop over the `inner` tokens that it sees.
 
-    (kv_heads, total, groups, dim) tensors.
+    The state is a tree of (kv_heads, total, groups, dim) tensors. In `init` and `step` the tensors
+    are cut into tiles: (kv_heads, tiles, tile_size, groups, dim).
 
-    ``start(*parts of a)`` gives the state of some tiles, (kv_heads, tiles, size, groups, dim), and
-    ``step(state, seen, parts of a, parts of b)`` the next one.
+    Parameters
+    ----------
+    outer, inner
+        Queries and keys, or keys and queries.
+    tile_size
+        Tokens per tile of `outer`, and `inner` tokens per step.
+    max_tiles
+        Tiles of `outer` in memory at a time. They run as many steps as the longest of them needs.
+    window
+        (left, right): number of `inner` tokens that are visible before and after a token of
+        `outer`; None is unbounded.
+    init
+        ``init(*outer_tensors)`` returns the initial state.
+    step
+        ``step(state, visible, outer_tensors, inner_tensors)`` returns the next state. `visible` is
+        (tiles, outer tokens, inner tokens).
     """
-    tiles, (left, right) = a.rows.tiles(size), window
-    count, at_once = tiles.rows.shape[0], max(1, MAX_SCORES // scores)
-    chunks = -(-count // at_once)
-    at_once = -(-count // chunks)
-    number = jnp.arange(chunks * at_once)
-    shift, length = b.rows.lengths - a.rows.lengths, b.rows.lengths
+    tiles, (left, right) = outer.layout.tiles(tile_size), window
+    num_tiles = tiles.rows.shape[0]
+    num_chunks = -(-num_tiles // max_tiles)
+    chunk_size = -(-num_tiles // num_chunks)
+    row_starts, row_lengths = inner.layout.offsets[:-1], inner.layout.lengths
+    shifts = row_lengths - outer.layout.lengths  # the last tokens of both rows are aligned
+    in_tile = jnp.arange(tile_size)
 
-    def chunk(number: Any) -> Any:
-        here = jnp.minimum(number, count - 1)
-        rows, tokens = tiles.rows[here], tiles.tokens[here]
-        real = tiles.valid[here] & (number < count)[:, None]
-        place = tiles.starts[here][:, None] + jnp.arange(size) + shift[rows][:, None]
-        first = jnp.maximum(place - left, 0) if left is not None else jnp.zeros_like(place)
-        last = length[rows][:, None] - 1
-        last = jnp.where(real, last if right is None else jnp.minimum(place + right, last), -1)
-        begin = first[:, 0]
-        rounds = jnp.max((jnp.max(last, axis=1) - begin + size) // size)
-        own = [jnp.take(x, tokens, axis=1) for x in a.parts]
+    def run_chunk(tile_ids: Any) -> Any:
+        # The last chunk may have more tiles than exist: they repeat the last one and see nothing.
+        tile = jnp.minimum(tile_ids, num_tiles - 1)
+        exists = tiles.valid[tile] & (tile_ids < num_tiles)[:, None]
+        row = tiles.rows[tile]
+        start, length, shift = row_starts[row][:, None], row_lengths[row][:, None], shifts[row]
+        outer_positions = (tiles.starts[tile] + shift)[:, None] + in_tile
+        first = jnp.zeros_like(outer_positions)
+        first = first if left is None else jnp.maximum(outer_positions - left, first)
+        last = length - 1 if right is None else jnp.minimum(outer_positions + right, length - 1)
+        last = jnp.where(exists, last, -1)
+        longest_span = jnp.max(jnp.max(last, axis=1) + 1 - first[:, 0])
+        num_steps = -(-longest_span // tile_size)
+        outer_tensors = [jnp.take(x, tiles.tokens[tile], axis=1) for x in outer.tensors]
 
-        def round(state: tuple[Any, Any]) -> tuple[Any, Any]:
-            j, now = state
-            place = begin[:, None] + j * size + jnp.arange(size)
-            seen = (place[:, None, :] >= first[:, :, None]) & (
-                place[:, None, :] <= last[:, :, None]
-            )
-            other = b.rows.clip(b.rows.offsets[rows][:, None] + place)
-            inside = (place < length[rows][:, None])[
-                ..., None, None
-            ]  # no weight of 0 may meet what stands in other rows
-            return j + 1, step(
-                now, seen, own, [jnp.where(inside, jnp.take(x, other, axis=1), 0) for x in b.parts]
-            )
+        def run_step(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            index, state = carry
+            positions = first[:, :1] + index * tile_size + in_tile
+            visible = positions[:, None, :] >= first[:, :, None]
+            visible &= positions[:, None, :] <= last[:, :, None]
+            tokens = inner.layout.clip(start + positions)
+            # Tokens after the end of the row have the weight 0, but 0 * NaN is NaN.
+            in_row = (positions < length)[..., None, None]
+            inner_tensors = [
+                jnp.where(in_row, jnp.take(x, tokens, axis=1), 0) for x in inner.tensors
+            ]
+            return index + 1, step(state, visible, outer_tensors, inner_tensors)
 
-        return lax.while_loop(
-            lambda state: state[0] < rounds, round, (jnp.zeros_like(rounds), start(*own))
-        )[1]
+        carry = jnp.zeros_like(num_steps), init(*outer_tensors)
+        return lax.while_loop(lambda carry: carry[0] < num_steps, run_step, carry)[1]
 
-    states = lax.map(chunk, number.reshape(chunks, at_once))
-    slots = a.rows.tile_slots(size)
+    tile_ids = jnp.arange(num_chunks * chunk_size).reshape(num_chunks, chunk_size)
+    states = lax.map(run_chunk, tile_ids)
+    slots = outer.layout.tile_slots(tile_size)
 
     def to_tokens(x: Any) -> Any:
         x = jnp.moveaxis(x, 1, 0)
@@ -107,169 +132,177 @@ def _walk(
     return jax.tree.map(to_tokens, states)
 
 
-def _flat(x: Any) -> Any:
+def _max_tiles(options: Options, q: Any) -> int:
+    """Return the number of tiles of queries or keys with at most `MAX_SCORES` scores per step."""
+    num_heads = int(q.shape[0] * q.shape[2])
+    return max(1, MAX_SCORES // (num_heads * options.tile_size**2))
+
+
+def _merge_groups(x: Any) -> Any:
     """(kv_heads, tiles, tokens, groups, dim) -> (kv_heads, tiles, tokens * groups, dim)."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _scores(rules: Rules, q: Any, k: Any) -> Any:
-    """(kv_heads, tiles, queries, groups, keys), before the mask."""
-    score = jnp.matmul(_flat(q), jnp.swapaxes(_flat(k), 2, 3)).reshape(*q.shape[:4], -1)
-    return score if rules.softcap is None else jnp.tanh(score / rules.softcap) * rules.softcap
+def _matmul(x: Any, y: Any) -> Any:
+    """Return ``x @ y`` per key head and tile, with the tokens and groups of `x`."""
+    return jnp.matmul(_merge_groups(x), _merge_groups(y)).reshape(*x.shape[:4], -1)
 
 
-def _forward(
-    rules: Rules, q: Any, k: Any, v: Any, q_rows: Layout, k_rows: Layout
-) -> tuple[Any, Any]:
-    """Output and log-sum-exp (..., 1)."""
-    minus = -jnp.inf
+def _matmul_transposed(x: Any, y: Any) -> Any:
+    """Return ``x @ y^T`` per key head and tile, with the tokens and groups of `x`."""
+    y = jnp.swapaxes(_merge_groups(y), 2, 3)
+    return jnp.matmul(_merge_groups(x), y).reshape(*x.shape[:4], -1)
 
-    def start(q: Any) -> Any:
-        one = jnp.zeros_like(q[..., :1])
-        return jnp.zeros_like(q, shape=(*q.shape[:-1], v.shape[-1])) + one, one, one + minus
 
-    def step(state: Any, seen: Any, own: Any, other: Any) -> Any:
-        acc, total, top = state
-        score = jnp.where(seen[:, :, None, :], _scores(rules, own[0], other[0]), minus)
-        now = jnp.maximum(top, jnp.max(score, axis=-1, keepdims=True))
-        base = jnp.where(now == minus, 0.0, now)
-        weight, shrink = jnp.exp(score - base), jnp.exp(top - base)
-        acc = acc * shrink + jnp.matmul(_flat(weight), _flat(other[1])).reshape(acc.shape)
-        return acc, total * shrink + jnp.sum(weight, axis=-1, keepdims=True), now
+def _transposed_matmul(x: Any, y: Any) -> Any:
+    """Return ``x^T @ y`` per key head and tile, with groups of one."""
+    x = jnp.swapaxes(_merge_groups(x), 2, 3)
+    return jnp.matmul(x, _merge_groups(y))[..., None, :]
 
-    acc, total, top = _walk(
-        Side(q_rows, (q,)),
-        Side(k_rows, (k, v)),
-        rules.size,
-        _cost(rules, q),
-        rules.window,
-        start,
-        step,
+
+def _scores(options: Options, q: Any, k: Any) -> Any:
+    """Return the scores (kv_heads, tiles, queries, groups, keys) before the mask."""
+    scores = _matmul_transposed(q, k)
+    softcap = options.softcap
+    return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
+
+
+class _OnlineSoftmax(NamedTuple):
+    """The softmax over the keys so far."""
+
+    values: Any  # sum of the values, weighted by exp(score - maximum)
+    total: Any  # sum of the weights
+    maximum: Any  # maximum of the scores
+
+
+def _forward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any]:
+    """Return the output and the log-sum-exp, (kv_heads, total, groups, value_dim) and (..., 1).
+
+    The tensors of `queries` are the scaled q; the tensors of `keys` are k and v.
+    """
+    value_dim = keys.tensors[1].shape[-1]
+
+    def init(q: Any) -> _OnlineSoftmax:
+        zeros = jnp.zeros_like(q[..., :1])
+        values = jnp.broadcast_to(zeros, (*zeros.shape[:-1], value_dim))
+        return _OnlineSoftmax(values, zeros, jnp.full_like(zeros, -jnp.inf))
+
+    def step(state: _OnlineSoftmax, visible: Any, outer: Any, inner: Any) -> _OnlineSoftmax:
+        (q,), (k, v) = outer, inner
+        scores = jnp.where(visible[:, :, None, :], _scores(options, q, k), -jnp.inf)
+        maximum = jnp.maximum(state.maximum, jnp.max(scores, axis=-1, keepdims=True))
+        # A query that has seen no key has the maximum -inf, and -inf - -inf is NaN.
+        base = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+        weights, rescale = jnp.exp(scores - base), jnp.exp(state.maximum - base)
+        values = state.values * rescale + _matmul(weights, v)
+        total = state.total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        return _OnlineSoftmax(values, total, maximum)
+
+    max_tiles = _max_tiles(options, queries.tensors[0])
+    state = _loop_over_tiles(
+        queries, keys, options.tile_size, max_tiles, options.window, init, step
     )
-    some = total != 0  # a sum that is NaN must be seen
-    safe = jnp.where(some, total, 1.0)
-    return jnp.where(some, acc / safe, 0.0), jnp.where(some, top + jnp.log(safe), minus)
+    nonzero = state.total != 0  # True for NaN, which must reach the result
+    divisor = jnp.where(nonzero, state.total, 1.0)
+    out = jnp.where(nonzero, state.values / divisor, 0.0)
+    return out, jnp.where(nonzero, state.maximum + jnp.log(divisor), -jnp.inf)
 
 
-def _cost(rules: Rules, q: Any) -> int:
-    return int(q.shape[0] * q.shape[2]) * rules.size**2
+def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, Any, Any]:
+    """Return the gradients of the scaled q, of k and of v.
 
+    The tensors of `queries` are the scaled q, a finite log-sum-exp, delta and the gradient of the
+    output. Delta is subtracted from the gradient of each weight. The tensors of `keys` are k and v.
+    """
 
-def _backward(
-    rules: Rules,
-    q: Any,
-    k: Any,
-    v: Any,
-    q_rows: Layout,
-    k_rows: Layout,
-    lse: Any,
-    delta: Any,
-    grad: Any,
-) -> Any:
-    """Gradients of q, k and v; `delta` is what is subtracted from the gradient of each weight."""
-    base = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    def weights_and_score_grads(visible: Any, outer: Any, inner: Any) -> tuple[Any, Any]:
+        """Return both as (kv_heads, tiles, queries, groups, keys)."""
+        (q, lse, delta, grad), (k, v) = outer, inner
+        scores = _scores(options, q, k)
+        weights = jnp.where(visible[:, :, None, :], jnp.exp(scores - lse), 0.0)
+        score_grads = weights * (_matmul_transposed(grad, v) - delta)
+        if options.softcap is not None:
+            score_grads = score_grads * (1 - jnp.square(scores / options.softcap))
+        return weights, score_grads
 
-    def weights(
-        seen: Any, q: Any, k: Any, v: Any, base: Any, delta: Any, grad: Any
-    ) -> tuple[Any, Any]:
-        """Return the weights of some tiles and the gradients of their scores.
+    def step_of_queries(dq: Any, visible: Any, outer: Any, inner: Any) -> Any:
+        _, score_grads = weights_and_score_grads(visible, outer, inner)
+        return dq + _matmul(score_grads, inner[0])
 
-        Both are (kv_heads, tiles, queries, groups, keys).
-        """
-        score = _scores(rules, q, k)
-        weight = jnp.where(seen[:, :, None, :], jnp.exp(score - base), 0.0)
-        change = jnp.matmul(_flat(grad), jnp.swapaxes(_flat(v), 2, 3)).reshape(weight.shape)
-        change = weight * (change - delta)
-        return weight, change if rules.softcap is None else change * (
-            1 - jnp.square(score / rules.softcap)
-        )
+    def step_of_keys(state: Any, visible: Any, outer: Any, inner: Any) -> Any:
+        (dk, dv), (q, _, _, grad) = state, inner
+        weights, score_grads = weights_and_score_grads(jnp.swapaxes(visible, 1, 2), inner, outer)
+        return dk + _transposed_matmul(score_grads, q), dv + _transposed_matmul(weights, grad)
 
-    def of_queries(state: Any, seen: Any, own: Any, other: Any) -> Any:
-        _, change = weights(seen, own[0], *other, *own[1:])
-        return state + jnp.matmul(_flat(change), _flat(other[0])).reshape(state.shape)
+    def zeros_like_q(q: Any, *_: Any) -> Any:
+        return jnp.zeros_like(q)
 
-    def of_keys(state: Any, seen: Any, own: Any, other: Any) -> Any:
-        weight, change = weights(jnp.swapaxes(seen, 1, 2), other[0], *own, *other[1:])
+    def zeros_like_k_and_v(k: Any, v: Any) -> tuple[Any, Any]:
+        return jnp.zeros_like(k), jnp.zeros_like(v)
 
-        def product(x: Any, y: Any, like: Any) -> Any:
-            x = x.reshape(*x.shape[:2], -1, x.shape[-1])
-            return jnp.matmul(jnp.swapaxes(x, 2, 3), _flat(y)).reshape(like.shape)
-
-        dk, dv = state
-        return dk + product(change, other[0], dk), dv + product(weight, other[-1], dv)
-
-    queries, keys = Side(q_rows, (q, base, delta, grad)), Side(k_rows, (k, v))
-    left, right = rules.window
-    dq = _walk(
-        queries,
-        keys,
-        rules.size,
-        _cost(rules, q),
-        (left, right),
-        lambda q, *_: jnp.zeros_like(q),
-        of_queries,
+    size, max_tiles = options.tile_size, _max_tiles(options, queries.tensors[0])
+    left, right = options.window
+    dq = _loop_over_tiles(
+        queries, keys, size, max_tiles, (left, right), zeros_like_q, step_of_queries
     )
-    dk, dv = _walk(
-        keys,
-        queries,
-        rules.size,
-        _cost(rules, q),
-        (right, left),
-        lambda *x: tuple(map(jnp.zeros_like, x)),
-        of_keys,
+    dk, dv = _loop_over_tiles(
+        keys, queries, size, max_tiles, (right, left), zeros_like_k_and_v, step_of_keys
     )
     return dq, dk, dv
 
 
-def _by_head(x: Any, kv: int, dtype: Any) -> Any:
+def _group_heads(x: Any, kv_heads: int, dtype: Any) -> Any:
     """(total, heads, dim) -> (kv_heads, total, groups, dim)."""
-    return jnp.swapaxes(x.astype(dtype).reshape(x.shape[0], kv, -1, x.shape[-1]), 0, 1)
+    return jnp.swapaxes(x.astype(dtype).reshape(x.shape[0], kv_heads, -1, x.shape[-1]), 0, 1)
 
 
-def _flatten_heads(x: Any, dtype: Any) -> Any:
+def _ungroup_heads(x: Any, dtype: Any) -> Any:
     """(kv_heads, total, groups, dim) -> (total, heads, dim)."""
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1]).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
+    options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
 ) -> tuple[Any, Any]:
-    """Output (total, heads, value_dim), and log-sum-exp (total, heads)."""
-    return _attend_and_keep(rules, q, k, v, q_offsets, k_offsets)[0]
+    """Return the output (total, heads, value_dim) and the log-sum-exp (total, heads)."""
+    return _attend_fwd(options, q, k, v, q_offsets, k_offsets)[0]
 
 
-def _attend_and_keep(rules: Rules, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
-    kv, wide = k.shape[1], accumulation_dtype(jnp, q.dtype)
-    parts = (_by_head(q, kv, wide) * rules.scale, _by_head(k, kv, wide), _by_head(v, kv, wide))
-    out, lse = _forward(rules, *parts, _rows(q_offsets, q), _rows(k_offsets, k))
-    out, lse = _flatten_heads(out, q.dtype), _flatten_heads(lse, wide)
+def _attend_fwd(options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any) -> Any:
+    queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
+    out, lse = _forward(options, queries, keys)
+    out, lse = _ungroup_heads(out, q.dtype), _ungroup_heads(lse, lse.dtype)
     return (out, lse[..., 0]), (q, k, v, q_offsets, k_offsets, out, lse)
 
 
-def _gradients(rules: Rules, kept: Any, grads: Any) -> Any:
-    q, k, v, q_offsets, k_offsets, out, lse = kept
-    kv, wide = k.shape[1], accumulation_dtype(jnp, q.dtype)
-    grad, of_lse = (x.astype(wide) for x in grads)
-    delta = jnp.sum(grad * out.astype(wide), axis=-1, keepdims=True) - of_lse[..., None]
-    parts = (_by_head(q, kv, wide) * rules.scale, _by_head(k, kv, wide), _by_head(v, kv, wide))
-    rest = (_by_head(x, kv, wide) for x in (lse, delta, grad))
-    dq, dk, dv = _backward(rules, *parts, _rows(q_offsets, q), _rows(k_offsets, k), *rest)
-    return (
-        _flatten_heads(dq * rules.scale, q.dtype),
-        _flatten_heads(dk, k.dtype),
-        _flatten_heads(dv, v.dtype),
-        None,
-        None,
-    )
+def _attend_bwd(options: Options, residuals: Any, grads: Any) -> Any:
+    q, k, v, q_offsets, k_offsets, out, lse = residuals
+    kv_heads, wide = k.shape[1], lse.dtype
+    out_grad, lse_grad = (x.astype(wide) for x in grads)
+    delta = jnp.sum(out_grad * out.astype(wide), axis=-1, keepdims=True) - lse_grad[..., None]
+    finite_lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+    per_query = [_group_heads(x, kv_heads, wide) for x in (finite_lse, delta, out_grad)]
+    queries, keys = _operands(options, q, k, v, q_offsets, k_offsets)
+    queries = queries._replace(tensors=(*queries.tensors, *per_query))
+    dq, dk, dv = _backward(options, queries, keys)
+    dq = _ungroup_heads(dq * options.scale, q.dtype)
+    return dq, _ungroup_heads(dk, k.dtype), _ungroup_heads(dv, v.dtype), None, None
 
 
-_attend.defvjp(_attend_and_keep, _gradients)
+_attend.defvjp(_attend_fwd, _attend_bwd)
 _attend = jax.jit(_attend, static_argnums=0)
 
 
-def _rows(offsets: Any, x: Any) -> Layout:
-    return Layout(BACKEND, offsets, int(x.shape[0]))
+def _operands(
+    options: Options, q: Any, k: Any, v: Any, q_offsets: Any, k_offsets: Any
+) -> tuple[Operand, Operand]:
+    """Return the operands with the tensors (scaled q,) and (k, v), in the accumulation dtype."""
+    wide = accumulation_dtype(jnp, q.dtype)
+    q, k, v = (_group_heads(x, k.shape[1], wide) for x in (q, k, v))
+    q_layout = Layout(BACKEND, q_offsets, int(q.shape[1]))
+    k_layout = Layout(BACKEND, k_offsets, int(k.shape[1]))
+    return Operand(q_layout, (q * options.scale,)), Operand(k_layout, (k, v))
 
 
 def rejects(call: AttentionCall) -> str | None:
@@ -285,10 +318,11 @@ def rejects(call: AttentionCall) -> str | None:
 
 @register_kernel("attention", provider="loops", rejects=rejects)
 def loops(call: AttentionCall) -> Any:
-    """Compute attention of tiles of queries over tiles of keys, as many rounds as the rows need."""
+    """Compute attention with loops over the visible tiles of keys."""
     q, k = call.q, call.k
     bound = max(x.layout.max_length_bound for x in (q, k))
+    # Sizes are powers of two, so that slightly longer rows reuse the compiled function.
     size = min(TILE, 1 << max(bound - 1, 0).bit_length())
-    rules = Rules(call.window, call.scale, call.softcap, size)
-    out, lse = _attend(rules, q.values, k.values, call.v.values, q.offsets, k.offsets)
+    options = Options(call.window, call.scale, call.softcap, size)
+    out, lse = _attend(options, q.values, k.values, call.v.values, q.offsets, k.offsets)
     return (q.with_values(out), q.with_values(lse)) if call.return_lse else q.with_values(out)
