@@ -468,7 +468,10 @@ def test_cotangents_are_random_and_equal_for_all_contenders():
     x = lib.make(np.zeros((1000, 4)), "float16")
 
     def pulled(function):
-        return [x.double().numpy() for x in step(lib, lambda: (function, (x, x)), "both")()]
+        return [
+            gradient.double().numpy()
+            for gradient in step(lib, lambda: (function, (x, x)), "both")()
+        ]
 
     (a, b), (c, d) = pulled(lambda x, y: (x + 0, y + 0)), pulled(lambda x, y: (x * 1, y * 1))
     for first, again in ((a, c), (b, d)):
