@@ -5,7 +5,7 @@ None of them is fast: they show the ideas of the fast kernels, on every library.
 memory. So each algorithm has an estimate of its peak bytes in addition to its inputs, which
 ``scree-bench algorithms`` compares with the measured peak.
 
-The blocked algorithms call ``visit(i, j, top, total)`` after each block, if it is given. The
+The blocked algorithms call ``visit(i, j, running_max, total)`` after each block, if it is given. The
 arguments are the block numbers of queries and keys, the running maximum and the running sum. The
 pictures are drawn from these calls.
 """
@@ -92,7 +92,7 @@ def masked(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     return xp.matmul(scores, v)
 
 
-def _start(xp: Any, q: Any) -> tuple[Any, Any, Any]:
+def _initial_state(xp: Any, q: Any) -> tuple[Any, Any, Any]:
     """Return the initial running softmax: maximum, sum, and weighted values."""
     first = q[:, :, :, :1]
     return xp.full_like(first, -math.inf), xp.zeros_like(first), xp.zeros_like(q)
@@ -107,24 +107,29 @@ def flash_v1(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     xp, length = scree.namespace(q), q.shape[2]
     q = q * (1 / math.sqrt(q.shape[3]))
     starts = range(0, length, BLOCK)
-    running = [_start(xp, q[:, :, i : i + BLOCK, :]) for i in starts]
+    running = [_initial_state(xp, q[:, :, i : i + BLOCK, :]) for i in starts]
     for j in starts:
         keys, values = xp.matrix_transpose(k[:, :, j : j + BLOCK, :]), v[:, :, j : j + BLOCK, :]
         for number, i in enumerate(starts):
+            # No query of the block attends to these keys.
             if j > i:
-                continue  # no query of the block attends to these keys
-            top, total, out = running[number]
+                continue
+            running_max, total, out = running[number]
             queries = q[:, :, i : i + BLOCK, :]
             scores = xp.matmul(queries, keys)
             if i == j:
                 scores = xp.where(_causal(xp, scores), scores, -math.inf)
-            highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
-            weights = xp.exp(scores - highest)
-            old_total = total * xp.exp(top - highest)
-            total = old_total + xp.sum(weights, axis=-1, keepdims=True)
-            running[number] = highest, total, (out * old_total + xp.matmul(weights, values)) / total
+            new_max = xp.maximum(running_max, xp.max(scores, axis=-1, keepdims=True))
+            weights = xp.exp(scores - new_max)
+            rescaled_total = total * xp.exp(running_max - new_max)
+            total = rescaled_total + xp.sum(weights, axis=-1, keepdims=True)
+            running[number] = (
+                new_max,
+                total,
+                (out * rescaled_total + xp.matmul(weights, values)) / total,
+            )
             if visit:
-                visit(number, j // BLOCK, highest, total)
+                visit(number, j // BLOCK, new_max, total)
     return xp.concat([out for _, _, out in running], axis=2)
 
 
@@ -138,21 +143,22 @@ def _flash(q: Any, k: Any, v: Any, window: int | None, visit: Visit | None, grou
     blocks = []
     for i in range(0, length, BLOCK):
         queries = q[:, :, i * groups : (i + BLOCK) * groups, :]
-        top, total, out = _start(xp, queries)
+        running_max, total, out = _initial_state(xp, queries)
         first = 0 if window is None else max(0, i - window + 1) // BLOCK * BLOCK
         for j in range(first, i + 1, BLOCK):
             keys, values = xp.matrix_transpose(k[:, :, j : j + BLOCK, :]), v[:, :, j : j + BLOCK, :]
             scores = xp.matmul(queries, keys)
             if i == j or window is not None:
                 scores = xp.where(_causal(xp, scores, i - j, window, groups), scores, -math.inf)
-            highest = xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
-            safe = xp.where(xp.isfinite(highest), highest, 0.0)  # no key of the window so far
-            weights, rescale = xp.exp(scores - safe), xp.exp(top - safe)
+            new_max = xp.maximum(running_max, xp.max(scores, axis=-1, keepdims=True))
+            # The maximum is -inf until a query has seen a key of its window.
+            finite_max = xp.where(xp.isfinite(new_max), new_max, 0.0)
+            weights, rescale = xp.exp(scores - finite_max), xp.exp(running_max - finite_max)
             total = total * rescale + xp.sum(weights, axis=-1, keepdims=True)
             out = out * rescale + xp.matmul(weights, values)
-            top = highest
+            running_max = new_max
             if visit:
-                visit(i // BLOCK, j // BLOCK, top, total)
+                visit(i // BLOCK, j // BLOCK, running_max, total)
         blocks.append(out / total)
     return xp.concat(blocks, axis=2)
 
@@ -180,16 +186,16 @@ def grouped_query(q: Any, k: Any, v: Any, visit: Visit | None = None) -> Any:
     """
     xp = scree.namespace(q)
     n, heads, length, dim = q.shape
-    shared = k.shape[1]
-    groups = heads // shared
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
 
-    def exchanged(x: Any, first: int, second: int) -> Any:
-        x = xp.reshape(x, (n, shared, first, second, dim))
+    def swap_groups(x: Any, first: int, second: int) -> Any:
+        x = xp.reshape(x, (n, kv_heads, first, second, dim))
         return xp.permute_dims(x, (0, 1, 3, 2, 4))
 
-    shape = (n, shared, length * groups, dim)
-    out = _flash(xp.reshape(exchanged(q, groups, length), shape), k, v, None, visit, groups)
-    return xp.reshape(exchanged(out, length, groups), q.shape)
+    shape = (n, kv_heads, length * groups, dim)
+    out = _flash(xp.reshape(swap_groups(q, groups, length), shape), k, v, None, visit, groups)
+    return xp.reshape(swap_groups(out, length, groups), q.shape)
 
 
 def _all_scores(s: Shape) -> int:
@@ -210,11 +216,11 @@ def _all_running(s: Shape) -> int:
     return _one_running(s) + 2 * s.output // s.dim
 
 
-def _quarter(heads: int) -> int:
+def _quarter_of_heads(heads: int) -> int:
     return heads // 4 if heads % 4 == 0 else 1
 
 
-def _one(heads: int) -> int:
+def _one_head(heads: int) -> int:
     return 1
 
 
@@ -238,6 +244,6 @@ ALGORITHMS = {
     "flash v1": Algorithm(flash_v1, _all_running),
     "flash v2": Algorithm(flash_v2, _one_running),
     "sliding window": Algorithm(sliding_window, _one_running),
-    "grouped-query": Algorithm(grouped_query, _one_running, _quarter),
-    "multi-query": Algorithm(grouped_query, _one_running, _one),
+    "grouped-query": Algorithm(grouped_query, _one_running, _quarter_of_heads),
+    "multi-query": Algorithm(grouped_query, _one_running, _one_head),
 }

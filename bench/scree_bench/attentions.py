@@ -20,7 +20,7 @@ import numpy as np
 import scree
 
 from .formulas import softmax
-from .libraries import Function, MeasuredLibrary, nesting, torch_compiled
+from .libraries import Function, MeasuredLibrary, nested_tensor_maker, torch_compiled
 from .measure import available, require
 from .work import Work, inputs
 
@@ -50,19 +50,19 @@ def packed(make: Make) -> Prepare:
 
 def padded(make: Make) -> Prepare:
     """Prepare an attention on a padded batch, (rows, heads, longest, dim)."""
-    return lambda lib, work: Prepared(make(lib, work), *_dense(lib, work))
+    return lambda lib, work: Prepared(make(lib, work), *_padded_inputs(lib, work))
 
 
 # --- scree ---
-def ours(kernel: str | None) -> Prepare:
+def scree_attention(kernel: str | None) -> Prepare:
     """Prepare `scree.attention` on the named kernel, or on the first that accepts the inputs."""
 
     def make(lib: MeasuredLibrary, work: Work) -> Function:
         (q, _, _), _ = inputs(lib, work)
-        like = scree.Array(q, lib.make(work.offsets, "int32"), max_length=work.longest)
+        template = scree.Array(q, lib.make(work.offsets, "int32"), max_length=work.max_length)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            rows = (like.with_values(x) for x in (q, k, v))
+            rows = (template.with_values(x) for x in (q, k, v))
             return scree.attention(*rows, causal=work.causal, kernel=kernel).values
 
         return attend
@@ -70,7 +70,7 @@ def ours(kernel: str | None) -> Prepare:
     return packed(make)
 
 
-def ours_traced(lib: MeasuredLibrary, work: Work) -> Function:
+def scree_jitted(lib: MeasuredLibrary, work: Work) -> Function:
     """Build `scree.attention` under `jit`.
 
     The offsets are an argument, as in training, so that another batch does not compile again.
@@ -81,21 +81,23 @@ def ours_traced(lib: MeasuredLibrary, work: Work) -> Function:
 
     @jax.jit
     def run(offsets: Any, q: Any, k: Any, v: Any) -> Any:
-        like = scree.Array(q, offsets, max_length=work.longest)
+        template = scree.Array(q, offsets, max_length=work.max_length)
         return scree.attention(
-            like, like.with_values(k), like.with_values(v), causal=work.causal
+            template, template.with_values(k), template.with_values(v), causal=work.causal
         ).values
 
     return partial(run, offsets)
 
 
 # --- padded batches ---
-def _dense(lib: MeasuredLibrary, work: Work) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
+def _padded_inputs(
+    lib: MeasuredLibrary, work: Work
+) -> tuple[tuple[Any, ...], Any, Callable[[Any], Any]]:
     """Return padded inputs, the padded gradient, and a function that packs a result.
 
     The padded arrays are (rows, heads, longest, dim), with zeros in the padding.
     """
-    require(3 * 4.0 * len(work.lengths) * work.longest * work.heads * work.dim, lib.device)
+    require(3 * 4.0 * len(work.lengths) * work.max_length * work.heads * work.dim, lib.device)
     (q, k, v), cotangent = inputs(lib, work)
     tokens, token_mask = (
         lib.make(x, kind) for x, kind in zip(work.tokens, ("int32", "bool"), strict=True)
@@ -115,13 +117,13 @@ def _dense(lib: MeasuredLibrary, work: Work) -> tuple[tuple[Any, ...], Any, Call
             else getattr(out, "contiguous", lambda: out)()
         )
 
-    slots = lib.make(np.flatnonzero(work.tokens[1].reshape(-1)), "int32")
+    token_indices = lib.make(np.flatnonzero(work.tokens[1].reshape(-1)), "int32")
 
-    def back(x: Any) -> Any:
+    def pack_result(x: Any) -> Any:
         x = xp.permute_dims(x, (0, 2, 1, 3))
-        return xp.take(xp.reshape(x, (-1, *x.shape[2:])), slots, axis=0)
+        return xp.take(xp.reshape(x, (-1, *x.shape[2:])), token_indices, axis=0)
 
-    return (pad(q), pad(k), pad(v)), pad(cotangent), back
+    return (pad(q), pad(k), pad(v)), pad(cotangent), pack_result
 
 
 def visible(work: Work) -> np.ndarray:
@@ -130,9 +132,9 @@ def visible(work: Work) -> np.ndarray:
     A query in the padding attends to the first key, so that its result stays finite.
     """
     _, token_mask = work.tokens
-    mask = token_mask[:, None, None, :] & np.ones((work.longest, 1), bool)
+    mask = token_mask[:, None, None, :] & np.ones((work.max_length, 1), bool)
     if work.causal:
-        mask = mask & np.tri(work.longest, dtype=bool)
+        mask = mask & np.tri(work.max_length, dtype=bool)
     mask[:, :, :, 0] |= ~mask.any(-1)
     return mask
 
@@ -163,13 +165,13 @@ def einsum(lib: MeasuredLibrary, work: Work) -> Function:
     return attend
 
 
-def rows(lib: MeasuredLibrary, work: Work) -> Function:
+def loop_over_rows(lib: MeasuredLibrary, work: Work) -> Function:
     """Build a Python loop over rows, without padding."""
     xp, groups, bounds = lib.xp, work.heads // work.kv_heads, work.offsets.tolist()
-    hidden = lib.make(~np.tri(work.longest, dtype=bool), "bool") if work.causal else None
+    hidden = lib.make(~np.tri(work.max_length, dtype=bool), "bool") if work.causal else None
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        outs = []
+        outputs = []
         for a, b in zip(bounds, bounds[1:], strict=False):
             x, y, z = (xp.permute_dims(t[a:b], (1, 0, 2)) for t in (q, k, v))
             if groups > 1:
@@ -177,8 +179,8 @@ def rows(lib: MeasuredLibrary, work: Work) -> Function:
             scores = xp.matmul(x, xp.matrix_transpose(y)) * (1 / math.sqrt(work.dim))
             if hidden is not None:
                 scores = xp.where(hidden[: b - a, : b - a], -math.inf, scores)
-            outs.append(xp.permute_dims(xp.matmul(softmax(xp, scores), z), (1, 0, 2)))
-        return xp.concat(outs, axis=0)
+            outputs.append(xp.permute_dims(xp.matmul(softmax(xp, scores), z), (1, 0, 2)))
+        return xp.concat(outputs, axis=0)
 
     return attend
 
@@ -194,10 +196,12 @@ def torch_sdpa(backend: str | None) -> Make:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         mask = None if work.causal else lib.make(visible(work), "bool")
-        chosen = partial(sdpa_kernel, getattr(SDPBackend, backend)) if backend else nullcontext
+        kernel_context = (
+            partial(sdpa_kernel, getattr(SDPBackend, backend)) if backend else nullcontext
+        )
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            with chosen():
+            with kernel_context():
                 return torch.nn.functional.scaled_dot_product_attention(
                     q,
                     k,
@@ -218,7 +222,7 @@ def torch_rows(lib: MeasuredLibrary, work: Work) -> Function:
     lengths = list(work.lengths)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        outs = [
+        outputs = [
             torch.nn.functional.scaled_dot_product_attention(
                 *(t.transpose(0, 1)[None] for t in row),
                 is_causal=work.causal,
@@ -226,7 +230,7 @@ def torch_rows(lib: MeasuredLibrary, work: Work) -> Function:
             )[0].transpose(0, 1)
             for row in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         ]
-        return torch.cat(outs)
+        return torch.cat(outputs)
 
     return attend
 
@@ -234,7 +238,7 @@ def torch_rows(lib: MeasuredLibrary, work: Work) -> Function:
 def torch_nested(lib: MeasuredLibrary, work: Work) -> Function:
     import torch
 
-    nested = nesting(lib, work.lengths)
+    nested = nested_tensor_maker(lib, work.lengths)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         rows = (nested(x).transpose(1, 2) for x in (q, k, v))
@@ -253,14 +257,14 @@ def torch_flex(lib: MeasuredLibrary, work: Work) -> Function:
 
     row = lib.make(np.repeat(np.arange(len(work.lengths)), work.lengths), "int32")
 
-    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         same = row[i] == row[j]
         return same & (i >= j) if work.causal else same
 
     # Unless it is compiled, the mask takes an int64 per pair, a few times at once.
     large = 4 * 8.0 * work.total**2 > available(lib.device)
     mask = create_block_mask(
-        seen, None, None, work.total, work.total, device=row.device, _compile=large
+        mask_mod, None, None, work.total, work.total, device=row.device, _compile=large
     )
     if lib.device == "cpu":
         # flex_attention has no backward on the CPU. After a failed one it would not compile again.
@@ -277,8 +281,8 @@ def torch_flex(lib: MeasuredLibrary, work: Work) -> Function:
 
 
 # --- kernels for CUDA ---
-def _bounds(lib: MeasuredLibrary, work: Work) -> tuple[Any, int]:
-    return lib.make(work.offsets, "int32"), work.longest
+def _varlen_arguments(lib: MeasuredLibrary, work: Work) -> tuple[Any, int]:
+    return lib.make(work.offsets, "int32"), work.max_length
 
 
 def _differentiated(forward: Function, backward: Function) -> Function:
@@ -308,16 +312,19 @@ def fa2(lib: MeasuredLibrary, work: Work) -> Function:
     """Build FlashAttention-2 from the operators of PyTorch, without PyTorch's wrapper."""
     import torch
 
-    cu, longest = _bounds(lib, work)
-    aten, rows = torch.ops.aten, (cu, cu, longest, longest, 0.0, work.causal)
+    cu_seqlens, max_length = _varlen_arguments(lib, work)
+    aten, varlen = (
+        torch.ops.aten,
+        (cu_seqlens, cu_seqlens, max_length, max_length, 0.0, work.causal),
+    )
 
     def forward(q: Any, k: Any, v: Any) -> Any:
-        return aten._flash_attention_forward(q, k, v, *rows, False)[:4]
+        return aten._flash_attention_forward(q, k, v, *varlen, False)[:4]
 
     def backward(
         dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, rng: Any, unused: Any
     ) -> Any:
-        return aten._flash_attention_backward(dout, q, k, v, out, lse, *rows, rng, unused)
+        return aten._flash_attention_backward(dout, q, k, v, out, lse, *varlen, rng, unused)
 
     return _differentiated(forward, backward)
 
@@ -325,7 +332,7 @@ def fa2(lib: MeasuredLibrary, work: Work) -> Function:
 def varlen(lib: MeasuredLibrary, work: Work) -> Function:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = _bounds(lib, work)
+    cu_seqlens, max_length = _varlen_arguments(lib, work)
     window = (-1, 0) if work.causal else (-1, -1)
     parameters = signature(varlen_attn).parameters
     grouped = (
@@ -333,7 +340,9 @@ def varlen(lib: MeasuredLibrary, work: Work) -> Function:
     )
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window, **grouped)
+        return varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, window_size=window, **grouped
+        )
 
     return attend
 
@@ -343,17 +352,17 @@ def flash(module: str) -> Make:
 
     def make(lib: MeasuredLibrary, work: Work) -> Function:
         run = import_module(module).flash_attn_varlen_func
-        cu, longest = _bounds(lib, work)
+        cu_seqlens, max_length = _varlen_arguments(lib, work)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             out = run(
                 q,
                 k,
                 v,
-                cu_seqlens_q=cu,
-                cu_seqlens_k=cu,
-                max_seqlen_q=longest,
-                max_seqlen_k=longest,
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_k=cu_seqlens,
+                max_seqlen_q=max_length,
+                max_seqlen_k=max_length,
                 causal=work.causal,
             )
             return out[0] if isinstance(out, tuple) else out
@@ -367,12 +376,22 @@ def efficient(lib: MeasuredLibrary, work: Work) -> Function:
     """Build the memory-efficient kernel of xFormers on packed rows, which accepts float32."""
     import torch
 
-    cu, longest = _bounds(lib, work)
+    cu_seqlens, max_length = _varlen_arguments(lib, work)
     aten, mask = torch.ops.aten, int(work.causal)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         results = aten._efficient_attention_forward(
-            q[None], k[None], v[None], None, cu, cu, longest, longest, 0.0, mask, True
+            q[None],
+            k[None],
+            v[None],
+            None,
+            cu_seqlens,
+            cu_seqlens,
+            max_length,
+            max_length,
+            0.0,
+            mask,
+            True,
         )
         return results[0][0], *results[1:]
 
@@ -385,17 +404,17 @@ def efficient(lib: MeasuredLibrary, work: Work) -> Function:
         lse: Any,
         seed: Any,
         offset: Any,
-        most_q: int,
-        most_k: int,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
     ) -> Any:
         results = aten._efficient_attention_backward(
             *(x[None] for x in (dout, q, k, v)),
             None,
             out[None],
-            cu,
-            cu,
-            most_q,
-            most_k,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen_q,
+            max_seqlen_k,
             lse,
             0.0,
             seed,
@@ -409,7 +428,7 @@ def efficient(lib: MeasuredLibrary, work: Work) -> Function:
 
 
 # --- JAX and MLX ---
-def jax_own(lib: MeasuredLibrary, work: Work) -> Prepared:
+def jax_nn(lib: MeasuredLibrary, work: Work) -> Prepared:
     import jax
 
     tokens, token_mask = work.tokens
@@ -417,7 +436,7 @@ def jax_own(lib: MeasuredLibrary, work: Work) -> Prepared:
         lib.make(np.where(token_mask[:, :, None, None], x[tokens], 0), work.dtype)
         for x in work.arrays
     )
-    lengths, slots = (
+    lengths, token_indices = (
         lib.make(np.asarray(work.lengths), "int32"),
         lib.make(np.flatnonzero(token_mask.reshape(-1)), "int32"),
     )
@@ -427,13 +446,13 @@ def jax_own(lib: MeasuredLibrary, work: Work) -> Prepared:
             q, k, v, is_causal=work.causal, query_seq_lengths=lengths, key_value_seq_lengths=lengths
         )
 
-    def back(x: Any) -> Any:
-        return x.reshape(-1, *x.shape[2:])[slots]
+    def pack_result(x: Any) -> Any:
+        return x.reshape(-1, *x.shape[2:])[token_indices]
 
-    return Prepared(attend, (q, k, v), cotangent, back)
+    return Prepared(attend, (q, k, v), cotangent, pack_result)
 
 
-def mlx_own(lib: MeasuredLibrary, work: Work) -> Function:
+def mlx_fast(lib: MeasuredLibrary, work: Work) -> Function:
     import mlx.core as mx
 
     mask = "causal" if work.causal else lib.make(visible(work), "bool")

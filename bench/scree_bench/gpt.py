@@ -1,7 +1,7 @@
-"""GPT-2 in a page of PyTorch, on tokens without a batch axis.
+"""GPT-2 in PyTorch, on tokens without a batch axis.
 
-Everything except attention works per token. So one function is the ragged and the padded form of
-the model; its attention and its tokens are arguments.
+Everything except attention works per token. So the ragged and the padded model are one function,
+with the attention and the tokens as arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 
 import scree
 
-IGNORED = -100  # target of tokens without a next token
+#: Target of tokens without a next token.
+IGNORED = -100
 
 
 class Size(NamedTuple):
@@ -45,7 +46,7 @@ SIZES = {
 }
 
 
-def weights(size: Size, longest: int, device: str, seed: int) -> dict[str, Any]:
+def weights(size: Size, max_length: int, device: str, seed: int) -> dict[str, Any]:
     """Return random weights that require gradients."""
     import torch
 
@@ -55,7 +56,7 @@ def weights(size: Size, longest: int, device: str, seed: int) -> dict[str, Any]:
     def normal(*shape: int) -> Any:
         return (0.02 * torch.randn(shape, generator=generator, device=device)).requires_grad_()
 
-    parameters = {"tokens": normal(size.vocabulary, d), "positions": normal(longest, d)}
+    parameters = {"tokens": normal(size.vocabulary, d), "positions": normal(max_length, d)}
     shapes = {"qkv": (3 * d, d), "out": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
     for i in range(size.layers):
         for name, shape in shapes.items():
@@ -73,7 +74,7 @@ def loss(
     w: dict[str, Any],
     size: Size,
     ids: Any,
-    at: Any,
+    positions: Any,
     targets: Any,
     attend: Callable[[Any, Any, Any], Any],
 ) -> Any:
@@ -89,7 +90,7 @@ def loss(
     def linear(x: Any, name: str) -> Any:
         return F.linear(x, w[name], w[f"{name}.bias"])
 
-    x = w["tokens"][ids] + w["positions"][at]
+    x = w["tokens"][ids] + w["positions"][positions]
     for i in range(size.layers):
         q, k, v = (
             linear(norm(x, f"{i}.norm1"), f"{i}.qkv").view(len(x), 3, size.heads, -1).unbind(1)
@@ -107,7 +108,7 @@ class Batch(NamedTuple):
     """The arguments of `loss` that depend on the batch, in one of its two forms."""
 
     ids: Any
-    at: Any
+    positions: Any
     targets: Any
     attend: Callable[[Any, Any, Any], Any]
 
@@ -120,16 +121,19 @@ def ragged(rows: list[np.ndarray], device: str) -> Batch:
     """Return a batch of packed rows, with attention by scree."""
     import torch
 
-    like = scree.pack([torch.from_numpy(x).to(device) for x in rows])
+    template = scree.pack([torch.from_numpy(x).to(device) for x in rows])
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return scree.attention(*map(like.with_values, (q, k, v)), causal=True).values
+        return scree.attention(*map(template.with_values, (q, k, v)), causal=True).values
 
-    at, targets = (
+    positions, targets = (
         np.concatenate(x) for x in ([np.arange(len(row)) for row in rows], _targets(rows))
     )
     return Batch(
-        like.values, torch.from_numpy(at).to(device), torch.from_numpy(targets).to(device), attend
+        template.values,
+        torch.from_numpy(positions).to(device),
+        torch.from_numpy(targets).to(device),
+        attend,
     )
 
 
@@ -138,21 +142,18 @@ def padded(rows: list[np.ndarray], device: str) -> Batch:
     import torch
     import torch.nn.functional as F  # noqa: N812
 
-    n, longest = len(rows), max(map(len, rows))
+    n, max_length = len(rows), max(map(len, rows))
 
-    def filled(parts: list[np.ndarray], fill: int) -> Any:
-        out = np.full((n, longest), fill, dtype=np.int64)
+    def pad(parts: list[np.ndarray], fill: int) -> Any:
+        out = np.full((n, max_length), fill, dtype=np.int64)
         for i, part in enumerate(parts):
             out[i, : len(part)] = part
         return torch.from_numpy(out.reshape(-1)).to(device)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x.view(n, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.view(n, max_length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     return Batch(
-        filled(rows, 0),
-        filled([np.arange(longest)] * n, 0),
-        filled(_targets(rows), IGNORED),
-        attend,
+        pad(rows, 0), pad([np.arange(max_length)] * n, 0), pad(_targets(rows), IGNORED), attend
     )

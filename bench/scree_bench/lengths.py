@@ -23,7 +23,9 @@ def lognormal(count: int, median: float, sigma: float, rng: np.random.Generator)
     return np.maximum(1, rng.lognormal(np.log(median), sigma, count)).astype(np.int64)
 
 
-def adding_up(count: int, total: int, rng: np.random.Generator, sigma: float = 0.7) -> np.ndarray:
+def lognormal_with_total(
+    count: int, total: int, rng: np.random.Generator, sigma: float = 0.7
+) -> np.ndarray:
     """Return (count,) log-normal lengths whose sum is about `total`."""
     x = rng.lognormal(0, sigma, count)
     return np.maximum(1, np.round(x / x.sum() * total)).astype(np.int64)

@@ -18,17 +18,18 @@ import scree
 from scree_conformance import backends
 
 from .measure import traced_peak
-from .options import words
+from .options import parse_words
 
 if TYPE_CHECKING:
     from .session import Session
 
 Function = Callable[..., Any]
 
-FORMS = 100  # compiled variants that `torch.compile` may keep per function
+#: Compiled variants that `torch.compile` may keep per function.
+MAX_RECOMPILES = 100
 
 
-def _itself(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
@@ -74,10 +75,10 @@ class MeasuredLibrary:
 
     arrays: backends.Library
     device: str
-    wait: Function = _itself
+    wait: Function = _identity
     phases: Callable[[Function, Sequence[Any], Any], Steps] | None = None
     peak: Callable[[Step], int] = traced_peak
-    compiled: Callable[[Function], Function] = _itself
+    compiled: Callable[[Function], Function] = _identity
 
     @property
     def name(self) -> str:
@@ -104,7 +105,7 @@ class MeasuredLibrary:
         rng = np.random.default_rng(seed)
         return lambda *shape: self.make(rng.standard_normal(shape, dtype=np.float32), dtype)
 
-    def wide(self, x: Any, like: Any = None) -> Any:
+    def as_float64(self, x: Any, like: Any = None) -> Any:
         """Convert an array to float64.
 
         PyTorch's arrays stay on their device; other arrays become NumPy arrays. All arrays become
@@ -163,12 +164,12 @@ def torch_compiled(function: Function) -> Function:
     import torch
     import torch._dynamo.config as dynamo
 
-    dynamo.recompile_limit = FORMS
+    dynamo.recompile_limit = MAX_RECOMPILES
     compiled: Function = torch.compile(function, dynamic=False)
     return compiled
 
 
-def nesting(lib: MeasuredLibrary, lengths: np.ndarray | Sequence[int]) -> Function:
+def nested_tensor_maker(lib: MeasuredLibrary, lengths: np.ndarray | Sequence[int]) -> Function:
     """Return a function that makes PyTorch's nested tensor of packed tokens.
 
     The minimum and maximum lengths are passed, which avoids a device-to-host synchronization.
@@ -192,8 +193,8 @@ def allocations(thunk: Callable[[], Any]) -> tuple[list[tuple[float, int]], Any]
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = thunk()
-        del kept
+        result = thunk()
+        del result
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     held, timeline = 0, []
@@ -204,7 +205,8 @@ def allocations(thunk: Callable[[], Any]) -> tuple[list[tuple[float, int]], Any]
 
 
 def _torch_peak(step: Step) -> int:
-    step()  # excludes what the first call makes and keeps
+    # Exclude memory that the first call allocates and keeps.
+    step()
     return max((held for _, held in allocations(step)[0]), default=0)
 
 
@@ -215,9 +217,9 @@ def _cuda_peak(step: Step) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    kept = step()
+    result = step()
     torch.cuda.synchronize()
-    del kept
+    del result
     return torch.cuda.max_memory_allocated() - before
 
 
@@ -225,7 +227,8 @@ def _torch(arrays: backends.Library, device: str) -> MeasuredLibrary:
     import torch
     import torch._functorch.config as functorch
 
-    functorch.donated_buffer = False  # backward is timed on a retained graph
+    # The backward pass is timed on a retained graph, whose buffers must survive a call.
+    functorch.donated_buffer = False
     peak = _cuda_peak if device == "cuda" else _torch_peak
 
     def wait(x: Any) -> Any:
@@ -299,17 +302,17 @@ LOADERS: dict[str, Callable[[backends.Library, str], MeasuredLibrary]] = {
 }  # fmt: skip
 
 
-def where(wanted: str) -> str:
+def resolve_device(name: str) -> str:
     """Return the device for ``--device``."""
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise typer.BadParameter(f"--device: expected auto, cpu or cuda, got {wanted!r}")
-    if wanted == "cpu" or find_spec("torch") is None:
-        if wanted == "cuda":
+    if name not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"--device: expected auto, cpu or cuda, got {name!r}")
+    if name == "cpu" or find_spec("torch") is None:
+        if name == "cuda":
             raise typer.BadParameter("--device cuda: needs PyTorch, which is not installed")
         return "cpu"
     import torch
 
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: PyTorch finds no CUDA device here")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -319,14 +322,14 @@ def load(name: str, device: str = "cpu") -> MeasuredLibrary:
     return LOADERS[name](backends.load(name, None if device == "cpu" else device), device)
 
 
-def wanted(
+def installed_libraries(
     session: Session, names: str, among: Sequence[str] = tuple(LOADERS)
 ) -> list[MeasuredLibrary]:
     """Return the installed libraries for ``--backend``; the session notes the missing libraries.
 
     On "cuda" only PyTorch runs: the device of the other libraries is not known here.
     """
-    listed = words(names, "--backend", ("all", *among))
+    listed = parse_words(names, "--backend", ("all", *among))
     libraries = []
     for name in among if "all" in listed else listed:
         if session.device == "cuda" and name != "torch":

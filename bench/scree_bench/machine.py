@@ -65,7 +65,8 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         try:
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # only installed packages are listed
+        # Only installed packages are listed.
+        except metadata.PackageNotFoundError:
             continue
     return installed
 
@@ -84,10 +85,10 @@ def describe(device: str) -> dict[str, Any]:
 def tag(device: str) -> str:
     """Return a short name of the device for file names: "cpu", "h100", "a100" ..."""
     name = (gpu() or "cuda").lower() if device.startswith("cuda") else device
-    words = name.replace("-", " ").split()
+    parts = name.replace("-", " ").split()
     return next(
-        (word for word in words if any(c.isdigit() for c in word) and not word.endswith("gb")),
-        words[0],
+        (word for word in parts if any(c.isdigit() for c in word) and not word.endswith("gb")),
+        parts[0],
     )
 
 
@@ -108,16 +109,16 @@ def limits(device: str, quick: bool) -> dict[str, float]:
     dtypes = ("float16", "bfloat16", "float32") if cuda else ("float32",)
     if find_spec("torch") is None:
         rng = np.random.default_rng(0)
-        source, into = rng.integers(0, 256, size, np.uint8), np.empty(size, np.uint8)
-        calls: dict[str, Any] = {"copy_rate": lambda: np.copyto(into, source)}
+        source, destination = rng.integers(0, 256, size, np.uint8), np.empty(size, np.uint8)
+        calls: dict[str, Any] = {"copy_rate": lambda: np.copyto(destination, source)}
         factors = rng.standard_normal((width, width), np.float32)
         calls["matmul_float32_flops"] = lambda: factors @ factors
     else:
         import torch
 
         source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-        into = torch.empty_like(source)
-        calls = {"copy_rate": lambda: into.copy_(source)}
+        destination = torch.empty_like(source)
+        calls = {"copy_rate": lambda: destination.copy_(source)}
         for dtype in dtypes:
             factors = torch.randn(width, width, device=device).to(getattr(torch, dtype))
             calls[f"matmul_{dtype}_flops"] = lambda x=factors: x @ x

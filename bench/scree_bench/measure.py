@@ -24,26 +24,28 @@ from typing import Any, NamedTuple
 
 Thunk = Callable[[], Any]
 
-#: Seconds. A sample of a faster call is the mean of enough calls to last this long.
-SHORTEST = 2e-3
-#: Samples of each contender, even if they exceed the budget. Two if they exceed it tenfold, or with
-#: `--quick`.
-FEWEST = 5
-#: Seconds for building and first calling a contender. One that hangs must not stop the others.
+#: Seconds. A sample of a shorter call is the mean of enough calls to take this long.
+MIN_SAMPLE_SECONDS = 2e-3
+#: Minimum samples per contender, even if they exceed the budget. The minimum is two if they exceed
+#: it tenfold, or with `--quick`.
+MIN_SAMPLES = 5
+#: Time limit in seconds for building and first calling a contender, so that one that hangs does not
+#: stop the others.
 PATIENCE = 120.0
 #: Minimum and maximum seconds that a device sleeps while the host launches a call.
-NAP, LONGEST_NAP = 3e-4, 0.02
+MIN_SLEEP, MAX_SLEEP = 3e-4, 0.02
 #: Calls in the loop that times the host, and the limit of their seconds on the host or the device.
-QUEUED, QUEUED_SECONDS = 30, 0.005
-#: Seconds. The host is not timed for a call that takes longer.
-SLOW = 10 * LONGEST_NAP
-L2_BYTES = 256 << 20  # more than the L2 cache of any GPU so far
+MAX_QUEUED_CALLS, MAX_QUEUED_SECONDS = 30, 0.005
+#: Seconds on the device above which the host time of a call is not measured.
+MAX_HOST_TIMED_SECONDS = 10 * MAX_SLEEP
+#: More than the L2 cache of any GPU so far.
+L2_BYTES = 256 << 20
 
 OUT_OF_MEMORY = "out of memory"
 FAILED = "failed"
 
 #: Parts of the out-of-memory messages of the libraries. Several have no exception type for it.
-_SIGNS = (
+_OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "out_of_memory",
     "resource_exhausted",
@@ -65,10 +67,10 @@ class Failure(NamedTuple):
     def of(cls, error: Exception) -> Failure:
         """Return the failure that an exception represents."""
         text = " ".join(str(error).split()) or type(error).__name__
-        short = isinstance(error, MemoryError) or any(
-            sign in f"{type(error).__name__} {text}".lower() for sign in _SIGNS
+        is_out_of_memory = isinstance(error, MemoryError) or any(
+            sign in f"{type(error).__name__} {text}".lower() for sign in _OUT_OF_MEMORY_SIGNS
         )
-        return cls(OUT_OF_MEMORY if short else FAILED, text[:300])
+        return cls(OUT_OF_MEMORY if is_out_of_memory else FAILED, text[:300])
 
 
 def median(samples: Sequence[float]) -> float:
@@ -100,9 +102,9 @@ def interleaved(
     *,
     wait: Callable[[Any], Any] = lambda x: x,
     device: str = "cpu",
-    fewest: int = FEWEST,
+    min_samples: int = MIN_SAMPLES,
     patience: float = PATIENCE,
-    out: dict[str, Times | Failure] | None = None,
+    outcomes: dict[str, Times | Failure] | None = None,
 ) -> dict[str, Times | Failure]:
     """Return the seconds per call of each contender: all samples, or the reason for their absence.
 
@@ -117,12 +119,12 @@ def interleaved(
         Waits until the result of a thunk has been computed, for asynchronous libraries.
     device
         On "cuda" the device is timed, and then the host: see `_device_samples` and `_host_samples`.
-    fewest
+    min_samples
         Samples of each contender, even if they exceed the budget; two if they would exceed it
         tenfold.
     patience
         Seconds for the first call of each contender, which may compile.
-    out
+    outcomes
         The dictionary that is filled sample by sample. A caller that passes it keeps the samples
         after an interrupt.
 
@@ -132,58 +134,60 @@ def interleaved(
     >>> len(outcome["sum"].seconds) >= 5, outcome["bad"]
     (True, Failure(status='failed', why='division by zero'))
     """
-    out = {} if out is None else out
+    outcomes = {} if outcomes is None else outcomes
     for name, thunk in thunks.items():
         try:
-            with within(patience):
-                wait(thunk())  # warm-up
-            out[name] = Times([], [])
-        except Exception as error:  # a contender that fails is a result, and the others still run
-            out[name] = Failure.of(error)
+            with time_limit(patience):
+                # The first call warms up and compiles.
+                wait(thunk())
+            outcomes[name] = Times([], [])
+        # A contender that fails is a result, and the others still run.
+        except Exception as error:
+            outcomes[name] = Failure.of(error)
 
-    def rounds(samples: Mapping[str, Iterator[float]], kind: str) -> None:
-        spent = dict.fromkeys(samples, 0.0)
-        while spent:
-            for name in list(spent):
+    def run_rounds(samples: Mapping[str, Iterator[float]], field_name: str) -> None:
+        seconds_spent = dict.fromkeys(samples, 0.0)
+        while seconds_spent:
+            for name in list(seconds_spent):
                 start = time.perf_counter()
                 try:
-                    samples_so_far: list[float] = getattr(out[name], kind)
+                    samples_so_far: list[float] = getattr(outcomes[name], field_name)
                     samples_so_far.append(next(samples[name]))
                 except Exception as error:
-                    out[name] = Failure.of(error)
-                    del spent[name]
+                    outcomes[name] = Failure.of(error)
+                    del seconds_spent[name]
                     continue
-                spent[name] += time.perf_counter() - start
-                if len(samples_so_far) >= 2 and spent[name] >= (
-                    budget if len(samples_so_far) >= fewest else 10 * budget
+                seconds_spent[name] += time.perf_counter() - start
+                if len(samples_so_far) >= 2 and seconds_spent[name] >= (
+                    budget if len(samples_so_far) >= min_samples else 10 * budget
                 ):
-                    del spent[name]
+                    del seconds_spent[name]
 
-    def there() -> dict[str, Times]:
-        return {name: times for name in thunks if isinstance(times := out[name], Times)}
+    def completed() -> dict[str, Times]:
+        return {name: times for name in thunks if isinstance(times := outcomes[name], Times)}
 
     if not device.startswith("cuda"):
-        rounds({name: _samples(thunks[name], wait) for name in there()}, "seconds")
-        return out
-    on_device = _device_samples()
-    rounds({name: on_device(thunks[name]) for name in there()}, "seconds")
-    device_seconds = {name: median(times.seconds) for name, times in there().items()}
-    rounds(
+        run_rounds({name: _samples(thunks[name], wait) for name in completed()}, "seconds")
+        return outcomes
+    sampler = _device_samples()
+    run_rounds({name: sampler(thunks[name]) for name in completed()}, "seconds")
+    device_seconds = {name: median(times.seconds) for name, times in completed().items()}
+    run_rounds(
         {
             name: _host_samples(thunks[name], seconds)
             for name, seconds in device_seconds.items()
-            if seconds < SLOW
+            if seconds < MAX_HOST_TIMED_SECONDS
         },
         "host",
     )
-    return out
+    return outcomes
 
 
 @contextmanager
-def within(seconds: float | None) -> Iterator[None]:
+def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise `TimeoutError` in a block that runs for longer than `seconds`.
 
-    Without effect on systems without alarms, and outside of the main thread.
+    It has no effect on systems without alarms, and outside of the main thread.
     """
     if (
         seconds is None
@@ -216,8 +220,8 @@ def _samples(thunk: Thunk, wait: Callable[[Any], Any]) -> Iterator[float]:
         for _ in range(count):
             wait(thunk())
         seconds = (time.perf_counter() - start) / count
-        if count == 1 and seconds < SHORTEST:
-            count = math.ceil(SHORTEST / max(seconds, 1e-9))
+        if count == 1 and seconds < MIN_SAMPLE_SECONDS:
+            count = math.ceil(MIN_SAMPLE_SECONDS / max(seconds, 1e-9))
         else:
             yield seconds
 
@@ -241,16 +245,16 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
         else None
     )
 
-    def clear() -> None:
+    def clear_l2() -> None:
         if driver is not None:
             # Lines that a kernel marked as persisting would survive the zeros.
             driver.cuCtxResetPersistingL2Cache()
         cache.zero_()
 
     def event() -> Any:
-        new = torch.cuda.Event(enable_timing=True)
-        new.record()
-        return new
+        new_event = torch.cuda.Event(enable_timing=True)
+        new_event.record()
+        return new_event
 
     def sleep(cycles: float) -> None:
         torch.cuda._sleep(int(cycles))
@@ -260,26 +264,26 @@ def _device_samples() -> Callable[[Thunk], Iterator[float]]:
     sleep(1e6)
     end = event()
     torch.cuda.synchronize()
-    rate = 1e9 / begin.elapsed_time(end)  # cycles per second
+    cycles_per_second = 1e9 / begin.elapsed_time(end)
 
     def samples(thunk: Thunk) -> Iterator[float]:
-        nap, waits = NAP, False
+        sleep_seconds, call_waits = MIN_SLEEP, False
         while True:
-            clear()
-            sleep(rate * nap)
+            clear_l2()
+            sleep(cycles_per_second * sleep_seconds)
             begin, start = event(), time.perf_counter()
             thunk()
-            took = time.perf_counter() - start
+            seconds_launched = time.perf_counter() - start
             end = event()
-            late = begin.query()
+            woke_early = begin.query()
             torch.cuda.synchronize()
-            if late and not waits:
-                longer = 2 * max(nap, took)
-                waits = longer > 2 * LONGEST_NAP
-                nap = NAP if waits else longer
+            if woke_early and not call_waits:
+                next_sleep = 2 * max(sleep_seconds, seconds_launched)
+                call_waits = next_sleep > 2 * MAX_SLEEP
+                sleep_seconds = MIN_SLEEP if call_waits else next_sleep
                 continue
-            if not waits:
-                nap = max(NAP, 2 * took)
+            if not call_waits:
+                sleep_seconds = max(MIN_SLEEP, 2 * seconds_launched)
             yield begin.elapsed_time(end) / 1e3
 
     return samples
@@ -293,16 +297,17 @@ def _host_samples(thunk: Thunk, seconds: float) -> Iterator[float]:
     """
     import torch
 
-    most = max(1, min(QUEUED, int(QUEUED_SECONDS / max(seconds, 1e-6))))
+    max_calls = max(1, min(MAX_QUEUED_CALLS, int(MAX_QUEUED_SECONDS / max(seconds, 1e-6))))
     while True:
-        thunk()  # the first call after a wait takes longer
+        # The first call after a synchronization takes longer.
+        thunk()
         calls, start = 0, time.perf_counter()
-        while calls < most and time.perf_counter() - start < QUEUED_SECONDS:
+        while calls < max_calls and time.perf_counter() - start < MAX_QUEUED_SECONDS:
             thunk()
             calls += 1
-        took = time.perf_counter() - start
+        seconds_elapsed = time.perf_counter() - start
         torch.cuda.synchronize()
-        yield took / calls
+        yield seconds_elapsed / calls
 
 
 # --- memory ---
@@ -312,8 +317,8 @@ def available(device: str = "cpu") -> int:
         import torch
 
         # PyTorch's allocator keeps freed memory for later allocations.
-        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(torch.cuda.mem_get_info()[0] + held)
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0] + cached)
     for line in (
         Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         if Path("/proc/meminfo").exists()
@@ -329,9 +334,9 @@ def require(needed: float, device: str = "cpu") -> None:
 
     Without this check the operating system may end the process instead.
     """
-    free = available(device)
-    if needed > free:
-        raise MemoryError(f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+    free_bytes = available(device)
+    if needed > free_bytes:
+        raise MemoryError(f"needs {needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB are free")
 
 
 def traced_peak(thunk: Thunk) -> int:
@@ -341,13 +346,14 @@ def traced_peak(thunk: Thunk) -> int:
     """
     import tracemalloc
 
-    thunk()  # excludes what the first call makes and keeps
+    # Exclude memory that the first call allocates and keeps.
+    thunk()
     gc.collect()
     tracemalloc.start()
     try:
-        kept = thunk()
+        result = thunk()
         peak = tracemalloc.get_traced_memory()[1]
-        del kept
+        del result
     finally:
         tracemalloc.stop()
     return peak

@@ -11,14 +11,15 @@ import numpy as np
 from .libraries import Function, MeasuredLibrary, Step
 from .measure import Thunk
 from .session import Build, Session
-from .work import worst
+from .work import max_relative_error
 
 #: Builds the timed call: ``(function, args)``.
 Contender = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PHASES = {"forward": 0, "backward": 1, "both": 2}
 COPY = "plain copy"
-SENT_BACK = 1 << 20  # seed of the gradients of results
+#: Seed of the gradients of results.
+COTANGENT_SEED = 1 << 20
 
 
 class Operation(NamedTuple):
@@ -47,8 +48,8 @@ class Operation(NamedTuple):
 
     name: str
     contenders: Mapping[str, Contender]
-    moved: tuple[float, float, float] = (0, 0, 0)
-    truth: Callable[[], Any] | None = None
+    traffic: tuple[float, float, float] = (0, 0, 0)
+    reference: Callable[[], Any] | None = None
     flops: tuple[float, float, float] = (0, 0, 0)
     yardsticks: Mapping[str, Contender] = {}
     differentiable: bool = True
@@ -67,21 +68,21 @@ def measure(
     for phase, at in PHASES.items():
         if phase != "forward" and not (operation.differentiable and lib.phases is not None):
             continue
-        name, moved, flops = f"{phase}_s", operation.moved[at], operation.flops[at]
+        name, traffic, flops = f"{phase}_s", operation.traffic[at], operation.flops[at]
         everyone = {**operation.contenders, **operation.yardsticks}
         builds: dict[str, Build] = {
-            who: partial(step, lib, build, phase) for who, build in everyone.items()
+            contender: partial(step, lib, build, phase) for contender, build in everyone.items()
         }
-        if moved:
-            builds[COPY] = partial(_copy, lib, moved)
+        if traffic:
+            builds[COPY] = partial(_copy, lib, traffic)
         rows = session.time(case, name, builds, wait=lib.wait)
-        copied = rows[COPY].values.get(name) if moved else None
+        copied = rows[COPY].values.get(name) if traffic else None
         for row in rows.values():
             if name not in row.values:
                 continue
             seconds = row.values[name]
-            if moved:
-                row.values |= {f"{phase}_rate": moved / seconds} | (
+            if traffic:
+                row.values |= {f"{phase}_rate": traffic / seconds} | (
                     {f"{phase}_of_copy_share": copied / seconds} if copied else {}
                 )
             if flops:
@@ -89,14 +90,16 @@ def measure(
                     {f"{phase}_share": flops / seconds / peak} if peak else {}
                 )
     if operation.peak:
-        for who, build in operation.contenders.items():
-            if "both_s" in session.row(case, who).values:
-                session.value(case, who, "both_peak_bytes", partial(_peak, lib, build))
-    if operation.truth is not None:
-        expected = operation.truth()
-        for who, build in operation.contenders.items():
-            if "forward_s" in session.row(case, who).values:
-                session.value(case, who, "relative_error", partial(_error, lib, build, expected))
+        for contender, build in operation.contenders.items():
+            if "both_s" in session.row(case, contender).values:
+                session.value(case, contender, "both_peak_bytes", partial(_peak, lib, build))
+    if operation.reference is not None:
+        expected = operation.reference()
+        for contender, build in operation.contenders.items():
+            if "forward_s" in session.row(case, contender).values:
+                session.value(
+                    case, contender, "relative_error", partial(_error, lib, build, expected)
+                )
 
 
 def step(lib: MeasuredLibrary, build: Contender, phase: str) -> Step:
@@ -107,7 +110,7 @@ def step(lib: MeasuredLibrary, build: Contender, phase: str) -> Step:
     )[phase]()
 
 
-def _gradient(lib: MeasuredLibrary, out: Any, seed: int = SENT_BACK) -> Any:
+def _gradient(lib: MeasuredLibrary, out: Any, seed: int = COTANGENT_SEED) -> Any:
     """Return the gradient of a result: the same random numbers for all contenders; 1 for a loss."""
     if isinstance(out, tuple):
         return tuple(_gradient(lib, x, seed + i) for i, x in enumerate(out))
@@ -119,17 +122,17 @@ def _peak(lib: MeasuredLibrary, build: Contender) -> int:
     return lib.peak(step(lib, build, "both"))
 
 
-def _copy(lib: MeasuredLibrary, moved: float) -> Thunk:
+def _copy(lib: MeasuredLibrary, traffic: float) -> Thunk:
     """Build a copy that reads and writes `moved` bytes in total."""
     import torch
 
-    source = torch.randint(256, (int(moved / 2),), dtype=torch.uint8, device=lib.device)
-    into = torch.empty_like(source)
-    return lambda: into.copy_(source)
+    source = torch.randint(256, (int(traffic / 2),), dtype=torch.uint8, device=lib.device)
+    destination = torch.empty_like(source)
+    return lambda: destination.copy_(source)
 
 
 def _error(lib: MeasuredLibrary, build: Contender, expected: Any) -> float:
     result = lib.wait(step(lib, build, "forward")())
     if isinstance(expected, tuple):
-        return worst(lib, result, expected)
-    return worst(lib, result.reshape(expected.shape), (expected,))
+        return max_relative_error(lib, result, expected)
+    return max_relative_error(lib, result.reshape(expected.shape), (expected,))

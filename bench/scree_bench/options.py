@@ -51,7 +51,7 @@ Dtype = Annotated[
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def numbers(
+def parse_numbers(
     text: str, option: str, between: str = ",", kind: type = int, least: float = 1
 ) -> list[Any]:
     """Parse a list option of numbers, separated by `between`.
@@ -72,7 +72,7 @@ def numbers(
     return values
 
 
-def words(text: str, option: str, among: Collection[str]) -> list[str]:
+def parse_words(text: str, option: str, among: Collection[str]) -> list[str]:
     """Parse a list option of words from `among`, separated by commas.
 
     Raises
@@ -90,4 +90,4 @@ def words(text: str, option: str, among: Collection[str]) -> list[str]:
 def data_type(dtype: str, device: str) -> str:
     """Return the data type for ``--dtype``, or the default data type of a device."""
     default = "bfloat16" if device == "cuda" else "float32"
-    return next(iter(words(dtype, "--dtype", DTYPES)), default)
+    return next(iter(parse_words(dtype, "--dtype", DTYPES)), default)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import attentions as by
+from . import attentions
 from .attentions import Prepare, packed, padded
 from .libraries import MeasuredLibrary
 from .work import Work
@@ -40,10 +40,10 @@ class Peer(NamedTuple):
 def _on_cuda(
     *dtypes: str, modules: Sequence[str] = ()
 ) -> Callable[[MeasuredLibrary, Work], str | None]:
-    return lambda lib, work: lacking(lib, work.dtype, dtypes, modules)
+    return lambda lib, work: unavailable_on_cuda(lib, work.dtype, dtypes, modules)
 
 
-def lacking(
+def unavailable_on_cuda(
     lib: MeasuredLibrary, dtype: str, dtypes: Sequence[str] = (), modules: Sequence[str] = ()
 ) -> str | None:
     """Return the reason why a CUDA kernel cannot run, or None.
@@ -62,11 +62,12 @@ def importable(module: str) -> bool:
     """Return whether a module can be imported."""
     try:
         return find_spec(module) is not None
-    except ImportError:  # raised for the parent package of the module
+    # find_spec raises if the parent package of the module is missing.
+    except ImportError:
         return False
 
 
-def compiler(lib: MeasuredLibrary) -> str | None:
+def compiler_unavailable(lib: MeasuredLibrary) -> str | None:
     """Return the reason why nothing can be compiled here, or None."""
     from shutil import which
 
@@ -75,77 +76,87 @@ def compiler(lib: MeasuredLibrary) -> str | None:
     return None
 
 
-def _few(lib: MeasuredLibrary, work: Work) -> str | None:
+def einsum_too_slow(lib: MeasuredLibrary, work: Work) -> str | None:
     return None if work.padded_scores <= EINSUM else "takes minutes on so many scores"
 
 
-def _nested(lib: MeasuredLibrary, work: Work) -> str | None:
+def _nested_unavailable(lib: MeasuredLibrary, work: Work) -> str | None:
     if work.causal and lib.device == "cpu":
         return "is not causal on the CPU"
     return None if work.heads == work.kv_heads else "has no grouped heads"
 
 
-_HALF = ("float16", "bfloat16")
+HALF_DTYPES = ("float16", "bfloat16")
 
 #: All contenders, scree first: ratios are relative to it.
 PEERS: tuple[Peer, ...] = (
-    Peer("scree", "numpy", by.ours(None)),
-    Peer("scree", "torch", by.ours(None)),
-    Peer("scree (jit)", "jax", packed(by.ours_traced)),
-    Peer("scree", "mlx", by.ours(None)),
-    Peer("scree, standard path", "torch", by.ours("standard")),
-    Peer("padded, einsum", "numpy", padded(by.einsum), _few),
-    *(Peer("padded, matmul", name, padded(by.naive)) for name in ("numpy", "torch", "jax", "mlx")),
+    Peer("scree", "numpy", attentions.scree_attention(None)),
+    Peer("scree", "torch", attentions.scree_attention(None)),
+    Peer("scree (jit)", "jax", packed(attentions.scree_jitted)),
+    Peer("scree", "mlx", attentions.scree_attention(None)),
+    Peer("scree, standard path", "torch", attentions.scree_attention("standard")),
+    Peer("padded, einsum", "numpy", padded(attentions.einsum), einsum_too_slow),
     *(
-        Peer("loop over rows", name, packed(by.rows), slow=name == "jax")
+        Peer("padded, matmul", name, padded(attentions.naive))
+        for name in ("numpy", "torch", "jax", "mlx")
+    ),
+    *(
+        Peer("loop over rows", name, packed(attentions.loop_over_rows), slow=name == "jax")
         for name in ("numpy", "jax", "mlx")
     ),
-    Peer("padded, SDPA", "torch", padded(by.torch_sdpa(None))),
-    Peer("loop over rows, SDPA", "torch", packed(by.torch_rows)),
-    Peer("torch.nested, SDPA", "torch", packed(by.torch_nested), _nested),
+    Peer("padded, SDPA", "torch", padded(attentions.torch_sdpa(None))),
+    Peer("loop over rows, SDPA", "torch", packed(attentions.torch_rows)),
+    Peer("torch.nested, SDPA", "torch", packed(attentions.torch_nested), _nested_unavailable),
     Peer(
-        "flex_attention", "torch", packed(by.torch_flex), lambda lib, work: compiler(lib), slow=True
+        "flex_attention",
+        "torch",
+        packed(attentions.torch_flex),
+        lambda lib, work: compiler_unavailable(lib),
+        slow=True,
     ),
-    Peer("padded, jax.nn", "jax", by.jax_own),
-    Peer("padded, mx.fast", "mlx", padded(by.mlx_own)),
+    Peer("padded, jax.nn", "jax", attentions.jax_nn),
+    Peer("padded, mx.fast", "mlx", padded(attentions.mlx_fast)),
     *(
         Peer(
             f"padded, SDPA {b.partition('_')[0].lower()}",
             "torch",
-            padded(by.torch_sdpa(b)),
-            _on_cuda(*_HALF),
+            padded(attentions.torch_sdpa(b)),
+            _on_cuda(*HALF_DTYPES),
         )
         for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")
     ),
     Peer(
-        "padded, SDPA efficient", "torch", padded(by.torch_sdpa("EFFICIENT_ATTENTION")), _on_cuda()
+        "padded, SDPA efficient",
+        "torch",
+        padded(attentions.torch_sdpa("EFFICIENT_ATTENTION")),
+        _on_cuda(),
     ),
-    Peer("FA2 (aten)", "torch", packed(by.fa2), _on_cuda(*_HALF)),
-    Peer("varlen_attn (FA2)", "torch", packed(by.varlen), _on_cuda(*_HALF)),
+    Peer("FA2 (aten)", "torch", packed(attentions.fa2), _on_cuda(*HALF_DTYPES)),
+    Peer("varlen_attn (FA2)", "torch", packed(attentions.varlen), _on_cuda(*HALF_DTYPES)),
     Peer(
         "FA3",
         "torch",
-        packed(by.flash("flash_attn_interface")),
-        _on_cuda(*_HALF, modules=["flash_attn_interface"]),
+        packed(attentions.flash("flash_attn_interface")),
+        _on_cuda(*HALF_DTYPES, modules=["flash_attn_interface"]),
     ),
     Peer(
         "FA3 (forward only)",
         "torch",
-        packed(by.flash("fa3_fwd_interface")),
+        packed(attentions.flash("fa3_fwd_interface")),
         _on_cuda("bfloat16", modules=["fa3_fwd_interface"]),
         backward=False,
     ),
     Peer(
         "FA4",
         "torch",
-        packed(by.flash("flash_attn.cute")),
-        _on_cuda(*_HALF, modules=["flash_attn.cute"]),
+        packed(attentions.flash("flash_attn.cute")),
+        _on_cuda(*HALF_DTYPES, modules=["flash_attn.cute"]),
     ),
-    Peer("efficient, packed", "torch", packed(by.efficient), _on_cuda("float32")),
+    Peer("efficient, packed", "torch", packed(attentions.efficient), _on_cuda("float32")),
 )
 
 
-def contenders(
+def available_peers(
     session: Session, lib: MeasuredLibrary, work: Work, only: Sequence[str] = ()
 ) -> list[Peer]:
     """Return the peers that can run a work on a library.

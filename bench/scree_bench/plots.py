@@ -29,18 +29,21 @@ THEMES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 # Lines may overlap, so they also differ in style.
 STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (8, 3)), "-")
-SIZE = (8.0, 4.2)  # inches at 100 dots per inch: the width of a README
-LETTER = 8  # maximum dots per letter in a picture
-LINE = 28  # letters per line of a label
+#: Inches at 100 dots per inch: the width of a README.
+SIZE = (8.0, 4.2)
+#: Maximum dots per letter in a picture.
+LETTER_DOTS = 8
+#: Letters per line of a label.
+LABEL_LETTERS = 28
 
 
-def draw(result: Result, out: Path, form: str = "svg") -> list[Path]:
+def draw(result: Result, out: Path, file_format: str = "svg") -> list[Path]:
     """Write the pictures of a result into a folder and return their paths."""
     module = import_module(f"scree_bench.commands.{result.command}")
-    written = []
+    paths = []
     for name, paint in getattr(module, "pictures", lambda _: {})(result).items():
-        written += save(f"{name}-{result.machine['tag']}", paint, out, form)
-    return written
+        paths += save(f"{name}-{result.machine['tag']}", paint, out, file_format)
+    return paths
 
 
 def tables(result: Result) -> list[results.Table]:
@@ -55,20 +58,20 @@ def tables(result: Result) -> list[results.Table]:
     return result_tables
 
 
-def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
+def save(name: str, paint: Draw, out: Path, file_format: str = "svg") -> list[Path]:
     """Draw one picture in every theme: ``name-light.svg`` and ``name-dark.svg``."""
     import matplotlib as mpl
     from cycler import cycler
     from matplotlib.figure import Figure
 
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for theme, (back, ink, grid, colors) in THEMES.items():
+    paths = []
+    for theme, (background, text_color, grid_color, colors) in THEMES.items():
         style = {
-            "figure.facecolor": back, "axes.facecolor": back, "savefig.facecolor": back,
-            "text.color": ink,
-            "axes.labelcolor": ink, "axes.edgecolor": grid, "xtick.color": ink, "ytick.color": ink,
-            "grid.color": grid,
+            "figure.facecolor": background, "axes.facecolor": background, "savefig.facecolor": background,
+            "text.color": text_color,
+            "axes.labelcolor": text_color, "axes.edgecolor": grid_color, "xtick.color": text_color, "ytick.color": text_color,
+            "grid.color": grid_color,
             "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False,
             "axes.spines.right": False,
             "axes.prop_cycle": cycler(color=colors, linestyle=STYLES),
@@ -80,10 +83,10 @@ def save(name: str, paint: Draw, out: Path, form: str = "svg") -> list[Path]:
         with mpl.rc_context(style):
             figure = Figure(figsize=SIZE, layout="constrained")
             paint(figure)
-            path = out / f"{name}-{theme}.{form}"
-            figure.savefig(path, dpi=100, metadata={"Date": None} if form == "svg" else None)
-            written.append(path)
-    return written
+            path = out / f"{name}-{theme}.{file_format}"
+            figure.savefig(path, dpi=100, metadata={"Date": None} if file_format == "svg" else None)
+            paths.append(path)
+    return paths
 
 
 def series(rows: Iterable[Row], x: str, value: str) -> dict[str, tuple[list[float], list[float]]]:
@@ -93,8 +96,8 @@ def series(rows: Iterable[Row], x: str, value: str) -> dict[str, tuple[list[floa
         if value in row.values and x in row.case:
             points_of.setdefault(row.who, {})[row.case[x]] = row.values[value]
     return {
-        who: (sorted(points), [points[p] for p in sorted(points)])
-        for who, points in points_of.items()
+        contender: (sorted(points), [points[p] for p in sorted(points)])
+        for contender, points in points_of.items()
     }
 
 
@@ -102,8 +105,8 @@ def curves(axes: Any, rows: Iterable[Row], x: str, value: str, title: str) -> No
     """Draw one line per contender, with axes in powers of two and ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for who, (xs, ys) in series(rows, x, value).items():
-        axes.plot(xs, ys, marker="o", label=who)
+    for contender, (xs, ys) in series(rows, x, value).items():
+        axes.plot(xs, ys, marker="o", label=contender)
     axes.set(title=title, xlabel=x.replace("_", " "))
     if axes.lines:
         axes.set_xscale("log", base=2)
@@ -123,29 +126,29 @@ def bars(
     The value is written next to each bar. With `apart` each group has its own scale.
     """
     names = sorted(
-        dict.fromkeys(who for group in groups.values() for who in group),
-        key=lambda who: not who.startswith("scree"),
+        dict.fromkeys(contender for group in groups.values() for contender in group),
+        key=lambda contender: not contender.startswith("scree"),
     )
     palette = _colors()
     # With more names than colors, names are next to the bars, and color only marks scree.
     crowded = len(names) > len(palette)
     colors = {
-        who: palette[not who.startswith("scree")] if crowded else palette[i]
-        for i, who in enumerate(names)
+        contender: palette[not contender.startswith("scree")] if crowded else palette[i]
+        for i, contender in enumerate(names)
     }
-    bar_dots = 100 * SIZE[0] - LETTER * max(
+    bar_dots = 100 * SIZE[0] - LETTER_DOTS * max(
         (len(line) for label in groups for line in label.split("\n")), default=0
     )
     position, ticks, width = 0.0, [], 0.0
     for label, group in groups.items():
         ticks.append((position + (len(group) - 1) / 2, label))
         scale = max(group.values(), default=1.0) if apart else 1.0
-        for who, x in group.items():
-            annotation = f" {unit(kind).show(x)}{f'  {who}' if crowded else ''}"
-            axes.barh(position, x / scale, color=colors[who], height=0.8)
+        for contender, x in group.items():
+            annotation = f" {unit(kind).show(x)}{f'  {contender}' if crowded else ''}"
+            axes.barh(position, x / scale, color=colors[contender], height=0.8)
             axes.text(x / scale, position, annotation, va="center", fontsize=9)
             width, position = (
-                max(width, x / scale / max(0.2, 1 - LETTER * len(annotation) / bar_dots)),
+                max(width, x / scale / max(0.2, 1 - LETTER_DOTS * len(annotation) / bar_dots)),
                 position + 1,
             )
         position += 0.8
@@ -159,7 +162,7 @@ def bars(
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     columns = max(1, min(3, len(names)))
     if len(names) > 1 and not crowded:
-        handles = [axes.barh(0, 0, color=colors[who], label=who) for who in names]
+        handles = [axes.barh(0, 0, color=colors[contender], label=contender) for contender in names]
         figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     figure.set_size_inches(
         SIZE[0], max(2.0, 0.24 * position + 0.6 + 0.25 * math.ceil(len(names) / columns))
@@ -172,17 +175,17 @@ def labels(rows: Sequence[Row], *without: str) -> Callable[[Row], str]:
     varying = [k for k in keys if len({repr(row.case.get(k)) for row in rows}) > 1]
 
     def label(row: Row) -> str:
-        words = [
+        entries = [
             x if isinstance(x := row.case[k], str) else f"{k} {text(x)}"
             for k in varying
             if k in row.case
         ]
         lines: list[str] = []
-        for word in words:
-            if lines and len(lines[-1]) + len(word) <= LINE:
-                lines[-1] += f", {word}"
+        for entry in entries:
+            if lines and len(lines[-1]) + len(entry) <= LABEL_LETTERS:
+                lines[-1] += f", {entry}"
             else:
-                lines.append(word)
+                lines.append(entry)
         return "\n".join(lines)
 
     return label
@@ -203,9 +206,12 @@ def fastest(groups: Mapping[str, Mapping[str, float]], count: int) -> dict[str, 
     """Select scree and the fastest other contenders of each group, `count` in total."""
     selected = {}
     for label, group in groups.items():
-        best = sorted(group, key=lambda who: (who != "scree", group[who]))[:count]
+        best = sorted(group, key=lambda contender: (contender != "scree", group[contender]))[:count]
         selected[label] = {
-            who: group[who] for who in sorted(best, key=lambda who: (who != "scree", group[who]))
+            contender: group[contender]
+            for contender in sorted(
+                best, key=lambda contender: (contender != "scree", group[contender])
+            )
         }
     return selected
 

@@ -117,7 +117,9 @@ class Result:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(self), indent=1, allow_nan=True)
         # Put a list of numbers on one line.
-        text = re.sub(r"\[[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)
+        text = re.sub(
+            r"\[[^][{}\"]*\]", lambda parse_numbers: " ".join(parse_numbers[0].split()), text
+        )
         path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -154,32 +156,34 @@ _RESULT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check(data: Any, form: Any = None, at: str = "result") -> None:
+def check(data: Any, schema: Any = None, path: str = "result") -> None:
     """Raise `ValueError` if JSON differs from the schema, and name the place.
 
     A form is a type or several types; the allowed strings; ``[form]`` for a list; ``{str: form}``
     for any names, or ``{"name": form, ...}`` for exactly these names.
     """
-    form = _RESULT if form is None else form
-    if isinstance(form, list):
+    schema = _RESULT if schema is None else schema
+    if isinstance(schema, list):
         if not isinstance(data, list):
-            raise ValueError(f"{at}: expected a list, got {type(data).__name__}")
+            raise ValueError(f"{path}: expected a list, got {type(data).__name__}")
         for i, x in enumerate(data):
-            check(x, form[0], f"{at}[{i}]")
-    elif isinstance(form, dict):
+            check(x, schema[0], f"{path}[{i}]")
+    elif isinstance(schema, dict):
         if not isinstance(data, dict):
-            raise ValueError(f"{at}: expected an object, got {type(data).__name__}")
-        if str not in form and data.keys() != form.keys():
-            raise ValueError(f"{at}: expected the names {', '.join(form)}, got {', '.join(data)}")
+            raise ValueError(f"{path}: expected an object, got {type(data).__name__}")
+        if str not in schema and data.keys() != schema.keys():
+            raise ValueError(
+                f"{path}: expected the names {', '.join(schema)}, got {', '.join(data)}"
+            )
         for name, x in data.items():
-            check(x, form.get(name, form.get(str)), f"{at}.{name}")
-            if at.endswith(".values") and name.rpartition("_")[2] not in UNITS:
-                raise ValueError(f"{at}.{name}: expected a name that ends in {', '.join(UNITS)}")
-    elif isinstance(form, tuple) and isinstance(form[0], str):
-        if data not in form:
-            raise ValueError(f"{at}: expected {' or '.join(map(repr, form))}, got {data!r}")
-    elif not isinstance(data, form) or (isinstance(data, bool) and form is _NUMBER):
-        raise ValueError(f"{at}: expected {form}, got {data!r}")
+            check(x, schema.get(name, schema.get(str)), f"{path}.{name}")
+            if path.endswith(".values") and name.rpartition("_")[2] not in UNITS:
+                raise ValueError(f"{path}.{name}: expected a name that ends in {', '.join(UNITS)}")
+    elif isinstance(schema, tuple) and isinstance(schema[0], str):
+        if data not in schema:
+            raise ValueError(f"{path}: expected {' or '.join(map(repr, schema))}, got {data!r}")
+    elif not isinstance(data, schema) or (isinstance(data, bool) and schema is _NUMBER):
+        raise ValueError(f"{path}: expected {schema}, got {data!r}")
 
 
 # --- tables ---
@@ -227,7 +231,7 @@ def cell(row: Row, name: str, reference: Row | None) -> str:
     return text
 
 
-def tables(rows: Sequence[Row], shown: Sequence[str] = ()) -> list[Table]:
+def tables(rows: Sequence[Row], values_shown: Sequence[str] = ()) -> list[Table]:
     """Return one table per kind of case, with its rows side by side.
 
     With `shown`, only these values, in this order.
@@ -235,14 +239,14 @@ def tables(rows: Sequence[Row], shown: Sequence[str] = ()) -> list[Table]:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.case), []).append(row)
-    return [_table(list(keys), group, shown) for keys, group in groups.items()]
+    return [_table(list(keys), group, values_shown) for keys, group in groups.items()]
 
 
-def _table(keys: list[str], rows: list[Row], shown: Sequence[str]) -> Table:
+def _table(keys: list[str], rows: list[Row], values_shown: Sequence[str]) -> Table:
     shared = {k: v for k, v in rows[0].case.items() if all(row.case[k] == v for row in rows)}
     keys = [k for k in keys if k not in shared]
     measured = _unique(name for row in rows for name in row.values)
-    names = [name for name in shown if name in measured] or measured
+    names = [name for name in values_shown if name in measured] or measured
     references: dict[str, Row] = {}  # scree, if measured
     for row in sorted(rows, key=lambda row: not row.who.startswith("scree")):
         references.setdefault(repr(row.case), row)
@@ -298,8 +302,10 @@ def _note(row: Row, keys: Sequence[str]) -> str:
 
 def _title(name: str) -> str:
     """Return the heading of a value. A unit that its numbers show is omitted."""
-    words, last = name.rpartition("_")[0].replace("_", " "), name.rpartition("_")[2]
-    return words + {"s": "", "bytes": "", "value": "", "flops": " rate"}.get(last, f" {last}")
+    quantity, unit_name = name.rpartition("_")[0].replace("_", " "), name.rpartition("_")[2]
+    return quantity + {"s": "", "bytes": "", "value": "", "flops": " rate"}.get(
+        unit_name, f" {unit_name}"
+    )
 
 
 def text(x: Any) -> str:
@@ -314,7 +320,7 @@ def text(x: Any) -> str:
 
 
 # --- compare ---
-class Move(NamedTuple):
+class Change(NamedTuple):
     """A value that changed between two runs."""
 
     case: dict[str, Any]
@@ -326,40 +332,45 @@ class Move(NamedTuple):
     better: bool | None
 
 
-def compare(before: Result, after: Result, least: float = 0.05) -> list[Move]:
+def compare(before: Result, after: Result, min_change: float = 0.05) -> list[Change]:
     """Return the values that changed beyond noise between two runs, the largest changes first.
 
     For sampled values, noise is three times the combined spread of both runs, and at least `least`.
     A computed value counts as changed if it differs at all.
     """
-    old = {(repr(row.case), row.who): row for row in before.rows}
-    moves = []
+    previous_rows = {(repr(row.case), row.who): row for row in before.rows}
+    changes = []
     for row in after.rows:
-        previous = old.get((repr(row.case), row.who))
+        previous = previous_rows.get((repr(row.case), row.who))
         for name in row.values:
             if previous is None or name not in previous.values:
                 continue
-            a, b = previous.values[name], row.values[name]
+            old_value, new_value = previous.values[name], row.values[name]
             sampled = name in row.samples
             noise = (
-                max(least, 3 * (spread(previous.samples.get(name, [])) + spread(row.samples[name])))
+                max(
+                    min_change,
+                    3 * (spread(previous.samples.get(name, [])) + spread(row.samples[name])),
+                )
                 if sampled
                 else 1e-9
             )
-            if abs(b - a) > noise * abs(a):
+            if abs(new_value - old_value) > noise * abs(old_value):
                 better = unit(name).better
-                moves.append(
-                    Move(
+                changes.append(
+                    Change(
                         row.case,
                         row.who,
                         name,
-                        a,
-                        b,
+                        old_value,
+                        new_value,
                         noise,
-                        (b - a) * better > 0 if better else None,
+                        (new_value - old_value) * better > 0 if better else None,
                     )
                 )
-    return sorted(moves, key=lambda m: -abs(m.after / m.before - 1) if m.before else -float("inf"))
+    return sorted(
+        changes, key=lambda m: -abs(m.after / m.before - 1) if m.before else -float("inf")
+    )
 
 
 class Ratio(NamedTuple):

@@ -17,15 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from . import machine, plots
-from .measure import FEWEST, PATIENCE, Failure, Thunk, Times, interleaved, within
+from .measure import MIN_SAMPLES, PATIENCE, Failure, Thunk, Times, interleaved, time_limit
 from .results import Result, Row
 
 #: Builds the timed call of a contender. It may fail, for lack of memory or any other reason.
 Build = Callable[[], Thunk]
 
+#: Exit status after an interrupt.
 INTERRUPTED = 130
-EVERY = 5.0  # seconds between two writes of the JSON during a run
-SECONDS = 0.2  # per contender and case
+#: Seconds between two writes of the JSON during a run.
+WRITE_INTERVAL = 5.0
+#: Default seconds of measurement per contender and case.
+SECONDS = 0.2
 
 
 class Session:
@@ -55,12 +58,13 @@ class Session:
         self.result = Result(
             command, config, machine.describe(device), machine.versions(), machine.now()
         )
-        self._before: dict[int, Any] = {}  # previous handlers of the signals
-        self._asked = False  # whether a signal was received
-        self._written = 0.0
+        self._previous_handlers: dict[int, Any] = {}
+        self._is_interrupted = False
+        self._last_write = 0.0
         self.console = Console()
+        # A file has no line limit.
         if not self.console.is_terminal:
-            self.console.width = 320  # a file has no line limit
+            self.console.width = 320
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -73,22 +77,22 @@ class Session:
     def __enter__(self) -> Session:
         self._progress.start()
         if threading.current_thread() is threading.main_thread():
-            self._before = {
+            self._previous_handlers = {
                 number: signal.signal(number, self._end)
                 for number in (signal.SIGINT, signal.SIGTERM)
             }
         return self
 
     def _end(self, number: int, frame: Any) -> None:
-        self._asked = True
+        self._is_interrupted = True
         raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
         self._progress.stop()
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
         self.result.complete = kind is None
         if kind is not None and not issubclass(kind, KeyboardInterrupt):
             return
@@ -114,12 +118,12 @@ class Session:
             self._progress.advance(task)
             self._keep()
 
-    def row(self, case: Mapping[str, Any], who: str) -> Row:
+    def row(self, case: Mapping[str, Any], contender: str) -> Row:
         """Return the row of a contender on a case; add a new row if there is none."""
         for row in reversed(self.result.rows):
-            if row.who == who and row.case == case:
+            if row.who == contender and row.case == case:
                 return row
-        self.result.rows.append(Row(dict(case), who))
+        self.result.rows.append(Row(dict(case), contender))
         return self.result.rows[-1]
 
     def time(
@@ -138,31 +142,34 @@ class Session:
         """
         thunks: dict[str, Thunk] = {}
         outcome: dict[str, Times | Failure] = {}
-        seconds, fewest = (self.seconds / 10, 2) if self.quick else (self.seconds, FEWEST)
+        seconds, min_samples = (self.seconds / 10, 2) if self.quick else (self.seconds, MIN_SAMPLES)
         try:
-            for who, build in contenders.items():
+            for contender, build in contenders.items():
                 try:
-                    with within(self.patience):
-                        thunks[who] = build()
+                    with time_limit(self.patience):
+                        thunks[contender] = build()
                 # A contender that fails is a result, and the others still run.
                 except Exception as error:
-                    outcome[who] = Failure.of(error)
+                    outcome[contender] = Failure.of(error)
             interleaved(
                 thunks,
                 seconds,
                 wait=wait,
                 device=device or self.device,
-                fewest=fewest,
+                min_samples=min_samples,
                 patience=self.patience,
-                out=outcome,
+                outcomes=outcome,
             )
-        finally:  # after an interrupt too: keeps contenders with a sample
+        # After an interrupt too, keep the contenders that have samples.
+        finally:
             measured = [
-                who for who in contenders if who in outcome and outcome[who] != Times([], [])
+                contender
+                for contender in contenders
+                if contender in outcome and outcome[contender] != Times([], [])
             ]
-            rows = {who: self.row(case, who) for who in measured}
-            for who, row in rows.items():
-                result = outcome[who]
+            rows = {contender: self.row(case, contender) for contender in measured}
+            for contender, row in rows.items():
+                result = outcome[contender]
                 row.add(name, result if isinstance(result, Failure) else result.seconds)
                 if isinstance(result, Times) and result.host:
                     row.add(f"{name.removesuffix('_s')}_host_s", result.host)
@@ -170,19 +177,20 @@ class Session:
         return rows
 
     def value(
-        self, case: Mapping[str, Any], who: str, name: str, compute: Callable[[], float]
+        self, case: Mapping[str, Any], contender: str, name: str, compute: Callable[[], float]
     ) -> None:
         """Add one computed or counted number to a row. A failure is a result too."""
-        row = self.row(case, who)
+        row = self.row(case, contender)
         try:
             row.values[name] = float(compute())
-        except Exception as error:  # a contender that fails is a result, and the others still run
+        # A contender that fails is a result, and the others still run.
+        except Exception as error:
             row.add(name, Failure.of(error))
         self._keep()
 
-    def leave_out(self, what: str, why: str) -> None:
+    def leave_out(self, what: str, reason: str) -> None:
         """Note once that something could not run here."""
-        entry = {"what": what, "why": why}
+        entry = {"what": what, "why": reason}
         if entry not in self.result.left_out:
             self.result.left_out.append(entry)
 
@@ -199,15 +207,16 @@ class Session:
         self.console.print(line, highlight=False, markup=False)
 
     def _keep(self) -> None:
-        """Write the JSON if `EVERY` seconds have passed since the last time.
+        """Write the JSON if `WRITE_INTERVAL` seconds have passed since the last time.
 
         Also raises `KeyboardInterrupt` if an earlier one was swallowed.
         """
-        if self._asked:
-            raise KeyboardInterrupt  # a callback of a library may have swallowed the first
-        if self.out is not None and time.monotonic() > self._written + EVERY:
+        # A callback of a library may have swallowed the first exception.
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        if self.out is not None and time.monotonic() > self._last_write + WRITE_INTERVAL:
             self.result.write(self.path)
-            self._written = time.monotonic()
+            self._last_write = time.monotonic()
 
     def _show(self) -> None:
         result = self.result

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-CALLS = 5  # per profile
-SLEEP = 20_000_000  # cycles that the device sleeps before each call, so that the host is ahead
-LONG = 1e-3  # minimum seconds of such a sleep
+PROFILED_CALLS = 5  # per profile
+SLEEP_CYCLES = (
+    20_000_000  # cycles that the device sleeps before each call, so that the host is ahead
+)
+MIN_SLEEP_SECONDS = 1e-3  # minimum seconds of such a sleep
 
 
 class Kernel(NamedTuple):
@@ -27,8 +29,8 @@ def mark() -> None:
     torch.cuda._sleep(1)
 
 
-def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
-    """Return the kernels of `CALLS` calls, in order."""
+def profile_calls(thunk: Callable[[], Any]) -> list[list[Kernel]]:
+    """Return the kernels of `PROFILED_CALLS` calls, in order."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -36,8 +38,8 @@ def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
     thunk()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(CALLS):
-            torch.cuda._sleep(SLEEP)
+        for _ in range(PROFILED_CALLS):
+            torch.cuda._sleep(SLEEP_CYCLES)
             thunk()
             torch.cuda.synchronize()
     calls: list[list[Kernel]] = []
@@ -46,19 +48,19 @@ def of(thunk: Callable[[], Any]) -> list[list[Kernel]]:
         for e in profiler.events()
         if e.device_type == DeviceType.CUDA
     ):
-        if kernel.marks and kernel.end - kernel.start > LONG:
+        if kernel.marks and kernel.end - kernel.start > MIN_SLEEP_SECONDS:
             calls.append([])
         else:
             calls[-1].append(kernel)
     return calls
 
 
-def between(kernels: Sequence[Kernel]) -> float:
+def idle_seconds(kernels: Sequence[Kernel]) -> float:
     """Return the seconds between the first and the last kernel in which no kernel runs."""
     return sum(after.start - before.end for before, after in pairwise(kernels))
 
 
-def by_mark(kernels: Sequence[Kernel], marks: Sequence[str]) -> dict[str, float]:
+def seconds_by_mark(kernels: Sequence[Kernel], marks: Sequence[str]) -> dict[str, float]:
     """Return the seconds of the kernels of each part of a call.
 
     `marks` are the names of the parts, in the order of their marks. The mark of a part follows its
@@ -66,10 +68,12 @@ def by_mark(kernels: Sequence[Kernel], marks: Sequence[str]) -> dict[str, float]
     part.
     """
     seconds: dict[str, float] = defaultdict(float)
-    forward, passed = len(set(marks)), 0
+    forward, marks_passed = len(set(marks)), 0
     for kernel in kernels:
         if kernel.marks:
-            passed += 1
+            marks_passed += 1
         else:
-            seconds[marks[passed if passed < forward else passed - 1]] += kernel.end - kernel.start
+            seconds[marks[marks_passed if marks_passed < forward else marks_passed - 1]] += (
+                kernel.end - kernel.start
+            )
     return seconds

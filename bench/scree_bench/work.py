@@ -16,8 +16,10 @@ import scree
 from .formulas import softmax
 from .libraries import MeasuredLibrary, load
 
-CHUNK = 2048  # queries whose scores the reference holds at once
-BACKWARD = 2.5  # five matrix products in the backward pass, two in the forward pass
+#: Queries whose scores the reference holds at a time.
+CHUNK = 2048
+#: Operations of the backward pass relative to the forward pass: five matrix products and two.
+BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Work:
         return sum(self.lengths)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths, default=0)
 
@@ -68,7 +70,7 @@ class Work:
     @property
     def padded_scores(self) -> float:
         """Bytes of the scores of a padded batch, in float32."""
-        return 4.0 * len(self.lengths) * self.heads * self.longest**2
+        return 4.0 * len(self.lengths) * self.heads * self.max_length**2
 
     @property
     def offsets(self) -> np.ndarray:
@@ -90,31 +92,31 @@ class Work:
         return tuple(rng.standard_normal(shape, dtype=np.float32) for shape in self.shapes)
 
     @cached_property
-    def made(self) -> dict[str, tuple[Any, ...]]:
-        """The converted arrays per library name; filled by `inputs`."""
+    def arrays_by_library(self) -> dict[str, tuple[Any, ...]]:
+        """Library name -> converted arrays; `inputs` fills it."""
         return {}
 
     @cached_property
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Index of each token, (rows, longest), 0 in the padding, and the token mask."""
-        at = np.arange(self.longest)
-        token_mask = at < np.asarray(self.lengths)[:, None]
-        return np.where(token_mask, self.offsets[:-1, None] + at, 0), token_mask
+        positions = np.arange(self.max_length)
+        token_mask = positions < np.asarray(self.lengths)[:, None]
+        return np.where(token_mask, self.offsets[:-1, None] + positions, 0), token_mask
 
 
 def inputs(lib: MeasuredLibrary, work: Work) -> tuple[tuple[Any, ...], Any]:
     """Return queries, keys and values, and the gradient of the result.
 
-    All peers of a work share one copy.
+    All peers share one copy per library.
     """
-    if lib.name not in work.made:
+    if lib.name not in work.arrays_by_library:
         if lib.device == "cuda":
-            work.made[lib.name] = tuple(
+            work.arrays_by_library[lib.name] = tuple(
                 itertools.starmap(lib.normal(work.seed, work.dtype), work.shapes)
             )
         else:
-            work.made[lib.name] = tuple(lib.make(x, work.dtype) for x in work.arrays)
-    *args, cotangent = work.made[lib.name]
+            work.arrays_by_library[lib.name] = tuple(lib.make(x, work.dtype) for x in work.arrays)
+    *args, cotangent = work.arrays_by_library[lib.name]
     return tuple(args), cotangent
 
 
@@ -128,35 +130,34 @@ def reference(lib: MeasuredLibrary, work: Work, gradients: bool = True) -> tuple
     compute_lib = lib if lib.name == "torch" else load("numpy")
     args, cotangent = inputs(lib, work)
     q, k, v, dout = (
-        compute_lib.wide(x) if compute_lib is lib else lib.arrays.read(x)
+        compute_lib.as_float64(x) if compute_lib is lib else lib.arrays.read(x)
         for x in (*args, cotangent)
     )
     xp, groups, scale = compute_lib.xp, work.heads // work.kv_heads, 1 / math.sqrt(work.dim)
     out, dq, dk, dv = (xp.zeros_like(x) for x in (q, q, k, v))
-    at = compute_lib.make(np.arange(work.total), "int32")
+    positions = compute_lib.make(np.arange(work.total), "int32")
     for first, n in zip(work.offsets[:-1].tolist(), work.lengths, strict=True):
-        for start, h in itertools.product(range(first, first + n, CHUNK), range(work.heads)):
-            stop = min(start + CHUNK, first + n)
-            g, row, keys = (
-                h // groups,
-                slice(start, stop),
-                slice(first, stop if work.causal else first + n),
-            )
-            scores = q[row, h] @ k[keys, g].T * scale
+        for start, head in itertools.product(range(first, first + n, CHUNK), range(work.heads)):
+            stop, kv_head = min(start + CHUNK, first + n), head // groups
+            queries = slice(start, stop)
+            keys = slice(first, stop if work.causal else first + n)
+            scores = q[queries, head] @ k[keys, kv_head].T * scale
             if work.causal:
-                scores = xp.where(at[row, None] >= at[None, keys], scores, -math.inf)
+                scores = xp.where(
+                    positions[queries, None] >= positions[None, keys], scores, -math.inf
+                )
             weights = softmax(xp, scores)
-            out[row, h] = weights @ v[keys, g]
+            out[queries, head] = weights @ v[keys, kv_head]
             if gradients:
-                mean = xp.sum(dout[row, h] * out[row, h], axis=-1, keepdims=True)
-                dscores = weights * (dout[row, h] @ v[keys, g].T - mean) * scale
-                dq[row, h] = dscores @ k[keys, g]
-                dk[keys, g] += dscores.T @ q[row, h]
-                dv[keys, g] += weights.T @ dout[row, h]
+                mean = xp.sum(dout[queries, head] * out[queries, head], axis=-1, keepdims=True)
+                dscores = weights * (dout[queries, head] @ v[keys, kv_head].T - mean) * scale
+                dq[queries, head] = dscores @ k[keys, kv_head]
+                dk[keys, kv_head] += dscores.T @ q[queries, head]
+                dv[keys, kv_head] += weights.T @ dout[queries, head]
     return (out, dq, dk, dv) if gradients else (out,)
 
 
-def distance(result: Any, expected: Any) -> float:
+def relative_error(result: Any, expected: Any) -> float:
     """Return the norm of the difference relative to the norm of `expected`, for float64 arrays.
 
     The result is NaN if a number is not finite.
@@ -165,7 +166,7 @@ def distance(result: Any, expected: Any) -> float:
     return float(xp.sqrt(xp.sum((result - expected) ** 2)) / xp.sqrt(xp.sum(expected**2)))
 
 
-def worst(
+def max_relative_error(
     lib: MeasuredLibrary,
     result: Any,
     expected: tuple[Any, ...],
@@ -176,4 +177,7 @@ def worst(
     `packed` converts each part to the form of the reference.
     """
     parts = result if isinstance(result, tuple | list) else (result,)
-    return max(distance(lib.wide(packed(x), y), y) for x, y in zip(parts, expected, strict=True))
+    return max(
+        relative_error(lib.as_float64(packed(x), y), y)
+        for x, y in zip(parts, expected, strict=True)
+    )

@@ -23,23 +23,23 @@ from scree_bench.measure import FAILED, OUT_OF_MEMORY, Failure, interleaved, spr
 from scree_bench.operations import step
 from scree_bench.results import Result, Row
 from scree_bench.session import INTERRUPTED, Session
-from scree_bench.work import BACKWARD, Work, distance, reference
+from scree_bench.work import BACKWARD, Work, reference, relative_error
 
 
 # --- measuring ---
 def test_interleaved_alternates_the_contenders():
     calls = []
-    found = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
+    outcomes = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.0)
     assert calls[:2] == ["a", "b"]  # warm-up; in the rounds behind it a sample is many calls of one
     turns = [x for i, x in enumerate(calls) if i == 0 or calls[i - 1] != x]
     assert turns == ["a", "b"] * 3
-    assert all(len(times.seconds) == 2 and not times.host for times in found.values())
+    assert all(len(times.seconds) == 2 and not times.host for times in outcomes.values())
 
 
 def test_slow_calls_take_few_samples():
     pause = {"slow": lambda: time.sleep(0.02)}
     assert len(interleaved(pause, 1e-3)["slow"].seconds) == 2  # ten times over the budget
-    assert len(interleaved(pause, 0.02)["slow"].seconds) == measure.FEWEST
+    assert len(interleaved(pause, 0.02)["slow"].seconds) == measure.MIN_SAMPLES
 
 
 def test_doctests_of_measure_pass():
@@ -53,9 +53,9 @@ def test_one_failure_does_not_stop_the_others():
         if next(count) == 3:
             raise MemoryError
 
-    found = interleaved({"late": late, "fine": lambda: math.exp(1)}, 0.01)
-    assert found["late"].status == OUT_OF_MEMORY
-    assert len(found["fine"].seconds) >= measure.FEWEST
+    outcomes = interleaved({"late": late, "fine": lambda: math.exp(1)}, 0.01)
+    assert outcomes["late"].status == OUT_OF_MEMORY
+    assert len(outcomes["fine"].seconds) >= measure.MIN_SAMPLES
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no alarms")
@@ -77,7 +77,7 @@ def test_a_hanging_case_does_not_stop_the_others(tmp_path):
 
 def test_interleaved_waits_for_each_result():
     waited = []
-    interleaved({"a": lambda: "result"}, 0.0, wait=waited.append, fewest=1)
+    interleaved({"a": lambda: "result"}, 0.0, wait=waited.append, min_samples=1)
     assert waited and set(waited) == {"result"}
 
 
@@ -103,26 +103,26 @@ class Device:
         self.host = max(self.host, self.done)
 
     def event(self, enable_timing):
-        found = SimpleNamespace()
-        found.record = lambda: setattr(found, "at", max(self.host, self.done))
-        found.query = lambda: found.at <= self.host
-        found.elapsed_time = lambda other: (other.at - found.at) * 1e3
-        return found
+        event = SimpleNamespace()
+        event.record = lambda: setattr(event, "at", max(self.host, self.done))
+        event.query = lambda: event.at <= self.host
+        event.elapsed_time = lambda other: (other.at - event.at) * 1e3
+        return event
 
 
 @pytest.fixture
 def device(monkeypatch):
     import torch
 
-    found = Device()
-    cache = SimpleNamespace(zero_=lambda: found.launch(1e-5, 1e-4))
+    fake = Device()
+    cache = SimpleNamespace(zero_=lambda: fake.launch(1e-5, 1e-4))
     monkeypatch.setattr(torch.version, "cuda", None)  # a driver that is not there
-    monkeypatch.setattr(torch.cuda, "Event", found.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", found.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", fake.sleep)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: cache)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: found.host))
-    return found
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: fake.host))
+    return fake
 
 
 @pytest.mark.needs("torch")
@@ -144,28 +144,30 @@ def test_device_time_excludes_host_time(device):
         device.launch(1e-5, 2e-5)
 
     thunks = {"a": partial(many, "a"), "b": partial(many, "b"), "waits": waits}
-    found = interleaved(thunks, 0.0, wait=lambda _: device.synchronize(), device="cuda", fewest=3)
+    outcomes = interleaved(
+        thunks, 0.0, wait=lambda _: device.synchronize(), device="cuda", min_samples=3
+    )
     for who in ("a", "b"):
-        assert found[who].seconds == pytest.approx([5e-5] * 2) and found[who].host == pytest.approx(
-            [1e-3] * 2
-        )
-    assert found["waits"].seconds == pytest.approx([3e-5] * 2)
+        assert outcomes[who].seconds == pytest.approx([5e-5] * 2) and outcomes[
+            who
+        ].host == pytest.approx([1e-3] * 2)
+    assert outcomes["waits"].seconds == pytest.approx([3e-5] * 2)
     assert calls[:5] == ["a", "b", "waits", "a", "a"]  # warm-up; the first sample of a came late
     turns = [x for i, x in enumerate(calls) if calls[i - 1] != x]
     assert turns == ["a", "b", "waits"] * 5  # of the device, two samples each, and of the host
-    assert device.naps[-1] == pytest.approx(measure.NAP, rel=0.02)  # of the call that waits
+    assert device.naps[-1] == pytest.approx(measure.MIN_SLEEP, rel=0.02)  # of the call that waits
 
 
 @pytest.mark.needs("torch")
 def test_a_slow_launch_affects_one_sample(device):
     launches = iter([1e-4, 5e-3])  # the first call warms up
 
-    found = interleaved(
-        {"a": lambda: device.launch(next(launches, 1e-4), 5e-6)}, 0.0, device="cuda", fewest=2
+    outcomes = interleaved(
+        {"a": lambda: device.launch(next(launches, 1e-4), 5e-6)}, 0.0, device="cuda", min_samples=2
     )
-    assert found["a"].seconds == pytest.approx([5e-6] * 2)
+    assert outcomes["a"].seconds == pytest.approx([5e-6] * 2)
     assert device.naps[2:] == pytest.approx(
-        [measure.NAP, 1e-2, measure.NAP], rel=0.02
+        [measure.MIN_SLEEP, 1e-2, measure.MIN_SLEEP], rel=0.02
     )  # behind two that tell the clock rate
 
 
@@ -231,7 +233,7 @@ def test_an_interrupt_keeps_the_samples_of_a_case(tmp_path):
     def interrupted():
         if next(calls) == 12:
             raise KeyboardInterrupt
-        time.sleep(2 * measure.SHORTEST)
+        time.sleep(2 * measure.MIN_SAMPLE_SECONDS)
 
     with pytest.raises(typer.Exit), Session("memory", options(tmp_path, seconds=100)) as session:
         session.time(
@@ -404,12 +406,12 @@ def test_operations_of_attention():
 
 
 def test_workloads_are_selected_by_name():
-    found = dict(workloads("d64 h8 n1024,small", "cuda", seed=0, quick=False))
-    assert list(found) == ["d64 h8 n1024", "small"]
+    works = dict(workloads("d64 h8 n1024,small", "cuda", seed=0, quick=False))
+    assert list(works) == ["d64 h8 n1024", "small"]
     assert (
-        found["d64 h8 n1024"].dim,
-        found["d64 h8 n1024"].heads,
-        len(found["d64 h8 n1024"].lengths),
+        works["d64 h8 n1024"].dim,
+        works["d64 h8 n1024"].heads,
+        len(works["d64 h8 n1024"].lengths),
     ) == (64, 8, 16)
     assert (
         dict(workloads("shapes", "cuda", seed=0, quick=False)).keys() == SHAPES.keys()
@@ -437,14 +439,14 @@ def test_reference_gradients_agree_with_central_differences(causal):
     dout, step = work.arrays[3].astype(np.float64), 1e-6
     for number, gradient in enumerate(gradients):
         for at in [(0, 0, 0), (7, 1, 2), (4, 1, 1)]:
-            moved = []
+            traffic = []
             for sign in (1, -1):
                 other = Work(work.lengths, 4, 2, 3, "float64", causal)
                 arrays = [x.astype(np.float64) for x in work.arrays]
                 arrays[number][at] += sign * step
                 object.__setattr__(other, "arrays", tuple(arrays))
-                moved.append((reference(lib, other, gradients=False)[0] * dout).sum())
-            assert (moved[0] - moved[1]) / (2 * step) == pytest.approx(
+                traffic.append((reference(lib, other, gradients=False)[0] * dout).sum())
+            assert (traffic[0] - traffic[1]) / (2 * step) == pytest.approx(
                 gradient[at], rel=1e-6, abs=1e-8
             )
 
@@ -457,7 +459,7 @@ def test_the_reference_is_the_same_on_every_library():
 
 
 def test_distance_is_relative():
-    assert distance(np.asarray([3.0, 4.5]), np.asarray([3.0, 4.0])) == pytest.approx(0.1)
+    assert relative_error(np.asarray([3.0, 4.5]), np.asarray([3.0, 4.0])) == pytest.approx(0.1)
 
 
 @pytest.mark.needs("torch")
@@ -466,7 +468,10 @@ def test_cotangents_are_random_and_equal_for_all_contenders():
     x = lib.make(np.zeros((1000, 4)), "float16")
 
     def pulled(function):
-        return [found.double().numpy() for found in step(lib, lambda: (function, (x, x)), "both")()]
+        return [
+            gradient.double().numpy()
+            for gradient in step(lib, lambda: (function, (x, x)), "both")()
+        ]
 
     (a, b), (c, d) = pulled(lambda x, y: (x + 0, y + 0)), pulled(lambda x, y: (x * 1, y * 1))
     for first, again in ((a, c), (b, d)):
@@ -610,9 +615,12 @@ def test_kernels_are_assigned_to_the_following_mark_or_the_last_one():
         seconds = 0.5 if isinstance(x, str) else float(x)
         kernels.append(trace.Kernel(at, at + seconds, isinstance(x, str)))
         at += seconds + 1
-    assert trace.by_mark(kernels, ["a", "b", "b", "a"]) == {"a": 1 + 6 + 7, "b": 2 + 3 + 4 + 5}
-    assert trace.by_mark(kernels[:6], ["a", "b"]) == {"a": 1, "b": 2 + 3 + 4}
-    assert trace.between(kernels) == len(kernels) - 1
+    assert trace.seconds_by_mark(kernels, ["a", "b", "b", "a"]) == {
+        "a": 1 + 6 + 7,
+        "b": 2 + 3 + 4 + 5,
+    }
+    assert trace.seconds_by_mark(kernels[:6], ["a", "b"]) == {"a": 1, "b": 2 + 3 + 4}
+    assert trace.idle_seconds(kernels) == len(kernels) - 1
 
 
 @pytest.mark.needs("torch")
@@ -627,4 +635,4 @@ def test_block_limits_are_the_sums_of_its_operations():
     assert sum(forward for forward, _ in products) == 2 * t * weights
     assert all(backward == 2 * forward for forward, backward in products)
     assert parts["attention"].flops == (case.work.flops, 2.5 * case.work.flops)
-    assert parts["gate"].moved == (3 * 4 * t * s.hidden, 5 * 4 * t * s.hidden)
+    assert parts["gate"].traffic == (3 * 4 * t * s.hidden, 5 * 4 * t * s.hidden)

@@ -14,9 +14,9 @@ import typer
 
 from .. import plots
 from ..algorithms import ALGORITHMS, BLOCK, Algorithm, Shape
-from ..libraries import MeasuredLibrary, Step, wanted, where
+from ..libraries import MeasuredLibrary, Step, installed_libraries, resolve_device
 from ..measure import require
-from ..options import Backend, Device, Out, Quick, Seconds, Seed, numbers
+from ..options import Backend, Device, Out, Quick, Seconds, Seed, parse_numbers
 from ..results import OK, Result, Row, unit
 from ..session import SECONDS, Session
 
@@ -56,14 +56,14 @@ def command(
     libraries on the Array API. The values are time, peak memory and the estimate of that memory.
     The pictures show the blocks that each algorithm visits, and its running maximum and sum.
     """
-    with Session("algorithms", locals(), where(device)) as session:
+    with Session("algorithms", locals(), resolve_device(device)) as session:
         cuda = session.device == "cuda"
-        sizes = numbers(lengths or LENGTHS[session.device], "--lengths")
+        sizes = parse_numbers(lengths or LENGTHS[session.device], "--lengths")
         batch, heads = batch or (4 if cuda else 1), heads or (12 if cuda else 4)
         if quick:
             sizes, batch, heads, dim = [n for n in sizes if n <= 512] or sizes[:1], 1, 4, 32
         session.result.extra = trace(seed)
-        for lib in wanted(session, backend):
+        for lib in installed_libraries(session, backend):
             for length in session.track(sizes, lib.name):
                 if lib.arrays.compiles and length > MAX_COMPILED_LENGTH:
                     session.leave_out(
@@ -146,7 +146,7 @@ def _line(figure: Any, rows: list[Row], value: str, title: str) -> None:
 
 
 def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
-    memory, time, estimate, longest = figure.subplots(2, 2).ravel()
+    memory, time, estimate, at_max_length = figure.subplots(2, 2).ravel()
     figure.set_size_inches(plots.SIZE[0] * 1.3, plots.SIZE[1] * 1.8)
     plots.curves(memory, rows, "length", "peak_bytes", f"Peak memory, {name}")
     plots.curves(time, rows, "length", "forward_s", f"Time, {name}")
@@ -160,18 +160,18 @@ def _dashboard(figure: Any, rows: list[Row], name: str) -> None:
         if "peak_bytes" in row.values
     ]
     plots.curves(estimate, ratios, "length", "peak_ratio", "Measured over estimated memory")
-    top = max((row.values["peak_ratio"] for row in ratios), default=1)
-    estimate.set(yscale="linear", ylim=(0, 1.15 * max(top, 1)))
+    max_ratio = max((row.values["peak_ratio"] for row in ratios), default=1)
+    estimate.set(yscale="linear", ylim=(0, 1.15 * max(max_ratio, 1)))
     estimate.yaxis.set_major_locator(plots.ticks(5))
     estimate.axhline(1, color=estimate.xaxis.label.get_color(), linewidth=1, linestyle=":")
     timed = [row for row in rows if "forward_s" in row.values]
     last = max((row.case["length"] for row in timed), default=0)
     times = {row.who: row.values["forward_s"] for row in timed if row.case["length"] == last}
-    longest.barh(list(times), list(times.values()))
-    longest.invert_yaxis()
-    longest.set(title=f"Time at length {last:,}")
-    longest.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
-    longest.xaxis.set_major_locator(plots.ticks(4))
+    at_max_length.barh(list(times), list(times.values()))
+    at_max_length.invert_yaxis()
+    at_max_length.set(title=f"Time at length {last:,}")
+    at_max_length.xaxis.set_major_formatter(lambda v, _: unit("x_s").show(v) if v else "0")
+    at_max_length.xaxis.set_major_locator(plots.ticks(4))
     handles, names = memory.get_legend_handles_labels()
     for axes in (memory, time, estimate):
         if axes.get_legend():

@@ -17,8 +17,8 @@ import typer
 
 from .. import lengths as draws
 from .. import plots, results
-from ..attentions import Prepared, ours
-from ..libraries import MeasuredLibrary, wanted, where
+from ..attentions import Prepared, scree_attention
+from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
 from ..measure import FAILED, PATIENCE, Failure, Thunk, median
 from ..options import (
     DTYPES,
@@ -30,13 +30,13 @@ from ..options import (
     Quick,
     Seconds,
     Seed,
-    numbers,
-    words,
+    parse_numbers,
+    parse_words,
 )
-from ..peers import contenders
+from ..peers import available_peers
 from ..results import OK, Result, Row, Table
 from ..session import SECONDS, Session
-from ..work import BACKWARD, Work, reference, worst
+from ..work import BACKWARD, Work, max_relative_error, reference
 
 SHOWN = (
     "forward_s",
@@ -54,11 +54,11 @@ SHAPES = {
     f"d{dim} h{heads} n{length}": (dim, heads, length)
     for dim, heads, length in itertools.product((32, 64, 128), (4, 8, 16), (256, 1024, 2048))
 }
-#: Most operations for which a CPU computes the float64 reference; this many take about ten seconds.
+#: Maximum operations for which a CPU computes the float64 reference, in about ten seconds.
 MAX_CHECKED_FLOPS = 1e11
 #: Phase -> its operations relative to the forward pass.
 PHASES = {"forward": 1.0, "backward": BACKWARD, "both": 1 + BACKWARD}
-#: MeasuredLibrary -> phases that cannot be timed on it -> reason.
+#: Library -> phase that cannot be timed on it -> reason.
 PARTIAL = {
     "numpy": dict.fromkeys(("backward", "both"), "the library does not differentiate"),
     "mlx": {"backward": "the library keeps no graph; the phase both includes it"},
@@ -70,7 +70,12 @@ TILES = (16, 32, 64, 128)
 def _lengths_near(median: float, rows: int, seed: int) -> tuple[int, ...]:
     """Return log-normal lengths that add up to `rows` times `median`."""
     return tuple(
-        map(int, draws.adding_up(rows, int(rows * median), np.random.default_rng(seed), sigma=0.6))
+        map(
+            int,
+            draws.lognormal_with_total(
+                rows, int(rows * median), np.random.default_rng(seed), sigma=0.6
+            ),
+        )
     )
 
 
@@ -90,7 +95,7 @@ WORKLOADS: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
 def workloads(names: str, device: str, seed: int, quick: bool) -> Iterator[tuple[str, Work]]:
     """Yield the named workloads; "shapes" selects all of `SHAPES`."""
     cuda = device == "cuda"
-    selected = words(names, "--work", ("shapes", *SHAPES, *WORKLOADS))
+    selected = parse_words(names, "--work", ("shapes", *SHAPES, *WORKLOADS))
     for name in itertools.chain.from_iterable(
         SHAPES if name == "shapes" else (name,) for name in selected
     ):
@@ -173,11 +178,11 @@ def command(
     each shape instead: one sequence of 128 to 65,536 tokens, head sizes 16 to 128, float32 and
     bfloat16, unless --mean-len, --dim or --dtype select others.
     """
-    with Session("attention", locals(), where(device)) as session:
+    with Session("attention", locals(), resolve_device(device)) as session:
         sizes, dims, dtypes = (
-            numbers(mean_len, "--mean-len"),
-            numbers(dim, "--dim"),
-            words(dtype, "--dtype", DTYPES),
+            parse_numbers(mean_len, "--mean-len"),
+            parse_numbers(dim, "--dim"),
+            parse_words(dtype, "--dtype", DTYPES),
         )
         if tiles:
             return sweep(session, sizes, dims, dtypes, seed)
@@ -187,9 +192,12 @@ def command(
                     f"--work: expected none with the options of a custom workload, got {work!r}"
                 )
             shapes = itertools.product(
-                numbers(heads, "--heads") or [8], [kv_heads], dims or [64], dtypes or ["float32"]
+                parse_numbers(heads, "--heads") or [8],
+                [kv_heads],
+                dims or [64],
+                dtypes or ["float32"],
             )
-            sigmas = numbers(sigma, "--sigma", kind=float, least=0) or [0.6]
+            sigmas = parse_numbers(sigma, "--sigma", kind=float, least=0) or [0.6]
             rows = custom_lengths(lengths, num_seqs or 16, sizes or [512], sigmas, seed)
             works = [
                 (name, Work(n, h, kv or h, d, kind, seed=seed))
@@ -197,13 +205,13 @@ def command(
             ]
         else:
             works = list(workloads(work or "seed", session.device, seed, quick))
-        masks = words(causal, "--causal", ("yes", "no"))
+        masks = parse_words(causal, "--causal", ("yes", "no"))
         cases = [
             (name, replace(base, causal=mask == "yes"))
             for (name, base), mask in itertools.product(works, masks)
         ]
         session.limits()
-        for lib in wanted(session, backend):
+        for lib in installed_libraries(session, backend):
             for name, case_work in session.track(cases, lib.name):
                 _measure(
                     session,
@@ -232,20 +240,20 @@ def _measure(
     }
     if work.dtype not in lib.arrays.dtypes:
         return session.leave_out(f"{name} on {lib.name}", f"has no {work.dtype}")
-    peers = contenders(session, lib, work, only)
+    peers = available_peers(session, lib, work, only)
     prepared = {peer.name: cache(partial(peer.prepare, lib, work)) for peer in peers}
     steps = {
-        (who, phase): partial(_step, lib, prepare, phase)
-        for who, prepare in prepared.items()
+        (contender, phase): partial(_step, lib, prepare, phase)
+        for contender, prepare in prepared.items()
         for phase in _phases(lib)
     }
     ready = {
-        (who, phase): step if phase == "backward" else cache(step)
-        for (who, phase), step in steps.items()
+        (contender, phase): step if phase == "backward" else cache(step)
+        for (contender, phase), step in steps.items()
     }
     limit = session.limits().get(f"matmul_{work.dtype}_flops")
-    for phase, why in PARTIAL.get(lib.name, {}).items():
-        session.leave_out(f"{phase} on {lib.name}", why)
+    for phase, reason in PARTIAL.get(lib.name, {}).items():
+        session.leave_out(f"{phase} on {lib.name}", reason)
     for phase in _phases(lib):
         builds = {
             peer.name: ready[peer.name, phase]
@@ -265,17 +273,21 @@ def _measure(
             f"errors of {name}", "too many operations for the float64 reference"
         )
     try:
-        expected = reference(lib, work, gradients=lib.phases is not None)
-    except Exception as error:  # without a reference the times are still valid
+        result_and_gradients = reference(lib, work, gradients=lib.phases is not None)
+    # Without a reference the times are still valid.
+    except Exception as error:
         return session.leave_out(f"errors of {name}", Failure.of(error).why)
-    for phase, name, truth in (
-        ("forward", "forward_error", expected[:1]),
-        ("both", "gradient_error", expected[1:]),
+    for phase, name, expected in (
+        ("forward", "forward_error", result_and_gradients[:1]),
+        ("both", "gradient_error", result_and_gradients[1:]),
     ):
-        for who, prepare in prepared.items():
-            if f"{phase}_s" in session.row(case, who).values:
+        for contender, prepare in prepared.items():
+            if f"{phase}_s" in session.row(case, contender).values:
                 session.value(
-                    case, who, name, partial(_error, lib, prepare, ready[who, phase], truth)
+                    case,
+                    contender,
+                    name,
+                    partial(_error, lib, prepare, ready[contender, phase], expected),
                 )
     return None
 
@@ -293,9 +305,9 @@ def _error(
     lib: MeasuredLibrary,
     prepare: Callable[[], Prepared],
     step: Callable[[], Thunk],
-    truth: tuple[Any, ...],
+    expected: tuple[Any, ...],
 ) -> float:
-    return worst(lib, lib.wait(step()()), truth, prepare().packed)
+    return max_relative_error(lib, lib.wait(step()()), expected, prepare().packed)
 
 
 # ------------------------------------------------------------------------------------------- tiles
@@ -339,7 +351,7 @@ def sweep(
 
     The default sizes go up to 65,536 tokens on CUDA and up to 2,048 on the CPU.
     """
-    lib = next(iter(wanted(session, "torch")), None)
+    lib = next(iter(installed_libraries(session, "torch")), None)
     if lib is None:
         return
     quick, kernel = session.quick, "triton" if session.device == "cuda" else "standard"
@@ -355,9 +367,12 @@ def sweep(
         work = Work((length,), 1, 1, dim, dtype, True, seed)
         case = {"kernel": kernel, "length": length, "dim": dim, "dtype": dtype}
         for (m, n), phase in itertools.product(itertools.product(candidates, candidates), PHASES):
-            with TILERS[kernel](m, n):  # one at a time: each tile compiles separate kernels
+            # Each tile compiles separate kernels, so the tiles are not interleaved.
+            with TILERS[kernel](m, n):
                 builds = {
-                    f"{m} x {n}": partial(_step, lib, partial(ours(kernel), lib, work), phase)
+                    f"{m} x {n}": partial(
+                        _step, lib, partial(scree_attention(kernel), lib, work), phase
+                    )
                 }
                 session.time(case, f"{phase}_s", builds, wait=lib.wait)
         rows = [row for row in session.result.rows if row.case == case]
@@ -389,13 +404,13 @@ def _ratios(rows: Sequence[Row]) -> Table:
     """Return the table of our time over each peer's, over all shapes."""
     lines = []
     scree_values = {repr(row.case): row.values for row in rows if row.who == "scree"}
-    for who in dict.fromkeys(row.who for row in rows if row.who != "scree"):
+    for contender in dict.fromkeys(row.who for row in rows if row.who != "scree"):
         for phase in PHASES:
             value = f"{phase}_s"
             ratios = sorted(
                 scree_values[repr(row.case)][value] / row.values[value]
                 for row in rows
-                if row.who == who
+                if row.who == contender
                 and value in row.values
                 and value in scree_values.get(repr(row.case), ())
             )
@@ -403,7 +418,7 @@ def _ratios(rows: Sequence[Row]) -> Table:
                 faster = f"{sum(x <= 1 for x in ratios)} of {len(ratios)}"
                 lines.append(
                     [
-                        who,
+                        contender,
                         phase,
                         f"{median(ratios):.2f}",
                         f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
@@ -448,33 +463,33 @@ def _grid(figure: Any, rows: list[Row]) -> None:
     """Draw the best tile of each shape, forward and backward, and the ratio of the worst to it."""
     shapes = {(row.case["dtype"], row.case["dim"]): None for row in rows}
     sizes = sorted({row.case["length"] for row in rows})
-    worst = np.full((len(shapes), len(sizes)), np.nan)
+    slowdowns = np.full((len(shapes), len(sizes)), np.nan)
     axes = figure.add_subplot()
     for (i, shape), (j, size) in itertools.product(enumerate(shapes), enumerate(sizes)):
-        here = [
+        shape_rows = [
             row
             for row in rows
             if (row.case["dtype"], row.case["dim"], row.case["length"]) == (*shape, size)
             and "best of" not in row.case
             and "both_s" in row.values
         ]
-        if here:
-            best, *_, last = sorted(here * 2, key=lambda row: row.values["both_s"])
-            worst[i, j] = last.values["both_s"] / best.values["both_s"]
+        if shape_rows:
+            best, *_, slowest = sorted(shape_rows * 2, key=lambda row: row.values["both_s"])
+            slowdowns[i, j] = slowest.values["both_s"] / best.values["both_s"]
             axes.text(
                 j,
                 i,
-                f"{best.who}\n{worst[i, j]:.3g}x",
+                f"{best.who}\n{slowdowns[i, j]:.3g}x",
                 ha="center",
                 va="center",
                 fontsize=8,
                 color="#1f2328",
             )
     axes.imshow(
-        np.log(worst),
+        np.log(slowdowns),
         cmap="YlOrRd",
         vmin=0,
-        vmax=2 * float(np.nanmax(np.log(worst), initial=0.5)),
+        vmax=2 * float(np.nanmax(np.log(slowdowns), initial=0.5)),
         aspect="auto",
     )
     axes.set(
@@ -491,13 +506,13 @@ def _curves(figure: Any, rows: list[Row], phase: str, name: str) -> None:
     axes = figure.add_subplot()
     scree_times = {row.case["work"]: row.values[f"{phase}_s"] for row in rows if row.who == "scree"}
     theirs = [row for row in rows if row.who != "scree" and row.case["work"] in scree_times]
-    for who in dict.fromkeys(row.who for row in theirs):
+    for contender in dict.fromkeys(row.who for row in theirs):
         points = sorted(
             scree_times[row.case["work"]] / row.values[f"{phase}_s"]
             for row in theirs
-            if row.who == who
+            if row.who == contender
         )
-        axes.plot(range(1, len(points) + 1), points, marker="o", label=who)
+        axes.plot(range(1, len(points) + 1), points, marker="o", label=contender)
     axes.axhline(1, color=axes.xaxis.label.get_color(), linewidth=1, linestyle=":")
     axes.set(
         title=f"scree's time over a peer's, {name}: below 1 is faster",

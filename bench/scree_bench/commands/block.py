@@ -13,14 +13,21 @@ import typer
 import scree
 
 from .. import plots, results, trace
-from ..lengths import adding_up
-from ..libraries import Function, MeasuredLibrary, Step, torch_compiled, wanted, where
+from ..lengths import lognormal_with_total
+from ..libraries import (
+    Function,
+    MeasuredLibrary,
+    Step,
+    installed_libraries,
+    resolve_device,
+    torch_compiled,
+)
 from ..measure import PATIENCE, median
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
-from ..peers import NO_TIME, PEERS, compiler
+from ..peers import NO_TIME, PEERS, compiler_unavailable
 from ..results import Result, Row, Table
 from ..session import SECONDS, Build, Session
-from ..work import BACKWARD, Work, worst
+from ..work import BACKWARD, Work, max_relative_error
 
 EPS = 1e-6
 PHASES = ("forward", "both")
@@ -120,7 +127,7 @@ class Case:
 
     def __init__(self, lib: MeasuredLibrary, s: Sizes, rows: int, dtype: str, seed: int) -> None:
         self.lib, self.s, self.dtype = lib, s, dtype
-        self.lengths = adding_up(rows, s.tokens, np.random.default_rng(seed))
+        self.lengths = lognormal_with_total(rows, s.tokens, np.random.default_rng(seed))
         self.work = Work(
             tuple(map(int, self.lengths)), s.heads, s.kv_heads, s.dim, dtype, True, seed
         )
@@ -145,7 +152,7 @@ class Case:
             0.01 * normal(self.work.total, s.width),
         )
         self.like = scree.Array(
-            self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.longest
+            self.x, lib.make(self.work.offsets, "int32"), max_length=self.work.max_length
         )
         self.tokens, self.real = (
             lib.make(x, kind) for x, kind in zip(self.work.tokens, ("int64", "bool"), strict=True)
@@ -153,10 +160,12 @@ class Case:
 
     def ours(self, **marks: Mark) -> tuple[Function, Any]:
         """Return the form on ragged arrays."""
-        offsets, longest, s = self.like.offsets, self.work.longest, self.s
+        offsets, max_length, s = self.like.offsets, self.work.max_length, self.s
         return (
             lambda x, *w: (
-                block(scree.Array(x, offsets, max_length=longest), Weights(*w), s, **marks).values
+                block(
+                    scree.Array(x, offsets, max_length=max_length), Weights(*w), s, **marks
+                ).values
             ),
             self.x,
         )
@@ -165,7 +174,7 @@ class Case:
         """Return the form on a padded batch."""
         import torch.nn.functional as F  # noqa: N812
 
-        rotate = self._rotary(self.lib.make(np.arange(self.work.longest), "int32"))
+        rotate = self._rotary(self.lib.make(np.arange(self.work.max_length), "int32"))
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -204,7 +213,7 @@ class Case:
 
         return rotate
 
-    def truth(self) -> tuple[Any, ...]:
+    def reference(self) -> tuple[Any, ...]:
         """Return the result and the gradients of all leaves in float64, with attention per row."""
         import torch
 
@@ -227,10 +236,10 @@ class Case:
                 )
             return torch.cat(outs, 1).transpose(0, 1)
 
-        leaves = [self.lib.wide(x).requires_grad_() for x in (self.x, *self.weights)]
+        leaves = [self.lib.as_float64(x).requires_grad_() for x in (self.x, *self.weights)]
         rotate = self._rotary(scree.positions(self.like), "float64")
         out = plain(leaves[0], Weights(*leaves[1:]), self.s, rotate, attend)
-        return (out.detach(), *torch.autograd.grad(out, leaves, self.lib.wide(self.gradient)))
+        return (out.detach(), *torch.autograd.grad(out, leaves, self.lib.as_float64(self.gradient)))
 
     def packed(self, x: Any) -> Any:
         """Pack a padded result; return weights and packed results unchanged."""
@@ -279,7 +288,7 @@ class Term(NamedTuple):
 
     run: Function
     args: tuple[Any, ...]
-    moved: tuple[float, float] = (0, 0)
+    traffic: tuple[float, float] = (0, 0)
     flops: tuple[float, float] = (0, 0)
 
 
@@ -359,16 +368,16 @@ def command(
     measured alone and, by PyTorch's profiler, within the whole block, with the time between
     kernels.
     """
-    with Session("block", locals(), where(device)) as session:
+    with Session("block", locals(), resolve_device(device)) as session:
         s = SIZES["quick" if quick else session.device]
         s = s._replace(tokens=tokens or s.tokens)
         dtype = data_type(dtype, session.device)
-        for lib in wanted(session, "torch", ("torch",)):
+        for lib in installed_libraries(session, "torch", ("torch",)):
             case = Case(lib, s, 4 if quick else rows, dtype, seed)
             about = {
                 "rows": len(case.lengths),
                 "tokens": case.work.total,
-                "longest": case.work.longest,
+                "longest": case.work.max_length,
                 "width": s.width,
                 "heads": s.heads,
                 "kv_heads": s.kv_heads,
@@ -389,47 +398,50 @@ def _whole(session: Session, case: Case, about: dict[str, Any]) -> None:
         session.leave_out(
             "packed, torch's varlen attention", "takes half precision on CUDA devices only"
         )
-    why = NO_TIME if session.quick else compiler(case.lib)
-    if why:
-        session.leave_out("compiled forms", why)
+    reason = NO_TIME if session.quick else compiler_unavailable(case.lib)
+    if reason:
+        session.leave_out("compiled forms", reason)
     if not cuda:
         session.leave_out("captured forms", "CUDA graphs exist on CUDA devices only")
     contenders: dict[str, Callable[[], tuple[Function, Any]]] = dict(forms)
-    if not why:
-        contenders |= {f"{who}, compiled": partial(compiled, form) for who, form in forms.items()}
+    if not reason:
+        contenders |= {
+            f"{contender}, compiled": partial(compiled, form) for contender, form in forms.items()
+        }
     ready = {
-        (who, phase): cache(partial(step, case, form, phase))
-        for who, form in contenders.items()
+        (contender, phase): cache(partial(step, case, form, phase))
+        for contender, form in contenders.items()
         for phase in PHASES
     }
     for phase in PHASES:
-        builds: dict[str, Build] = {who: ready[who, phase] for who in contenders}
+        builds: dict[str, Build] = {contender: ready[contender, phase] for contender in contenders}
         if cuda:
             builds |= {
-                f"{who}, captured": partial(captured, ready[who, phase]) for who in contenders
+                f"{contender}, captured": partial(captured, ready[contender, phase])
+                for contender in contenders
             }
         for row in session.time(
             {"part": WHOLE, **about}, f"{phase}_s", builds, wait=case.lib.wait
         ).values():
             if phase == "both" and "both_s" in row.values:
                 row.values["real_tokens"] = case.work.total / row.values["both_s"]
-    expected = case.truth()
-    for who in contenders:
-        for phase, name, truth in (
-            ("forward", "forward_error", expected[:1]),
-            ("both", "gradient_error", expected[1:]),
+    reference = case.reference()
+    for contender in contenders:
+        for phase, name, expected in (
+            ("forward", "forward_error", reference[:1]),
+            ("both", "gradient_error", reference[1:]),
         ):
-            if f"{phase}_s" in session.row({"part": WHOLE, **about}, who).values:
+            if f"{phase}_s" in session.row({"part": WHOLE, **about}, contender).values:
                 session.value(
                     {"part": WHOLE, **about},
-                    who,
+                    contender,
                     name,
-                    partial(_error, case, ready[who, phase], truth),
+                    partial(_error, case, ready[contender, phase], expected),
                 )
 
 
-def _error(case: Case, ready: Callable[[], Step], truth: tuple[Any, ...]) -> float:
-    return worst(case.lib, case.lib.wait(ready()()), truth, case.packed)
+def _error(case: Case, ready: Callable[[], Step], expected: tuple[Any, ...]) -> float:
+    return max_relative_error(case.lib, case.lib.wait(ready()()), expected, case.packed)
 
 
 def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
@@ -446,11 +458,11 @@ def _terms(session: Session, case: Case, about: dict[str, Any]) -> None:
             if name in parts:
                 builds = {"scree": partial(_part, case, parts[name], phase)}
                 session.time(row.case, f"{phase}_s", builds, wait=case.lib.wait)
-                _, _, moved, flops = parts[name]
+                _, _, traffic, flops = parts[name]
                 passes = 1 if phase == "forward" else 2
                 values |= {
                     f"{phase}_s": row.values.get(f"{phase}_s", float("nan")),
-                    f"{phase}_limit_s": sum(flops[:passes]) / peak + sum(moved[:passes]) / copy,
+                    f"{phase}_limit_s": sum(flops[:passes]) / peak + sum(traffic[:passes]) / copy,
                 }
             row.values |= values
             for key, value in values.items():
@@ -493,9 +505,11 @@ def inside(case: Case, phase: str) -> dict[str, float]:
         marks.clear()
         run()
 
-    between = [trace.between(kernels) for kernels in trace.of(step(case, case.ours, phase))]
+    between = [
+        trace.idle_seconds(kernels) for kernels in trace.profile_calls(step(case, case.ours, phase))
+    ]
     run = step(case, partial(case.ours, mark=mark), phase)
-    profiled = [trace.by_mark(kernels, marks) for kernels in trace.of(marked)]
+    profiled = [trace.seconds_by_mark(kernels, marks) for kernels in trace.profile_calls(marked)]
     return {name: median([taken[name] for taken in profiled]) for name in dict.fromkeys(marks)} | {
         BETWEEN: median(between)
     }

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from .. import plots
-from ..libraries import where
+from ..libraries import resolve_device
 from ..measure import Failure, require
-from ..options import Device, Out, Quick, numbers
+from ..options import Device, Out, Quick, parse_numbers
 from ..results import Result, unit
 from ..session import Session
 
@@ -30,21 +30,22 @@ BUS = {
 SAMPLE = {"cuda": 200_000_000, "cpu": 10_000_000}
 #: A CPU call with a buffer of at least this many bytes takes seconds: fewer samples are taken.
 SLOW_BYTES, SLOW_SAMPLES = 500_000_000, 3
-HELD = 3.0  # bytes that a process holds, relative to the buffer
+#: Bytes that a process allocates, relative to the buffer.
+HELD = 3.0
 
 
 def _calls(dist: Any, torch: Any, size: int, world: int, device: str) -> dict[str, Any]:
     """Return the calls of each process; the buffers have `size` bytes, split evenly."""
     count = max(1, size // 4 // world)
     whole, part = torch.ones(count * world, device=device), torch.ones(count, device=device)
-    other = torch.empty_like(whole)
+    gathered = torch.empty_like(whole)
     # PyTorch before 2.13 has only `reduce_scatter_tensor`.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return {
         "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: dist.all_gather_into_tensor(other, part),
+        "all-gather": lambda: dist.all_gather_into_tensor(gathered, part),
         "reduce-scatter": lambda: scatter(part, whole),
-        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "all-to-all": lambda: dist.all_to_all_single(gathered, whole),
     }
 
 
@@ -73,7 +74,8 @@ def worker(rank: int, world: int, sizes: list[int], device: str, samples: int, f
                     times: Any = [
                         _seconds(call, calls, dist, torch, device) for _ in range(count + 1)
                     ][1:]
-                except Exception as error:  # all processes get the same error
+                # All processes get the same error.
+                except Exception as error:
                     times = Failure.of(error).why
                 file.write(json.dumps([size, name, times]) + "\n")
                 file.flush()
@@ -111,12 +113,12 @@ def command(
     time of the first process, which starts with the others after a barrier. For small buffers it
     is the mean of several successive calls.
     """
-    with Session("collectives", locals(), where(device)) as session:
+    with Session("collectives", locals(), resolve_device(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("collectives", "needs PyTorch, which is not installed")
         megabytes, groups = (
-            numbers(sizes, "--sizes", kind=float, least=0.001),
-            numbers(worlds, "--worlds"),
+            parse_numbers(sizes, "--sizes", kind=float, least=0.001),
+            parse_numbers(worlds, "--worlds"),
         )
         if quick:
             megabytes, groups, samples = megabytes[:1], groups[:1], 3
@@ -150,9 +152,11 @@ def _group(session: Session, world: int, sizes: list[int], samples: int) -> None
                 nprocs=world,
                 daemon=True,
             )
-        except Exception as error:  # a process that dies is a result
+        # A process that ends with an error is a result.
+        except Exception as error:
             session.leave_out(f"the rest of {world} processes", " ".join(str(error).split())[-300:])
-        finally:  # after an interrupt too
+        # After an interrupt too.
+        finally:
             _read(session, world, Path(folder) / "times-0")
     return None
 

@@ -14,12 +14,19 @@ import typer
 import scree
 
 from .. import plots, results
-from ..lengths import adding_up
-from ..libraries import Function, MeasuredLibrary, nesting, torch_compiled, wanted, where
+from ..lengths import lognormal_with_total
+from ..libraries import (
+    Function,
+    MeasuredLibrary,
+    installed_libraries,
+    nested_tensor_maker,
+    resolve_device,
+    torch_compiled,
+)
 from ..measure import PATIENCE
 from ..operations import COPY, PHASES, Contender, Operation, measure
 from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type
-from ..peers import NO_TIME, compiler, importable, lacking
+from ..peers import NO_TIME, compiler_unavailable, importable, unavailable_on_cuda
 from ..results import Result, Row, Table
 from ..session import SECONDS, Session
 
@@ -34,7 +41,7 @@ SHOWN = (
 TRANSFORMERS = "transformers.modeling_flash_attention_utils"
 #: Last words of the names of operations along rows.
 ALONG_ROWS = ("softmax", "logsumexp", "of rows", "cumulative_sum")
-#: Most rows for which the truth is computed, in a loop over them.
+#: Maximum number of rows for which the reference is computed, in a loop over them.
 MAX_CHECKED_ROWS = 1000
 
 
@@ -50,19 +57,15 @@ class Batch:
     """Rows of random tokens on PyTorch, and derived inputs that several operations share."""
 
     def __init__(self, lib: MeasuredLibrary, sizes: Sizes, seed: int, quick: bool = False) -> None:
-        self.lib, self.rng, self.token, self.dtype = (
-            lib,
-            np.random.default_rng(seed),
-            sizes.token,
-            sizes.dtype,
-        )
+        self.lib, self.token, self.dtype = lib, sizes.token, sizes.dtype
+        self.rng = np.random.default_rng(seed)
         self.lengths = sizes.lengths(self.rng)
-        self.total, self.longest = int(self.lengths.sum()), int(self.lengths.max())
+        self.total, self.max_length = int(self.lengths.sum()), int(self.lengths.max())
         self.width = int(np.prod(sizes.token))
         self.normal = lib.normal(seed, sizes.dtype)
         self.values = self.normal(self.total, *sizes.token)
         offsets = lib.make(np.concatenate([[0], np.cumsum(self.lengths)]), "int32")
-        self.like = scree.Array(self.values, offsets, max_length=self.longest)
+        self.like = scree.Array(self.values, offsets, max_length=self.max_length)
         self.bytes = float(self.values.numel() * self.values.element_size())
         self.quick = quick
         self.left_out: dict[str, str] = {}
@@ -70,21 +73,23 @@ class Batch:
     @cached_property
     def mask(self) -> Any:
         """Mask (rows, longest) of the tokens of a padded batch."""
-        return self.lib.make(np.arange(self.longest) < self.lengths[:, None], "bool")
+        return self.lib.make(np.arange(self.max_length) < self.lengths[:, None], "bool")
 
-    def runs(self, who: str, why: str | None) -> bool:
-        """Return whether a contender can run, and record the reason if it cannot."""
-        self.left_out |= {who: why} if why else {}
-        return not why
+    def runs(self, contender: str, reason: str | None) -> bool:
+        """Return whether a contender can run; if it cannot, record the reason."""
+        self.left_out |= {contender: reason} if reason else {}
+        return not reason
 
     @property
     def compiles(self) -> bool:
-        """Return whether `torch.compile` can run, and there is time for it."""
-        return self.runs("compiled forms", NO_TIME if self.quick else compiler(self.lib))
+        """Return whether `torch.compile` can run, without ``--quick``."""
+        return self.runs(
+            "compiled forms", NO_TIME if self.quick else compiler_unavailable(self.lib)
+        )
 
     @property
     def transformers(self) -> bool:
-        """Return whether transformers is installed, and there is time to import it."""
+        """Return whether transformers is installed, without ``--quick``."""
         installed = importable("transformers")
         return self.runs(
             "transformers", NO_TIME if self.quick else None if installed else "cannot be imported"
@@ -101,22 +106,24 @@ class Batch:
     @cached_property
     def nested(self) -> Function:
         """Function that makes PyTorch's nested tensor of values."""
-        return nesting(self.lib, self.lengths)
+        return nested_tensor_maker(self.lib, self.lengths)
 
     def padded(self, fill: float = 0.0) -> Any:
         """Return the values as a padded batch."""
         return scree.to_padded(self.like, fill_value=fill)[0]
 
     def by_row(
-        self, function: Callable[[Any], Any], put: str = "cat", values: Any = None
+        self, function: Callable[[Any], Any], join: str = "cat", values: Any = None
     ) -> Callable[[], Any] | None:
         """Return a float64 loop over the rows of tensors, or None if there are too many rows."""
         import torch
 
         if len(self.lengths) > MAX_CHECKED_ROWS:
             return None
-        wide = self.lib.wide(self.values if values is None else values)
-        return lambda: getattr(torch, put)([function(x) for x in wide.split(self.lengths.tolist())])
+        values_float64 = self.lib.as_float64(self.values if values is None else values)
+        return lambda: getattr(torch, join)(
+            [function(x) for x in values_float64.split(self.lengths.tolist())]
+        )
 
 
 def _softmax(name: str) -> Callable[[Batch], Operation]:
@@ -126,7 +133,7 @@ def _softmax(name: str) -> Callable[[Batch], Operation]:
     def operation(b: Batch) -> Operation:
         import torch
 
-        bare = getattr(torch, name)
+        torch_function = getattr(torch, name)
 
         def values(x: Any) -> Any:
             return x if per_row else x.values
@@ -134,27 +141,32 @@ def _softmax(name: str) -> Callable[[Batch], Operation]:
         contenders: dict[str, Contender] = {
             "scree": lambda: (lambda x: values(ragged(b.rows(x))), (b.values,))
         }
-        if b.lib.device == "cuda":  # elsewhere scree takes the standard path anyway
+        # On other devices scree takes the standard path anyway.
+        if b.lib.device == "cuda":
             contenders["scree, standard path"] = lambda: (
                 lambda x: values(ragged(b.rows(x), kernel="standard")),
                 (b.values,),
             )
-        if b.total == b.longest * len(b.lengths):
-            shape = (len(b.lengths), b.longest, *b.values.shape[1:])
-            contenders["torch, dense"] = lambda: (lambda x: bare(x, 1), (b.values.reshape(shape),))
+        if b.total == b.max_length * len(b.lengths):
+            shape = (len(b.lengths), b.max_length, *b.values.shape[1:])
+            contenders["torch, dense"] = lambda: (
+                lambda x: torch_function(x, 1),
+                (b.values.reshape(shape),),
+            )
         else:
-            if name == "softmax":  # PyTorch has none of the others along nested rows
+            # PyTorch has no log_softmax and no logsumexp along nested rows.
+            if name == "softmax":
                 contenders["torch.nested"] = lambda: (
-                    lambda x: bare(b.nested(x), 1).values(),
+                    lambda x: torch_function(b.nested(x), 1).values(),
                     (b.values,),
                 )
             contenders["padded"] = lambda: (
-                lambda x: bare(x, 1) if per_row else bare(x, 1)[b.mask],
+                lambda x: torch_function(x, 1) if per_row else torch_function(x, 1)[b.mask],
                 (b.padded(-np.inf),),
             )
         forward, backward = (1 if per_row else 2) * b.bytes, (2 if per_row else 3) * b.bytes
-        truth = b.by_row(lambda x: bare(x, 0), "stack" if per_row else "cat")
-        return Operation(name, contenders, (forward, backward, forward + backward), truth)
+        expected = b.by_row(lambda x: torch_function(x, 0), "stack" if per_row else "cat")
+        return Operation(name, contenders, (forward, backward, forward + backward), expected)
 
     return operation
 
@@ -163,29 +175,30 @@ def _reduction(name: str) -> Callable[[Batch], Operation]:
     def operation(b: Batch) -> Operation:
         import torch
 
-        xp, lengths, bare = (
-            b.lib.xp,
-            b.like.lengths.long(),
-            {"max": "amax", "min": "amin"}.get(name, name),
-        )
+        xp, lengths = b.lib.xp, b.like.lengths.long()
+        torch_name = {"max": "amax", "min": "amin"}.get(name, name)
         # A product of numbers about 0 underflows to 0.
         values = 1 + b.values / 32 if name == "prod" else b.values
         # The backward passes of all but sum and mean read their input again.
-        back = (1 if name in ("sum", "mean") else 2) * b.bytes
+        backward = (1 if name in ("sum", "mean") else 2) * b.bytes
         contenders: dict[str, Contender] = {
             "scree": lambda: (lambda x: getattr(xp, name)(b.rows(x), axis=1), (values,)),
             "segment_reduce": lambda: (
                 lambda x: torch.segment_reduce(x, name, lengths=lengths, axis=0, unsafe=True),
                 (values,),
             ),
-            "torch.nested": lambda: (lambda x: getattr(b.nested(x), bare)(1), (values,)),
+            "torch.nested": lambda: (lambda x: getattr(b.nested(x), torch_name)(1), (values,)),
         }
         whole: dict[str, Contender] = {
-            "torch, all rows as one": lambda: (lambda x: getattr(x, bare)(0), (values,))
+            "torch, all rows as one": lambda: (lambda x: getattr(x, torch_name)(0), (values,))
         }
-        truth = b.by_row(lambda x: getattr(x, bare)(0), "stack", values)
+        expected = b.by_row(lambda x: getattr(x, torch_name)(0), "stack", values)
         return Operation(
-            f"{name} of rows", contenders, (b.bytes, back, b.bytes + back), truth, yardsticks=whole
+            f"{name} of rows",
+            contenders,
+            (b.bytes, backward, b.bytes + backward),
+            expected,
+            yardsticks=whole,
         )
 
     return operation
@@ -203,12 +216,12 @@ def _search(name: str) -> Callable[[Batch], Operation]:
         whole: dict[str, Contender] = {
             "torch, all rows as one": lambda: (lambda x: getattr(x, name)(0), (b.values,))
         }
-        truth = b.by_row(lambda x: getattr(x, name)(0).double(), "stack")
+        expected = b.by_row(lambda x: getattr(x, name)(0).double(), "stack")
         return Operation(
             f"{name} of rows",
             contenders,
             (b.bytes, 0, 0),
-            truth,
+            expected,
             yardsticks=whole,
             differentiable=False,
         )
@@ -263,9 +276,9 @@ def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
         def precomputed(x: Any) -> Any:
             return rotate(x, cos, sin)
 
-        def truth() -> Any:
+        def expected() -> Any:
             angle = angles().double()
-            return rotate(b.lib.wide(heads), angle.cos(), angle.sin())
+            return rotate(b.lib.as_float64(heads), angle.cos(), angle.sin())
 
         contenders: dict[str, Contender] = {
             "scree": lambda: (
@@ -282,7 +295,7 @@ def _rope(interleaved: bool = False) -> Callable[[Batch], Operation]:
                 (heads,),
             )
         name = "rope, neighbors as pairs" if interleaved else "rope"
-        return Operation(name, contenders, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), truth)
+        return Operation(name, contenders, (2 * b.bytes, 2 * b.bytes, 4 * b.bytes), expected)
 
     return operation
 
@@ -291,49 +304,52 @@ def _cross_entropy(b: Batch) -> Operation:
     """Return the cross entropy with the features of a token as its logits."""
     import torch.nn.functional as F  # noqa: N812
 
-    right = b.classes(b.width)
+    targets = b.classes(b.width)
 
     def eager(x: Any) -> Any:
-        return F.cross_entropy(x.float(), right)
+        return F.cross_entropy(x.float(), targets)
 
     contenders: dict[str, Contender] = {
-        "scree": lambda: (lambda x: scree.cross_entropy(b.rows(x), b.rows(right)), (b.values,)),
+        "scree": lambda: (lambda x: scree.cross_entropy(b.rows(x), b.rows(targets)), (b.values,)),
         "torch": lambda: (eager, (b.values,)),
     }
     if b.compiles:
         contenders["torch, compiled"] = lambda: (torch_compiled(eager), (b.values,))
     if b.dtype == "bfloat16":
         contenders["torch, in bfloat16"] = lambda: (
-            lambda x: F.cross_entropy(x, right),
+            lambda x: F.cross_entropy(x, targets),
             (b.values,),
         )
-    moved = b.bytes, 2 * b.bytes, 3 * b.bytes
+    traffic = b.bytes, 2 * b.bytes, 3 * b.bytes
     return Operation(
-        "cross_entropy", contenders, moved, lambda: F.cross_entropy(b.lib.wide(b.values), right)
+        "cross_entropy",
+        contenders,
+        traffic,
+        lambda: F.cross_entropy(b.lib.as_float64(b.values), targets),
     )
 
 
 def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Operation]:
-    """Return the cross entropy of tokens times weights; default: two classes per feature."""
+    """Return the cross entropy of tokens times weights, by default with two classes per feature."""
 
     def operation(b: Batch) -> Operation:
         import torch.nn.functional as F  # noqa: N812
 
         count = classes or 2 * b.width
-        right, weight = b.classes(count), b.normal(count, b.width) / b.width**0.5
+        targets, weight = b.classes(count), b.normal(count, b.width) / b.width**0.5
 
         def eager(x: Any, w: Any) -> Any:
-            return F.cross_entropy((x @ w.T).float(), right)
+            return F.cross_entropy((x @ w.T).float(), targets)
 
         def liger() -> tuple[Function, tuple[Any, ...]]:
             run = import_module(
                 "liger_kernel.ops.fused_linear_cross_entropy"
             ).LigerFusedLinearCrossEntropyFunction.apply
-            return lambda x, w: run(x, w, right)[0], (b.values, weight)
+            return lambda x, w: run(x, w, targets)[0], (b.values, weight)
 
         contenders: dict[str, Contender] = {
             "scree": lambda: (
-                lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(right)),
+                lambda x, w: scree.linear_cross_entropy(b.rows(x), w, b.rows(targets)),
                 (b.values, weight),
             ),
             "torch": lambda: (eager, (b.values, weight)),
@@ -342,32 +358,35 @@ def _linear_cross_entropy(classes: int | None = None) -> Callable[[Batch], Opera
             contenders["torch, compiled"] = lambda: (torch_compiled(eager), (b.values, weight))
         if b.dtype == "bfloat16":
             contenders["torch, in bfloat16"] = lambda: (
-                lambda x, w: F.cross_entropy(x @ w.T, right),
+                lambda x, w: F.cross_entropy(x @ w.T, targets),
                 (b.values, weight),
             )
-        if b.runs("liger_kernel", lacking(b.lib, b.dtype, modules=["liger_kernel"])):
+        if b.runs("liger_kernel", unavailable_on_cuda(b.lib, b.dtype, modules=["liger_kernel"])):
             contenders["liger_kernel"] = liger
-        done = 2.0 * b.total * b.width * count
+        flops = 2.0 * b.total * b.width * count
         return Operation(
             "linear_cross_entropy",
             contenders,
-            flops=(done, 2 * done, 3 * done),
+            flops=(flops, 2 * flops, 3 * flops),
             peak=True,
-            truth=lambda: F.cross_entropy(b.lib.wide(b.values) @ b.lib.wide(weight).T, right),
+            reference=lambda: F.cross_entropy(
+                b.lib.as_float64(b.values) @ b.lib.as_float64(weight).T, targets
+            ),
         )
 
     return operation
 
 
-def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
-    """Return the product of each row, one per expert, with a separate matrix (width, wide)."""
+def _grouped(out_features: int | None = None) -> Callable[[Batch], Operation]:
+    """Return the product of each row, one per expert, with a separate matrix (width, out_features)."""
 
     def operation(b: Batch) -> Operation:
         import torch
 
-        xp, m, ends, lengths = b.lib.xp, wide or b.width, b.like.offsets[1:], b.lengths.tolist()
-        weights = b.normal(len(b.lengths), b.width, m) / b.width**0.5
-        one = weights[0]
+        xp, ends, lengths = b.lib.xp, b.like.offsets[1:], b.lengths.tolist()
+        columns = out_features or b.width
+        weights = b.normal(len(b.lengths), b.width, columns) / b.width**0.5
+        single_weight = weights[0]
 
         def loop(x: Any, w: Any) -> Any:
             return torch.cat([part @ w[i] for i, part in enumerate(x.split(lengths))])
@@ -376,25 +395,25 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
             "scree": lambda: (lambda x, w: xp.matmul(b.rows(x), w).values, (b.values, weights)),
             "loop over rows": lambda: (loop, (b.values, weights)),
         }
-        dense: dict[str, Contender] = {
-            "torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, one))
+        yardsticks: dict[str, Contender] = {
+            "torch, one dense product": lambda: (lambda x, w: x @ w, (b.values, single_weight))
         }
-        if b.runs("grouped_mm", lacking(b.lib, b.dtype, ["bfloat16"])):
+        if b.runs("grouped_mm", unavailable_on_cuda(b.lib, b.dtype, ["bfloat16"])):
             contenders["grouped_mm"] = lambda: (
                 lambda x, w: torch.nn.functional.grouped_mm(x, w, offs=ends),
                 (b.values, weights),
             )
-        done = 2.0 * b.total * b.width * m
+        flops = 2.0 * b.total * b.width * columns
 
-        def truth() -> Any:
-            return loop(b.lib.wide(b.values), b.lib.wide(weights))
+        def expected() -> Any:
+            return loop(b.lib.as_float64(b.values), b.lib.as_float64(weights))
 
         return Operation(
             "grouped product",
             contenders,
-            truth=truth,
-            flops=(done, 2 * done, 3 * done),
-            yardsticks=dense,
+            reference=expected,
+            flops=(flops, 2 * flops, 3 * flops),
+            yardsticks=yardsticks,
         )
 
     return operation
@@ -402,21 +421,21 @@ def _grouped(wide: int | None = None) -> Callable[[Batch], Operation]:
 
 def _gather(b: Batch) -> Operation:
     order = b.lib.make(b.rng.permutation(b.total), "int64")
-    index, moved = b.rows(order), 2 * b.bytes + order.nbytes
+    index, traffic = b.rows(order), 2 * b.bytes + order.nbytes
     return Operation(
         "gather tokens",
         {
             "scree": lambda: (lambda x: scree.gather(b.rows(x), index).values, (b.values,)),
             "index_select": lambda: (lambda x: x.index_select(0, order), (b.values,)),
         },
-        (moved, moved, 2 * moved),
+        (traffic, traffic, 2 * traffic),
     )
 
 
 def _scatter(b: Batch) -> Operation:
     size = max(1, b.total // 2)
     order = b.lib.make(b.rng.integers(0, size, b.total), "int64")
-    moved = 1.5 * b.bytes + order.nbytes
+    traffic = 1.5 * b.bytes + order.nbytes
     return Operation(
         "scatter and add",
         {
@@ -426,7 +445,7 @@ def _scatter(b: Batch) -> Operation:
                 (b.values,),
             ),
         },
-        (moved, moved, 2 * moved),
+        (traffic, traffic, 2 * traffic),
     )
 
 
@@ -474,8 +493,9 @@ def _to_padded(b: Batch) -> Operation:
     pad = torch.nn.utils.rnn.pad_sequence
 
     def transformers() -> tuple[Function, tuple[Any, ...]]:
-        run, real = import_module(TRANSFORMERS)._pad_input, b.mask.flatten().nonzero().flatten()
-        return lambda x: run(x, real, *b.mask.shape), (b.values,)
+        run = import_module(TRANSFORMERS)._pad_input
+        token_indices = b.mask.flatten().nonzero().flatten()
+        return lambda x: run(x, token_indices, *b.mask.shape), (b.values,)
 
     contenders: dict[str, Contender] = {
         "scree": lambda: (lambda x: scree.to_padded(b.rows(x))[0], (b.values,)),
@@ -512,7 +532,8 @@ def _from_padded(b: Batch) -> Operation:
     return Operation("from_padded", contenders, (2 * b.bytes, b.bytes + slots, 3 * b.bytes + slots))
 
 
-TEXT = "text"  # the batch of the command line
+#: Name of the batch that the command-line options describe.
+TEXT = "text"
 
 #: Operations on this batch, each with its contenders.
 OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
@@ -536,7 +557,7 @@ OPERATIONS: tuple[Callable[[Batch], Operation], ...] = (
 
 def about(rows: int, mean: int, sigma: float = 0.6) -> Callable[[np.random.Generator], np.ndarray]:
     """Return a function that draws log-normal lengths of about this mean."""
-    return lambda rng: adding_up(rows, rows * mean, rng, sigma)
+    return lambda rng: lognormal_with_total(rows, rows * mean, rng, sigma)
 
 
 def equal_lengths(length: int) -> Callable[[np.random.Generator], np.ndarray]:
@@ -603,7 +624,7 @@ def command(
     matrix products. On CUDA additional batches stress some kernels: row lengths, skew, experts,
     classes.
     """
-    with Session("kernels", locals(), where(device)) as session:
+    with Session("kernels", locals(), resolve_device(device)) as session:
         dtype = data_type(dtype, session.device)
         tokens = tokens or (16_384 if session.device == "cuda" else 2048)
         if quick:
@@ -626,7 +647,7 @@ def command(
                 f"--only: expected the beginnings of some of {', '.join(batches)}, got {only!r}"
             )
         names: list[str] = []
-        for lib in wanted(session, "torch", ("torch",)):
+        for lib in installed_libraries(session, "torch", ("torch",)):
             for what, (sizes, makers) in session.track(chosen.items()):
                 batch = Batch(lib, sizes, seed, quick)
                 case = {
@@ -639,8 +660,8 @@ def command(
                     names.append(operation.name)
                     if operation.name.startswith(_prefixes(operations)):
                         measure(session, lib, {"batch": what, **case}, operation)
-                for who, why in batch.left_out.items():
-                    session.leave_out(who, why)
+                for contender, reason in batch.left_out.items():
+                    session.leave_out(contender, reason)
         if names and not session.result.rows:
             raise typer.BadParameter(
                 f"--operations: expected the beginnings of some of {', '.join(names)}, "

@@ -9,19 +9,21 @@ import typer
 
 from .. import lengths as draws
 from .. import plots
-from ..libraries import MeasuredLibrary, wanted, where
+from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
 from ..options import Backend, Device, Lengths, Out, Quick, Seed
-from ..peers import Peer, contenders
+from ..peers import Peer, available_peers
 from ..results import Result
 from ..session import Session
 from ..work import Work
 
-ITEM, OFFSET, MASK = 4, 4, 1  # bytes: a float32 number, an int32 offset, a mask's boolean
+#: Bytes of a float32 number, an int32 offset and a boolean of a mask.
+ITEM, OFFSET, MASK = 4, 4, 1
 #: Rows, median and sigma for which savings of 71% and 85% were published.
 PUBLISHED = ((64, 256.0, 0.6), (32, 1024.0, 1.2))
-POOL = 100  # batches whose rows are sorted together
+#: Batches whose rows are sorted together.
+POOL = 100
 HEADS, DIM = 4, 32
-#: Most bytes of padded scores for which the peak is measured; the naive form holds three copies.
+#: Maximum bytes of padded scores for which the peak is measured; the naive form holds three copies.
 PEAK_SCORES = {"cuda": 2e9, "cpu": 3e8}
 
 
@@ -59,8 +61,8 @@ def savings(batches: list[np.ndarray], width: int) -> dict[str, dict[str, float]
     }
     total = sum(ways["padded"])
     return {
-        who: {"batch_bytes": float(np.mean(x)), "total_saved": 1 - sum(x) / total}
-        for who, x in ways.items()
+        contender: {"batch_bytes": float(np.mean(x)), "total_saved": 1 - sum(x) / total}
+        for contender, x in ways.items()
     }
 
 
@@ -95,7 +97,7 @@ def command(
     rows of all batches, so it applies only if their order may change. Peaks are measured on one
     such batch; on the CPU its rows have a quarter of the length.
     """
-    with Session("memory", locals(), where(device)) as session:
+    with Session("memory", locals(), resolve_device(device)) as session:
         cases: list[tuple[dict[str, Any], list[np.ndarray]]] = []
         if lengths is not None:
             row_lengths = draws.read(lengths)
@@ -113,7 +115,7 @@ def command(
                 cases.append(({"rows": rows, "median": median, "sigma": deviation}, batches))
         for case, batches in cases:
             _count(session, case, batches, len(batches) if lengths else trials, feature_dim)
-        libraries = wanted(session, backend)
+        libraries = installed_libraries(session, backend)
         for case, batches in session.track(cases, "measured peaks"):
             for lib in libraries:
                 _peaks(session, case, batches[0], lib)
@@ -122,8 +124,8 @@ def command(
 def _count(
     session: Session, case: dict[str, Any], batches: list[np.ndarray], trials: int, width: int
 ) -> None:
-    for who, values in savings(batches, width).items():
-        session.row(case, who).values |= values
+    for contender, values in savings(batches, width).items():
+        session.row(case, contender).values |= values
     each = [1 - ragged_bytes(x, width) / padded_bytes(x, width) for x in batches[:trials]]
     row = session.row({**case, "batches": len(each)}, "scree")
     row.values = {
@@ -141,21 +143,28 @@ def _peaks(session: Session, case: dict[str, Any], batch: np.ndarray, lib: Measu
     """
     batch = batch[:4] // 4 if session.quick else batch // 4 if session.device == "cpu" else batch
     work = _work(batch)
-    most = PEAK_SCORES[session.device]
-    while work.padded_scores > most and len(work.lengths) > 1:  # fewer rows, from the end
+    max_scores = PEAK_SCORES[session.device]
+    # Drop rows from the end.
+    while work.padded_scores > max_scores and len(work.lengths) > 1:
         work = _work(batch[: len(work.lengths) - 1])
     if len(work.lengths) < len(batch):
         session.leave_out(
             f"peaks of all {len(batch)} rows of median {case.get('median', 'as given')}",
-            f"padded scores of more than {most / 1e9:g} GB; "
+            f"padded scores of more than {max_scores / 1e9:g} GB; "
             f"the first {len(work.lengths)} rows are measured",
         )
-    what = {**case, "rows": len(work.lengths), "longest": work.longest, "heads": HEADS, "dim": DIM}
-    for peer in contenders(session, lib, work):
+    case_sizes = {
+        **case,
+        "rows": len(work.lengths),
+        "longest": work.max_length,
+        "heads": HEADS,
+        "dim": DIM,
+    }
+    for peer in available_peers(session, lib, work):
         if peer.name.startswith(
             ("scree", "padded, matmul", "padded, SDPA", "padded, jax", "padded, mx")
         ):
-            _peak(session, what, lib, peer, work)
+            _peak(session, case_sizes, lib, peer, work)
 
 
 def _work(batch: np.ndarray) -> Work:
@@ -170,10 +179,10 @@ def _peak(
         step = lib.steps(function, args, cotangent)[phase]()
         return lib.peak(step) + sum(ITEM * float(np.prod(x.shape)) for x in args)
 
-    case, who = {**case, "backend": lib.name}, peer.name
-    session.value(case, who, "forward_peak_bytes", lambda: measured("forward"))
+    case, contender = {**case, "backend": lib.name}, peer.name
+    session.value(case, contender, "forward_peak_bytes", lambda: measured("forward"))
     if lib.phases is not None:
-        session.value(case, who, "both_peak_bytes", lambda: measured("both"))
+        session.value(case, contender, "both_peak_bytes", lambda: measured("both"))
 
 
 def pictures(result: Result) -> plots.Pictures:

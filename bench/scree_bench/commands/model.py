@@ -16,16 +16,18 @@ import typer
 
 from .. import gpt, plots, results
 from .. import lengths as draws
-from ..libraries import allocations, torch_compiled, where
+from ..libraries import allocations, resolve_device, torch_compiled
 from ..measure import Failure, require
-from ..options import Device, Lengths, Out, Quick, Seed, numbers, words
+from ..options import Device, Lengths, Out, Quick, Seed, parse_numbers, parse_words
 from ..results import OK, Result, Row, Table, unit
 from ..session import Session
 from ..work import BACKWARD
 
 PHASES = ("forward", "backward", "optimizer")
-WARM_UPS = (0, 1, 5)  # warm-up steps excluded from a mean
-POINTS = 1000  # most points of a timeline
+#: Numbers of warm-up steps that a mean excludes.
+WARM_UPS = (0, 1, 5)
+#: Maximum points of a timeline.
+POINTS = 1000
 PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16 autocast"}
 #: Precision -> data type whose peak of matrix products is the limit.
 LIMITS = {"fp32": "float32", "bf16 autocast": "bfloat16"}
@@ -40,14 +42,14 @@ CLASSES = {
 }
 
 
-class Step:
+class TrainingStep:
     """Training step of one contender, phase by phase; the state persists between steps."""
 
     def __init__(
         self,
         size: gpt.Size,
         batch: gpt.Batch,
-        longest: int,
+        max_length: int,
         device: str,
         precision: str,
         compiled: bool,
@@ -57,7 +59,7 @@ class Step:
 
         self.torch, self.device = torch, device
         self.loss: Any = None
-        self.weights = gpt.weights(size, longest, device, seed)
+        self.weights = gpt.weights(size, max_length, device, seed)
         self.optimizer = torch.optim.AdamW(
             self.weights.values(), lr=1e-4, fused=device == "cuda" or None
         )
@@ -140,13 +142,16 @@ def command(
     peak of each phase is relative to the memory held before the step. The share of the limit is the
     rate of operations on real tokens relative to this machine's peak for matrix products.
     """
-    with Session("model", locals(), where(device)) as session:
+    with Session("model", locals(), resolve_device(device)) as session:
         if find_spec("torch") is None:
             return session.leave_out("model", "needs PyTorch, which is not installed")
         sizes = sizes or ("small" if session.device == "cuda" else "mini")
         contexts = contexts or ("128,256,512" if session.device == "cuda" else "64,128")
-        chosen, medians = words(sizes, "--sizes", gpt.SIZES), numbers(contexts, "--contexts")
-        selected = words(precisions, "--precisions", PRECISIONS)
+        chosen, medians = (
+            parse_words(sizes, "--sizes", gpt.SIZES),
+            parse_numbers(contexts, "--contexts"),
+        )
+        selected = parse_words(precisions, "--precisions", PRECISIONS)
         if quick:
             chosen, medians, steps = ["tiny"], [24], 3
         file_lengths = draws.read(lengths)[:batch] if lengths else None
@@ -183,47 +188,57 @@ def _measure(
 ) -> None:
     import torch
 
-    device, size, longest = session.device, gpt.SIZES[case["size"]], case["longest"]
+    device, size, max_length = session.device, gpt.SIZES[case["size"]], case["longest"]
     torch.backends.cuda.matmul.allow_tf32 = case["precision"] == "tf32"
-    running: dict[str, Step] = {}
+    running: dict[str, TrainingStep] = {}
     for form, make in (("scree", gpt.ragged), ("padded", gpt.padded)):
         for compile_it in (False, True) if compiled else (False,):
-            who = f"{form}, compiled" if compile_it else form
+            contender = f"{form}, compiled" if compile_it else form
             try:
                 require(16.0 * size.parameters, device)
-                running[who] = Step(
-                    size, make(rows, device), longest, device, case["precision"], compile_it, seed
+                running[contender] = TrainingStep(
+                    size,
+                    make(rows, device),
+                    max_length,
+                    device,
+                    case["precision"],
+                    compile_it,
+                    seed,
                 )
-            except Exception as error:  # e.g. out of memory: a result; the other contenders run on
-                session.row(case, who).add("step_s", Failure.of(error))
+            # A failure, such as a lack of memory, is a result; the other contenders still run.
+            except Exception as error:
+                session.row(case, contender).add("step_s", Failure.of(error))
     times: dict[str, dict[str, list[float]]] = {
-        who: {phase: [] for phase in PHASES} for who in running
+        contender: {phase: [] for phase in PHASES} for contender in running
     }
     try:
         for number in range(max(WARM_UPS) + steps):
-            for who in list(running):
+            for contender in list(running):
                 try:
                     for phase in PHASES:
-                        times[who][phase].append(running[who].run(phase))
+                        times[contender][phase].append(running[contender].run(phase))
                     if number == 0:
-                        session.row(case, who).values["first_loss_value"] = float(
-                            running[who].loss.detach()
+                        session.row(case, contender).values["first_loss_value"] = float(
+                            running[contender].loss.detach()
                         )
-                except Exception as error:  # e.g. out of memory: the other contenders run on
-                    session.row(case, who).add("step_s", Failure.of(error))
-                    del running[who]
-    finally:  # after an interrupt too
-        for who in running:
-            _summarize(session.row(case, who), times[who])
-    for who, step in running.items():
-        row = session.row(case, who)
+                # The other contenders still run.
+                except Exception as error:
+                    session.row(case, contender).add("step_s", Failure.of(error))
+                    del running[contender]
+    # After an interrupt too.
+    finally:
+        for contender in running:
+            _summarize(session.row(case, contender), times[contender])
+    for contender, step in running.items():
+        row = session.row(case, contender)
         row.values["real_tokens"] = case["tokens"] / row.values["step_s"]
         if peak := session.limits().get(f"matmul_{LIMITS.get(case['precision'])}_flops"):
             row.values["of_limit_share"] = step_flops(size, rows) / row.values["step_s"] / peak
         try:
             _memory(session, row, step)
             _profile(session, row, step)
-        except Exception as error:  # e.g. out of memory: the other contenders run on
+        # The other contenders still run.
+        except Exception as error:
             row.add("profile", Failure.of(error))
 
 
@@ -251,7 +266,7 @@ def _summarize(row: Row, times: dict[str, list[float]]) -> None:
     row.values |= {"deviation_s": deviation, "cv_share": deviation / statistics.fmean(every[last:])}
 
 
-def _memory(session: Session, row: Row, step: Step) -> None:
+def _memory(session: Session, row: Row, step: TrainingStep) -> None:
     """Add the peak of each phase, and the timeline of memory held through a whole step."""
     line: list[list[float]] = []
     base, start = 0, 0.0
@@ -269,7 +284,7 @@ def _memory(session: Session, row: Row, step: Step) -> None:
     session.result.extra["timelines"][_label(row)] = line[:: max(1, len(line) // POINTS)]
 
 
-def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
+def _cuda_allocations(step: TrainingStep, phase: str) -> list[tuple[float, int]]:
     """Return seconds and bytes held after each event of PyTorch's memory snapshot."""
     memory = step.torch.cuda.memory
     # Without stack traces, which are slow to record.
@@ -284,7 +299,7 @@ def _cuda_allocations(step: Step, phase: str) -> list[tuple[float, int]]:
     return line
 
 
-def _profile(session: Session, row: Row, step: Step) -> None:
+def _profile(session: Session, row: Row, step: TrainingStep) -> None:
     """Add the share of each kernel class in a phase, and the slowest kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -304,18 +319,18 @@ def _profile(session: Session, row: Row, step: Step) -> None:
         shares = dict.fromkeys((*CLASSES, "other"), 0.0)
         for name, seconds in kernel_times.items():
             shares[classify(name)] += seconds / total
-        target = session.row({**row.case, "phase": phase}, row.who)
-        target.values |= {f"{name}_share": share for name, share in shares.items()}
-        longest = sorted(kernel_times.items(), key=lambda item: -item[1])[:10]
+        phase_row = session.row({**row.case, "phase": phase}, row.who)
+        phase_row.values |= {f"{name}_share": share for name, share in shares.items()}
+        slowest = sorted(kernel_times.items(), key=lambda item: -item[1])[:10]
         session.result.extra["kernels"][f"{_label(row)}, {phase}"] = [
-            [name[:120], seconds] for name, seconds in longest
+            [name[:120], seconds] for name, seconds in slowest
         ]
 
 
 def classify(kernel: str) -> str:
     """Return the class of a kernel, by its name."""
     name = kernel.lower()
-    return next((kind for kind, words in CLASSES.items() if re.search(words, name)), "other")
+    return next((kind for kind, pattern in CLASSES.items() if re.search(pattern, name)), "other")
 
 
 def tables(result: Result) -> list[Table]:

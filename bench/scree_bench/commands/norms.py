@@ -14,11 +14,17 @@ import scree
 
 from .. import plots, results
 from ..formulas import EPS
-from ..libraries import Function, MeasuredLibrary, torch_compiled, wanted, where
+from ..libraries import (
+    Function,
+    MeasuredLibrary,
+    installed_libraries,
+    resolve_device,
+    torch_compiled,
+)
 from ..measure import PATIENCE
 from ..operations import PHASES, Contender, Operation, measure
-from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, numbers
-from ..peers import NO_TIME, compiler, lacking
+from ..options import Device, Dtype, Out, Patience, Quick, Seconds, Seed, data_type, parse_numbers
+from ..peers import NO_TIME, compiler_unavailable, unavailable_on_cuda
 from ..results import Result, Table
 from ..session import SECONDS, Session
 
@@ -88,14 +94,14 @@ def functions(
     by_name = {"scree": ours(None), "torch": eager}
     if session.device == "cuda":  # elsewhere scree takes the standard path anyway
         by_name["scree, standard path"] = ours("standard")
-    if why := NO_TIME if session.quick else compiler(lib):
-        session.leave_out("torch, compiled", why)
+    if reason := NO_TIME if session.quick else compiler_unavailable(lib):
+        session.leave_out("torch, compiled", reason)
     else:
         by_name["torch, compiled"] = torch_compiled(eager)
     for module, (names, get) in IMPORTED.items():
         if name in names:
-            if why := lacking(lib, dtype):
-                session.leave_out(module, why)
+            if reason := unavailable_on_cuda(lib, dtype):
+                session.leave_out(module, reason)
                 continue
             try:
                 by_name[module] = get(name)
@@ -123,15 +129,17 @@ def command(
     gradient, and writes a gradient. The share is relative to a plain copy of as many bytes. The
     norm of a sum adds a residual first and returns the sum too.
     """
-    with Session("norms", locals(), where(device)) as session:
+    with Session("norms", locals(), resolve_device(device)) as session:
         dtype = data_type(dtype, session.device)
-        sizes = [numbers(x, "--shapes", "x") for x in (shapes or SHAPES[session.device]).split(",")]
+        sizes = [
+            parse_numbers(x, "--shapes", "x") for x in (shapes or SHAPES[session.device]).split(",")
+        ]
         if any(len(size) != 2 for size in sizes):
             raise typer.BadParameter(
                 f"--shapes: expected tokens x width, such as 12160x4096, got {shapes!r}"
             )
         sizes = [[64, 256]] if quick else sizes
-        for lib in wanted(session, "torch", ("torch",)):
+        for lib in installed_libraries(session, "torch", ("torch",)):
             for tokens, width in session.track(sizes):
                 for name in NORMS:
                     measure(
@@ -164,17 +172,17 @@ def _operation(
         x, lib.make(np.asarray([0, tokens // 3, tokens]), "int32"), max_length=tokens
     )
     plain, passes = NORMS[name]
-    moved, (forward, backward) = float(x.numel() * x.element_size()), passes
+    traffic, (forward, backward) = float(x.numel() * x.element_size()), passes
 
-    def contender(run: Function) -> Contender:
+    def build(run: Function) -> Contender:
         return lambda: (run, leaves)
 
     runs = functions(session, lib, name, dtype, rows)
     return Operation(
         name,
-        {who: contender(run) for who, run in runs.items()},
-        (forward * moved, backward * moved, (forward + backward) * moved),
-        lambda: plain(F)(*map(lib.wide, leaves)),
+        {contender: build(run) for contender, run in runs.items()},
+        (forward * traffic, backward * traffic, (forward + backward) * traffic),
+        lambda: plain(F)(*map(lib.as_float64, leaves)),
     )
 
 

@@ -16,18 +16,20 @@ import scree
 from scree.broadcasting import as_values
 
 from .. import plots, results
-from ..libraries import MeasuredLibrary, wanted, where
+from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
 from ..measure import Thunk
 from ..options import Backend, Device, Out, Quick, Seconds
 from ..results import Result, Table
 from ..session import SECONDS, Build, Session
 
 LENGTHS = (4, 2, 7)
-HEADS, WIDTH = 4, 64  # sizes for the calls of a model's layer
+#: Sizes for the calls of a model's layer.
+HEADS, WIDTH = 4, 64
 #: Last words of the names of such calls.
 OF_A_LAYER = (" in a layer", " with gradients", ", on one thread", ", without autograd")
 IMPORTS = ("numpy", "scree", "torch", "jax", "mlx.core")
-LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}  # seconds over the bare call, on NumPy
+#: Kind of function -> maximum seconds over the bare call, on NumPy.
+LIMITS = {"elementwise": 25e-6, "reduction": 60e-6}
 
 
 def calls(lib: MeasuredLibrary) -> dict[str, tuple[Thunk, Thunk | None]]:
@@ -133,7 +135,7 @@ def layer_calls(lib: MeasuredLibrary) -> dict[str, dict[str, Thunk]]:
                 flash["varlen_attn"], tuple(leaves[:3])
             )
     return {
-        name: {who: f for who, f in each.items() if f is not None}
+        name: {contender: f for contender, f in each.items() if f is not None}
         for name, each in calls_by_name.items()
     }
 
@@ -148,7 +150,7 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
     from scree_triton.attention.interface import make_spec
     from scree_triton.attention.launch_configs import VarlenLayout, get_launch_config
 
-    aten, offsets, longest = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
+    aten, offsets, max_length = torch.ops.aten, q.offsets.to(torch.int32), max(LENGTHS)
     rows, spec = (
         VarlenLayout(q.offsets, q.offsets, q.layout.cache),
         make_spec(True, None, None, WIDTH**-0.5, None),
@@ -160,13 +162,24 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
 
     def forward(*inputs: Any) -> Any:
         return aten._flash_attention_forward(
-            *inputs, offsets, offsets, longest, longest, 0.0, True, False
+            *inputs, offsets, offsets, max_length, max_length, 0.0, True, False
         )
 
     def both() -> Any:
         out, lse, seed, counter, _ = forward(*plain)
         return aten._flash_attention_backward(
-            grad, *plain, out, lse, offsets, offsets, longest, longest, 0.0, True, seed, counter
+            grad,
+            *plain,
+            out,
+            lse,
+            offsets,
+            offsets,
+            max_length,
+            max_length,
+            0.0,
+            True,
+            seed,
+            counter,
         )
 
     def ours() -> Any:
@@ -183,7 +196,7 @@ def _flash(q: Any, plain: tuple[Any, Any, Any], leaves: list[Any], grad: Any) ->
         from torch.nn.attention.varlen import varlen_attn
 
         thunks["varlen_attn"] = lambda: varlen_attn(
-            *leaves, offsets, offsets, longest, longest, window_size=(-1, 0)
+            *leaves, offsets, offsets, max_length, max_length, window_size=(-1, 0)
         )
     return thunks
 
@@ -215,7 +228,8 @@ def functions() -> Iterator[tuple[str, str, Thunk, Thunk]]:
 def _takes(function: Callable[..., Any], arrays: tuple[Any, ...]) -> bool:
     try:
         return isinstance(function(*(arr.values for arr in arrays)), np.ndarray)
-    except (TypeError, ValueError):  # wrong types, or wrong number of arguments
+    # The types or the number of arguments are wrong.
+    except (TypeError, ValueError):
         return False
 
 
@@ -233,8 +247,8 @@ def command(
     PyTorch model are compared with PyTorch's functions, forward and with gradients, and with an
     autograd function that computes nothing.
     """
-    with Session("overhead", locals(), where(device)) as session:
-        for lib in wanted(session, backend):
+    with Session("overhead", locals(), resolve_device(device)) as session:
+        for lib in installed_libraries(session, backend):
             for what, (ours, bare) in session.track(calls(lib).items(), lib.name):
                 case = {"backend": lib.name, "call": what}
                 contenders: dict[str, Build] = {"scree": partial(_values, ours)}
@@ -256,7 +270,7 @@ def command(
 
                 for what, thunks in session.track(layer_calls(lib).items(), "against PyTorch"):
                     builds: dict[str, Build] = {
-                        who: partial(_identity, f) for who, f in thunks.items()
+                        contender: partial(_identity, f) for contender, f in thunks.items()
                     }
                     session.time(
                         {"backend": lib.name, "call": what}, "call_s", builds, device="cpu"

@@ -12,15 +12,16 @@ import scree
 
 from .. import plots, results
 from ..formulas import EPS, layer_norm, rms_norm, softmax
-from ..lengths import adding_up
-from ..libraries import MeasuredLibrary, wanted, where
+from ..lengths import lognormal_with_total
+from ..libraries import MeasuredLibrary, installed_libraries, resolve_device
 from ..options import Backend, Device, Out, Quick, Seed
 from ..results import Result, Table
 from ..session import Session
-from ..work import distance
+from ..work import relative_error
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-SCALES = (1.0, 300.0)  # at 300 the square of a number no longer fits float16
+#: Factors of the inputs. At 300 the square of a number exceeds the range of float16.
+SCALES = (1.0, 300.0)
 
 #: Data types for the sum of a thousand times 0.01: of the sum, of the number, and of the number
 #: converted before adding.
@@ -68,11 +69,11 @@ def command(
     the norm of the truth, on inputs that the data type can represent. The peer of scree is the same
     formula in the data type itself, row by row. A result that overflows is not finite.
     """
-    with Session("precision", locals(), where(device)) as session:
+    with Session("precision", locals(), resolve_device(device)) as session:
         rng = np.random.default_rng(seed)
-        lengths = adding_up(8 if quick else 32, 400 if quick else 20_000, rng)
+        lengths = lognormal_with_total(8 if quick else 32, 400 if quick else 20_000, rng)
         values = rng.standard_normal((int(lengths.sum()), 16)) + 0.5
-        for lib in wanted(session, backend):
+        for lib in installed_libraries(session, backend):
             for combination in ACCUMULATIONS:
                 _accumulation(session, lib, combination)
             for dtype in session.track(DTYPES, lib.name):
@@ -112,22 +113,22 @@ def _operations(
     for name, (ragged, row) in OPERATIONS.items():
         case = {"operation": name, "dtype": dtype, "size of numbers": scale, "backend": lib.name}
         put = join.get(name, np.concatenate)
-        truth = put([row(np, part) for part in exact])
+        expected = put([row(np, part) for part in exact])
 
-        def ours(ragged: Any = ragged, truth: Any = truth) -> float:
-            return _distance(lib.arrays.read(ragged(xp, arr)), truth)
+        def ours(ragged: Any = ragged, expected: Any = expected) -> float:
+            return _distance(lib.arrays.read(ragged(xp, arr)), expected)
 
-        def plain(row: Any = row, put: Any = put, truth: Any = truth) -> float:
+        def plain(row: Any = row, put: Any = put, expected: Any = expected) -> float:
             with np.errstate(all="ignore"):
-                return _distance(put([lib.arrays.read(row(xp, part)) for part in rows]), truth)
+                return _distance(put([lib.arrays.read(row(xp, part)) for part in rows]), expected)
 
         session.value(case, "scree", "relative_error", ours)
         session.value(case, "in the dtype itself", "relative_error", plain)
 
 
-def _distance(result: np.ndarray, truth: np.ndarray) -> float:
+def _distance(result: np.ndarray, expected: np.ndarray) -> float:
     with np.errstate(all="ignore"):
-        return distance(result, truth)
+        return relative_error(result, expected)
 
 
 def tables(result: Result) -> list[Table]:
@@ -158,16 +159,16 @@ def pictures(result: Result) -> plots.Pictures:
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
         names = list(dict.fromkeys((row.case["operation"], row.case["dtype"]) for row in rows))
-        for who, marker in (("scree", "o"), ("in the dtype itself", "x")):
+        for contender, marker in (("scree", "o"), ("in the dtype itself", "x")):
             points = [
                 (
                     names.index((row.case["operation"], row.case["dtype"])),
                     row.values["relative_error"],
                 )
                 for row in rows
-                if row.who == who and row.values["relative_error"] > 0
+                if row.who == contender and row.values["relative_error"] > 0
             ]
-            axes.plot(*zip(*points, strict=True), marker=marker, linestyle="", label=who)
+            axes.plot(*zip(*points, strict=True), marker=marker, linestyle="", label=contender)
         axes.set(yscale="log", title="Relative error against float64, all libraries")
         axes.set_xticks(
             range(len(names)), [f"{a}, {b}" for a, b in names], rotation=60, ha="right", fontsize=9

@@ -15,8 +15,8 @@ import scree
 
 from .. import plots
 from ..formulas import softmax
-from ..lengths import adding_up
-from ..libraries import MeasuredLibrary, wanted
+from ..lengths import lognormal_with_total
+from ..libraries import MeasuredLibrary, installed_libraries
 from ..measure import Thunk
 from ..options import Backend, Out, Quick, Seconds
 from ..results import OK, Result, Row
@@ -164,7 +164,7 @@ def attention_cases(lib: MeasuredLibrary, quick: bool) -> list[Case]:
     The 16 log-normal sequences have about 2,000 real and 4,500 padded tokens.
     """
     rng = np.random.default_rng(11)
-    lengths = adding_up(16, 2_000, rng)
+    lengths = lognormal_with_total(16, 2_000, rng)
     arrays = [_normal(rng, lengths.sum(), 4, 32) for _ in range(3)]
     q = scree.from_lengths(lib.make(arrays[0]), lengths)
     k, v = (q.with_values(lib.make(x)) for x in arrays[1:])
@@ -284,9 +284,9 @@ def other_library_cases(quick: bool) -> list[Case]:
         "mask": (1, lambda: arr[arr > 0], lambda: theirs[theirs > 0], lambda: wrapped[wrapped > 0]),
     }
     return [
-        Case(f"{what} of {lengths.size:,} rows, against {who}", ours, peer, limit)
+        Case(f"{what} of {lengths.size:,} rows, against {contender}", ours, peer, limit)
         for what, (limit, ours, *peers) in work.items()
-        for who, peer in zip(("awkward", "ragged"), peers, strict=True)
+        for contender, peer in zip(("awkward", "ragged"), peers, strict=True)
     ]
 
 
@@ -304,7 +304,7 @@ def command(
     The exit status is 1 if a limit is passed, so that a script can enforce the limits.
     """
     with Session("ratios", locals()) as session:
-        for lib in wanted(session, backend):
+        for lib in installed_libraries(session, backend):
             cases = [
                 case
                 for make in (general_cases, sort_case, attention_cases)

@@ -122,18 +122,18 @@ def _call(result: Result) -> str:
     parameters = signature(
         import_module(f"scree_bench.commands.{result.command}").command
     ).parameters
-    words = [f"scree-bench {result.command}"]
+    arguments = [f"scree-bench {result.command}"]
     for name, x in result.config.items():
         if name in parameters and x not in (None, "") and str(x) != str(parameters[name].default):
             option = name.replace("_", "-")
-            words.append(
+            arguments.append(
                 f"--{option}"
                 if x is True
                 else f"--no-{option}"
                 if x is False
                 else f"--{option} {x}"
             )
-    return " ".join(words)
+    return " ".join(arguments)
 
 
 def _words(command: str) -> tuple[str, str]:
@@ -235,27 +235,29 @@ def compare(
         raise typer.BadParameter(
             f"expected two runs of one command, got {a.command} and {b.command}"
         )
-    for what, x, y in (("machine", _host(a), _host(b)), ("versions", a.versions, b.versions)):
+    for aspect, x, y in (("machine", _host(a), _host(b)), ("versions", a.versions, b.versions)):
         if x != y:
-            console.print(f"The {what} differ: {_difference(x, y)}", highlight=False, markup=False)
-    moves = results.compare(a, b, least)
-    for move in moves:
-        kind = results.unit(move.name)
-        verdict = {True: "better", False: "worse", None: "moved"}[move.better]
-        case = ", ".join(f"{k} {results.text(v)}" for k, v in move.case.items())
+            console.print(
+                f"The {aspect} differ: {_difference(x, y)}", highlight=False, markup=False
+            )
+    changes = results.compare(a, b, least)
+    for change in changes:
+        kind = results.unit(change.name)
+        verdict = {True: "better", False: "worse", None: "moved"}[change.better]
+        case = ", ".join(f"{k} {results.text(v)}" for k, v in change.case.items())
         console.print(
-            f"{verdict}: {case}: {move.who}: {move.name}: "
-            f"{kind.show(move.before)} -> {kind.show(move.after)} "
-            f"({move.after / move.before - 1 if move.before else float('inf'):+.0%}, "
-            f"noise {move.noise:.0%})",
+            f"{verdict}: {case}: {change.who}: {change.name}: "
+            f"{kind.show(change.before)} -> {kind.show(change.after)} "
+            f"({change.after / change.before - 1 if change.before else float('inf'):+.0%}, "
+            f"noise {change.noise:.0%})",
             highlight=False,
             markup=False,
         )
-    if not moves:
+    if not changes:
         console.print("Nothing moved beyond noise.")
     if worst:
         _print_ratios(console, results.ratios(a, b), worst)
-    raise typer.Exit(1 if any(move.better is False for move in moves) else 0)
+    raise typer.Exit(1 if any(change.better is False for change in changes) else 0)
 
 
 def _print_ratios(console: Console, ratios: list[results.Ratio], worst: int) -> None:

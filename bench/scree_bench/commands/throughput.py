@@ -15,10 +15,10 @@ import scree
 from .. import lengths as draws
 from .. import plots
 from ..formulas import EPS, rms_norm, softmax
-from ..libraries import MeasuredLibrary, nesting, wanted, where
+from ..libraries import MeasuredLibrary, installed_libraries, nested_tensor_maker, resolve_device
 from ..measure import Thunk, require
 from ..options import Backend, Device, Lengths, Out, Quick, Seconds, Seed
-from ..peers import NO_TIME, Peer, contenders
+from ..peers import NO_TIME, Peer, available_peers
 from ..results import Result
 from ..session import SECONDS, Session
 from ..work import Work
@@ -123,9 +123,9 @@ def builds(lib: MeasuredLibrary, stream: Stream, operation: str) -> dict[str, Ca
 
     def ours() -> Thunk:
         def call(x: Any, offsets: Any) -> Any:
-            return ragged(xp, scree.Array(x, offsets, max_length=longest), weight)
+            return ragged(xp, scree.Array(x, offsets, max_length=max_length), weight)
 
-        longest = int(max(x.max() for x in stream.batches))
+        max_length = int(max(x.max() for x in stream.batches))
         arrays = [scree.from_lengths(lib.make(values(x)), x) for x in stream.batches]
         if lib.name == "jax":
             return every(lib.compiled(call), [(x.values, x.offsets) for x in arrays])
@@ -157,7 +157,7 @@ def builds(lib: MeasuredLibrary, stream: Stream, operation: str) -> dict[str, Ca
         def jagged() -> Thunk:
             return every(
                 lambda x: nested(F, x, weight),
-                [(nesting(lib, x)(lib.make(values(x))),) for x in stream.batches],
+                [(nested_tensor_maker(lib, x)(lib.make(values(x))),) for x in stream.batches],
             )
 
         passes["padded, torch's own"] = padding(
@@ -181,7 +181,7 @@ def attention_builds(
         return passes
 
     builders = {}
-    for peer in contenders(session, lib, stream.works()[0]):
+    for peer in available_peers(session, lib, stream.works()[0]):
         if peer.slow and len(stream.batches) > 1:
             session.leave_out(
                 f"{peer.name} on a stream", "compiles for each batch; measured on one batch"
@@ -224,7 +224,7 @@ def command(
     for matrix products, or the rate of bytes relative to its bandwidth. The second workload is one
     batch of sixteen rows, 4 heads x 32, from the first CPU table of the project.
     """
-    with Session("throughput", locals(), where(device)) as session:
+    with Session("throughput", locals(), resolve_device(device)) as session:
         rng = np.random.default_rng(seed)
         batches = batches or (4 if session.device == "cuda" else 2)
         if quick:
@@ -236,9 +236,12 @@ def command(
         )
         stream = Stream(draws.batches(row_lengths, num_seqs), heads, dim, seed)
         first = Stream(
-            [draws.adding_up(16, 200 if quick else 2_000, np.random.default_rng(11))], 4, 32, seed
+            [draws.lognormal_with_total(16, 200 if quick else 2_000, np.random.default_rng(11))],
+            4,
+            32,
+            seed,
         )
-        for lib in wanted(session, backend):
+        for lib in installed_libraries(session, backend):
             for name, rows in session.track((("stream", stream), ("one batch", first)), lib.name):
                 _measure(
                     session, lib, name, "attention", rows, attention_builds(session, lib, rows)
