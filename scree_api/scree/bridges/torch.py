@@ -1,7 +1,8 @@
 """PyTorch's nested tensors, and the methods that a DataLoader and a training loop call on a batch.
 
 Jagged nested tensors share values and offsets in both directions. `from_torch_nested` shares the
-buffer of a strided one, and `to_torch_nested` copies the rows into one. Gradients pass both ways.
+buffer of a strided nested tensor; `to_torch_nested` copies the rows into a new buffer. Gradients
+pass both ways.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ TENSOR_METHODS = {
 }  # fmt: skip
 
 
-def _operator(
+def _torch_function(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """Compute an operator between a tensor and a ragged array, the tensor first.
@@ -59,12 +59,12 @@ def _operator(
         )
     if not torch.compiler.is_compiling():
         return NotImplemented
-    name, swapped = method
+    name, is_swapped = method
     function = getattr(args[1].__array_namespace__(), name)
-    return function(args[1], args[0]) if swapped else function(args[0], args[1])
+    return function(args[1], args[0]) if is_swapped else function(args[0], args[1])
 
 
-Array.__torch_function__ = classmethod(_operator)  # type: ignore[attr-defined]
+Array.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
 
 
 def _rejects_reduction(call: SegmentCall) -> str | None:
