@@ -1,8 +1,8 @@
-"""`explain`: which kernel a call selects, and why the others reject it."""
+"""`explain`: the kernel that a call selects, and the reasons of the kernels that reject it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -27,7 +27,7 @@ class Explanation:
         The provider of the kernel, or the library's name where its own function computes the
         result.
     rejected
-        Provider -> reason, for the kernels that were asked before.
+        Provider -> reason, for the kernels that rejected the call before.
     """
 
     operation: str
@@ -42,14 +42,17 @@ class Explanation:
 
 
 class _Selected(BaseException):
-    """Ends a call after its kernel was selected; not an `Exception`, which a function might catch."""
+    """Ends a call after its kernel was selected.
+
+    It is not an `Exception`, because the called function might catch that.
+    """
 
 
 def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Return which kernel a function would run on these arguments, and why others would not.
+    """Return the kernel that a function would run on these arguments, and why others reject them.
 
-    The function itself runs up to the selection of its kernel, so `explain` accepts exactly what
-    the function accepts. Where a function needs several operations, the first one is explained.
+    The function itself runs up to the selection of its kernel, so `explain` accepts the same
+    arguments. Where a function needs several operations, the first one is explained.
 
     Parameters
     ----------
@@ -62,12 +65,12 @@ def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
     Returns
     -------
     Explanation
-        Prints one line for the provider that runs and one for each that rejects.
+        The selected provider and the rejections; printing it shows one line for each.
 
     Raises
     ------
     TypeError, ValueError
-        What the function raises for these arguments, or if there is no such function.
+        If the function raises it for these arguments, or there is no such function.
 
     Examples
     --------
@@ -78,7 +81,8 @@ def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
     >>> scree.explain("sum", arr, axis=1).provider
     'reduceat'
     """
-    function = _function(name, [*args, *kwargs.values()])
+    arguments = [*args, *kwargs.values()]
+    function = _find_function(name, arguments)
     selected: list[tuple[str, dict[str, str]]] = []
 
     def observe(operation: str, provider: str, rejected: dict[str, str]) -> None:
@@ -93,17 +97,18 @@ def explain(name: str, *args: Any, **kwargs: Any) -> Explanation:
         return Explanation(name, *selected[0])
     finally:
         del OBSERVERS[thread]
-    library = namespace(*filter(_is_any_array, _leaves([*args, *kwargs.values()])))
+    library = _namespace_of(arguments)
     return Explanation(name, library.__name__.rpartition(".")[2], {})
 
 
-def _function(name: Any, args: list[Any]) -> Callable[..., Any]:
+def _find_function(name: Any, arguments: list[Any]) -> Callable[..., Any]:
+    """Return the function or operation of a name; raise if there is none."""
     if not isinstance(name, str):
         raise ValueError(f"name: expected the name of a function, got {name!r}")
     if name in ragged.__all__:
         return getattr(ragged, name)  # type: ignore[no-any-return]
     if name in KINDS:
-        return getattr(namespace(*filter(_is_any_array, _leaves(args))), name)  # type: ignore[no-any-return]
+        return getattr(_namespace_of(arguments), name)  # type: ignore[no-any-return]
     if name in OPERATIONS:
         operation = OPERATIONS[name]
 
@@ -115,12 +120,15 @@ def _function(name: Any, args: list[Any]) -> Callable[..., Any]:
     raise ValueError(f"name: expected one of {', '.join(names)}, got {name!r}")
 
 
-def _leaves(args: list[Any]) -> list[Any]:
-    """The arguments, with lists and tuples of them flattened."""
-    return [
-        x for arg in args for x in (_leaves([*arg]) if isinstance(arg, list | tuple) else [arg])
-    ]
+def _namespace_of(arguments: list[Any]) -> Any:
+    """Return the namespace of the arrays among the arguments."""
+    return namespace(*(x for x in _flatten(arguments) if isinstance(x, Array) or is_array(x)))
 
 
-def _is_any_array(x: Any) -> bool:
-    return isinstance(x, Array) or is_array(x)
+def _flatten(arguments: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the arguments, and the items of lists and tuples instead of these."""
+    for x in arguments:
+        if isinstance(x, list | tuple):
+            yield from _flatten(x)
+        else:
+            yield x

@@ -156,10 +156,10 @@ def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = 
     """
     path = Path(path)
     read = _read_safetensors if _check_suffix(path) == ".safetensors" else _read_npz
-    tensors, text = read(path)
+    tensors, metadata = read(path)
     arrays: dict[str, Array] = {}
     try:
-        for name, entry in json.loads(text).items():
+        for name, entry in json.loads(metadata).items():
             values, layout_name = tensors[_join(name, "values")], entry["rows"]
             if layout_name == name:
                 arrays[name] = Array(
@@ -174,7 +174,8 @@ def load(path: str | os.PathLike[str], library: Any = "numpy", *, device: Any = 
                 )
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, RecursionError) as error:
         raise _damage_error(path, f"its arrays do not fit together ({error})") from error
-    first_of_layout: dict[int, Array] = {}  # arrays that shared a layout share the converted one
+    # Arrays that shared a layout share the converted layout.
+    first_of_layout: dict[int, Array] = {}
     converted: dict[str, Array] = {}
     for name, arr in arrays.items():
         target = to_backend(arr, library, device=device)
@@ -193,7 +194,7 @@ def _check_suffix(path: Path) -> str:
 
 
 def _join(name: str, part: str) -> str:
-    """Return the name of a tensor in the file; the name of a single array is empty."""
+    """Return the name of a tensor in the file; a single array has the empty name."""
     return f"{name}.{part}" if name else part
 
 
@@ -216,10 +217,11 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray], metadata: str
             "data_offsets": [end, end + x.nbytes],
         }
         end += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % VALUES_ALIGNMENT)  # 8 bytes hold the length of the header
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # The file begins with 8 bytes, the length of the header.
+    encoded += b" " * (-(len(encoded) + 8) % VALUES_ALIGNMENT)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
         for x in tensors.values():
             np.ascontiguousarray(x).view(np.uint8 if x.ndim else x.dtype).tofile(file)
 
@@ -231,9 +233,9 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], Any]:
         header_length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= header_length <= min(size - 8, MAX_HEADER_BYTES):
             raise _damage_error(path, f"it has {size} bytes and a header of {header_length}")
-        text = file.read(header_length)
+        encoded = file.read(header_length)
     try:
-        header = json.loads(text)
+        header = json.loads(encoded)
         metadata = header.pop("__metadata__")["scree"]
         tensors = {
             name: _map_tensor(path, 8 + header_length, size, **entry)
@@ -247,26 +249,25 @@ def _read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], Any]:
 def _map_tensor(
     path: Path, start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> np.ndarray:
-    """Return one tensor of the file, after a check that it is within the file."""
-    first, last = data_offsets
+    """Return a memory-mapped tensor of the file; raise if it is not within the file.
+
+    `start` is the position of the data in the file, `size` the size of the file.
+    """
+    begin, end = data_offsets
     name = DTYPES[dtype]
-    if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError("a size is not a non-negative integer")
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401 (registers the dtype with NumPy)
     numpy_dtype = np.dtype(name)
-    if last - first != math.prod(shape) * numpy_dtype.itemsize or start + last > size:
+    if end - begin != math.prod(shape) * numpy_dtype.itemsize or start + end > size:
         raise ValueError(
-            f"{dtype} of shape {shape} at {first} to {last} does not fit into {size - start} bytes"
+            f"{dtype} of shape {shape} at {begin} to {end} does not fit into {size - start} bytes"
         )
-    if first == last:
+    if begin == end:
         return np.empty(shape, numpy_dtype)
-    return (
-        np.memmap(path, np.uint8, "c", start + first, (last - first,))
-        .view(np.ndarray)
-        .view(numpy_dtype)
-        .reshape(shape)
-    )
+    mapped = np.memmap(path, np.uint8, "c", start + begin, (end - begin,))
+    return mapped.view(np.ndarray).view(numpy_dtype).reshape(shape)
 
 
 def _write_npz(path: Path, tensors: dict[str, np.ndarray], metadata: str) -> None:

@@ -1,10 +1,8 @@
-"""The facts about an array library that the standard does not give.
+"""One `Backend` per array library: the functions that its standard namespace lacks.
 
-One `Backend` per library, found by an array's type.
-
-This package is the lowest layer. Only it, `providers`, `bridges` and the training programs of
-`demo` name a library. A library that follows the standard and has no module here works too, through
-`generic`.
+This package is the lowest layer. Only this package, `providers`, `bridges` and the training
+programs of `demo` name a library. A library that follows the standard and has no module here works
+too, through `generic`.
 """
 
 from collections.abc import Callable
@@ -43,7 +41,7 @@ def _unchanged(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """The facts about one library that its standard namespace does not give.
+    """The functions of one array library that its standard namespace lacks.
 
     Attributes
     ----------
@@ -52,38 +50,37 @@ class Backend:
     xp
         Its namespace of the Array API standard.
     peek
-        ``peek(x)`` returns the values of an integer array as NumPy where reading is free (host
-        memory, already computed), else None. It never waits, never copies from a device, never
-        breaks a trace.
+        ``peek(x)`` returns an integer array as NumPy where reading is free (in host memory, already
+        computed), else None. It never waits, never copies from a device and never breaks a trace.
     read
-        ``read(x)`` returns the same and waits and copies where it must; raises `TypeError` under a
-        trace.
+        ``read(x)`` returns an integer array as NumPy, and waits and copies if necessary. It raises
+        `TypeError` under a trace.
     row_ids
-        ``row_ids(repeats, total)`` repeats each index of `repeats` as often as its entry says,
-        `total` entries in all, without reading the values. None where the library has nothing
+        ``row_ids(repeats, total)`` returns each index i of `repeats`, ``repeats[i]`` times, without
+        reading the values. The result has `total` entries. None where the library has nothing
         faster than a binary search.
     device, to_device
-        The device of an array, or None where a trace hides it or the library chooses it; and a copy
-        on another device.
+        ``device(x)`` returns the device of an array, or None where a trace hides it or the library
+        chooses it. ``to_device(x, device)`` returns the array on another device.
     uniform
-        ``uniform(key, shape, like)`` draws random numbers in [0, 1) from an explicit key or
-        generator; or None.
+        ``uniform(key, shape, like)`` returns random numbers in [0, 1) from an explicit key or
+        generator. None where the library has no random numbers.
     from_numpy
-        ``from_numpy(host, dtype, device)`` makes an array, where the library has something better
-        than `asarray`.
+        ``from_numpy(host, dtype, device)`` returns an array of the library. None where `asarray` is
+        good enough.
     is_compiling
-        Whether a compiler traces every step, so that NumPy must not be used. Where traced arrays
-        have a type of their own, `peek` returns None instead.
+        ``is_compiling()`` returns whether a compiler traces the program, so that NumPy must not be
+        used. It is always False where traced arrays have a type of their own: `peek` returns None
+        for them.
     untraced
-        ``untraced(offsets)`` is the context in which data derived from offsets is computed. What is
-        computed inside lives as long as the offsets, so it must not belong to a trace that does not
-        trace them.
+        ``untraced(offsets)`` is the context in which data derived from offsets is computed. The
+        data is kept as long as the offsets, so it must not belong to a trace unless the offsets do.
     checkpoint
-        ``checkpoint(f)`` is `f` with a backward pass that recomputes intermediate results; `f`
+        ``checkpoint(f)`` returns `f` with a backward pass that recomputes intermediate results; `f`
         itself in a library without gradients.
     take_aligned
-        ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal,
-        where the library's own function makes a compiler specialize on their sizes.
+        ``take_aligned(x, axis, index)`` is `take_along_axis` for arrays whose other axes are equal.
+        None unless the library's own function makes a compiler specialize on their sizes.
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
         host-visible metadata (dtype, shape, strides, device). None where validating a call is
@@ -118,7 +115,7 @@ class Backend:
         """Return the entries of `x` at `index` along an axis >= 0."""
         sizes = zip(x.shape, index.shape, strict=True)
         if self.take_aligned is not None and all(
-            a == axis or m == n for a, (m, n) in enumerate(sizes)
+            dim == axis or m == n for dim, (m, n) in enumerate(sizes)
         ):
             return self.take_aligned(x, axis, index)
         return self.xp.take_along_axis(x, index, axis=axis)
@@ -129,9 +126,8 @@ class Backend:
         return a is not None and b is not None and bool(a != b)
 
 
-#: Functions that run once per library, when its first array is seen. `scree.providers` registers
-#: kernels there, and
-#: `scree.namespace` builds the library's namespace.
+#: Functions that run once per library, when its first array is passed to scree. `scree.providers`
+#: registers kernels there, and `scree.namespace` builds the library's namespace.
 LOAD_HOOKS: list[Callable[[Backend], None]] = []
 
 _by_type: dict[type, Backend] = {}
@@ -139,7 +135,7 @@ _by_name: dict[str, Backend] = {}
 
 
 def add_load_hook(hook: Callable[[Backend], None]) -> None:
-    """Run a function for every library that is loaded, and for those that are loaded already."""
+    """Run a function for every library that is already loaded, and for each one loaded later."""
     LOAD_HOOKS.append(hook)
     for lib in list(_by_name.values()):
         hook(lib)
@@ -166,15 +162,16 @@ def _is_standard(x: Any) -> bool:
 
 def constant(f: F) -> F:
     """Mark a function of constants, so that `torch.compile` calls it instead of tracing it."""
-    f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+    # As torch.compiler.assume_constant_result does, but without importing PyTorch.
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return f
 
 
 @constant
 def _library(cls: type) -> str | None:
-    """Return the listed library of `cls` or of one of its bases.
+    """Return the module in `LIBRARIES` of a class or one of its bases.
 
-    Return None if instances of `cls` cannot be arrays.
+    None if there is none, or if instances of the class cannot be arrays.
     """
     if not hasattr(cls, "shape"):
         return None
@@ -183,7 +180,7 @@ def _library(cls: type) -> str | None:
 
 
 def backend_by_name(library: str) -> Backend:
-    """Return the backend of a library by its name; imports the library."""
+    """Import a library by its name and return its backend."""
     if library in LIBRARIES.values():
         return _load(library)
     module = import_module(library)
@@ -205,13 +202,13 @@ def _import(library: str) -> None:
         _register(import_module(f"{__name__}.{library}").BACKEND)
 
 
-def _register(new: Backend) -> None:
-    _by_name[new.name] = new
+def _register(lib: Backend) -> None:
+    _by_name[lib.name] = lib
     try:
         for hook in LOAD_HOOKS:
-            hook(new)
+            hook(lib)
     except BaseException:
-        del _by_name[new.name]  # the next array runs the hooks again
+        del _by_name[lib.name]  # the next array runs the hooks again
         raise
 
 

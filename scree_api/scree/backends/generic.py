@@ -1,4 +1,4 @@
-"""Any library that follows the standard and has no module here, for instance array-api-strict."""
+"""Backends of libraries that follow the standard and have no module here: array-api-strict etc."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import numpy as np
 
 from . import Backend
 
-CPU = 1  # kDLCPU in DLPack
+DLPACK_CPU = 1  # kDLCPU, the device type of host memory
 
 
 def _peek(x: Any) -> np.ndarray | None:
-    return _read(x) if x.__dlpack_device__()[0] == CPU else None
+    return _read(x) if x.__dlpack_device__()[0] == DLPACK_CPU else None
 
 
 def _read(x: Any) -> np.ndarray:
-    if x.__dlpack_device__()[0] != CPU:
+    if x.__dlpack_device__()[0] != DLPACK_CPU:
         x = array_api_compat.to_device(x, "cpu")
     return np.from_dlpack(x)
 

@@ -1,4 +1,4 @@
-"""JAX."""
+"""The backend of JAX."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,9 +25,8 @@ def _read(x: Any) -> np.ndarray:
 def _row_ids(repeats: Any, total: int) -> Any:
     host = _peek(repeats)
     if host is not None:
-        return jax.device_put(
-            np.repeat(np.arange(host.size, dtype=host.dtype), host), device(repeats)
-        )
+        row_ids = np.repeat(np.arange(host.size, dtype=host.dtype), host)
+        return jax.device_put(row_ids, device(repeats))
     return xp.repeat(xp.arange(repeats.shape[0]), repeats, total_repeat_length=total)
 
 
@@ -38,10 +37,7 @@ def _uniform(key: Any, shape: tuple[int, ...], like: Any) -> Any:
 
 
 def device(x: Any) -> Any:
-    """Return the device of an array.
-
-    None where a trace hides it, and for arrays that are not committed to one device.
-    """
+    """Return the device of an array; None if a trace hides it, or unless committed to one device."""
     if isinstance(x, jax.core.Tracer) or not x.committed or len(x.devices()) > 1:
         return None
     return x.device
@@ -49,6 +45,11 @@ def device(x: Any) -> Any:
 
 def _untraced(offsets: Any) -> AbstractContextManager[Any]:
     return nullcontext() if isinstance(offsets, jax.core.Tracer) else jax.ensure_compile_time_eval()
+
+
+def _from_numpy(host: np.ndarray, dtype: Any, device: Any) -> Any:
+    # jax.numpy.asarray would compile a function for every shape.
+    return jax.device_put(np.asarray(host, dtype=dtype), device)
 
 
 BACKEND = Backend(
@@ -62,7 +63,5 @@ BACKEND = Backend(
     uniform=_uniform,
     untraced=_untraced,
     checkpoint=jax.checkpoint,
-    from_numpy=lambda host, dtype, device: jax.device_put(
-        np.asarray(host, dtype=dtype), device
-    ),  # asarray compiles for every shape
+    from_numpy=_from_numpy,
 )

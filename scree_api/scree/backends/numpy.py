@@ -1,4 +1,4 @@
-"""NumPy."""
+"""The backend of NumPy."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from . import Backend
 
 
-def _itself(x: Any) -> np.ndarray:
+def _as_numpy(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
@@ -31,8 +31,8 @@ def _to_device(x: np.ndarray, device: Any) -> np.ndarray:
 BACKEND = Backend(
     "numpy",
     xp,
-    peek=_itself,
-    read=_itself,
+    peek=_as_numpy,
+    read=_as_numpy,
     row_ids=_row_ids,
     device=lambda x: "cpu",
     uniform=_uniform,

@@ -1,4 +1,4 @@
-"""PyTorch."""
+"""The backend of PyTorch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,14 +8,18 @@ from typing import Any
 import array_api_compat.torch as xp
 import numpy as np
 import torch
-from torch._C._functorch import get_unwrapped, is_gradtrackingtensor, peek_interpreter_stack
-from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils.checkpoint import checkpoint
 
 from . import UNREADABLE, Backend
 
-MAX_INLINE_BYTES = 1 << 16  # CUDA copies up to this size with the launch
+MAX_INLINE_BYTES = 1 << 16  # copies up to this size are part of the launch in CUDA
 
 
 def _peek(x: torch.Tensor) -> np.ndarray | None:
@@ -23,7 +27,7 @@ def _peek(x: torch.Tensor) -> np.ndarray | None:
         torch.compiler.is_compiling()
         or type(x) is not torch.Tensor
         or x.device.type != "cpu"
-        or wrapped(x)
+        or is_functorch_wrapped_tensor(x)
     ):
         return None
     with _untraced(x):
@@ -33,14 +37,13 @@ def _peek(x: torch.Tensor) -> np.ndarray | None:
 def _read(x: torch.Tensor) -> np.ndarray:
     while is_gradtrackingtensor(x):
         x = get_unwrapped(x)
-    if torch.compiler.is_compiling() or wrapped(x):
+    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x):
         raise TypeError(UNREADABLE)
     with _untraced(x):
         if x.device.type != "cuda" or x.nbytes > MAX_INLINE_BYTES:
             return np.asarray(x.detach().cpu())
-        host = (
-            x.detach().to("cpu", non_blocking=True).numpy()
-        )  # pinned: the copy to other memory takes CUDA 15 us longer
+        # A non-blocking copy has pinned memory as target. Pageable memory takes CUDA 15 us longer.
+        host = x.detach().to("cpu", non_blocking=True).numpy()
         torch.cuda.current_stream(x.device).synchronize()
         return host.copy()
 
@@ -62,18 +65,20 @@ def _without_transforms() -> Iterator[None]:
 
 
 def _untraced(offsets: torch.Tensor) -> AbstractContextManager[None]:
-    """Leave transforms and inference mode.
+    """Return a context without transforms and inference mode.
 
     Transforms wrap their intermediate results, and no backward pass may save tensors of inference
     mode.
     """
-    if torch.compiler.is_compiling() or wrapped(offsets) or offsets.is_inference():
+    if (
+        torch.compiler.is_compiling()
+        or is_functorch_wrapped_tensor(offsets)
+        or offsets.is_inference()
+    ):
         return nullcontext()
-    return (
-        _without_transforms()
-        if torch.is_inference_mode_enabled() or peek_interpreter_stack()
-        else nullcontext()
-    )
+    if torch.is_inference_mode_enabled() or peek_interpreter_stack():
+        return _without_transforms()
+    return nullcontext()
 
 
 def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,49 +89,46 @@ def _checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_numpy(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """Copy to a GPU from pinned memory.
+    """Return a tensor; large arrays are copied to a GPU from pinned memory.
 
     A copy of more than 64 KB from pageable memory waits for all work of the GPU.
     """
     if device is None or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
         return xp.asarray(host, dtype=dtype, device=device)
     tensor = torch.asarray(host, dtype=dtype)
-    if (
-        tensor.nbytes > MAX_INLINE_BYTES or torch.cuda.is_current_stream_capturing()
-    ):  # a graph reads it later
+    # A CUDA graph reads the memory when it is replayed.
+    if tensor.nbytes > MAX_INLINE_BYTES or torch.cuda.is_current_stream_capturing():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def _traits(x: Any) -> tuple[Any, ...]:
+def _metadata(x: Any) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
 def _make_guard(arrays: list[torch.Tensor]) -> Callable[..., bool]:
-    """Return the guard of compiled PyTorch code, which runs in C.
+    """Return the guard of compiled PyTorch code, which runs in C++, or else one in Python.
 
-    It rejects a tensor that occurs twice.
+    PyTorch's guard rejects a tensor that occurs twice.
     """
     if _TENSOR_GUARDS and len({*map(id, arrays)}) == len(arrays):
         return _TENSOR_GUARDS(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    traits = [_traits(x) for x in arrays]
+    expected = [_metadata(x) for x in arrays]
     return lambda *others: (
-        all(isinstance(x, torch.Tensor) for x in others) and [*map(_traits, others)] == traits
+        all(isinstance(x, torch.Tensor) for x in others) and [*map(_metadata, others)] == expected
     )
 
 
 def _tensor_guards() -> Any:
-    """Return the class of these guards where it exists and works as expected."""
+    """Return PyTorch's class of tensor guards; None if it is missing or has another interface."""
     guards, x = getattr(torch._C._dynamo.guards, "TensorGuards", None), torch.empty(1)
+    if guards is None:
+        return None
     try:
-        return (
-            guards
-            if guards is not None
-            and guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check(x)
-            else None
-        )
+        is_valid = guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check(x)
     except TypeError:
         return None
+    return guards if is_valid else None
 
 
 _TENSOR_GUARDS = _tensor_guards()

@@ -1,9 +1,9 @@
-"""Conversions between scree and other systems that hold ragged data: one module per system.
+"""Conversions between scree and other formats of ragged data: one module per library.
 
-A module is imported when one of its names is first used, so that ``import scree`` loads no foreign
+A module is imported when one of its names is first used, so that ``import scree`` loads no other
 library. The conversions ``from_*`` and ``to_*`` are attributes of this package. Three modules are
-used by their own names: `flash_attn` and `varlen` have the functions of other libraries,
-and `transformers` registers scree in the models of Hugging Face.
+used by their own names. `flash_attn` and `varlen` have the functions of other libraries.
+`transformers` registers scree in the models of Hugging Face.
 """
 
 from importlib import import_module

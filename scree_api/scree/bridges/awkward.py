@@ -56,11 +56,8 @@ def from_awkward(array: Any) -> Array:
     layout = layout.project() if layout.is_indexed else layout
     if not layout.is_list:
         raise TypeError(f"array: expected rows of numbers, n * var * T, got {ak.type(array)}")
-    layout = (
-        layout
-        if isinstance(layout, ak.contents.ListOffsetArray)
-        else layout.to_ListOffsetArray64(True)
-    )
+    if not isinstance(layout, ak.contents.ListOffsetArray):
+        layout = layout.to_ListOffsetArray64(True)
     offsets = np.asarray(layout.offsets.data)
     first, last = int(offsets[0]), int(offsets[-1])
     try:
@@ -119,7 +116,8 @@ def from_ragged(array: Any) -> Array:
     """
     if not hasattr(array, "_impl"):
         raise TypeError(f"array: expected a ragged.array, got {type(array).__name__}")
-    return from_awkward(array._impl)  # `ragged` has no public access to the memory
+    # `ragged` has no public access to the memory.
+    return from_awkward(array._impl)
 
 
 def to_ragged(arr: Array) -> Any:

@@ -1,8 +1,8 @@
 """Conversion between array libraries by DLPack.
 
-Values and offsets share memory where both libraries allow it. MLX copies everything that comes in,
-JAX copies host memory that is not aligned to 64 bytes. Libraries that know no devices get a copy
-of device memory on the host.
+Values and offsets share memory where both libraries allow it. MLX copies all memory of other
+libraries. JAX copies host memory that is not aligned to 64 bytes. A library without devices gets a
+copy of device memory on the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..broadcasting import check_ragged, moveaxis
 from ..layout import Layout
 
 #: Libraries that accept device memory; the others get a copy in host memory.
-DEVICES = ("torch", "jax", "cupy")
+DEVICE_LIBRARIES = ("torch", "jax", "cupy")
 _DLPACK_CPU = 1  # the device type of host memory in DLPack
 
 
@@ -31,8 +31,8 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
     library
         Name of a library ("numpy", "torch", "jax", "mlx", "array_api_strict" ...) or its namespace.
     device
-        Device of the result. By default the device of `arr`, or the host for a library that knows
-        no devices. CuPy uses its current device.
+        Device of the result. By default the device of `arr`, or the host for a library without
+        devices. CuPy uses its current device.
 
     Returns
     -------
@@ -62,7 +62,8 @@ def to_backend(arr: Array, library: Any, *, device: Any = None) -> Array:
         if layout.has_no_tail:
             converted = Layout(lib, offsets, layout.total, layout.max_length, layout.host_offsets)
             arr = Array.from_layout(values, converted, arr.ragged_dim)
-        else:  # the offsets were not checked yet: the constructor checks them
+        else:
+            # The offsets may be unchecked still: the constructor checks them.
             arr = Array(values, offsets, arr.ragged_dim, layout.max_length)
     return arr if device is None else arr.to_device(device)
 
@@ -101,9 +102,9 @@ def tokens_first(arr: Array) -> Array:
     The values are a view if the library has views.
     """
     dim = check_ragged("arr", arr).ragged_dim
-    return (
-        arr.with_values(moveaxis(arr.layout.xp, arr.values, dim, 0), ragged_dim=0) if dim else arr
-    )
+    if not dim:
+        return arr
+    return arr.with_values(moveaxis(arr.layout.xp, arr.values, dim, 0), ragged_dim=0)
 
 
 def on_host(arr: Array) -> Array:
@@ -130,16 +131,16 @@ def convert(x: Any, lib: Backend) -> Any:
             f"as none can pass from {source.name} to {lib.name}; "
             "use arr.with_values(arr.values.detach())"
         )
-    as_bits = name == "bfloat16" and "numpy" in (source.name, lib.name)
-    bfloat16 = _bfloat16(lib) if as_bits else None
-    y = _from_dlpack(lib, x.view(source.xp.uint16) if as_bits else x)
-    y = y.view(bfloat16) if as_bits else y
-    if dtype_name(y.dtype) != name:
+    if name == "bfloat16" and "numpy" in (source.name, lib.name):
+        bfloat16 = _bfloat16(lib)
+        return _from_dlpack(lib, x.view(source.xp.uint16)).view(bfloat16)
+    converted = _from_dlpack(lib, x)
+    if dtype_name(converted.dtype) != name:
         raise TypeError(
             f"values: expected a dtype that {lib.name} keeps, got {name}, "
-            f"which would become {dtype_name(y.dtype)}; convert it with astype"
+            f"which would become {dtype_name(converted.dtype)}; convert it with astype"
         )
-    return y
+    return converted
 
 
 def widest_integer(xp: Any) -> Any:
@@ -153,7 +154,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def _from_dlpack(lib: Backend, x: Any) -> Any:
-    if x.__dlpack_device__()[0] != _DLPACK_CPU and lib.name not in DEVICES:
+    """Return a dense array in another library; copies only if the library requires it."""
+    if x.__dlpack_device__()[0] != _DLPACK_CPU and lib.name not in DEVICE_LIBRARIES:
         x = backend(x).read(x)
     is_host = x.__dlpack_device__()[0] == _DLPACK_CPU
     if is_host and lib.name == "cupy":  # CuPy has no arrays in host memory

@@ -147,7 +147,8 @@ def ragged_array(values: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
 
     Calls with the same `cu_seqlens` tensor share one layout unless the tensor was written to.
     """
-    # Under a compiler and in inference mode a tensor has no version that would tell of a write.
+    # A cached layout would miss a write: under a compiler and in inference mode a tensor has no
+    # version counter.
     if torch.compiler.is_compiling() or cu_seqlens.is_inference():
         return Array(values, cu_seqlens, max_length=max_seqlen)
     layout = _cached_layout(cu_seqlens, cu_seqlens._version, values.shape[0], max_seqlen)
@@ -160,7 +161,7 @@ def _cached_layout(
 ) -> Layout:
     """Return the layout of the offsets.
 
-    The tiles and kernel schedules that are derived from it then serve every layer of a model.
+    Every layer of a model then uses the same tiles and kernel schedules.
     """
     return Array(cu_seqlens.new_empty(()).expand(total), cu_seqlens, max_length=max_seqlen).layout
 

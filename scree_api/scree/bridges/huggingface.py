@@ -72,20 +72,20 @@ def from_hf_padded(hidden_states: Any, attention_mask: Any = None) -> Any:
     if mask.ndim != 2:
         raise ValueError(f"attention_mask: expected shape (n, L), got {tuple(mask.shape)}")
     n, length = mask.shape
-    grid = lib.xp.reshape(lib.xp.arange(n * length, device=lib.device(mask)), (n, length))
-    indices = from_padded(grid, mask)
+    slots = lib.xp.reshape(lib.xp.arange(n * length, device=lib.device(mask)), (n, length))
+    token_slots = from_padded(slots, mask)
     for name, x in batch.items():
         if tuple(getattr(x, "shape", ()))[:2] != (n, length):
             raise ValueError(
                 f"{name}: expected shape {(n, length)} as the mask, "
                 f"got {getattr(x, 'shape', type(x).__name__)}"
             )
-    return {
-        name: indices.with_values(
-            lib.xp.take(lib.xp.reshape(x, (n * length, *x.shape[2:])), indices.values, axis=0)
-        )
-        for name, x in batch.items()
-    }
+
+    def take_tokens(x: Any) -> Array:
+        flat = lib.xp.reshape(x, (n * length, *x.shape[2:]))
+        return token_slots.with_values(lib.xp.take(flat, token_slots.values, axis=0))
+
+    return {name: take_tokens(x) for name, x in batch.items()}
 
 
 def to_hf_padded(

@@ -1,6 +1,7 @@
-"""Methods of `Array` that convert to other libraries and forms; attached on import.
+"""Methods of `Array` that convert it to other libraries and formats.
 
-Each loads its bridge when it is called, so that `import scree` loads no library.
+Importing this module adds them to `Array`. A method imports its bridge when it is called, so that
+`import scree` loads no library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """PyTorch's nested tensors, and the methods that a DataLoader and a training loop call on a batch.
 
 Jagged nested tensors share values and offsets in both directions. `from_torch_nested` shares the
-buffer of a strided one, and `to_torch_nested` copies the rows into one. Gradients pass both ways.
+buffer of a strided nested tensor; `to_torch_nested` copies the rows into a new buffer. Gradients
+pass both ways.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
     Parameters
     ----------
     nested
-        Jagged or strided nested tensor. A jagged one may have any ragged axis; its values and
-        offsets are shared. One with holes between its rows is packed, which copies and
-        reads the lengths. The buffer of a strided one is shared if its components differ along
+        Jagged or strided nested tensor. A jagged tensor may have any ragged axis; its values and
+        offsets are shared. A jagged tensor with holes between its rows is packed, which copies and
+        reads the lengths. The buffer of a strided tensor is shared if its components differ along
         their first axis.
 
     Returns
@@ -39,7 +40,7 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
     TypeError
         If `nested` is not a nested tensor.
     ValueError
-        If the components of a strided one differ along more than one axis, or if it has none.
+        If the components of a strided tensor differ along more than one axis, or it has none.
 
     Examples
     --------
@@ -66,6 +67,7 @@ def from_torch_nested(nested: torch.Tensor) -> Array:
 
 
 def _from_strided(nested: torch.Tensor) -> Array:
+    """Return a ragged array of the components of a strided nested tensor."""
     sizes = nested._nested_tensor_size()
     if sizes.ndim < 2:
         raise ValueError(

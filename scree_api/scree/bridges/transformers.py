@@ -1,8 +1,8 @@
 """Attention for the models of Hugging Face transformers, on flattened and on padded batches.
 
-transformers asks for two functions. `mask` runs once per forward pass and makes the mask that all
-layers share. `forward` runs in each layer and computes attention. The mask has one entry per key:
-0 for padding, else a number that is equal for all tokens of one sequence.
+transformers calls two functions. `mask` runs once per forward pass and returns the mask that all
+layers share. `forward` runs in each layer and computes attention. The mask has one sequence id per
+key: 0 for padding, else a number that all tokens of one sequence share.
 
 The tensors of a flattened batch are used in place. The tokens of a padded batch are copied without
 the padding.
@@ -35,11 +35,11 @@ SUPPORTED_MASKS = (
     "packed_sequence_mask_function",
     "remap_positions_for_packed_sequence",
 )
-#: Outermost mask functions whose parts need no inspection, which a compiler does not allow.
+#: Outermost mask functions that are accepted under a compiler, which cannot inspect their parts.
 SUPPORTED_OUTERMOST = ("and_mask", "causal_mask_function", "bidirectional_mask_function")
 #: Keyword arguments of transformers that raise.
 UNSUPPORTED_ARGUMENTS = ("position_bias", "cache", "output_attentions")
-#: Settings of models whose layers attend to tokens of another batch.
+#: Settings of models that have layers with cross-attention.
 CROSS_ATTENTION_SETTINGS = ("is_encoder_decoder", "add_cross_attention")
 GAPS_MESSAGE = (
     "attention_mask: expected padding before or after the tokens, "
@@ -111,60 +111,51 @@ def mask(
 ) -> torch.Tensor | None:
     """Return the mask that all layers of a model share in one forward pass.
 
-    It numbers the sequence of every key up to the last query, in one of three forms:
+    It has the sequence id of every key up to the last query, in one of three forms:
 
     - (batch, keys) booleans: False for padding, True for the one sequence of a row;
-    - (batch, keys) integers: equal ones for the tokens of one sequence, 0 for padding;
+    - (batch, keys) integers: 0 for padding, else equal for the tokens of one sequence;
     - None, if every row is one sequence without padding.
 
     Under a compiler neither a padded batch nor a single row is read. `forward` then finds the
     sequences of a single row.
     """
-    arguments = (
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        mask_function,
-        attention_mask,
-        device,
+    request = _MaskRequest(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device
     )
     if not torch.compiler.is_compiling():
-        return _mask(*arguments)
-    name = mask_function.__name__
+        return _inspected_mask(request)
     # Users and models may add functions of their own to a mask.
     is_extended = use_vmap or getattr(config, "attention_chunk_size", None)
     may_be_packed = attention_mask is None and batch_size > 1
     if (
         is_extended
         or may_be_packed
-        or name not in SUPPORTED_OUTERMOST
+        or mask_function.__name__ not in SUPPORTED_OUTERMOST
         or not isinstance(q_offset, int)
     ):
-        return _uncompiled_mask(*arguments)
-    num_keys = (
-        kv_length
-        if name == "bidirectional_mask_function"
-        else min(kv_length, q_offset - kv_offset + q_length)
-    )
-    return _key_mask(batch_size, kv_length, kv_offset, num_keys, attention_mask, device)
+        return _uncompiled_mask(request)
+    return _key_mask(request, mask_function.__name__ != "bidirectional_mask_function")
 
 
-def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any,
-    kv_offset: int,
-    mask_function: Any,
-    attention_mask: torch.Tensor | None,
-    device: Any,
-) -> torch.Tensor | None:
+class _MaskRequest(NamedTuple):
+    """The arguments that transformers passes to `mask`."""
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: Any
+    kv_offset: int
+    function: Any
+    attention_mask: torch.Tensor | None
+    device: Any
+
+
+def _inspected_mask(request: _MaskRequest) -> torch.Tensor | None:
     """Return the mask after inspecting the parts of the function and reading the padding."""
     parts = {
         getattr(part, "__qualname__", "a callable object").partition(".")[0]: part
-        for part in _mask_parts(mask_function)
+        for part in _mask_parts(request.function)
     }
     for name in parts:
         if name not in SUPPORTED_MASKS:
@@ -177,33 +168,34 @@ def _mask(
             cell.cell_contents for cell in parts["packed_sequence_mask_function"].__closure__
         )
         return sequence_ids.to(torch.int64) + 1
-    num_keys = kv_length
-    if "causal_mask_function" in parts:  # a static cache has unused slots after the last query
-        num_keys = min(kv_length, int(q_offset) - kv_offset + q_length)
-    keys = _key_mask(batch_size, kv_length, kv_offset, num_keys, attention_mask, device)
-    return None if keys is not None and num_keys == kv_length and bool(keys.all()) else keys
+    is_causal = "causal_mask_function" in parts
+    if is_causal:  # the offset of a static cache is a tensor
+        request = request._replace(q_offset=int(request.q_offset))
+    key_mask = _key_mask(request, is_causal)
+    if key_mask is not None and key_mask.shape[1] == request.kv_length and bool(key_mask.all()):
+        return None
+    return key_mask
 
 
-_uncompiled_mask = torch.compiler.disable(_mask)
+_uncompiled_mask = torch.compiler.disable(_inspected_mask)
 
 
-def _key_mask(
-    batch_size: int,
-    kv_length: int,
-    kv_offset: int,
-    num_keys: int,
-    attention_mask: torch.Tensor | None,
-    device: Any,
-) -> torch.Tensor | None:
-    """Return (batch, num_keys) booleans, False for padding; None if all `kv_length` keys count."""
-    if attention_mask is None or not attention_mask.shape[1]:
-        return (
-            None
-            if num_keys == kv_length
-            else torch.ones((batch_size, num_keys), dtype=torch.bool, device=device)
-        )
-    keys = attention_mask[:, kv_offset : kv_offset + num_keys]
-    return torch.nn.functional.pad(keys, (0, num_keys - keys.shape[1])).to(torch.bool)
+def _key_mask(request: _MaskRequest, is_causal: bool) -> torch.Tensor | None:
+    """Return (batch, keys) booleans, False for padding; None if no key is masked.
+
+    For a causal mask the keys end at the last query: a static cache has unused slots after it.
+    """
+    num_keys = request.kv_length
+    if is_causal:
+        num_keys = min(num_keys, request.q_offset - request.kv_offset + request.q_length)
+    mask = request.attention_mask
+    if mask is None or not mask.shape[1]:
+        if num_keys == request.kv_length:
+            return None
+        shape = request.batch_size, num_keys
+        return torch.ones(shape, dtype=torch.bool, device=request.device)
+    mask = mask[:, request.kv_offset : request.kv_offset + num_keys]
+    return torch.nn.functional.pad(mask, (0, num_keys - mask.shape[1])).to(torch.bool)
 
 
 def _mask_parts(function: Any) -> Iterator[Any]:
@@ -234,40 +226,24 @@ def forward(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer.
 
     Takes (batch, heads, length, head_dim) tensors; returns (batch, length, heads, value_dim), and
     None for the attention weights.
     """
-    unsupported = {
-        "dropout": dropout or None,
-        **{name: more.get(name) for name in UNSUPPORTED_ARGUMENTS},
-    }
-    for name, x in unsupported.items():
-        if x is not None and x is not False:
-            raise ValueError(
-                f"{name}: scree's attention does not support it, got {x!r:.80}; "
-                "use sdpa or eager for this model"
-            )
-    config = getattr(module, "config", None)
-    if "sliding_window" not in more and getattr(config, "sliding_window", None):
-        raise ValueError(
-            "sliding_window: expected the window from the layer too, not from its mask alone; "
-            "use sdpa or eager"
-        )
+    _check_supported(module, dropout, kwargs)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window: Any = more.get("sliding_window") or None
+    window: Any = kwargs.get("sliding_window") or None
     if window and not causal:
         window = window - 1, window - 1
-
     options = {
         "causal": causal,
         "window": window,
         "scale": scaling,
         "softcap": softcap or None,
-        "sinks": more.get("s_aux"),
+        "sinks": kwargs.get("s_aux"),
     }
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -286,22 +262,36 @@ def forward(
         raise ValueError(
             f"attention_mask: expected (batch, length) of 0 and 1, got {shape}; use sdpa or eager"
         )
+    config = getattr(module, "config", None)
     is_cross = not causal and any(getattr(config, name, False) for name in CROSS_ATTENTION_SETTINGS)
-    key_mask = (
-        attention_mask
-        if attention_mask is not None and attention_mask.dtype == torch.bool
-        else None
-    )
     if (
         torch.compiler.is_compiling()
-        and key_mask is not None
+        and attention_mask is not None
+        and attention_mask.dtype == torch.bool
         and not is_cross
-        and (causal or key_mask.shape[1] == length)
+        and (causal or attention_mask.shape[1] == length)
     ):
-        out = compacted_attention(q, k, v, batch, key_mask, options)
+        out = compacted_attention(q, k, v, batch, attention_mask, options)
     else:
         out = _uncompiled_attention(q, k, v, batch, attention_mask, position_ids, is_cross, options)
     return out.unflatten(0, (batch, length)), None
+
+
+def _check_supported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer requests a feature that scree does not support."""
+    requested = {name: kwargs.get(name) for name in UNSUPPORTED_ARGUMENTS}
+    for name, x in {"dropout": dropout or None, **requested}.items():
+        if x is not None and x is not False:
+            raise ValueError(
+                f"{name}: scree's attention does not support it, got {x!r:.80}; "
+                "use sdpa or eager for this model"
+            )
+    config = getattr(module, "config", None)
+    if "sliding_window" not in kwargs and getattr(config, "sliding_window", None):
+        raise ValueError(
+            "sliding_window: expected the window from the layer too, not from its mask alone; "
+            "use sdpa or eager"
+        )
 
 
 def compacted_attention(
@@ -314,13 +304,13 @@ def compacted_attention(
 ) -> torch.Tensor:
     """Compute attention of (batch * length, heads, head_dim) tensors without reading the mask.
 
-    A compiler needs static shapes, so padding is not removed. It moves into the tail, after the
-    last row, and the output moves back.
+    A compiler needs static shapes, so padding is not removed. The padding is moved into the tail,
+    after the last row. The output is moved back.
     """
     length, kv_length, num_keys = q.shape[0] // batch, k.shape[0] // batch, key_mask.shape[1]
     if options["window"]:
-        before = key_mask.new_zeros((batch, 1), dtype=torch.int8)
-        is_start = torch.diff(key_mask.to(torch.int8), prepend=before) > 0
+        before_first = key_mask.new_zeros((batch, 1), dtype=torch.int8)
+        is_start = torch.diff(key_mask.to(torch.int8), prepend=before_first) > 0
         torch._assert_async((is_start.sum(1) <= 1).all(), GAPS_MESSAGE)
     query_mask = key_mask[:, num_keys - length :]
     q_slots, q_offsets = _compact(query_mask)
@@ -337,17 +327,18 @@ def compacted_attention(
 
 
 def _compact(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slot of each token of (batch, length) after compaction, and the offsets.
+    """Return the slot of each entry of a (batch, length) mask after compaction, and the offsets.
 
-    Tokens of the mask come first, in order; all others come after the last row.
+    The tokens come first, in order. The padding comes after the last row.
     """
-    flat = mask.flatten()
-    slots = torch.where(flat, flat.cumsum(0) - 1, flat.sum() + (~flat).cumsum(0) - 1)
+    is_token = mask.flatten()
+    padding_slots = is_token.sum() + (~is_token).cumsum(0) - 1
+    slots = torch.where(is_token, is_token.cumsum(0) - 1, padding_slots)
     return slots, torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _scatter_tokens(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of `x`, each at its slot."""
+    """Return `x` with each token moved to its slot."""
     return x.new_empty(x.shape).index_copy(0, slots, x)
 
 
@@ -361,26 +352,19 @@ def sequence_attention(
     is_cross: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Compute attention of (batch * length, heads, head_dim) tensors, sequence by sequence.
+    """Compute attention of (batch * length, heads, head_dim) tensors within each sequence.
 
-    The sequences follow from `sequence_ids` or `position_ids`, which are read on the host.
+    The sequences follow from `sequence_ids` or `position_ids`, which are read on the host. Without
+    both, each row of the batch is one sequence.
     """
     length, kv_length = q.shape[0] // batch, k.shape[0] // batch
-    if (
-        sequence_ids is None
-        and position_ids is not None
-        and batch == 1
-        and position_ids.shape == (1, kv_length)
-    ):
+    is_flattened = position_ids is not None and batch == 1 and position_ids.shape == (1, kv_length)
+    if sequence_ids is None and is_flattened:
         sequence_ids = _ids_from_positions(position_ids, _version(position_ids))
     if sequence_ids is None:
-        sequences = _Sequences(
-            _uniform_layout(batch, length, q.device),
-            _uniform_layout(batch, kv_length, k.device),
-            None,
-            None,
-            False,
-        )
+        q_layout = _uniform_layout(batch, length, q.device)
+        k_layout = _uniform_layout(batch, kv_length, k.device)
+        sequences = _Sequences(q_layout, k_layout, q_tokens=None, k_tokens=None, has_gaps=False)
     else:
         is_cross = is_cross or (sequence_ids.shape[1] != length and not options["causal"])
         sequences = _find_sequences(
@@ -415,7 +399,7 @@ class _Sequences(NamedTuple):
     has_gaps: bool
 
     def arrays(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Array]:
-        """Yield the sequences of queries, keys and values (batch * length, heads, head_dim)."""
+        """Yield ragged arrays of (batch * length, heads, head_dim) queries, keys and values."""
         for x, layout, tokens in (
             (q, self.q_layout, self.q_tokens),
             (k, self.k_layout, self.k_tokens),
@@ -428,30 +412,31 @@ class _Sequences(NamedTuple):
 def _find_sequences(
     sequence_ids: torch.Tensor, version: Any, length: int, kv_length: int, is_cross: bool
 ) -> _Sequences:
-    """Return the sequences of a batch from the (batch, width) numbers of its keys; reads them.
+    """Return the sequences of a batch; reads the (batch, num_keys) sequence ids of its keys.
 
-    The queries are the last `length` of these keys, or tokens of another batch if `is_cross`.
-    `kv_length` is the length of the keys. Every layer of a model passes the same tensor, so the
-    cache makes the read happen once per forward pass.
+    The queries are the last `length` of these keys, or tokens of another batch if `is_cross`. Each
+    row of the tensor of keys has `kv_length` entries, of which the first num_keys have an id.
+
+    Every layer of a model passes the same tensor, so that the cache reads it once per forward pass.
     """
     lib = backend(sequence_ids)
-    host = lib.read(sequence_ids)
-    batch, width = host.shape
-    row, column = np.nonzero(host)
+    host_ids = lib.read(sequence_ids)
+    batch, num_keys = host_ids.shape
+    row, column = np.nonzero(host_ids)
+    token_ids = host_ids[row, column]
     is_start = np.diff(row, prepend=-1) != 0
-    number = host[row, column]
-    is_start |= np.diff(number, prepend=number[:1]) != 0
+    is_start |= np.diff(token_ids, prepend=token_ids[:1]) != 0
     has_gaps = bool((~is_start & (np.diff(column, prepend=-1) != 1)).any())
     if is_cross:
         k_lengths, q_lengths = np.bincount(row, minlength=batch), np.full(batch, length)
         q_tokens = np.arange(batch * length)
     else:
-        sequence, is_query = np.cumsum(is_start) - 1, column >= width - length
-        k_lengths, q_lengths = (
-            np.bincount(x, minlength=np.count_nonzero(is_start))
-            for x in (sequence, sequence[is_query])
-        )
-        q_tokens = row[is_query] * length + column[is_query] - (width - length)
+        first_query = num_keys - length
+        sequence, is_query = np.cumsum(is_start) - 1, column >= first_query
+        num_sequences = np.count_nonzero(is_start)
+        k_lengths = np.bincount(sequence, minlength=num_sequences)
+        q_lengths = np.bincount(sequence[is_query], minlength=num_sequences)
+        q_tokens = row[is_query] * length + column[is_query] - first_query
     k_layout = Layout.from_host_lengths(lib, k_lengths, device=sequence_ids.device)
     q_layout = (
         k_layout
@@ -459,8 +444,8 @@ def _find_sequences(
         else Layout.from_host_lengths(lib, q_lengths, device=sequence_ids.device)
     )
 
-    def to_device(indices: np.ndarray, count: int) -> torch.Tensor | None:
-        return None if indices.size == count else torch.from_numpy(indices).to(sequence_ids.device)
+    def to_device(indices: np.ndarray, total: int) -> torch.Tensor | None:
+        return None if indices.size == total else torch.from_numpy(indices).to(sequence_ids.device)
 
     return _Sequences(
         q_layout,
@@ -480,9 +465,9 @@ def _uniform_layout(batch: int, length: int, device: torch.device) -> Layout:
 
 @lru_cache(maxsize=8)
 def _ids_from_positions(position_ids: torch.Tensor, version: Any) -> torch.Tensor | None:
-    """Return the sequence number of each token of a flattened batch; None for a single sequence.
+    """Return the sequence id of each token of a flattened batch; None for a single sequence.
 
-    Positions restart with every sequence.
+    The positions restart with every sequence.
     """
     positions = backend(position_ids).read(position_ids)[0]
     starts = np.flatnonzero(np.diff(positions) != 1) + 1

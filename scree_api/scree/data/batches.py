@@ -75,13 +75,14 @@ def collate(samples: Sequence[Any], library: Any = None) -> Any:
     return batch
 
 
-def _collate_field(name: str, parts: Sequence[Any], library: Any) -> Any:
-    are_numbers = all(isinstance(x, bool | int | float | np.generic) for x in parts)
-    if are_numbers or all(is_array(x) and x.ndim == 0 for x in parts):
-        dense = np.asarray(parts) if are_numbers else backend(parts[0]).xp.stack(list(parts))
+def _collate_field(name: str, items: Sequence[Any], library: Any) -> Any:
+    """Return a dense array of numbers or a ragged array of rows; `name` is for errors."""
+    are_numbers = all(isinstance(x, bool | int | float | np.generic) for x in items)
+    if are_numbers or all(is_array(x) and x.ndim == 0 for x in items):
+        dense = np.asarray(items) if are_numbers else backend(items[0]).xp.stack(list(items))
         return dense if library is None else convert(dense, backend_of(library))
     try:
-        packed = pack(parts) if is_array(parts[0]) else from_lists(parts)
+        packed = pack(items) if is_array(items[0]) else from_lists(items)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
     return packed if library is None else to_backend(packed, library)
@@ -93,7 +94,7 @@ class TokenBudgetSampler:
     Parameters
     ----------
     lengths
-        (n,) number of tokens per row, or a ragged array, whose lengths are taken.
+        (n,) number of tokens per row; or a ragged array, for the lengths of its rows.
     budget
         Maximum number of tokens per batch.
     shuffle
@@ -147,12 +148,10 @@ class TokenBudgetSampler:
         self.num_ranks = check_integer("num_ranks", num_ranks, 1)
         self.rank = check_integer("rank", rank, 0, num_ranks)
         self.seed = check_integer("seed", seed, 0)
-        self.shuffle, self.drop_last = (
-            check_flag("shuffle", shuffle),
-            check_flag("drop_last", drop_last),
-        )
+        self.shuffle = check_flag("shuffle", shuffle)
+        self.drop_last = check_flag("drop_last", drop_last)
         self.epoch = self.position = 0
-        self._epoch_batches: tuple[int, list[np.ndarray]] | None = None  # of which epoch, batches
+        self._cached_batches: tuple[int, list[np.ndarray]] | None = None  # (epoch, batches)
         if self.lengths.size and self.lengths.max() > budget:
             i = int(self.lengths.argmax())
             raise ValueError(
@@ -198,7 +197,7 @@ class TokenBudgetSampler:
                     "the batches would differ"
                 )
         self.epoch, self.position, self.seed = state["epoch"], state["position"], state["seed"]
-        self._epoch_batches = None
+        self._cached_batches = None
 
     def _settings(self) -> dict[str, int]:
         return {
@@ -212,38 +211,40 @@ class TokenBudgetSampler:
 
     def _batches(self) -> list[np.ndarray]:
         """Return the batches of this rank in this epoch."""
-        if self._epoch_batches is None or self._epoch_batches[0] != self.epoch:
-            self._epoch_batches = self.epoch, self._distribute(self._all_batches())
-        return self._epoch_batches[1]
+        if self._cached_batches is None or self._cached_batches[0] != self.epoch:
+            self._cached_batches = self.epoch, self._distribute(self._all_batches())
+        return self._cached_batches[1]
 
     def _all_batches(self) -> list[np.ndarray]:
         """Return the batches of all ranks; their number is a multiple of `num_ranks`."""
         order = np.arange(self.lengths.size)
         if self.shuffle:
             np.random.default_rng([self.seed, self.epoch]).shuffle(order)
-        ends, first, batches = np.cumsum(self.lengths[order]), 0, []
-        while first < order.size:
-            before = int(ends[first - 1]) if first else 0
-            last = int(np.searchsorted(ends, before + self.budget, side="right"))
-            batches.append(order[first:last])
-            first = last
+        token_ends, start, batches = np.cumsum(self.lengths[order]), 0, []
+        while start < order.size:
+            num_tokens = int(token_ends[start - 1]) if start else 0
+            end = int(np.searchsorted(token_ends, num_tokens + self.budget, side="right"))
+            batches.append(order[start:end])
+            start = end
         if self.drop_last:
             if batches and self.lengths[batches[-1]].sum() < self.budget:
                 batches.pop()
             return batches[: len(batches) // self.num_ranks * self.num_ranks]
-        while len(batches) % self.num_ranks:  # split the largest batch into two
-            i = max(
-                range(len(batches)),
-                key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum()),
-            )
-            batch = batches[i]
-            halves = (
-                split_balanced(self.lengths[batch], 2)
-                if batch.size > 1
-                else [np.zeros(1, np.int64)] * 2
-            )
-            batches[i : i + 1] = [batch[half] for half in halves]
+        while len(batches) % self.num_ranks:
+            self._split_largest(batches)
         return batches
+
+    def _split_largest(self, batches: list[np.ndarray]) -> None:
+        """Replace the largest batch by its halves; if all have one row, repeat the largest one."""
+        i = max(
+            range(len(batches)), key=lambda i: (batches[i].size > 1, self.lengths[batches[i]].sum())
+        )
+        batch = batches[i]
+        if batch.size > 1:
+            halves = [batch[half] for half in split_balanced(self.lengths[batch], 2)]
+        else:
+            halves = [batch, batch]
+        batches[i : i + 1] = halves
 
     def _distribute(self, batches: list[np.ndarray]) -> list[np.ndarray]:
         """Return the batches of this rank.
@@ -252,12 +253,12 @@ class TokenBudgetSampler:
         """
         totals, selected = np.zeros(self.num_ranks, np.int64), []
         for i in range(0, len(batches), self.num_ranks):
-            tokens = np.asarray(
-                [self.lengths[batch].sum() for batch in batches[i : i + self.num_ranks]]
-            )
-            ranks, order = np.argsort(totals, kind="stable"), np.argsort(-tokens, kind="stable")
-            totals[ranks] += tokens[order]
-            selected.append(batches[i + int(order[np.flatnonzero(ranks == self.rank)[0]])])
+            group = batches[i : i + self.num_ranks]
+            num_tokens = np.asarray([self.lengths[batch].sum() for batch in group])
+            ranks = np.argsort(totals, kind="stable")  # by rising number of tokens
+            order = np.argsort(-num_tokens, kind="stable")  # by falling number of tokens
+            totals[ranks] += num_tokens[order]
+            selected.append(group[int(order[np.flatnonzero(ranks == self.rank)[0]])])
         return selected
 
 
@@ -326,19 +327,22 @@ def split_balanced(arr: Any, k: int, cost: Any = "tokens") -> list[np.ndarray]:
 def _karmarkar_karp(costs: list[float], k: int) -> list[list[int]]:
     """Return the rows of each part.
 
-    A partial partition is a list of k loads in decreasing order, minus the lightest load, each with
-    a tree of its rows. A tree is None, a row, or a pair of trees.
+    A partial partition is a list of k parts (load, tree) by falling load. The lightest load is
+    subtracted from all of them. A tree contains the rows of a part: it is None, a row, or a pair of
+    trees.
     """
     empty_parts: list[tuple[float, Any]] = [(0, None)] * (k - 1)
-    # The heap holds (minus the heaviest load, a number that breaks ties, the partial partition).
-    heap = [(-c, i, [(c, i), *empty_parts]) for i, c in enumerate(costs)]
+    # Entries are (minus the heaviest load, a number that breaks ties, the partial partition).
+    heap = [(-cost, row, [(cost, row), *empty_parts]) for row, cost in enumerate(costs)]
     heapq.heapify(heap)
     count = len(heap)
     while len(heap) > 1:
-        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
+        (_, _, parts), (_, _, other_parts) = heapq.heappop(heap), heapq.heappop(heap)
         combined = [
-            (x + y, s if t is None else t if s is None else (s, t))
-            for (x, s), (y, t) in zip(a, reversed(b), strict=True)
+            (load + other_load, _join_trees(tree, other_tree))
+            for (load, tree), (other_load, other_tree) in zip(
+                parts, reversed(other_parts), strict=True
+            )
         ]
         combined.sort(key=lambda part: -part[0])
         lightest, count = combined[-1][0], count + 1
@@ -347,8 +351,12 @@ def _karmarkar_karp(costs: list[float], k: int) -> list[list[int]]:
     return [_leaves(tree) for _, tree in heap[0][2]] if heap else []
 
 
+def _join_trees(a: Any, b: Any) -> Any:
+    return a if b is None else b if a is None else (a, b)
+
+
 def _leaves(tree: Any) -> list[int]:
-    """Return the rows of a tree; without recursion, as a tree may be as deep as there are rows."""
+    """Return the rows of a tree; without recursion, as its depth may be the number of rows."""
     rows, stack = [], [tree]
     while stack:
         node = stack.pop()
@@ -405,13 +413,12 @@ def truncate(arr: Array, length: int, *, side: str = "right") -> Array:
     if side not in ("right", "left"):
         raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
     lengths = np.diff(check_ragged("arr", arr).layout.read_offsets())
-    kept_lengths = np.minimum(lengths, length)
+    new_lengths = np.minimum(lengths, length)
     starts = arr.offsets[:-1]
     if side == "left":
-        starts = starts + arr.layout.to_index(lengths - kept_lengths)
-    return select(
-        arr, Layout.from_host_lengths(arr.layout.backend, kept_lengths, like=arr.offsets), starts
-    )
+        starts = starts + arr.layout.to_index(lengths - new_lengths)
+    layout = Layout.from_host_lengths(arr.layout.backend, new_lengths, like=arr.offsets)
+    return select(arr, layout, starts)
 
 
 def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
@@ -453,12 +460,10 @@ def chunk(arr: Array, size: int, *, overlap: int = 0) -> tuple[Array, Any]:
     counts = np.where(lengths > 0, np.maximum(-(-(lengths - overlap) // step), 1), 0)
     rows = np.repeat(np.arange(lengths.size), counts)
     positions = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * step
-    windows = Layout.from_host_lengths(
-        arr.layout.backend, np.minimum(size, lengths[rows] - positions), like=arr.offsets
-    )
-    return select(
-        arr, windows, arr.layout.to_index(offsets[rows] + positions)
-    ), arr.layout.to_index(rows)
+    window_lengths = np.minimum(size, lengths[rows] - positions)
+    layout = Layout.from_host_lengths(arr.layout.backend, window_lengths, like=arr.offsets)
+    windows = select(arr, layout, arr.layout.to_index(offsets[rows] + positions))
+    return windows, arr.layout.to_index(rows)
 
 
 class Interleaved(NamedTuple):
@@ -522,29 +527,29 @@ def interleave(samples: Sequence[Sequence[tuple[int, Any]]]) -> Interleaved:
                 f"samples[{i}]: expected pairs of a modality and an array, got {sample!r:.80}"
             )
     modalities = np.asarray([modality for sample in samples for modality, _ in sample])
-    parts = [tokens for sample in samples for _, tokens in sample]
-    if not parts:
+    segments = [tokens for sample in samples for _, tokens in sample]
+    if not segments:
         raise ValueError("samples: expected at least one segment, got none")
     if modalities.dtype.kind not in "iu":
         raise TypeError(
             f"samples: expected an integer for each segment's modality, got {modalities.dtype}"
         )
-    flat = pack(parts)
+    packed = pack(segments)  # one row per segment
+    lib, device = packed.layout.backend, packed.layout.device
+    segment_offsets = packed.layout.read_offsets().astype(np.int64)
+    segment_lengths = np.diff(segment_offsets)
     counts = np.asarray([len(sample) for sample in samples])
-    lengths, ends = np.diff(flat.layout.read_offsets()), np.cumsum(counts)
-    segment_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+    ends = np.cumsum(counts)
     row_lengths = np.diff(segment_offsets[ends], prepend=0)
-    layout = Layout.from_host_lengths(flat.layout.backend, row_lengths, like=flat.offsets)
-    tokens = Array.from_layout(flat.values, layout)
-    segment_indices = np.arange(lengths.size) - np.repeat(ends - counts, counts)
-    xp, device = flat.layout.xp, flat.layout.device
-    modality, segment = (
-        tokens.with_values(
-            flat.layout.backend.from_host(np.repeat(x, lengths).astype(np.int32), xp.int32, device)
-        )
-        for x in (modalities, segment_indices)
-    )
-    return Interleaved(tokens, modality, segment)
+    layout = Layout.from_host_lengths(lib, row_lengths, like=packed.offsets)
+    tokens = Array.from_layout(packed.values, layout)
+
+    def per_token(per_segment: np.ndarray) -> Array:
+        host = np.repeat(per_segment, segment_lengths).astype(np.int32)
+        return tokens.with_values(lib.from_host(host, lib.xp.int32, device))
+
+    segment_indices = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return Interleaved(tokens, per_token(modalities), per_token(segment_indices))
 
 
 def _read_lengths(x: Any) -> np.ndarray:

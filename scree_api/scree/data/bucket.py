@@ -1,4 +1,4 @@
-"""Padding of batches to few shapes, because compilers build one program per shape."""
+"""Padding of batches to few shapes, because compilers compile one program per shape."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     """Pad a batch to one of few shapes, so that a stream of batches is compiled few times.
 
     The function reads the offsets. It rounds three sizes up to the next power of `growth`: the
-    number of tokens, the number of rows and the bound on the row length. The added tokens form rows
-    of their own after the rows of `arr`. None of these rows is longer than the bound, and their
-    number follows from the shape. If a size varies by a factor f over the batches, it takes about
+    number of tokens, the number of rows and the bound on the row length. The added tokens form
+    additional rows after the rows of `arr`. These rows are not longer than the bound, and the shape
+    determines their number. If a size varies by a factor f over the batches, it takes about
     ``log(f) / log(growth) + 1`` values.
 
     Parameters
@@ -36,7 +36,7 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
 
     Returns
     -------
-    padded, real
+    padded, is_row
         (m, None, ...) ragged array, with `max_length` set; and (m,) booleans, True for the rows of
         `arr`. These rows come first, in order.
 
@@ -57,10 +57,8 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     >>> is_row
     array([ True,  True,  True, False, False])
     """
-    arr, fill_value = (
-        drop_tail(check_ragged("arr", arr)),
-        check_scalar("fill_value", fill_value, arr.values),
-    )
+    arr = drop_tail(check_ragged("arr", arr))
+    fill_value = check_scalar("fill_value", fill_value, arr.values)
     layout, lengths = arr.layout, np.diff(arr.layout.read_offsets())
     growth = check_number("growth", growth, above=1)
     total = _round_up(layout.total, growth)
@@ -69,24 +67,19 @@ def bucket(arr: Array, *, growth: float = 2, fill_value: Any = 0) -> tuple[Array
     # Enough rows for the largest padding of this shape, so that their number depends on it alone.
     num_fill_rows = math.ceil(total * (1 - 1 / growth) / max_length)
     num_rows = _round_up(layout.num_rows, growth) + num_fill_rows
-    added_lengths = np.zeros(num_rows - layout.num_rows, np.int64)
-    is_longer = np.arange(num_fill_rows) < num_fill_tokens % num_fill_rows
-    added_lengths[added_lengths.size - num_fill_rows :] = (
-        num_fill_tokens // num_fill_rows + is_longer
-    )
-    padded = Layout.from_host_lengths(
-        layout.backend, np.concatenate([lengths, added_lengths]), like=arr.offsets
-    )
-    padded.max_length = max_length
-    before, after = arr.values.shape[: arr.ragged_dim], arr.values.shape[arr.ragged_dim + 1 :]
-    fill = layout.backend.from_host(
-        np.full((*before, num_fill_tokens, *after), fill_value), arr.dtype, layout.device
-    )
+    fill_lengths = np.full(num_fill_rows, num_fill_tokens // num_fill_rows)
+    fill_lengths[: num_fill_tokens % num_fill_rows] += 1
+    num_empty_rows = num_rows - layout.num_rows - num_fill_rows
+    padded_lengths = np.concatenate([lengths, np.zeros(num_empty_rows, np.int64), fill_lengths])
+    lib, device = layout.backend, layout.device
+    padded_layout = Layout.from_host_lengths(lib, padded_lengths, like=arr.offsets)
+    padded_layout.max_length = max_length
+    fill_shape = list(arr.values.shape)
+    fill_shape[arr.ragged_dim] = num_fill_tokens
+    fill = lib.from_host(np.full(fill_shape, fill_value), arr.dtype, device)
     values = pack([arr.values, fill], ragged_dim=arr.ragged_dim).values
-    is_row = layout.backend.from_host(
-        np.arange(num_rows) < layout.num_rows, layout.xp.bool, layout.device
-    )
-    return Array.from_layout(values, padded, arr.ragged_dim), is_row
+    is_row = lib.from_host(np.arange(num_rows) < layout.num_rows, lib.xp.bool, device)
+    return Array.from_layout(values, padded_layout, arr.ragged_dim), is_row
 
 
 def _round_up(n: int, growth: float) -> int:

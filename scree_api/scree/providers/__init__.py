@@ -1,4 +1,4 @@
-"""Kernels made of a library's own primitives, registered like any other kernel.
+"""Kernels that call primitives of an array library, registered like any other kernel.
 
 When a library is loaded, its modules here are imported and the kernels of installed packages are
 registered.

@@ -1,6 +1,6 @@
-"""JAX: pytree registration, packing on the host, and reductions of rows.
+"""JAX: registration of ragged arrays as pytrees, packing on the host, and row reductions.
 
-A reduction is one compiled function, or a function of `jax.ops`.
+A row reduction is one compiled function, or a function of `jax.ops`.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _rejects(call: PackCall) -> str | None:
+def _rejects_pack(call: PackCall) -> str | None:
     if not isinstance(call.arrays[0], jax.Array):
         return "only JAX arrays are packed on the host"
     if any(isinstance(x, jax.core.Tracer) or x.platform() != "cpu" for x in call.arrays):
@@ -33,15 +33,18 @@ def _rejects(call: PackCall) -> str | None:
     return None
 
 
-@register_kernel("pack", provider="host", rejects=_rejects)
+@register_kernel("pack", provider="host", rejects=_rejects_pack)
 def pack(call: PackCall) -> Array:
-    """Join on the host: JAX compiles a concatenation for every list of shapes, which takes seconds."""
+    """Concatenate on the host.
+
+    JAX compiles a concatenation for every list of shapes, which takes seconds.
+    """
     joined = np.concatenate([np.asarray(x) for x in call.arrays], axis=call.ragged_dim)
     values = jax.device_put(joined, device(call.arrays[0]))
     return Array.from_layout(values, call.layout, call.ragged_dim)
 
 
-def _reduces(call: SegmentCall) -> str | None:
+def _rejects_jit(call: SegmentCall) -> str | None:
     if call.layout.backend is not BACKEND:
         return "only JAX arrays are reduced in one compiled function"
     if isinstance(call.values, jax.core.Tracer) or isinstance(call.layout.offsets, jax.core.Tracer):
@@ -49,27 +52,25 @@ def _reduces(call: SegmentCall) -> str | None:
     return None
 
 
-@register_kernel("segment_reduce", provider="jit", rejects=_reduces)
-def compiled(call: SegmentCall) -> Any:
+@register_kernel("segment_reduce", provider="jit", rejects=_rejects_jit)
+def reduce_compiled(call: SegmentCall) -> Any:
     """Run the standard implementation as one compiled function.
 
     Eager JAX compiles every operation for every shape.
     """
-    bound = (
-        1 << max(call.layout.max_length_bound - 1, 0).bit_length()
-    )  # slightly longer rows reuse the compiled function
-    return _compiled(call.op, call.values, call.layout.offsets, bound, call.dtype)
+    # The bound is a power of two, so that slightly longer rows reuse the compiled function.
+    bound = 1 << max(call.layout.max_length_bound - 1, 0).bit_length()
+    return _reduce_compiled(call.op, call.values, call.layout.offsets, bound, call.dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
-def _compiled(op: str, values: Any, offsets: Any, bound: int, dtype: Any) -> Any:
-    return segment_reduce(
-        op, values, Layout(BACKEND, offsets, int(values.shape[0]), bound), "standard", dtype
-    )
+def _reduce_compiled(op: str, values: Any, offsets: Any, bound: int, dtype: Any) -> Any:
+    layout = Layout(BACKEND, offsets, int(values.shape[0]), bound)
+    return segment_reduce(op, values, layout, "standard", dtype)
 
 
-def _rejects_op(call: SegmentCall) -> str | None:
-    reason = _reduces(call)
+def _rejects_jax_ops(call: SegmentCall) -> str | None:
+    reason = _rejects_jit(call)
     if reason is not None:
         return reason
     if call.op in ("any", "all") or not jax.numpy.issubdtype(call.dtype, jax.numpy.number):
@@ -79,16 +80,16 @@ def _rejects_op(call: SegmentCall) -> str | None:
     return None
 
 
-@register_kernel("segment_reduce", provider="jax.ops", rejects=_rejects_op)
-def by_row(call: SegmentCall) -> Any:
-    """`jax.ops.segment_sum` and the like."""
-    return _by_row(
-        call.op, call.values, call.layout.segment_ids, call.layout.num_rows, call.accumulation_dtype
+@register_kernel("segment_reduce", provider="jax.ops", rejects=_rejects_jax_ops)
+def reduce_by_segment(call: SegmentCall) -> Any:
+    """Reduce rows by `jax.ops.segment_sum`, `segment_prod`, `segment_max` or `segment_min`."""
+    layout = call.layout
+    return _reduce_by_segment(
+        call.op, call.values, layout.segment_ids, layout.num_rows, call.accumulation_dtype
     )
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))
-def _by_row(op: str, values: Any, rows: Any, count: int, dtype: Any) -> Any:
-    return getattr(jax.ops, f"segment_{op}")(
-        values.astype(dtype), rows, count, indices_are_sorted=True
-    )
+def _reduce_by_segment(op: str, values: Any, segment_ids: Any, num_rows: int, dtype: Any) -> Any:
+    reduce = getattr(jax.ops, f"segment_{op}")
+    return reduce(values.astype(dtype), segment_ids, num_rows, indices_are_sorted=True)

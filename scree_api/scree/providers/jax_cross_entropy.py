@@ -1,6 +1,6 @@
-"""Cross-entropy by parts of the tokens in an XLA loop.
+"""Cross-entropy in an XLA loop over parts of the tokens.
 
-One part is compiled once and exists at a time.
+The loop body is compiled once. The logits of one part are in memory at a time.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def rejects(call: LinearCrossEntropyCall) -> str | None:
     if not isinstance(call.values, jax.Array):
         return "only JAX arrays run in a loop of XLA"
     if call.values.shape[0] <= tokens_per_part(call):
-        return "the logits are few enough to exist at once"
+        return "the logits are few enough to be in memory at once"
     return None
 
 
@@ -33,17 +33,18 @@ def scan(call: LinearCrossEntropyCall) -> Any:
     The last part is padded with tokens that do not count.
     """
     total = call.values.shape[0]
-    parts = -(-total // tokens_per_part(call))
-    size = -(-total // parts)
+    num_parts = -(-total // tokens_per_part(call))
+    part_size = -(-total // num_parts)
+    padded_total = num_parts * part_size
 
-    def cut(x: Any) -> Any:
-        filled = jnp.pad(x, [(0, parts * size - total)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.reshape(filled, (parts, size, *x.shape[1:]))
+    def split(x: Any) -> Any:
+        padded = jnp.pad(x, [(0, padded_total - total)] + [(0, 0)] * (x.ndim - 1))
+        return jnp.reshape(padded, (num_parts, part_size, *x.shape[1:]))
 
     @jax.checkpoint
-    def one(part: Any) -> Any:
+    def part_losses(part: Any) -> Any:
         x, labels, counted = part
         return losses_of_part(call.ignore_index, labels, counted, x, *call.parameters)
 
-    losses = jax.lax.map(one, tuple(map(cut, (call.values, call.labels, call.counted))))
-    return reduce_losses(call, jnp.reshape(losses, (parts * size,))[:total])
+    losses = jax.lax.map(part_losses, tuple(map(split, (call.values, call.labels, call.counted))))
+    return reduce_losses(call, jnp.reshape(losses, (padded_total,))[:total])

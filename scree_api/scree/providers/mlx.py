@@ -1,4 +1,4 @@
-"""MLX: sums of short rows by a scatter."""
+"""MLX: sums of short rows by scatter-add."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..backends.mlx import BACKEND
 from ..dispatch.registry import register_kernel
 from ..ops.segment import SegmentCall
 
-SHORT = 4  # longest row for which a scatter is as fast as tiles
+MAX_LENGTH = 4  # longest row for which a scatter is as fast as tiles
 
 
 def _rejects(call: SegmentCall) -> str | None:
@@ -18,14 +18,14 @@ def _rejects(call: SegmentCall) -> str | None:
         return f"MLX has no gradient of a scatter by {call.op}"
     if 0 in call.values.shape:
         return "MLX divides by the number of elements per token, which is 0"
-    if call.layout.max_length_bound > SHORT:
-        return f"tiles are faster in rows beyond {SHORT} tokens"
+    if call.layout.max_length_bound > MAX_LENGTH:
+        return f"tiles are faster in rows beyond {MAX_LENGTH} tokens"
     return None
 
 
 @register_kernel("segment_reduce", provider="scatter", rejects=_rejects)
 def scatter(call: SegmentCall) -> Any:
-    """Add every token to its row; the tail has a row of its own, which is dropped."""
-    n, values = call.layout.num_rows, call.converted
-    out = mx.zeros((n + 1, *values.shape[1:]), dtype=values.dtype)
-    return out.at[call.layout.segment_ids].add(values)[:n]
+    """Add every token to the sum of its row. The sum of the tail is dropped."""
+    num_rows, values = call.layout.num_rows, call.converted
+    zeros = mx.zeros((num_rows + 1, *values.shape[1:]), dtype=values.dtype)
+    return zeros.at[call.layout.segment_ids].add(values)[:num_rows]

@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..ops.segment import SegmentCall, identity
 from ..ops.softmax import SoftmaxCall
 
-CHUNK = 1 << 18  # tokens that fit into the cache together
+CHUNK = 1 << 18  # tokens that fit into the cache
 UFUNCS = {
     "sum": np.add,
     "prod": np.multiply,
@@ -34,19 +34,19 @@ def segment_reduce(call: SegmentCall) -> np.ndarray:
 
 
 def reduce_rows(op: str, values: np.ndarray, layout: Layout) -> np.ndarray:
-    """Return (n, ...) the reduction of each row.
+    """Return the reduction of each row, (n, ...).
 
-    `reduceat` has no empty rows, so they are left out and filled in.
+    `reduceat` has no empty rows. They get the identity of the operation.
     """
     offsets, ufunc = layout.offsets, UFUNCS[op]
-    nonempty, rows = offsets[1:] > offsets[:-1], values[: offsets[-1]]
+    starts, nonempty = offsets[:-1], offsets[1:] > offsets[:-1]
+    values = values[: offsets[-1]]
     if nonempty.size and nonempty.all():
-        return ufunc.reduceat(rows, offsets[:-1], axis=0, dtype=values.dtype)
+        return ufunc.reduceat(values, starts, axis=0, dtype=values.dtype)
     empty = identity(BACKEND.xp, op, values.dtype)
     out = np.full((nonempty.shape[0], *values.shape[1:]), empty, dtype=values.dtype)
     if nonempty.any():
-        starts = offsets[:-1][nonempty]
-        out[nonempty] = ufunc.reduceat(rows, starts, axis=0, dtype=values.dtype)
+        out[nonempty] = ufunc.reduceat(values, starts[nonempty], axis=0, dtype=values.dtype)
     return out
 
 
@@ -56,9 +56,9 @@ def rejects_softmax(call: SoftmaxCall) -> str | None:
 
 
 def _exponentials(x: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the shifted values without the tail and their exponentials, and two reductions.
+    """Return the shifted values, their exponentials, and the maximum and the sum of each row.
 
-    The reductions are the maximum of each row and its sum of exponentials.
+    The ragged axis is the first axis. The values have no tail. The sum is the sum of exponentials.
     """
     values, layout = x.values, x.layout
     values = values.astype(np.promote_types(values.dtype, np.float32), copy=False)
@@ -71,7 +71,8 @@ def _exponentials(x: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndar
     return shifted, weights, maximum, reduce_rows("sum", weights, layout)
 
 
-def _like(x: Array, values: np.ndarray) -> Array:
+def _restore_shape(x: Array, values: np.ndarray) -> Array:
+    """Return `values` with the tail, the axes and the dtype of `x`; tokens of the tail are 0."""
     tail = x.values.shape[x.ragged_dim] - values.shape[0]
     if tail:
         values = np.concatenate([values, np.zeros((tail, *values.shape[1:]), values.dtype)])
@@ -83,7 +84,7 @@ def _like(x: Array, values: np.ndarray) -> Array:
 def softmax(call: SoftmaxCall) -> Array:
     """Compute the softmax of rows by `reduceat`."""
     _, weights, _, total = _exponentials(call.x)
-    return _like(call.x, weights / np.repeat(total, call.x.layout.lengths, axis=0))
+    return _restore_shape(call.x, weights / np.repeat(total, call.x.layout.lengths, axis=0))
 
 
 @register_kernel("log_softmax", provider="reduceat", rejects=rejects_softmax)
@@ -91,7 +92,7 @@ def log_softmax(call: SoftmaxCall) -> Array:
     """Compute the log-softmax of rows by `reduceat`."""
     shifted, _, _, total = _exponentials(call.x)
     log_total = np.log(np.where(total != 0, total, 1)).astype(shifted.dtype, copy=False)
-    return _like(call.x, shifted - np.repeat(log_total, call.x.layout.lengths, axis=0))
+    return _restore_shape(call.x, shifted - np.repeat(log_total, call.x.layout.lengths, axis=0))
 
 
 @register_kernel("logsumexp", provider="reduceat", rejects=rejects_softmax)
@@ -111,23 +112,24 @@ def rejects_arg(call: SegmentCall) -> str | None:
 
 @register_kernel("segment_arg", provider="reduceat", rejects=rejects_arg)
 def segment_arg(call: SegmentCall) -> np.ndarray:
-    """Return the first token of each row that equals the row's extremum.
+    """Return the position of the first extremum of each row, -1 for empty rows.
 
-    As many rows are searched at a time as the cache holds.
+    Rows are searched in chunks that fit into the cache.
     """
     values, offsets, lengths = call.values, call.layout.offsets, call.layout.lengths
     out, nonempty = np.full(lengths.shape[0], -1), np.flatnonzero(lengths)
     starts = offsets[nonempty]
     bounds = np.searchsorted(starts, np.arange(0, values.shape[0], CHUNK))
     for low, high in pairwise(np.unique([*bounds, nonempty.size])):
-        rows, begin = nonempty[low:high], starts[low]
-        part, first = values[begin : offsets[rows[-1] + 1]], starts[low:high] - begin
-        extremum = UFUNCS[call.op].reduceat(part, first)
-        is_best = part == np.repeat(extremum, lengths[rows])
-        if part.dtype.kind == "f" and np.isnan(extremum).any():
-            is_best |= np.isnan(part)
-        best = np.flatnonzero(is_best)
-        if best.size > rows.size:  # some rows have several
-            best = best[np.searchsorted(best, first)]
-        out[rows] = best - first
+        rows, chunk_start = nonempty[low:high], starts[low]
+        chunk = values[chunk_start : offsets[rows[-1] + 1]]
+        row_starts = starts[low:high] - chunk_start
+        extremum = UFUNCS[call.op].reduceat(chunk, row_starts)
+        is_extremum = chunk == np.repeat(extremum, lengths[rows])
+        if chunk.dtype.kind == "f" and np.isnan(extremum).any():
+            is_extremum |= np.isnan(chunk)
+        tokens = np.flatnonzero(is_extremum)
+        if tokens.size > rows.size:  # some rows have several
+            tokens = tokens[np.searchsorted(tokens, row_starts)]
+        out[rows] = tokens - row_starts
     return out

@@ -1,4 +1,7 @@
-"""PyTorch: pytree registration, operators with tensors, `segment_reduce` and `split`."""
+"""PyTorch: registration of ragged arrays as pytrees, operators with tensors, and two kernels.
+
+The kernels are `torch.segment_reduce` and `torch.split_with_sizes`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,14 +41,15 @@ TENSOR_METHODS = {
 }  # fmt: skip
 
 
-def _operator(
+def _torch_function(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
     """Compute an operator between a tensor and a ragged array, the tensor first.
 
-    Python calls the reflected method of `Array` by itself; Dynamo calls this. Dynamo swaps both
-    arguments where the tensor is second. It does not say so for ``matmul``, but a tensor times a
-    ragged array is not a product, so the arguments are swapped.
+    Python calls the reflected method of `Array` itself; Dynamo calls this function. Dynamo swaps
+    the arguments where the tensor is second, and passes the reflected method. For ``matmul`` it
+    passes the same method in both cases. A tensor times a ragged array is not defined, so the
+    arguments of ``matmul`` are the swapped ones.
     """
     method = TENSOR_METHODS.get(func.__name__)
     if method is None:
@@ -55,15 +59,15 @@ def _operator(
         )
     if not torch.compiler.is_compiling():
         return NotImplemented
-    name, swapped = method
+    name, is_swapped = method
     function = getattr(args[1].__array_namespace__(), name)
-    return function(args[1], args[0]) if swapped else function(args[0], args[1])
+    return function(args[1], args[0]) if is_swapped else function(args[0], args[1])
 
 
-Array.__torch_function__ = classmethod(_operator)  # type: ignore[attr-defined]
+Array.__torch_function__ = classmethod(_torch_function)  # type: ignore[attr-defined]
 
 
-def _rejects(call: SegmentCall) -> str | None:
+def _rejects_reduction(call: SegmentCall) -> str | None:
     if call.layout.backend is not BACKEND:
         return "segment_reduce takes torch tensors only"
     if call.values.device.type != "cpu":
@@ -78,10 +82,10 @@ def _rejects(call: SegmentCall) -> str | None:
     return None
 
 
-@register_kernel("segment_reduce", provider="torch", rejects=_rejects)
+@register_kernel("segment_reduce", provider="torch", rejects=_rejects_reduction)
 def segment_reduce(call: SegmentCall) -> torch.Tensor:
-    """Row reductions by `torch.segment_reduce`."""
-    return _Reduce.apply(
+    """Reduce rows by `torch.segment_reduce`."""
+    return _SegmentReduce.apply(
         call.converted.contiguous(),
         call.layout.offsets.to(torch.int64),
         call.op,
@@ -89,7 +93,7 @@ def segment_reduce(call: SegmentCall) -> torch.Tensor:
     )
 
 
-def _not_torch(call: SplitCall) -> str | None:
+def _rejects_split(call: SplitCall) -> str | None:
     return None if isinstance(call.values, torch.Tensor) else "split takes torch tensors only"
 
 
@@ -105,14 +109,14 @@ def _prepare_split(call: SplitCall) -> Callable[..., tuple[Any, ...]]:
     return run
 
 
-@register_kernel("split", provider="torch", rejects=_not_torch, prepare=_prepare_split)
+@register_kernel("split", provider="torch", rejects=_rejects_split, prepare=_prepare_split)
 def split(call: SplitCall) -> tuple[Any, ...]:
     """Split by `torch.split`, whose backward pass is one copy."""
     return _prepare_split(call)(call.x)
 
 
-class _Reduce(torch.autograd.Function):
-    """`torch.segment_reduce` with a backward pass that can be differentiated in its turn."""
+class _SegmentReduce(torch.autograd.Function):
+    """`torch.segment_reduce` with a differentiable backward pass."""
 
     generate_vmap_rule = True
 
@@ -128,18 +132,20 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        offsets, *kept = ctx.saved_tensors
-        rows = Layout(BACKEND, offsets, ctx.total).segment_ids
+        offsets, *values_and_extrema = ctx.saved_tensors
+        segment_ids = Layout(BACKEND, offsets, ctx.total).segment_ids
 
         def per_token(x: torch.Tensor) -> torch.Tensor:
             """Return the entry of each token's row; 0 for the tail."""
-            return torch.index_select(torch.cat([x, x.new_zeros((1, *x.shape[1:]))]), 0, rows)
+            with_tail = torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
+            return torch.index_select(with_tail, 0, segment_ids)
 
         if ctx.op == "sum":
             return per_token(grad), None, None, None
-        values, extremum = kept  # all tokens equal to the extremum share its gradient
-        chosen = values == per_token(extremum)
-        shares = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:])).index_add(
-            0, rows, chosen.to(grad.dtype)
-        )[:-1]
-        return torch.where(chosen, per_token(grad / shares.clamp(min=1)), 0.0), None, None, None
+        # All tokens equal to the extremum share its gradient.
+        values, extrema = values_and_extrema
+        is_extremum = values == per_token(extrema)
+        zeros = grad.new_zeros((grad.shape[0] + 1, *grad.shape[1:]))
+        counts = zeros.index_add(0, segment_ids, is_extremum.to(grad.dtype))[:-1]
+        token_grad = torch.where(is_extremum, per_token(grad / counts.clamp(min=1)), 0.0)
+        return token_grad, None, None, None

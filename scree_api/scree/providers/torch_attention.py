@@ -1,7 +1,7 @@
-"""Attention on the CPU by PyTorch's fused kernel, for all rows of equal length at a time.
+"""Attention on the CPU by PyTorch's fused kernel, with one call per row length.
 
-A compiler cannot read the lengths. There the same calls are inside an operator of their own, which
-`torch.compile` and `torch.export` treat as one step.
+A compiler cannot read the lengths. For it the same calls are in a custom operator, which
+`torch.compile` and `torch.export` do not trace.
 """
 
 from typing import Any
@@ -40,75 +40,74 @@ def sdpa(call: AttentionCall) -> Array:
     q, k, v = (x.values for x in (call.q, call.k, call.v))
     if torch.compiler.is_compiling():
         return call.q.with_values(attend(q, k, v, call.q.offsets, call.causal, call.scale)[0])
-    plan = call.q.layout.buckets(padded=False)
-    if not plan.batches:
+    buckets = call.q.layout.buckets(padded=False)
+    if not buckets.batches:
         return call.q
-    shapes = [tokens.shape for tokens, _ in plan.batches]
-    order = torch.cat([tokens.reshape(-1) for tokens, _ in plan.batches])
+    shapes = [tokens.shape for tokens, _ in buckets.batches]
+    order = torch.cat([tokens.reshape(-1) for tokens, _ in buckets.batches])
 
-    def split_by_length(
-        x: torch.Tensor,
-    ) -> list[torch.Tensor]:  # at once: a selection has a gradient as long as all rows
+    def split_by_length(x: torch.Tensor) -> list[torch.Tensor]:
+        # One selection for all lengths: the gradient of each selection has the size of `x`.
         parts = torch.index_select(x, 0, order).split([shape.numel() for shape in shapes])
         return [
-            _heads(part.unflatten(0, shape), call.num_heads) for part, shape in zip(parts, shapes)
+            _heads_first(part.unflatten(0, shape), call.num_heads)
+            for part, shape in zip(parts, shapes)
         ]
 
     outs = [
-        _tokens(
+        _flatten_rows(
             torch.nn.functional.scaled_dot_product_attention(
-                *part, is_causal=call.causal, scale=call.scale
+                *qkv, is_causal=call.causal, scale=call.scale
             )
         )
-        for part in zip(*map(split_by_length, (q, k, v)))
+        for qkv in zip(*map(split_by_length, (q, k, v)))
     ]
-    return call.q.with_values(torch.index_select(torch.cat(outs), 0, plan.slots).to(q.dtype))
+    return call.q.with_values(torch.index_select(torch.cat(outs), 0, buckets.slots).to(q.dtype))
 
 
-def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return (rows, heads, length, dim) from (rows, length, kv_heads, dim).
-
-    Heads of keys are repeated for their queries.
-    """
+def _heads_first(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(rows, length, kv_heads, dim) -> (rows, num_heads, length, dim); repeats key heads."""
     x = x.transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def _rows(x: torch.Tensor, start: int, tokens: torch.Tensor, heads: int) -> torch.Tensor:
-    """(rows, heads, length, dim) of the rows of one length."""
-    if tokens.shape[0] == 1:  # one row is contiguous
-        return _heads(x.narrow(0, start, tokens.shape[1])[None], heads)
-    return _heads(torch.index_select(x, 0, tokens.reshape(-1)).unflatten(0, tokens.shape), heads)
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
     """(rows, heads, length, ...) -> (rows * length, heads, ...)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-# ------------------------------------------------------------------------------------ as one step
-# of a compiled function
-def _parts(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Return per length the first token and all tokens (rows, length) of its rows."""
-    plan = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)
-    return list(zip(plan.first_tokens, (tokens for tokens, _ in plan.batches)))
+# ---------------------------------------------------------------- the custom operator
 
 
-def _empty_rows(
+def _buckets(x: torch.Tensor, offsets: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return for each length the first token of its rows, and all their tokens (rows, length)."""
+    buckets = Layout(BACKEND, offsets, x.shape[0]).buckets(padded=False)
+    return list(zip(buckets.first_tokens, (tokens for tokens, _ in buckets.batches)))
+
+
+def _empty_like_tokens(
     x: torch.Tensor, offsets: torch.Tensor, *shape: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a buffer for every row of `x`, with a tail of 0."""
+    """Return an uninitialized tensor (total, *shape) for the tokens of `x`, with a tail of 0."""
     out = x.new_empty((x.shape[0], *shape), dtype=dtype)
     out[int(offsets[-1]) :] = 0
     return out
 
 
-def _write_rows(out: torch.Tensor, start: int, tokens: torch.Tensor, result: torch.Tensor) -> None:
-    """Write the result of one bucket, (rows, heads, length, ...), to its tokens."""
+def _read_rows(x: torch.Tensor, start: int, tokens: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Return the rows of one length as (rows, num_heads, length, dim)."""
+    if tokens.shape[0] == 1:  # one row is contiguous
+        return _heads_first(x.narrow(0, start, tokens.shape[1])[None], num_heads)
+    rows = torch.index_select(x, 0, tokens.reshape(-1)).unflatten(0, tokens.shape)
+    return _heads_first(rows, num_heads)
+
+
+def _write_rows(out: torch.Tensor, start: int, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write the rows of one length, (rows, heads, length, ...), to their tokens in `out`."""
     if tokens.shape[0] == 1:
-        out.narrow(0, start, tokens.shape[1]).copy_(_tokens(result))
+        out.narrow(0, start, tokens.shape[1]).copy_(_flatten_rows(rows))
     else:
-        out.index_copy_(0, tokens.reshape(-1), _tokens(result))
+        out.index_copy_(0, tokens.reshape(-1), _flatten_rows(rows))
 
 
 @torch.library.custom_op("scree::attention", mutates_args=())
@@ -120,26 +119,26 @@ def attend(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and log-sum-exp (total, num_heads)."""
-    out, sums = (
-        _empty_rows(q, offsets, *shape, dtype=t)
-        for shape, t in ((q.shape[1:], q.dtype), (q.shape[1:2], _wide(q.dtype)))
-    )
-    for start, tokens in _parts(q, offsets):
-        part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_rows(x, start, tokens, q.shape[1]) for x in (q, k, v)), 0.0, causal, scale=scale
+    """Return the output and the log-sum-exp (total, num_heads)."""
+    num_heads = q.shape[1]
+    out = _empty_like_tokens(q, offsets, *q.shape[1:], dtype=q.dtype)
+    lse = _empty_like_tokens(q, offsets, num_heads, dtype=_accumulation_dtype(q.dtype))
+    for start, tokens in _buckets(q, offsets):
+        qkv = (_read_rows(x, start, tokens, num_heads) for x in (q, k, v))
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *qkv, 0.0, causal, scale=scale
         )
-        _write_rows(out, start, tokens, part)
-        _write_rows(sums, start, tokens, lse)
-    return out, sums
+        for x, rows in zip((out, lse), results, strict=True):
+            _write_rows(x, start, tokens, rows)
+    return out, lse
 
 
 @attend.register_fake
 def _(q: Any, k: Any, v: Any, offsets: Any, causal: bool, scale: float) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_accumulation_dtype(q.dtype))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
@@ -155,22 +154,20 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v."""
-    heads = q.shape[1]
-    grads = [_empty_rows(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
-    for start, tokens in _parts(q, offsets):
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(_rows(x, start, tokens, heads) for x in (grad, q, k, v, out, lse)),
-            0.0,
-            causal,
-            scale=scale,
+    """Return the gradients of q, k and v."""
+    num_heads, kv_heads = q.shape[1], k.shape[1]
+    grads = [_empty_like_tokens(q, offsets, *q.shape[1:], dtype=q.dtype) for _ in range(3)]
+    for start, tokens in _buckets(q, offsets):
+        inputs = (_read_rows(x, start, tokens, num_heads) for x in (grad, q, k, v, out, lse))
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, causal, scale=scale
         )
-        for whole, x in zip(grads, parts, strict=True):
-            _write_rows(whole, start, tokens, x)
+        for x, rows in zip(grads, results, strict=True):
+            _write_rows(x, start, tokens, rows)
     dq, dk, dv = grads
-    return dq, *(
-        x.unflatten(1, (k.shape[1], -1)).sum(2) if heads != k.shape[1] else x for x in (dk, dv)
-    )
+    if num_heads != kv_heads:
+        dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+    return dq, dk, dv
 
 
 @attend_backward.register_fake
@@ -178,14 +175,14 @@ def _(grad: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, offsets, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, offsets, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
     return *attend_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None, None
 
 
-attend.register_autograd(_differentiate, setup_context=_keep)
+attend.register_autograd(_backward, setup_context=_setup_context)

@@ -1,6 +1,6 @@
 """PyTorch's own cross-entropy on the CPU, where the targets were validated.
 
-Elsewhere a wrong target crashes it.
+Elsewhere an invalid target crashes PyTorch.
 """
 
 from functools import partial
@@ -28,14 +28,12 @@ def rejects(call: CrossEntropyCall) -> str | None:
 
 @register_kernel("cross_entropy", provider="torch", rejects=rejects)
 def cross_entropy(call: CrossEntropyCall) -> torch.Tensor:
-    """`torch.nn.functional.cross_entropy`, in float32 at least."""
+    """Call `torch.nn.functional.cross_entropy`, in float32 at least."""
     counted, x = call.counted, call.values
     labels = call.labels.to(torch.int64)
     if not counted.all():
-        x, labels = (
-            torch.where(counted[:, None], x, 0),
-            torch.where(counted, labels, call.ignore_index),
-        )
+        x = torch.where(counted[:, None], x, 0)
+        labels = torch.where(counted, labels, call.ignore_index)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     losses = partial(torch.nn.functional.cross_entropy, x, labels, ignore_index=call.ignore_index)
     if call.reduction in ("row_mean", "none"):

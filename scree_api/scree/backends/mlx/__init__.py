@@ -1,4 +1,4 @@
-"""MLX, with the namespace of the standard over `mlx.core` that array-api-compat does not have yet."""
+"""The backend of MLX, and its namespace of the standard, which array-api-compat lacks."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from . import namespace as xp
 
 
 def _peek(x: Any) -> None:
-    return None  # reading a lazy array would compute it, and nothing tells whether it is computed
+    # Reading a lazy array would compute it, and MLX does not tell whether it is computed.
+    return None
 
 
 def _read(x: Any) -> np.ndarray:

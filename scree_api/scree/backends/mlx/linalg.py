@@ -23,7 +23,7 @@ Dtype: TypeAlias = mx.Dtype
 
 
 def matmul(x1: Array, x2: Array, /) -> Array:
-    """Return the matrix product; integers go by a broadcast product of O(n k m) memory."""
+    """Return the matrix product; integers use a broadcast product, which needs O(n k m) memory."""
     dtype = mx.result_type(x1, x2)
     if mx.issubdtype(dtype, mx.inexact):
         return mx.matmul(x1, x2)
@@ -36,16 +36,18 @@ def matmul(x1: Array, x2: Array, /) -> Array:
 
 def tensordot(x1: Array, x2: Array, /, *, axes: Any = 2) -> Array:
     """Return the tensor contraction, for integers too."""
-    in1, in2 = (range(x1.ndim - axes, x1.ndim), range(axes)) if isinstance(axes, int) else axes
-    in1, in2 = normalize_axes(x1, tuple(in1)), normalize_axes(x2, tuple(in2))
-    out1, out2 = (
-        [a for a in range(x.ndim) if a not in inner] for x, inner in ((x1, in1), (x2, in2))
+    if isinstance(axes, int):
+        axes = range(x1.ndim - axes, x1.ndim), range(axes)
+    summed1, summed2 = (
+        normalize_axes(x, tuple(summed)) for x, summed in zip((x1, x2), axes, strict=True)
     )
-    rows, cols = [x1.shape[a] for a in out1], [x2.shape[a] for a in out2]
-    inner = math.prod(x1.shape[a] for a in in1)
-    a = mx.reshape(mx.transpose(x1, [*out1, *in1]), (math.prod(rows), inner))
-    b = mx.reshape(mx.transpose(x2, [*in2, *out2]), (inner, math.prod(cols)))
-    return mx.reshape(matmul(a, b), (*rows, *cols))
+    free1 = [axis for axis in range(x1.ndim) if axis not in summed1]
+    free2 = [axis for axis in range(x2.ndim) if axis not in summed2]
+    shape1, shape2 = [x1.shape[axis] for axis in free1], [x2.shape[axis] for axis in free2]
+    inner = math.prod(x1.shape[axis] for axis in summed1)
+    matrix1 = mx.reshape(mx.transpose(x1, [*free1, *summed1]), (math.prod(shape1), inner))
+    matrix2 = mx.reshape(mx.transpose(x2, [*summed2, *free2]), (inner, math.prod(shape2)))
+    return mx.reshape(matmul(matrix1, matrix2), (*shape1, *shape2))
 
 
 def vecdot(x1: Array, x2: Array, /, *, axis: int = -1) -> Array:
@@ -70,15 +72,16 @@ def _outer(x1: Array, x2: Array, /) -> Array:
 
 
 def _vector_norm(x: Array, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Array:
-    a = mx.abs(x)
+    magnitude = mx.abs(x)
     if math.isinf(ord):
-        return (mx.max if ord > 0 else mx.min)(a, axis, keepdims)
+        return (mx.max if ord > 0 else mx.min)(magnitude, axis, keepdims)
     if ord == 0:
-        return sum((a != 0).astype(a.dtype), axis=axis, keepdims=keepdims)
-    total = sum(
-        mx.square(a) if ord == 2 else a if ord == 1 else a**ord, axis=axis, keepdims=keepdims
-    )
-    return mx.sqrt(total) if ord == 2 else total if ord == 1 else total ** (1 / ord)
+        return sum((magnitude != 0).astype(magnitude.dtype), axis=axis, keepdims=keepdims)
+    if ord == 1:
+        return sum(magnitude, axis=axis, keepdims=keepdims)
+    if ord == 2:
+        return mx.sqrt(sum(mx.square(magnitude), axis=axis, keepdims=keepdims))
+    return sum(magnitude**ord, axis=axis, keepdims=keepdims) ** (1 / ord)
 
 
 def _matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Array:
@@ -86,10 +89,16 @@ def _matrix_norm(x: Array, /, *, keepdims: bool = False, ord: Any = "fro") -> Ar
 
 
 def _matrix_power(x: Array, n: int, /) -> Array:
-    x, n = (mx.linalg.inv(x), -n) if n < 0 else (x, n)
+    """Return the power by repeated squaring."""
+    if n < 0:
+        x, n = mx.linalg.inv(x), -n
     out = mx.broadcast_to(mx.eye(x.shape[-1], dtype=x.dtype), x.shape)
     while n:
-        out, x, n = matmul(out, x) if n & 1 else out, matmul(x, x) if n > 1 else x, n >> 1
+        if n & 1:
+            out = matmul(out, x)
+        if n > 1:
+            x = matmul(x, x)
+        n >>= 1
     return out
 
 
@@ -105,7 +114,7 @@ def _returning(result: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _qr(x: Array, /, *, mode: str = "reduced") -> Any:
-    """Return Q and R; ``complete`` takes the reduced factors of ``[x, identity]`` and cuts R."""
+    """Return Q and R; ``complete`` uses the reduced factors of ``[x, identity]``."""
     rows, cols = x.shape[-2:]
     if mode == "complete" and rows > cols:
         identity = mx.broadcast_to(mx.eye(rows, dtype=x.dtype), (*x.shape[:-1], rows))

@@ -1,7 +1,7 @@
 """The Python Array API standard for ``mlx.core``, which array-api-compat does not wrap yet.
 
-Names that MLX implements as the standard asks are MLX's own objects. The other functions fill the
-gaps: reductions and scans in `reductions`, linear algebra in `linalg`, everything else here.
+Functions that MLX implements as the standard requires are MLX's own objects. The other functions
+fill the gaps: reductions and scans in `reductions`, linear algebra in `linalg`, all others here.
 
 - Everything is lazy, except ``nonzero``, ``unique_*`` and ``repeat`` with an array of counts. These
   compute at once and raise under ``mx.compile``.
@@ -11,8 +11,8 @@ gaps: reductions and scans in `reductions`, linear algebra in `linalg`, everythi
 - float64 exists on the CPU only, and complex128 does not exist. NumPy's float64 stays float64 or
   raises. ``fft`` and ``eig`` of float64 warn and return complex64. An elementwise operation of
   float64 with complex64 returns complex64.
-- ``take`` and ``take_along_axis`` do not check bounds and read foreign memory if an index is out of
-  bounds: clip indices first. A shift by the width of the dtype or more is undefined.
+- ``take`` and ``take_along_axis`` do not check bounds. An index out of bounds reads other memory:
+  clip indices first. A shift by the width of the dtype or more is undefined.
 - Arrays have value semantics, are in unified memory and belong to no device. ``device(x)`` is the
   device on which operations run.
 - ``linalg`` runs on the CPU: if the default device is a GPU, call it inside
@@ -131,11 +131,11 @@ class _Info:
         """Return the dtypes by name, without complex128, and without float64 except on the CPU."""
         kind = _KINDS if kind is None else kind
         table = {name.rstrip("_"): getattr(mx, name) for name in _DTYPES}
-        cpu = (device or mx.default_device()) == mx.cpu
+        is_cpu = (device or mx.default_device()) == mx.cpu
         return {
-            name: d
-            for name, d in table.items()
-            if mx.isdtype(d, kind) and (cpu or name != "float64")
+            name: dtype
+            for name, dtype in table.items()
+            if mx.isdtype(dtype, kind) and (is_cpu or name != "float64")
         }
 
 
@@ -282,8 +282,8 @@ def linspace(
     _check_device(device)
     if isinstance(start, complex) or isinstance(stop, complex):
         re, im = (
-            mx.linspace(getattr(complex(start), p), getattr(complex(stop), p), num, endpoint)
-            for p in ("real", "imag")
+            mx.linspace(getattr(complex(start), part), getattr(complex(stop), part), num, endpoint)
+            for part in ("real", "imag")
         )
         return _complex(re, im)
     dtype = mx.float32 if dtype is None else dtype
@@ -367,9 +367,9 @@ def nextafter(x1: Any, x2: Any, /) -> Array:
 
 def sign(x: Array, /) -> Array:
     """Return the sign; NaN stays NaN."""
-    return (
-        mx.where(mx.isnan(x), x, mx.sign(x)) if mx.issubdtype(x.dtype, mx.floating) else mx.sign(x)
-    )
+    if not mx.issubdtype(x.dtype, mx.floating):
+        return mx.sign(x)
+    return mx.where(mx.isnan(x), x, mx.sign(x))
 
 
 def expm1(x: Array, /) -> Array:
@@ -377,9 +377,10 @@ def expm1(x: Array, /) -> Array:
     if x.dtype != mx.complex64:
         return mx.expm1(x)
     re, im = mx.real(x), mx.imag(x)
-    half = mx.sin(im / 2)
+    half_sine = mx.sin(im / 2)  # cos(im) = 1 - 2 * half_sine^2
     return _complex(
-        mx.expm1(re) * mx.cos(im) - 2 * half * half, mx.where(im == 0, im, mx.exp(re) * mx.sin(im))
+        mx.expm1(re) * mx.cos(im) - 2 * half_sine * half_sine,
+        mx.where(im == 0, im, mx.exp(re) * mx.sin(im)),
     )
 
 
