@@ -117,7 +117,7 @@ def mask_ignored_kernel(
 
 @launch_args
 class MaskIgnoredArgs:
-    """Arguments of `known_kernel`."""
+    """Arguments of `mask_ignored_kernel`."""
 
     X: Pointer
     TARGETS: Pointer
