@@ -50,9 +50,9 @@ def exact(x, weight, bias, targets, reduction, dtype=torch.float64):
 @pytest.fixture(params=[(2, 100), (1, 100), (2, 0)])  # tokens of a part in one visit; or two visits
 def small_chunks(request, monkeypatch):
     tokens, many = request.param
-    monkeypatch.setattr(linear_cross_entropy, "tokens_at_a_time", lambda *sizes: tokens)
-    monkeypatch.setattr(linear_cross_entropy, "MANY", many)
-    monkeypatch.setattr(linear_cross_entropy, "SECOND", (4, 16))
+    monkeypatch.setattr(linear_cross_entropy, "max_chunk_tokens", lambda *sizes: tokens)
+    monkeypatch.setattr(linear_cross_entropy, "MAX_CLASSES_PER_WIDTH", many)
+    monkeypatch.setattr(linear_cross_entropy, "SECOND_PASS_TILE", (4, 16))
 
 
 @pytest.mark.parametrize("reduction, bias", [("mean", True), ("sum", False)])

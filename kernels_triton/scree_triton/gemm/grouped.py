@@ -38,8 +38,10 @@ from ..runtime.launch import (
     tiled,
 )
 
-_MOST_COUNTED = 1024  # most rows whose tiles a CTA counts at once
-_FAR = tl.constexpr(1 << 30)  # the end of every row, see `launch.Ragged`
+#: Maximum rows whose tiles a CTA counts at once.
+_MAX_COUNTED_ROWS = 1024
+# The end of every row, see `launch.ragged_shape`.
+_FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize=("n", "total"))
@@ -57,48 +59,51 @@ def tiled_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """Compute OUT (total, M): X (total, K) times the matrix (K, M) of the row of each token.
 
-    W is (n, K, M), or with TURNED (n, M, K).
+    W is (n, K, M), or with TRANSPOSED (n, M, K).
     """
     COLUMNS: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    row = tl.arange(0, ROWS)  # row n: the tokens after the last row
+    # Row n is the tail: the tokens after the last row.
+    row = tl.arange(0, ROWS)
     start = tl.load(OFFSETS + row, mask=row <= n, other=total).to(tl.int32)
     end = tl.load(OFFSETS + row + 1, mask=row < n, other=total).to(tl.int32)
     blocks = tl.where(row <= n, tl.cdiv(end - start, BLOCK_T), 0)
-    before = tl.cumsum(blocks, 0) - blocks
+    slots_before = tl.cumsum(blocks, 0) - blocks
     slots = tl.sum(blocks, 0)
     for tile in tl.range(tl.program_id(0), slots * COLUMNS, tl.num_programs(0), flatten=True):
         # GROUP consecutive slots run together, so that they share tiles of the matrices in the
         # cache.
         first = tile // (GROUP * COLUMNS) * GROUP
-        side = tl.minimum(slots - first, GROUP)
-        slot = first + tile % (GROUP * COLUMNS) % side
-        column = tile % (GROUP * COLUMNS) // side * BLOCK_M
-        of = tl.sum(((before <= slot) & (row <= n)).to(tl.int32), 0) - 1
-        at = tl.sum(tl.where(row == of, start + (slot - before) * BLOCK_T, 0), 0)
-        stop = tl.sum(tl.where(row == of, end, 0), 0)
-        matrix = tl.minimum(of, n - 1)
+        group_size = tl.minimum(slots - first, GROUP)
+        slot = first + tile % (GROUP * COLUMNS) % group_size
+        column = tile % (GROUP * COLUMNS) // group_size * BLOCK_M
+        matrix_row = tl.sum(((slots_before <= slot) & (row <= n)).to(tl.int32), 0) - 1
+        token_start = tl.sum(
+            tl.where(row == matrix_row, start + (slot - slots_before) * BLOCK_T, 0), 0
+        )
+        row_end = tl.sum(tl.where(row == matrix_row, end, 0), 0)
+        matrix = tl.minimum(matrix_row, n - 1)
         acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
         for k in range(0, K, BLOCK_K):
-            if TURNED:
+            if TRANSPOSED:
                 w = tl.trans(tl.reshape(W.load([matrix, column, k]), [BLOCK_M, BLOCK_K]))
             else:
                 w = tl.reshape(W.load([matrix, k, column]), [BLOCK_K, BLOCK_M])
-            acc = tl.dot(X.load([at, k]), w, acc)
-        # In halves, which leaves shared memory for one more stage.
-        y = tl.reshape(tl.where(of < n, acc, 0.0), [BLOCK_T, 2, BLOCK_M // 2])
-        left, right = tl.split(tl.permute(y, [0, 2, 1]))
-        place = _FAR - stop + at
+            acc = tl.dot(X.load([token_start, k]), w, acc)
+        # Halves leave shared memory for one more stage.
+        y = tl.reshape(tl.where(matrix_row < n, acc, 0.0), [BLOCK_T, 2, BLOCK_M // 2])
+        left_half, right_half = tl.split(tl.permute(y, [0, 2, 1]))
+        ragged_index = _FAR - row_end + token_start
         OUT.store(
-            [_FAR, stop, place, column],
-            tl.reshape(left.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
+            [_FAR, row_end, ragged_index, column],
+            tl.reshape(left_half.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
         )
         OUT.store(
-            [_FAR, stop, place, column + BLOCK_M // 2],
-            tl.reshape(right.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
+            [_FAR, row_end, ragged_index, column + BLOCK_M // 2],
+            tl.reshape(right_half.to(OUT.dtype), [1, 1, BLOCK_T, BLOCK_M // 2]),
         )
 
 
@@ -124,9 +129,9 @@ def tiled_weight_kernel(
     start = tl.load(OFFSETS + row).to(tl.int32)
     end = tl.load(OFFSETS + row + 1).to(tl.int32)
     acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
-    for at in range(start, end, BLOCK_T):
-        x = tl.reshape(X.load([_FAR, end, _FAR - end + at, depth]), [BLOCK_T, BLOCK_K])
-        dy = tl.reshape(DY.load([_FAR, end, _FAR - end + at, column]), [BLOCK_T, BLOCK_M])
+    for token_start in range(start, end, BLOCK_T):
+        x = tl.reshape(X.load([_FAR, end, _FAR - end + token_start, depth]), [BLOCK_T, BLOCK_K])
+        dy = tl.reshape(DY.load([_FAR, end, _FAR - end + token_start, column]), [BLOCK_T, BLOCK_M])
         acc = tl.dot(tl.trans(x), dy, acc)
     k = depth + tl.arange(0, BLOCK_K)
     m = column + tl.arange(0, BLOCK_M)
@@ -164,17 +169,17 @@ def product_kernel(
     size = tl.minimum(slots - first, GROUP)
     slot = first + (pid % (GROUP * columns)) % size
     column = (pid % (GROUP * columns)) // size
-    low = slot * 0
-    high = low + n + 1
+    row = slot * 0
+    upper = row + n + 1
     for _ in range(bisections):
-        middle = (low + high) // 2
+        middle = (row + upper) // 2
         if tl.load(OFFSETS + middle) // BLOCK_T + middle <= slot:
-            low = middle
+            row = middle
         else:
-            high = middle
-    start = tl.load(OFFSETS + low).to(tl.int64)
-    end = tl.load(OFFSETS + low + 1, mask=low < n, other=total).to(tl.int64)
-    start += (slot - (start // BLOCK_T + low)) * BLOCK_T
+            upper = middle
+    start = tl.load(OFFSETS + row).to(tl.int64)
+    end = tl.load(OFFSETS + row + 1, mask=row < n, other=total).to(tl.int64)
+    start += (slot - (start // BLOCK_T + row)) * BLOCK_T
     if start >= end:
         return
     token = tl.arange(0, BLOCK_T)
@@ -182,18 +187,18 @@ def product_kernel(
     m = column * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    if low < n:
+    if row < n:
         x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
-        w = W + low.to(tl.int64) * w_group + k[:, None] * w_k + m[None, :] * w_m
-        for at in range(0, K, BLOCK_K):
+        w = W + row.to(tl.int64) * w_group + k[:, None] * w_k + m[None, :] * w_m
+        for depth in range(0, K, BLOCK_K):
             if K % BLOCK_K == 0:
                 a = tl.load(x, mask=valid, other=0.0)
             else:
-                a = tl.load(x, mask=valid & (at + k < K)[None, :], other=0.0)
+                a = tl.load(x, mask=valid & (depth + k < K)[None, :], other=0.0)
             if (K % BLOCK_K == 0) & (M % BLOCK_M == 0):
                 b = tl.load(w)
             else:
-                b = tl.load(w, mask=(at + k < K)[:, None] & (m < M)[None, :], other=0.0)
+                b = tl.load(w, mask=(depth + k < K)[:, None] & (m < M)[None, :], other=0.0)
             acc = tl.dot(a, b, acc, input_precision="tf32x3")
             x += BLOCK_K
             w += BLOCK_K * w_k
@@ -229,8 +234,8 @@ def weight_kernel(
     x = X + start * x_stride + token[:, None] * x_stride + k[None, :]
     dy = DY + start * dy_stride + token[:, None] * dy_stride + m[None, :]
     acc = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
-    for at in range(0, length, BLOCK_T):
-        valid = (at + token < length)[:, None]
+    for token_start in range(0, length, BLOCK_T):
+        valid = (token_start + token < length)[:, None]
         a = tl.load(x, mask=valid & (k < K)[None, :], other=0.0)
         b = tl.load(dy, mask=valid & (m < M)[None, :], other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="tf32x3")
@@ -298,10 +303,10 @@ class WeightArgs:
 PRODUCT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 WEIGHT = {2: (128, 128, 64, 8, 3), 4: (64, 64, 32, 4, 2)}
 #: The same for the tiled kernels. The gradient of the matrices has one config for rows that are
-#: short on average (below SHORT tokens), and one for others.
+#: short on average (below SHORT_ROWS tokens), and one for others.
 TILED_PRODUCT = (128, 256, 64, 8, 4)
 TILED_WEIGHT = ((128, 128, 64, 4, 3), (256, 128, 64, 8, 4))
-SHORT = 384
+SHORT_ROWS = 384
 GROUP = 8
 
 
@@ -334,7 +339,7 @@ def _tiled_launch(
     k: int,
     m: int,
     rows: int,
-    turned: bool,
+    transposed: bool,
 ) -> Launch:
     """Return the tiled kernel of the product; `rows` is a power of 2 above the number of rows."""
     tokens, columns, depth, warps, stages = TILED_PRODUCT
@@ -348,10 +353,10 @@ def _tiled_launch(
             BLOCK_M=columns,
             BLOCK_K=depth,
             GROUP=GROUP,
-            TURNED=turned,
+            TRANSPOSED=transposed,
         ),
         dict(num_warps=warps, num_stages=stages),
-        (tokens, columns if turned else depth, tokens),
+        (tokens, columns if transposed else depth, tokens),
         args=TiledArgs,
     )
 
@@ -415,25 +420,25 @@ def product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> tor
     out = torch.empty((total, m), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    turned = weight.stride(2) != 1
-    plain = weight.mT if turned else weight
+    transposed = weight.stride(2) != 1
+    row_major = weight.mT if transposed else weight
     if (
-        0 < n < _MOST_COUNTED
-        and plain.stride(2) == 1
-        and all(map(_is_tma_compatible, (x, plain, out)))
+        0 < n < _MAX_COUNTED_ROWS
+        and row_major.stride(2) == 1
+        and all(map(_is_tma_compatible, (x, row_major, out)))
         and _supports_tiled(x.device)
     ):
         if kernels := _sm90_kernels(x.device):
-            kernels.product(x, plain, turned, offsets, out)
+            kernels.product(x, row_major, transposed, offsets, out)
             return out
         launch = _tiled_launch(
-            x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), turned
+            x.device, x.dtype, offsets.dtype, k, m, max(16, 1 << n.bit_length()), transposed
         )
         _, columns, depth, *_ = TILED_PRODUCT
-        weight_columns = depth if turned else columns
+        weight_columns = depth if transposed else columns
         args = TiledArgs(
             X=(x, tiled(tuple(x.shape), x.stride(), depth)),
-            W=(plain, tiled(tuple(plain.shape), plain.stride(), weight_columns)),
+            W=(row_major, tiled(tuple(row_major.shape), row_major.stride(), weight_columns)),
             OUT=(out, tiled(*ragged_shape(1, m, m, m), columns // 2)),
             OFFSETS=offsets,
             n=n,
@@ -477,7 +482,7 @@ def weight_gradient(x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor) ->
         if (kernels := _sm90_kernels(x.device)) and _is_tma_compatible(dw):
             kernels.weight_gradient(x, dy, offsets, dw)
             return dw
-        tile = TILED_WEIGHT[x.shape[0] >= SHORT * n]
+        tile = TILED_WEIGHT[x.shape[0] >= SHORT_ROWS * n]
         launch = _tiled_weight_launch(x.device, x.dtype, offsets.dtype, k, m, tile)
         depth, columns, *_ = tile
         args = TiledWeightArgs(
@@ -569,10 +574,10 @@ def grouped_matmul(call: Any) -> Any:
 
 def prepare_grouped_matmul(call: Any) -> Callable[..., Any]:
     """Return a function for calls on ragged arrays with the same metadata."""
-    wanted = call.x.values.requires_grad or call.weight.requires_grad
+    needs_grad = call.x.values.requires_grad or call.weight.requires_grad
 
     def multiply(x: Any, weight: torch.Tensor) -> Any:
-        run = _differentiable_product if wanted and torch.is_grad_enabled() else product
+        run = _differentiable_product if needs_grad and torch.is_grad_enabled() else product
         return x.from_layout(run(x.values, weight, x.offsets.contiguous()), x.layout)
 
     return multiply

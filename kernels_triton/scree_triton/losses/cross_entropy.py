@@ -15,7 +15,14 @@ from ..runtime.autograd import differentiable
 from ..runtime.compile import define_operator
 from ..runtime.device import unsupported_dtype
 from .cross_entropy_kernels import rowwise, visit_logits
-from .reductions import SUMMED, Targets, of_each, reduced, row_means, targets_of
+from .reductions import (
+    SCALAR_REDUCTIONS,
+    Targets,
+    loss_gradients,
+    reduce_partial_sums,
+    row_means,
+    targets_of,
+)
 
 
 def forward(
@@ -29,10 +36,10 @@ def forward(
     """
     x, total = rowwise(x), x.shape[:1]
     stats = torch.empty((2, *total), dtype=torch.float32, device=x.device) if save else None
-    if reduction in SUMMED:
+    if reduction in SCALAR_REDUCTIONS:
         parts: list[torch.Tensor] = []
         visit_logits(x, targets, parts=parts, stats=stats)
-        loss, share = reduced(parts, reduction)
+        loss, share = reduce_partial_sums(parts, reduction)
         return loss, stats, share
     losses = torch.empty(total, dtype=torch.float32, device=x.device)
     visit_logits(x, targets, losses=losses, stats=stats)
@@ -63,7 +70,11 @@ def _record_cross_entropy(ctx, x, targets, reduction):
 def _cross_entropy_gradient(ctx, dloss):
     x, stats, share, classes, offsets = ctx.saved_tensors
     targets = Targets(classes, offsets, ctx.ignored)
-    return (backward(of_each(dloss, targets, ctx.reduction), x, stats, targets, share), None, None)
+    return (
+        backward(loss_gradients(dloss, targets, ctx.reduction), x, stats, targets, share),
+        None,
+        None,
+    )
 
 
 _differentiable_cross_entropy = differentiable(

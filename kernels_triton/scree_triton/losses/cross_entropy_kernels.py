@@ -25,9 +25,9 @@ _NONE = tl.constexpr(-1.0)
 
 
 @triton.jit
-def _get(
+def _load_logits(
     X,
-    place,
+    index,
     lead,
     counted,
     V: tl.constexpr,
@@ -42,33 +42,35 @@ def _get(
     """
     if not EDGES:
         return tl.load(
-            X + place, mask=counted & (place < V), other=-float("inf"), eviction_policy=POLICY
+            X + index, mask=counted & (index < V), other=-float("inf"), eviction_policy=POLICY
         ).to(tl.float32)
-    group = place // GRAIN * GRAIN
-    near = counted & (group + GRAIN > lead) & (group < lead + V)
-    x = tl.load(X + place, mask=near, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
-    return tl.where((place >= lead) & (place < lead + V), x, -float("inf"))
+    group = index // GRAIN * GRAIN
+    has_logits = counted & (group + GRAIN > lead) & (group < lead + V)
+    x = tl.load(X + index, mask=has_logits, other=-float("inf"), eviction_policy=POLICY).to(
+        tl.float32
+    )
+    return tl.where((index >= lead) & (index < lead + V), x, -float("inf"))
 
 
 @triton.jit
-def _whole(place, lead, V: tl.constexpr, GRAIN: tl.constexpr):
+def _is_full_group(index, lead, V: tl.constexpr, GRAIN: tl.constexpr):
     """Return whether an index is in a group of GRAIN elements that all belong to the token."""
-    group = place // GRAIN * GRAIN
+    group = index // GRAIN * GRAIN
     return (group >= lead) & (group + GRAIN <= lead + V)
 
 
 @triton.jit
-def _edges(lead, V: tl.constexpr, GRAIN: tl.constexpr):
+def _edge_indices(lead, V: tl.constexpr, GRAIN: tl.constexpr):
     """Return the GRAIN indices around the first and the last logit, and a mask of those outside
     `_whole`.
     """
     i = tl.arange(0, 2 * GRAIN)
-    place = tl.where(i < GRAIN, lead // GRAIN * GRAIN + i, (lead + V) // GRAIN * GRAIN + i - GRAIN)
-    return place, (place >= lead) & (place < lead + V) & ((i >= GRAIN) | (lead % GRAIN > 0))
+    index = tl.where(i < GRAIN, lead // GRAIN * GRAIN + i, (lead + V) // GRAIN * GRAIN + i - GRAIN)
+    return index, (index >= lead) & (index < lead + V) & ((i >= GRAIN) | (lead % GRAIN > 0))
 
 
 @triton.jit
-def _read(
+def _load_tile(
     X,
     at,
     lead,
@@ -80,44 +82,44 @@ def _read(
     POLICY: tl.constexpr,
 ):
     """Load (DEEP, LANES) logits from index `at` on in float32; return them and their indices."""
-    place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    index = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     if MASKED:
-        x = _get(X, place, lead, True, V, GRAIN, GRAIN > 1, POLICY)
+        x = _load_logits(X, index, lead, True, V, GRAIN, GRAIN > 1, POLICY)
     else:
-        x = tl.load(X + place, eviction_policy=POLICY).to(tl.float32)
-    return x, place
+        x = tl.load(X + index, eviction_policy=POLICY).to(tl.float32)
+    return x, index
 
 
 @triton.jit
-def _add(x, top, total):
+def _update_softmax(x, maximum, total):
     """Update the maximum and the sum of exponentials of each lane with (DEEP, LANES) more logits."""
-    new = tl.maximum(top, tl.max(x, 0))
-    base = tl.where(new == -float("inf"), 0.0, new)
-    return new, total * tl.exp2((top - base) * _LOG2E) + tl.sum(
-        tl.exp2((x - base[None, :]) * _LOG2E), 0
+    new_maximum = tl.maximum(maximum, tl.max(x, 0))
+    finite_maximum = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    return new_maximum, total * tl.exp2((maximum - finite_maximum) * _LOG2E) + tl.sum(
+        tl.exp2((x - finite_maximum[None, :]) * _LOG2E), 0
     )
 
 
 @triton.jit
-def _slope(x, place, goal, top, factor, share):
+def _logit_gradient(x, index, target_index, maximum, factor, scale):
     """Return the gradient of some logits: `factor` times (softmax - one_hot(goal)).
 
-    `share` is the factor divided by the sum of exponentials.
+    `scale` is the factor divided by the sum of exponentials.
     """
-    y = tl.exp2((x - top) * _LOG2E) * share
-    return tl.where(place == goal, y - factor, y)
+    y = tl.exp2((x - maximum) * _LOG2E) * scale
+    return tl.where(index == target_index, y - factor, y)
 
 
 @triton.jit
-def _write(
+def _store_gradient(
     OUT,
     X,
     at,
     lead,
-    goal,
-    top,
+    target_index,
+    maximum,
     factor,
-    share,
+    scale,
     V: tl.constexpr,
     LANES: tl.constexpr,
     DEEP: tl.constexpr,
@@ -126,11 +128,11 @@ def _write(
     POLICY: tl.constexpr,
 ):
     """Store the gradient of (DEEP, LANES) logits; with MASKED except for the `_edges`."""
-    place = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    mask = _whole(place, lead, V, GRAIN) if MASKED else None
-    x = tl.load(X + place, mask=mask, eviction_policy=POLICY).to(tl.float32)
-    y = _slope(x, place, goal, top, factor, share).to(OUT.dtype.element_ty)
-    tl.store(OUT + place, y, mask=mask, eviction_policy=POLICY)
+    index = at + tl.arange(0, DEEP)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    mask = _is_full_group(index, lead, V, GRAIN) if MASKED else None
+    x = tl.load(X + index, mask=mask, eviction_policy=POLICY).to(tl.float32)
+    y = _logit_gradient(x, index, target_index, maximum, factor, scale).to(OUT.dtype.element_ty)
+    tl.store(OUT + index, y, mask=mask, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -178,8 +180,8 @@ def tokens_kernel(
     CHAINED: tl.constexpr,
 ):
     """Compute the same as `classes_kernel`, with all logits of TOKENS tokens at once."""
-    # Left in the cache for the next kernel: logits whose gradient comes later, and a gradient that
-    # is computed alone.
+    # The cache keeps what the next kernel reads: logits whose gradient is computed later, and a
+    # gradient that is computed alone.
     READ: tl.constexpr = "" if SAVE else "evict_first"
     WRITE: tl.constexpr = "evict_first" if EACH | SUM else "evict_last"
     EDGES: tl.constexpr = V % GRAIN > 0
@@ -198,48 +200,51 @@ def tokens_kernel(
         if EACH | SUM:
             counted = (token < end) & (target != ignored) & (i < count)
         else:
-            top = tl.load(STATS + token, mask=i < count, other=0.0)
+            maximum = tl.load(STATS + token, mask=i < count, other=0.0)
             total = tl.load(STATS + size + token, mask=i < count, other=_NONE)
             counted = total != _NONE
         target -= low
-        exists = (target >= 0) & (target < V)
-        target = tl.where(exists, target, -1).to(tl.int32)
+        has_target = (target >= 0) & (target < V)
+        target = tl.where(has_target, target, -1).to(tl.int32)
         x = X + i.to(tl.int64) * x_stride
         # A gradient alone reads all tokens: waiting for the mask of ignored tokens takes longer.
-        wanted = counted if EACH | SUM else i < count
-        logits = _get(x[:, None], column, 0, wanted[:, None], V, GRAIN, EDGES, READ)
+        read_mask = counted if EACH | SUM else i < count
+        logits = _load_logits(x[:, None], column, 0, read_mask[:, None], V, GRAIN, EDGES, READ)
         if EACH | SUM:
-            right = tl.load(x + target, mask=counted & exists, other=0.0).to(tl.float32)
-            top = tl.max(logits, 1)
-            base = tl.where(top == -float("inf"), 0.0, top)
-            powers = tl.exp2((logits - base[:, None]) * _LOG2E)
-            total = tl.where(exists, tl.sum(powers, 1), float("nan"))
-            loss = tl.where(counted, tl.log(total) + (top - right), 0.0)
+            target_logit = tl.load(x + target, mask=counted & has_target, other=0.0).to(tl.float32)
+            maximum = tl.max(logits, 1)
+            finite_maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
+            exponentials = tl.exp2((logits - finite_maximum[:, None]) * _LOG2E)
+            total = tl.where(has_target, tl.sum(exponentials, 1), float("nan"))
+            loss = tl.where(counted, tl.log(total) + (maximum - target_logit), 0.0)
             losses += loss
             counted_tokens += counted.to(tl.int32)
             if EACH:
                 tl.store(LOSSES + token, loss, mask=i < count)
             if SAVE:
-                tl.store(STATS + token, top, mask=i < count)
+                tl.store(STATS + token, maximum, mask=i < count)
                 tl.store(STATS + size + token, tl.where(counted, total, _NONE), mask=i < count)
         else:
-            powers = tl.exp2((logits - top[:, None]) * _LOG2E)
+            exponentials = tl.exp2((logits - maximum[:, None]) * _LOG2E)
         if GRADIENT:
             factor = _factor(DLOSSES, SHARE, token, i < count, d_stride, SCALED, SHARED)
-            y = powers * (factor / total)[:, None]
+            y = exponentials * (factor / total)[:, None]
             y = tl.where(column == target[:, None], y - factor[:, None], y)
             y = tl.where(counted[:, None], y, 0.0).to(OUT.dtype.element_ty)
             out = OUT + i.to(tl.int64) * out_stride
-            whole = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
+            is_full_group = column // GRAIN * GRAIN + GRAIN <= V if EDGES else column < V
             tl.store(
-                out[:, None] + column, y, mask=(i < count)[:, None] & whole, eviction_policy=WRITE
+                out[:, None] + column,
+                y,
+                mask=(i < count)[:, None] & is_full_group,
+                eviction_policy=WRITE,
             )
             if EDGES:
-                edge = (column < V) & (whole == 0)
+                is_edge = (column < V) & (is_full_group == 0)
                 tl.store(
                     out[:, None] + column,
                     y,
-                    mask=(i < count)[:, None] & edge,
+                    mask=(i < count)[:, None] & is_edge,
                     eviction_policy=WRITE,
                 )
     if SUM:
@@ -296,10 +301,10 @@ def classes_kernel(
     reads it from the start of a cache line on.
     """
     STEP: tl.constexpr = LANES * DEEP
-    LINE: tl.constexpr = min(8 * GRAIN, LANES)  # elements of a cache line of 128 bytes
-    FIRST: tl.constexpr = (
-        "evict_last" if GRADIENT else ""
-    )  # what a pass leaves in the cache for the next pass
+    # Elements of a cache line of 128 bytes.
+    LINE: tl.constexpr = min(8 * GRAIN, LANES)
+    # Eviction policies of the first and the second pass: the second pass reads the logits again.
+    FIRST: tl.constexpr = "evict_last" if GRADIENT else ""
     SECOND: tl.constexpr = "evict_first" if EACH | SUM else ""
     end = size
     if ROWS:
@@ -313,8 +318,8 @@ def classes_kernel(
         target = tl.load(TARGETS + token)
         counted = (token < end) & (target != ignored)
         target -= low
-        exists = (target >= 0) & (target < V)
-        target = tl.where(exists, target, -1).to(tl.int32)
+        has_target = (target >= 0) & (target < V)
+        target = tl.where(has_target, target, -1).to(tl.int32)
         x_start = tl.cast(i, tl.int64) * x_stride
         out_start = tl.cast(i, tl.int64) * out_stride
         lead = 0
@@ -330,56 +335,74 @@ def classes_kernel(
         out = OUT + out_start
         if counted:
             if EACH | SUM:
-                lanes = tl.full([LANES], -float("inf"), tl.float32)
-                totals = tl.zeros([LANES], tl.float32)
-                right = tl.load(x + lead + target, mask=exists, other=0.0).to(tl.float32)
+                lane_maxima = tl.full([LANES], -float("inf"), tl.float32)
+                lane_sums = tl.zeros([LANES], tl.float32)
+                target_logit = tl.load(x + lead + target, mask=has_target, other=0.0).to(tl.float32)
                 if SHIFTED:
-                    lanes, totals = _add(
-                        _read(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals
+                    lane_maxima, lane_sums = _update_softmax(
+                        _load_tile(x, 0, lead, V, LANES, 1, GRAIN, True, FIRST)[0],
+                        lane_maxima,
+                        lane_sums,
                     )
                 for at in range(begin, stop, STEP):
-                    lanes, totals = _add(
-                        _read(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0], lanes, totals
+                    lane_maxima, lane_sums = _update_softmax(
+                        _load_tile(x, at, lead, V, LANES, DEEP, GRAIN, False, FIRST)[0],
+                        lane_maxima,
+                        lane_sums,
                     )
                 for at in range(stop, V + lead, LANES):
-                    lanes, totals = _add(
-                        _read(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0], lanes, totals
+                    lane_maxima, lane_sums = _update_softmax(
+                        _load_tile(x, at, lead, V, LANES, 1, GRAIN, True, FIRST)[0],
+                        lane_maxima,
+                        lane_sums,
                     )
-                top = tl.max(lanes, 0)
-                base = tl.where(
-                    lanes == -float("inf"), top, lanes
-                )  # lanes without a logit add nothing
-                total = tl.sum(totals * tl.exp2((base - top) * _LOG2E), 0)
-                total = tl.where(exists, total, float("nan"))
-                loss = tl.log(total) + (top - right)
+                maximum = tl.max(lane_maxima, 0)
+                # A lane without logits has the sum 0, which stays 0.
+                base = tl.where(lane_maxima == -float("inf"), maximum, lane_maxima)
+                total = tl.sum(lane_sums * tl.exp2((base - maximum) * _LOG2E), 0)
+                total = tl.where(has_target, total, float("nan"))
+                loss = tl.log(total) + (maximum - target_logit)
                 losses += loss
                 counted_tokens += 1
                 if EACH:
                     tl.store(LOSSES + token, loss)
                 if SAVE:
-                    tl.store(STATS + token, top)
+                    tl.store(STATS + token, maximum)
                     tl.store(STATS + size + token, total)
             else:
-                top = tl.load(STATS + token)
+                maximum = tl.load(STATS + token)
                 total = tl.load(STATS + size + token)
             if GRADIENT:
                 factor = _factor(DLOSSES, SHARE, token, counted, d_stride, SCALED, SHARED)
-                share = factor / total
-                goal = tl.where(exists, lead + target, -1)
+                scale = factor / total
+                target_index = tl.where(has_target, lead + target, -1)
                 if SHIFTED:
-                    _write(
-                        out, x, 0, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND
+                    _store_gradient(
+                        out,
+                        x,
+                        0,
+                        lead,
+                        target_index,
+                        maximum,
+                        factor,
+                        scale,
+                        V,
+                        LANES,
+                        1,
+                        GRAIN,
+                        True,
+                        SECOND,
                     )
                 for at in range(begin, stop, STEP):
-                    _write(
+                    _store_gradient(
                         out,
                         x,
                         at,
                         lead,
-                        goal,
-                        top,
+                        target_index,
+                        maximum,
                         factor,
-                        share,
+                        scale,
                         V,
                         LANES,
                         DEEP,
@@ -388,14 +411,29 @@ def classes_kernel(
                         SECOND,
                     )
                 for at in range(stop, V + lead, LANES):
-                    _write(
-                        out, x, at, lead, goal, top, factor, share, V, LANES, 1, GRAIN, True, SECOND
+                    _store_gradient(
+                        out,
+                        x,
+                        at,
+                        lead,
+                        target_index,
+                        maximum,
+                        factor,
+                        scale,
+                        V,
+                        LANES,
+                        1,
+                        GRAIN,
+                        True,
+                        SECOND,
                     )
                 if SHIFTED | (V % GRAIN > 0):
-                    place, edge = _edges(lead, V, GRAIN)
-                    logits = tl.load(x + place, mask=edge, other=0.0).to(tl.float32)
-                    y = _slope(logits, place, goal, top, factor, share).to(OUT.dtype.element_ty)
-                    tl.store(out + place, y, mask=edge)
+                    index, is_edge = _edge_indices(lead, V, GRAIN)
+                    logits = tl.load(x + index, mask=is_edge, other=0.0).to(tl.float32)
+                    y = _logit_gradient(logits, index, target_index, maximum, factor, scale).to(
+                        OUT.dtype.element_ty
+                    )
+                    tl.store(out + index, y, mask=is_edge)
         else:
             if EACH:
                 tl.store(LOSSES + token, 0.0)
@@ -403,32 +441,32 @@ def classes_kernel(
                 tl.store(STATS + size + token, _NONE)
             if GRADIENT:
                 for at in range(0, V + lead, LANES):
-                    place = at + tl.arange(0, LANES)
+                    index = at + tl.arange(0, LANES)
                     zeros = tl.zeros([LANES], OUT.dtype.element_ty)
                     tl.store(
-                        out + place,
+                        out + index,
                         zeros,
-                        mask=_whole(place, lead, V, GRAIN),
+                        mask=_is_full_group(index, lead, V, GRAIN),
                         eviction_policy="evict_first",
                     )
                 if SHIFTED | (V % GRAIN > 0):
-                    place, edge = _edges(lead, V, GRAIN)
-                    tl.store(out + place, tl.zeros([2 * GRAIN], OUT.dtype.element_ty), mask=edge)
+                    index, is_edge = _edge_indices(lead, V, GRAIN)
+                    tl.store(out + index, tl.zeros([2 * GRAIN], OUT.dtype.element_ty), mask=is_edge)
     if SUM:
         tl.store(PARTS + tl.program_id(0), losses)
         tl.store(PARTS + tl.num_programs(0) + tl.program_id(0), counted_tokens.to(tl.float32))
 
 
 class _Tile(NamedTuple):
-    """Lanes per CTA, logits that each lane reads at a time, warps, and most CTAs per SM."""
+    """Lanes per CTA, logits that each lane reads at a time, warps, and maximum CTAs per SM."""
 
     lanes: int
     deep: int
     warps: int
-    programs: int
+    programs_per_sm: int
 
 
-#: By the least number of classes: for losses, for a gradient, and for both. For both, the logits
+#: Minimum number of classes -> tile: for losses, for a gradient, and for both. For both, the logits
 #: of all CTAs fit into the cache.
 LOSSES = {0: _Tile(512, 4, 2, 64), 1 << 12: _Tile(1024, 8, 4, 64), 1 << 16: _Tile(1024, 4, 4, 64)}
 GRADIENT = {
@@ -437,13 +475,15 @@ GRADIENT = {
     1 << 13: _Tile(4096, 2, 16, 64),
 }
 BOTH = {0: _Tile(4096, 4, 16, 2), (1 << 16) + 1: _Tile(8192, 4, 32, 1)}
-#: Most classes for which a CTA holds all logits of a token: for losses, for a gradient, for both.
-WHOLE, WHOLE_OF_GRADIENT, WHOLE_OF_BOTH = 2048, 4096, 1 << 14
-HELD = 1024  # least logits that such a CTA holds, of several tokens if one token has fewer
-if INTERPRETED:  # small tiles, so that small inputs reach every code path
+#: Maximum classes for which a CTA holds all logits of a token: for losses, for a gradient, for both.
+MAX_CLASSES_AT_ONCE, MAX_CLASSES_AT_ONCE_GRADIENT, MAX_CLASSES_AT_ONCE_BOTH = 2048, 4096, 1 << 14
+#: Minimum logits of such a CTA, of several tokens if one token has fewer.
+MIN_LOGITS_PER_CTA = 1024
+# Small tiles, so that small inputs reach every code path.
+if INTERPRETED:
     LOSSES = GRADIENT = BOTH = {0: _Tile(16, 2, 1, 4)}
-    WHOLE = WHOLE_OF_GRADIENT = WHOLE_OF_BOTH = 32
-    HELD = 64
+    MAX_CLASSES_AT_ONCE = MAX_CLASSES_AT_ONCE_GRADIENT = MAX_CLASSES_AT_ONCE_BOTH = 32
+    MIN_LOGITS_PER_CTA = 64
 
 
 @launch_args
@@ -490,27 +530,36 @@ def _launch(
     shifted: bool,
     outputs: Outputs,
 ) -> tuple[Launch, int, int]:
-    """Return the launch, the tokens that a CTA processes at a time, and the most CTAs."""
+    """Return the launch, the tokens that a CTA processes at a time, and the maximum CTAs."""
     flags: dict[str, Any] = dict(
         ROWS=dtypes[2] is not None,
         **outputs._asdict(),
         CHAINED=outputs.SUM and device_info(device).supports_pdl,
     )
-    both, power = (
+    computes_both, padded_classes = (
         outputs.GRADIENT and (outputs.EACH or outputs.SUM),
         max(16, triton.next_power_of_2(classes)),
     )
     if classes <= (
-        WHOLE_OF_BOTH if both else WHOLE_OF_GRADIENT if outputs.GRADIENT and not shifted else WHOLE
+        MAX_CLASSES_AT_ONCE_BOTH
+        if computes_both
+        else MAX_CLASSES_AT_ONCE_GRADIENT
+        if outputs.GRADIENT and not shifted
+        else MAX_CLASSES_AT_ONCE
     ):
-        held, of_warp = (
-            max(HELD, power),
-            1024 if power > 2048 else 256 if outputs.GRADIENT and not both else 512,
+        logits_per_cta, logits_per_warp = (
+            max(MIN_LOGITS_PER_CTA, padded_classes),
+            1024
+            if padded_classes > 2048
+            else 256
+            if outputs.GRADIENT and not computes_both
+            else 512,
         )
-        tokens, warps = held // power, max(1, held // of_warp)
+        tokens, warps = logits_per_cta // padded_classes, max(1, logits_per_cta // logits_per_warp)
         launch = Launch(
             tokens_kernel,
-            dict(V=classes, BLOCK=power, TOKENS=tokens, GRAIN=1 if shifted else grain) | flags,
+            dict(V=classes, BLOCK=padded_classes, TOKENS=tokens, GRAIN=1 if shifted else grain)
+            | flags,
             dict(num_warps=warps),
             args=CrossEntropyArgs,
         )
@@ -519,16 +568,16 @@ def _launch(
             tokens,
             (32 if warps == 1 else 64) * device_info(device).sm_count if outputs.SUM else 1 << 30,
         )
-    tiles = BOTH if both else GRADIENT if outputs.GRADIENT else LOSSES
-    lanes, deep, warps, programs = tiles[max(least for least in tiles if least <= classes)]
-    deep = max(1, min(deep, power // lanes))
+    tiles = BOTH if computes_both else GRADIENT if outputs.GRADIENT else LOSSES
+    lanes, deep, warps, programs_per_sm = tiles[max(least for least in tiles if least <= classes)]
+    deep = max(1, min(deep, padded_classes // lanes))
     launch = Launch(
         classes_kernel,
         dict(V=classes, LANES=lanes, DEEP=deep, GRAIN=grain, SHIFTED=shifted) | flags,
         dict(num_warps=warps),
         args=CrossEntropyArgs,
     )
-    return launch, 1, programs * device_info(device).sm_count
+    return launch, 1, programs_per_sm * device_info(device).sm_count
 
 
 def visit_logits(
@@ -565,23 +614,25 @@ def visit_logits(
         A factor of the gradient.
     """
     (count, classes), device = x.shape, x.device
-    onto = x if out is None else out
+    destination = x if out is None else out
     grain = 16 // x.element_size()
-    shifted = (x.stride(0) | onto.stride(0)) % grain > 0
-    if (x.data_ptr() | onto.data_ptr()) % 16 or (shifted and x.stride(0) != onto.stride(0)):
+    shifted = (x.stride(0) | destination.stride(0)) % grain > 0
+    if (x.data_ptr() | destination.data_ptr()) % 16 or (
+        shifted and x.stride(0) != destination.stride(0)
+    ):
         grain, shifted = 1, False
-    summed = parts is not None
+    computes_sum = parts is not None
     outputs = Outputs(
         losses is not None,
-        summed,
-        (losses is not None or summed) and stats is not None,
+        computes_sum,
+        (losses is not None or computes_sum) and stats is not None,
         out is not None,
         dlosses is not None,
         share is not None,
     )
     dtypes = x.dtype, *targets.dtypes, None if dlosses is None else dlosses.dtype
-    launch, tokens, most = _launch(device, dtypes, classes, grain, shifted, outputs)
-    programs = min(-(-count // tokens), most)
+    launch, tokens, max_programs = _launch(device, dtypes, classes, grain, shifted, outputs)
+    programs = min(-(-count // tokens), max_programs)
     part = None
     if parts is not None:
         part = torch.empty((2, programs), dtype=torch.float32, device=device)
@@ -598,9 +649,9 @@ def visit_logits(
         PARTS=x if part is None else part,
         DLOSSES=x if dlosses is None else dlosses,
         SHARE=x if share is None else share,
-        OUT=onto,
+        OUT=destination,
         x_stride=x.stride(0),
-        out_stride=onto.stride(0),
+        out_stride=destination.stride(0),
         n=n,
         first=first,
         low=low,

@@ -25,17 +25,25 @@ from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit_logits
-from .reductions import SUMMED, Targets, of_each, reduced, row_means, share_of, targets_of
+from .reductions import (
+    SCALAR_REDUCTIONS,
+    Targets,
+    loss_gradients,
+    mean_loss_weight,
+    reduce_partial_sums,
+    row_means,
+    targets_of,
+)
 
-#: Least tokens whose logits exist at a time, so that the matrix products are efficient.
-LEAST = 1024
-#: Most chunks of tokens, because the gradient of the weight is rounded after each chunk.
-PARTS = 12
+#: Minimum tokens whose logits exist at a time, so that the matrix products are efficient.
+MIN_CHUNK_TOKENS = 1024
+#: Maximum chunks of tokens, because the gradient of the weight is rounded after each chunk.
+MAX_CHUNKS = 12
 #: Above this ratio of classes to the width of a hidden state there are two passes over the logits.
-MANY = 16
-#: Most tokens (unless PARTS requires more) and classes whose logits the second pass holds at a
-#: time.
-SECOND = (4352, 4096)
+MAX_CLASSES_PER_WIDTH = 16
+#: Maximum tokens (unless MAX_CHUNKS requires more) and classes whose logits the second pass holds
+#: at a time.
+SECOND_PASS_TILE = (4352, 4096)
 
 
 @triton.jit
@@ -47,11 +55,11 @@ def scale_kernel(X, FACTOR, OUT, count, SAME: tl.constexpr, BLOCK: tl.constexpr)
     factor = tl.load(FACTOR).to(tl.float32)
     if SAME & (factor == 1.0):
         return
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < count
     tl.store(
-        OUT + at,
-        (tl.load(X + at, mask=mask).to(tl.float32) * factor).to(OUT.dtype.element_ty),
+        OUT + index,
+        (tl.load(X + index, mask=mask).to(tl.float32) * factor).to(OUT.dtype.element_ty),
         mask=mask,
     )
 
@@ -79,7 +87,7 @@ def _scale_launch(
 
 
 @triton.jit(do_not_specialize=("n", "first", "ignored"))
-def known_kernel(
+def mask_ignored_kernel(
     X,
     TARGETS,
     OFFSETS,
@@ -96,20 +104,20 @@ def known_kernel(
     """Copy X to OUT, with 0 for ignored tokens; one CTA per token."""
     i = tl.program_id(0)
     token = first + i
-    counted = tl.load(TARGETS + token) != ignored
+    is_counted = tl.load(TARGETS + token) != ignored
     if ROWS:
-        counted = counted & (token < tl.load(OFFSETS + n))
-    for at in range(0, WIDTH, BLOCK):
-        column = at + tl.arange(0, BLOCK)
+        is_counted = is_counted & (token < tl.load(OFFSETS + n))
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
         x = tl.load(
-            X + i.to(tl.int64) * x_stride + column, mask=counted & (column < WIDTH), other=0.0
+            X + i.to(tl.int64) * x_stride + column, mask=is_counted & (column < WIDTH), other=0.0
         )
         tl.store(OUT + i.to(tl.int64) * out_stride + column, x, mask=column < WIDTH)
 
 
 @launch_args
-class KnownArgs:
-    """Arguments of `known_kernel`."""
+class MaskIgnoredArgs:
+    """Arguments of `mask_ignored_kernel`."""
 
     X: Pointer
     TARGETS: Pointer
@@ -123,27 +131,27 @@ class KnownArgs:
 
 
 @cache
-def _known_launch(
+def _mask_ignored_launch(
     device: torch.device, dtypes: tuple[torch.dtype | None, ...], width: int
 ) -> Launch:
     block = min(triton.next_power_of_2(width), 2048)
     return Launch(
-        known_kernel,
+        mask_ignored_kernel,
         dict(WIDTH=width, BLOCK=block, ROWS=dtypes[2] is not None),
         dict(num_warps=max(1, block // 512)),
-        args=KnownArgs,
+        args=MaskIgnoredArgs,
     )
 
 
-class Wanted(NamedTuple):
-    """Gradients that a caller wants."""
+class NeededGradients(NamedTuple):
+    """Gradients to compute."""
 
     x: bool
     weight: bool
     bias: bool
 
 
-NONE = Wanted(False, False, False)
+NO_GRADIENTS = NeededGradients(False, False, False)
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -170,15 +178,15 @@ class _Head(NamedTuple):
             logits, self.targets, first, low, dlosses=self.dlosses, share=self.share, **outputs
         )
 
-    def counted(self, first: int, out: torch.Tensor) -> torch.Tensor:
+    def mask_ignored(self, first: int, out: torch.Tensor) -> torch.Tensor:
         """Copy x from the token `first` on to `out`, with 0 for ignored tokens, which have no
         gradient.
         """
         x, (offsets, n) = self.x[first : first + out.shape[0]], self.targets.rows
         launch_on_device(
-            _known_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
+            _mask_ignored_launch(x.device, (x.dtype, *self.targets.dtypes), x.shape[1]),
             x.shape[0],
-            KnownArgs(
+            MaskIgnoredArgs(
                 X=x,
                 TARGETS=self.targets.classes,
                 OFFSETS=offsets,
@@ -199,108 +207,117 @@ def fused(
     bias: torch.Tensor | None,
     targets: Targets,
     reduction: str,
-    wanted: Wanted = NONE,
+    needed: NeededGradients = NO_GRADIENTS,
     dlosses: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Gradients]:
-    """Return the reduced losses of x (total, width) by weight (classes, width), and the wanted
+    """Return the reduced losses of x (total, width) by weight (classes, width), and the needed
     gradients.
 
     The gradient of the bias is float32.
     """
     (total, width), classes = x.shape, weight.shape[0]
-    new = partial(torch.empty, dtype=x.dtype, device=x.device)
-    twice = wanted.weight and total > 0 and classes > MANY * width
-    losses = None if reduction in SUMMED else new((total,), dtype=torch.float32)
+    allocate = partial(torch.empty, dtype=x.dtype, device=x.device)
+    two_passes = needed.weight and total > 0 and classes > MAX_CLASSES_PER_WIDTH * width
+    losses = None if reduction in SCALAR_REDUCTIONS else allocate((total,), dtype=torch.float32)
     parts: list[torch.Tensor] | None = [] if losses is None else None
-    stats = new((2, total), dtype=torch.float32) if twice else None
-    share = share_of(targets) if any(wanted) and reduction == "mean" else None
+    stats = allocate((2, total), dtype=torch.float32) if two_passes else None
+    share = mean_loss_weight(targets) if any(needed) and reduction == "mean" else None
     head = _Head(x, weight, bias, targets, dlosses, share)
-    dx = new((total, width)) if wanted.x or (wanted.weight and not twice) else None
-    dweight = new((classes, width)) if wanted.weight else None
-    dbias = new((classes,), dtype=torch.float32) if wanted.bias else None
-    stride = -(-classes // 16) * 16  # so that rows are aligned
-    most = (
+    dx = allocate((total, width)) if needed.x or (needed.weight and not two_passes) else None
+    dweight = allocate((classes, width)) if needed.weight else None
+    dbias = allocate((classes,), dtype=torch.float32) if needed.bias else None
+    # Rows of the logits start at a multiple of 16 elements.
+    stride = -(-classes // 16) * 16
+    max_tokens = (
         classes * width // stride
-        if twice
-        else tokens_at_a_time(total, width, classes, wanted.weight)
+        if two_passes
+        else max_chunk_tokens(total, width, classes, needed.weight)
     )
-    chunk = _even(total, most)
-    memory = (dweight.view(-1)[: chunk * stride] if twice else new((chunk * stride,))).view(
-        chunk, stride
-    )
+    chunk = _chunk_size(total, max_tokens)
+    logits_buffer = (
+        dweight.view(-1)[: chunk * stride] if two_passes else allocate((chunk * stride,))
+    ).view(chunk, stride)
     for first in range(0, max(total, 1), chunk):
-        some = slice(first, min(first + chunk, total))
-        logits = memory[: some.stop - first, :classes]
+        tokens = slice(first, min(first + chunk, total))
+        logits = logits_buffer[: tokens.stop - first, :classes]
         head.visit(
             logits,
             first,
             losses=losses,
             parts=parts,
             stats=stats,
-            out=logits if any(wanted) else None,
+            out=logits if any(needed) else None,
         )
-        if not twice:  # the memory of dx holds the masked x until dx is computed
-            _add(
+        # The memory of dx holds the masked x until dx is computed.
+        if not two_passes:
+            _accumulate(
                 dweight,
                 dbias,
                 logits,
-                head.counted(first, dx[some]) if wanted.weight else None,
+                head.mask_ignored(first, dx[tokens]) if needed.weight else None,
                 first,
             )
-        if wanted.x:
-            torch.mm(logits, weight, out=dx[some])
-    if twice:
-        most, wide = SECOND
-        chunk = _even(total, max(most, -(-total // PARTS)))
-        memory, spare = new((chunk, min(wide, classes))), new((chunk, width))
+        if needed.x:
+            torch.mm(logits, weight, out=dx[tokens])
+    if two_passes:
+        max_tokens, max_classes = SECOND_PASS_TILE
+        chunk = _chunk_size(total, max(max_tokens, -(-total // MAX_CHUNKS)))
+        logits_buffer = allocate((chunk, min(max_classes, classes)))
+        x_buffer = allocate((chunk, width))
         for first in range(0, total, chunk):
-            counted = head.counted(first, spare[: min(chunk, total - first)])
-            for low in range(0, classes, wide):
-                block = slice(low, low + wide)
-                logits = memory[: counted.shape[0], : classes - low]
+            masked_x = head.mask_ignored(first, x_buffer[: min(chunk, total - first)])
+            for low in range(0, classes, max_classes):
+                block = slice(low, low + max_classes)
+                logits = logits_buffer[: masked_x.shape[0], : classes - low]
                 head.visit(logits, first, low, stats=stats, out=logits)
-                _add(dweight[block], dbias[block] if wanted.bias else None, logits, counted, first)
+                _accumulate(
+                    dweight[block], dbias[block] if needed.bias else None, logits, masked_x, first
+                )
     losses = (
-        reduced(parts, reduction)[0]
+        reduce_partial_sums(parts, reduction)[0]
         if losses is None
         else row_means(losses, targets)
         if reduction == "row_mean"
         else losses
     )
-    return losses, (dx if wanted.x else None, dweight, dbias)
+    return losses, (dx if needed.x else None, dweight, dbias)
 
 
-def _add(
+def _accumulate(
     dweight: torch.Tensor | None,
     dbias: torch.Tensor | None,
     dlogits: torch.Tensor,
-    counted: torch.Tensor | None,
+    masked_x: torch.Tensor | None,
     first: int,
 ) -> None:
     """Accumulate the gradients of weight and bias; the chunk with `first` 0 overwrites them."""
     if dweight is not None:
-        torch.addmm(dweight, dlogits.mT, counted, beta=int(first > 0), out=dweight)
+        torch.addmm(dweight, dlogits.mT, masked_x, beta=int(first > 0), out=dweight)
     if dbias is not None:
         part = dlogits.sum(0, dtype=torch.float32)
         dbias.copy_(part) if first == 0 else dbias.add_(part)
 
 
-def tokens_at_a_time(total: int, width: int, classes: int, weight: bool) -> int:
+def max_chunk_tokens(total: int, width: int, classes: int, weight: bool) -> int:
     """Return the most tokens whose logits exist at a time, in one pass.
 
-    The logits have no more elements than x, unless LEAST requires more tokens, or PARTS does for
-    the gradient of the weight.
+    The logits have no more elements than x, unless MIN_CHUNK_TOKENS requires more tokens, or
+    MAX_CHUNKS does for the gradient of the weight.
     """
-    return max(LEAST, width * total // classes, -(-total // PARTS) if weight else 0)
+    return max(MIN_CHUNK_TOKENS, width * total // classes, -(-total // MAX_CHUNKS) if weight else 0)
 
 
-def _even(total: int, most: int) -> int:
+def _chunk_size(total: int, max_tokens: int) -> int:
     """Return the tokens per chunk, with chunks of equal size of at most `most` tokens."""
-    return -(-total // -(-total // max(most, 1))) if total else 1
+    return -(-total // -(-total // max(max_tokens, 1))) if total else 1
 
 
 def _record_fused(ctx, x, weight, bias, targets, reduction):
-    early = Wanted(*ctx.needs_input_grad[:3]) if _early(x, reduction) else NONE
+    early = (
+        NeededGradients(*ctx.needs_input_grad[:3])
+        if _computes_gradients_early(x, reduction)
+        else NO_GRADIENTS
+    )
     losses, gradients = fused(x, weight, bias, targets, reduction, early)
     ctx.save_for_backward(x, weight, bias, targets.classes, targets.offsets)
     ctx.ignored, ctx.reduction, ctx.gradients = (
@@ -313,29 +330,35 @@ def _record_fused(ctx, x, weight, bias, targets, reduction):
 
 def _fused_gradient(ctx, dloss):
     x, weight, bias, classes, offsets = ctx.saved_tensors
-    # The gradients of the forward pass are handed out once; a second backward recomputes them.
+    # The first backward pass returns the gradients of the forward pass; a second one recomputes them.
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
-        targets, wanted = (
+        targets, needed = (
             Targets(classes, offsets, ctx.ignored),
-            Wanted(*ctx.needs_input_grad[:3]),
+            NeededGradients(*ctx.needs_input_grad[:3]),
         )
         gradients = fused(
-            x, weight, bias, targets, ctx.reduction, wanted, of_each(dloss, targets, ctx.reduction)
+            x,
+            weight,
+            bias,
+            targets,
+            ctx.reduction,
+            needed,
+            loss_gradients(dloss, targets, ctx.reduction),
         )[1]
         dloss = None
-    return *(_finished(g, dloss, x.dtype) for g in gradients), None, None
+    return *(_scale_gradient(g, dloss, x.dtype) for g in gradients), None, None
 
 
 _differentiable_fused = differentiable("Fused", _record_fused, _fused_gradient)
 
 
-def _early(x: torch.Tensor, reduction: str) -> bool:
+def _computes_gradients_early(x: torch.Tensor, reduction: str) -> bool:
     """Return whether gradients are computed in the forward pass."""
-    return reduction in SUMMED and x.dtype != torch.float16
+    return reduction in SCALAR_REDUCTIONS and x.dtype != torch.float16
 
 
-def _finished(
+def _scale_gradient(
     gradient: torch.Tensor | None, factor: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Return a gradient times a factor in the dtype of the inputs, in place if it has that dtype."""
@@ -371,9 +394,9 @@ def _fused_operator(
     reduction: str,
     early: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    wanted = Wanted(early, early, early and bias is not None)
+    needed = NeededGradients(early, early, early and bias is not None)
     losses, gradients = fused(
-        x, weight, bias, Targets(classes, offsets, ignored), reduction, wanted
+        x, weight, bias, Targets(classes, offsets, ignored), reduction, needed
     )
     return losses, *_or_empty(gradients, x)
 
@@ -381,7 +404,7 @@ def _fused_operator(
 def _fused_fake(x, weight, bias, classes, offsets, ignored, reduction, early):
     shape = (
         ()
-        if reduction in SUMMED
+        if reduction in SCALAR_REDUCTIONS
         else x.shape[:1]
         if reduction == "none"
         else (offsets.shape[0] - 1,)
@@ -402,9 +425,15 @@ def _fused_backward_operator(
     ignored: int,
     reduction: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    targets, wanted = Targets(classes, offsets, ignored), Wanted(True, True, bias is not None)
+    targets, needed = (
+        Targets(classes, offsets, ignored),
+        NeededGradients(True, True, bias is not None),
+    )
     return _or_empty(
-        fused(x, weight, bias, targets, reduction, wanted, of_each(dloss, targets, reduction))[1], x
+        fused(
+            x, weight, bias, targets, reduction, needed, loss_gradients(dloss, targets, reduction)
+        )[1],
+        x,
     )
 
 
@@ -450,13 +479,13 @@ def rejects(call: Any) -> str | None:
 def linear_cross_entropy(call: Any) -> Any:
     """Compute a `LinearCrossEntropyCall`."""
     x, weight, bias, targets = rowwise(call.values), call.weight, call.bias, targets_of(call)
-    wants = torch.is_grad_enabled() and any(
+    needs_grad = torch.is_grad_enabled() and any(
         p is not None and p.requires_grad for p in (x, weight, bias)
     )
     if torch.compiler.is_compiling():
-        early = wants and _early(x, call.reduction)
+        early = needs_grad and _computes_gradients_early(x, call.reduction)
         out = _fused_op(x, weight, bias, *targets, call.reduction, early)[0]
-    elif wants:
+    elif needs_grad:
         out = _differentiable_fused(x, weight, bias, targets, call.reduction)
     else:
         out = fused(x, weight, bias, targets, call.reduction)[0]

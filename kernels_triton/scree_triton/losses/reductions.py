@@ -1,7 +1,7 @@
 """Reductions of the losses of tokens to one sum or mean or to a mean per row, and their gradients.
 
-Every CTA that computes losses sums its own; one kernel adds these partial sums in a fixed order. So
-equal inputs give equal bits.
+Every CTA that computes losses writes their partial sum. One kernel adds the partial sums in a fixed
+order, so equal inputs give equal bits.
 """
 
 from functools import cache
@@ -15,7 +15,8 @@ from triton.language.extra.cuda import gdc_wait
 from ..runtime.device import device_info
 from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
-SUMMED = ("mean", "sum")  # reductions to one number
+#: Reductions to one number.
+SCALAR_REDUCTIONS = ("mean", "sum")
 
 
 class Targets(NamedTuple):
@@ -27,7 +28,7 @@ class Targets(NamedTuple):
 
     @property
     def rows(self) -> tuple[torch.Tensor, int]:
-        """Offsets as a kernel takes them, and the number of rows."""
+        """The offsets argument of a kernel, and the number of rows."""
         return (
             (self.classes, 0) if self.offsets is None else (self.offsets, self.offsets.shape[0] - 1)
         )
@@ -44,7 +45,7 @@ def targets_of(call: Any) -> Targets:
 
 
 @triton.jit
-def _share(count, MEAN: tl.constexpr):
+def _loss_weight(count, MEAN: tl.constexpr):
     """Return the weight of one loss in the result."""
     return tl.where(count > 0, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0) if MEAN else 1.0
 
@@ -57,7 +58,8 @@ def sum_kernel(
 
     SHARE is the weight of one loss in it.
     """
-    if CHAINED:  # launched while the losses are still being computed
+    # With programmatic dependent launch, the losses are still being computed.
+    if CHAINED:
         gdc_wait()
     totals = tl.zeros([BLOCK], tl.float32)
     counts = tl.zeros([BLOCK], tl.int32)
@@ -67,7 +69,7 @@ def sum_kernel(
         counts += tl.load(PARTS + parts + part, mask=part < parts, other=0.0).to(tl.int32)
     total = tl.sum(totals, 0)
     count = tl.sum(counts, 0)
-    share = _share(count, MEAN)
+    share = _loss_weight(count, MEAN)
     if MEAN:
         total = tl.where(count > 0, total * share, float("nan"))
     tl.store(TOTAL, total)
@@ -88,7 +90,7 @@ def share_kernel(
         counts += (tl.load(TARGETS + token, mask=token < end, other=ignored) != ignored).to(
             tl.int32
         )
-    tl.store(SHARE, _share(tl.sum(counts, 0), True))
+    tl.store(SHARE, _loss_weight(tl.sum(counts, 0), True))
 
 
 @triton.jit(do_not_specialize=("ignored", "stride"))
@@ -112,7 +114,7 @@ def rows_kernel(
         if not BACKWARD:
             totals += tl.load(LOSSES + token, mask=token < end, other=0.0)
     count = tl.sum(counts, 0)
-    share = _share(count, True)
+    share = _loss_weight(count, True)
     if BACKWARD:
         gradient = tl.load(MEANS + row * stride).to(tl.float32) * share
         for at in range(start, end, BLOCK):
@@ -176,7 +178,9 @@ def _share_launch(
     )
 
 
-def reduced(parts: list[torch.Tensor], reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+def reduce_partial_sums(
+    parts: list[torch.Tensor], reduction: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the "sum" or "mean" of all losses, and the weight of one loss in it; 0-d."""
     values = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     total, share = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
@@ -193,11 +197,11 @@ def _rows_launch(
     device: torch.device,
     classes: torch.dtype,
     offsets: torch.dtype | None,
-    back: torch.dtype | None,
+    dtype_of_gradient: torch.dtype | None,
 ) -> Launch:
     return Launch(
         rows_kernel,
-        dict(BLOCK=1024, BACKWARD=back is not None),
+        dict(BLOCK=1024, BACKWARD=dtype_of_gradient is not None),
         dict(num_warps=4),
         args=RowMeansArgs,
     )
@@ -223,7 +227,7 @@ def row_means(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
     return means
 
 
-def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tensor:
+def loss_gradients(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tensor:
     """Return (total,) the gradient of the losses from the gradient of their reduction.
 
     It excludes the weight of one loss in a mean over all tokens.
@@ -249,7 +253,7 @@ def of_each(dloss: torch.Tensor, targets: Targets, reduction: str) -> torch.Tens
     return dlosses
 
 
-def share_of(targets: Targets) -> torch.Tensor:
+def mean_loss_weight(targets: Targets) -> torch.Tensor:
     """Return the weight of one loss in the mean, before the losses are computed; 0-d."""
     offsets, n = targets.rows
     share = torch.empty((), dtype=torch.float32, device=offsets.device)

@@ -33,7 +33,8 @@ from ..runtime.launch import (
 )
 
 _MAX_WIDTH = 16384
-_COLUMNS = 16  # columns per CTA of `add_kernel`
+#: Columns per CTA of `add_kernel`.
+_COLUMNS = 16
 
 
 @triton.jit
@@ -50,14 +51,14 @@ def _load(X, tokens, columns, stride, count, D: tl.constexpr):
 
     The eviction policy makes the forward 1 to 2% faster and does not slow down later kernels.
     """
-    at, inside = _element_offsets(tokens, columns, stride, count, D)
-    return tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    offsets, mask = _element_offsets(tokens, columns, stride, count, D)
+    return tl.load(X + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
 def _store(Y, y, tokens, columns, stride, count, D: tl.constexpr):
-    at, inside = _element_offsets(tokens, columns, stride, count, D)
-    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=inside)
+    offsets, mask = _element_offsets(tokens, columns, stride, count, D)
+    tl.store(Y + offsets, y.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -127,7 +128,8 @@ def forward_kernel(
         y *= w
     if BIAS:
         y += b
-    if ADD:  # stored here and not above: 1 to 3% faster
+    # Storing the sum here instead of above is 1 to 3% faster.
+    if ADD:
         _store(SUM, total, tokens, columns, y_stride, count, D)
     _store(Y, y, tokens, columns, y_stride, count, D)
 
@@ -164,39 +166,39 @@ def backward_kernel(
     DW: tl.constexpr,
     DB: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    AGAIN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    RELOAD_WEIGHT: tl.constexpr,
 ):
     """Compute DX, plus DSUM with ADD, and PARTS (2, CTAs, D), the parts of dW and dB of each CTA.
 
-    The next tokens are prefetched to shared memory. With AHEAD, which requires ADD, they are
-    prefetched to registers. With AGAIN the weight is read for each token, because no registers are
-    left to keep it in.
+    The next tokens are prefetched to shared memory. With PREFETCH, which requires ADD, they are
+    prefetched to registers. With RELOAD_WEIGHT the weight is read for each token, because no
+    registers are left to keep it in.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
-    if WEIGHT and not AGAIN:
+    if WEIGHT and not RELOAD_WEIGHT:
         w = _load_vector(W, columns, D)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
-    if AHEAD:
+    if PREFETCH:
         tokens = program * ROWS + tl.arange(0, ROWS)
-        ahead = _load_inputs(
+        prefetched = _load_inputs(
             X, DY, DSUM, tokens, columns, x_stride, dy_stride, dsum_stride, count, D
         )
     for block in tl.range(program, tl.cdiv(count, ROWS), programs, num_stages=STAGES):
         tokens = block * ROWS + tl.arange(0, ROWS)
-        if AHEAD:
-            x, dy, dsum = ahead
-            later = tokens + programs * ROWS
-            ahead = _load_inputs(
-                X, DY, DSUM, later, columns, x_stride, dy_stride, dsum_stride, count, D
+        if PREFETCH:
+            x, dy, dsum = prefetched
+            next_tokens = tokens + programs * ROWS
+            prefetched = _load_inputs(
+                X, DY, DSUM, next_tokens, columns, x_stride, dy_stride, dsum_stride, count, D
             )
         else:
             x = _load(X, tokens, columns, x_stride, count, D)
             dy = _load(DY, tokens, columns, dy_stride, count, D)
-        if WEIGHT and AGAIN:
+        if WEIGHT and RELOAD_WEIGHT:
             w = _load_vector(W, columns, D)
         x = x.to(tl.float32)
         dy = dy.to(tl.float32)
@@ -207,16 +209,16 @@ def backward_kernel(
             mean, total = _token_sums(x, dx)
             x = tl.where((columns < D)[None, :], x - mean / D, 0.0)
             dx -= total / D
-        square, along = _token_sums(x * x, dx * x)
-        scale = tl.rsqrt(square / D + eps)
+        sum_of_squares, dot = _token_sums(x * x, dx * x)
+        scale = tl.rsqrt(sum_of_squares / D + eps)
         x *= scale
         if DW:
             dw += dy * x
         if DB:
             db += dy
-        dx = (dx - x * (along * scale / D)) * scale
+        dx = (dx - x * (dot * scale / D)) * scale
         if ADD:
-            if not AHEAD:
+            if not PREFETCH:
                 dsum = _load(DSUM, tokens, columns, dsum_stride, count, D)
             dx += dsum.to(tl.float32)
         _store(DX, dx, tokens, columns, dx_stride, count, D)
@@ -234,28 +236,29 @@ def add_kernel(
     parts,
     D: tl.constexpr,
     DO_DW: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Sum PARTS (2, parts, D) over its parts, COLUMNS columns per CTA.
 
     With DO_DW the first CTAs compute DW and the others DB; otherwise all compute DB.
     """
-    if FOLLOWS:  # launched before the backward kernel ends, so it waits for that
+    # With programmatic dependent launch, the backward kernel may still be running.
+    if CHAINED:
         gdc_wait()
     blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
-    which = tl.program_id(0) // blocks + (0 if DO_DW else 1)
+    is_bias = tl.program_id(0) // blocks + (0 if DO_DW else 1)
     columns = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.arange(0, MOST)
-    inside = (part < parts)[:, None] & (columns < D)[None, :]
+    part = tl.arange(0, MAX_PARTS)
+    mask = (part < parts)[:, None] & (columns < D)[None, :]
     total = tl.sum(
         tl.load(
-            PARTS + (which * parts + part)[:, None] * D + columns[None, :], mask=inside, other=0.0
+            PARTS + (is_bias * parts + part)[:, None] * D + columns[None, :], mask=mask, other=0.0
         ),
         0,
     )
-    if which == 0:
+    if is_bias == 0:
         tl.store(DW + columns, total.to(DW.dtype.element_ty), mask=columns < D)
     else:
         tl.store(DB + columns, total.to(DB.dtype.element_ty), mask=columns < D)
@@ -350,17 +353,21 @@ def _backward_launches(
     centre: bool,
     dy: torch.dtype,
     add: bool,
-    weight_too: bool,
-    bias_too: bool,
+    needs_dweight: bool,
+    needs_dbias: bool,
 ) -> tuple[Launch, Launch, int, int]:
-    """Return the two launches of the backward, the tokens per CTA and the most CTAs of the first."""
+    """Return the two launches of the backward, and tokens per CTA and maximum CTAs of the first."""
     x, _, weight, _ = dtypes
     block = triton.next_power_of_2(width)
-    rows, warps, each, stages = _backward_shape(block, x.itemsize)
+    rows, warps, ctas_per_sm, stages = _backward_shape(block, x.itemsize)
     # Three arrays of 16 bits fit into registers, which is 3 to 7% faster. Longer tokens or wider
     # elements do not fit.
-    ahead = add and x.itemsize == 2 and 1024 <= block <= 4096
-    how = dict(STAGES=1 if ahead else stages, AHEAD=ahead, AGAIN=ahead or block > 8192)
+    prefetched = add and x.itemsize == 2 and 1024 <= block <= 4096
+    pipeline = dict(
+        STAGES=1 if prefetched else stages,
+        PREFETCH=prefetched,
+        RELOAD_WEIGHT=prefetched or block > 8192,
+    )
     first = Launch(
         backward_kernel,
         dict(
@@ -370,27 +377,30 @@ def _backward_launches(
             CENTRE=centre,
             ADD=add,
             WEIGHT=weight is not None,
-            DW=weight_too,
-            DB=bias_too,
-            **how,
+            DW=needs_dweight,
+            DB=needs_dbias,
+            **pipeline,
         ),
-        dict(num_warps=warps, maxnreg=128 if ahead else None),
+        dict(num_warps=warps, maxnreg=128 if prefetched else None),
         args=BackwardArgs,
     )
-    most, chained = device_info(device).sm_count * each, device_info(device).supports_pdl
+    max_programs, chained = (
+        device_info(device).sm_count * ctas_per_sm,
+        device_info(device).supports_pdl,
+    )
     second = Launch(
         add_kernel,
         dict(
             D=width,
-            DO_DW=weight_too,
-            MOST=triton.next_power_of_2(most),
+            DO_DW=needs_dweight,
+            MAX_PARTS=triton.next_power_of_2(max_programs),
             COLUMNS=_COLUMNS,
-            FOLLOWS=chained,
+            CHAINED=chained,
         ),
         dict(num_warps=8, launch_pdl=chained),
         args=AddArgs,
     )
-    return first, second, rows, most
+    return first, second, rows, max_programs
 
 
 class _LaunchConfig:
@@ -428,8 +438,10 @@ class _LaunchConfig:
         y = self.new(*self.out)
         total = x if residual is None else self.new(*self.out)
         if self.programs:
-            x, stride = even(x)
-            residual, residual_stride = (x, stride) if residual is None else even(residual)
+            x, stride = as_token_matrix(x)
+            residual, residual_stride = (
+                (x, stride) if residual is None else as_token_matrix(residual)
+            )
             count, eps = self.numbers
             args = ForwardArgs(
                 X=x,
@@ -454,25 +466,25 @@ class _LaunchConfig:
         weight: torch.Tensor | None,
         dy: torch.Tensor,
         dsum: torch.Tensor | None,
-        weight_too: bool,
-        bias_too: bool,
+        needs_dweight: bool,
+        needs_dbias: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of the normalized array x, of weight and of bias.
 
         `dsum` is the gradient that reaches x directly, through the second result.
         """
-        key = dy.dtype, dsum is not None, weight_too, bias_too
-        first, second, programs, adding, dw_like, db_like, parts_like = self.backward_configs.get(
-            key
-        ) or self._backward_config(key)
+        key = dy.dtype, dsum is not None, needs_dweight, needs_dbias
+        first, second, programs, add_programs, dw_allocation, db_allocation, parts_allocation = (
+            self.backward_configs.get(key) or self._backward_config(key)
+        )
         dx = self.new(*self.out)
-        dw = self.new(*dw_like) if dw_like else None
-        db = self.new(*db_like) if db_like else None
-        parts = self.new(*parts_like) if parts_like else dx
+        dw = self.new(*dw_allocation) if dw_allocation else None
+        db = self.new(*db_allocation) if db_allocation else None
+        parts = self.new(*parts_allocation) if parts_allocation else dx
         if programs:
-            x, stride = even(x)
-            dy, dy_stride = even(dy)
-            dsum, dsum_stride = (dy, dy_stride) if dsum is None else even(dsum)
+            x, stride = as_token_matrix(x)
+            dy, dy_stride = as_token_matrix(dy)
+            dsum, dsum_stride = (dy, dy_stride) if dsum is None else as_token_matrix(dsum)
             count, eps = self.numbers
             args = BackwardArgs(
                 X=x,
@@ -489,36 +501,43 @@ class _LaunchConfig:
                 eps=eps,
             )
             first(programs, args)
-        if parts_like:
+        if parts_allocation:
             args = AddArgs(
                 PARTS=parts,
                 DW=dx if dw is None else dw,
                 DB=dx if db is None else db,
                 parts=programs,
             )
-            second(adding, args)
+            second(add_programs, args)
         return dx, dw, db
 
     def _backward_config(self, key: tuple[torch.dtype, bool, bool, bool]) -> tuple[Any, ...]:
         """Return the launches of a backward, their grids, and shape, strides and dtype of dw, db
         and parts.
         """
-        first, second, rows, most = _backward_launches(
+        first, second, rows, max_programs = _backward_launches(
             self.device, self.dtypes, self.width, self.centre, *key
         )
-        programs, width = min(-(-self.numbers[0] // rows), most), self.width
-        likes = [
-            ((width,), (1,), dtype) if wanted else None
-            for dtype, wanted in zip(self.dtypes[2:], key[2:])
+        programs, width = min(-(-self.numbers[0] // rows), max_programs), self.width
+        allocations = [
+            ((width,), (1,), dtype) if needs_grad else None
+            for dtype, needs_grad in zip(self.dtypes[2:], key[2:])
         ]
-        parts = (*contiguous((2, programs, width)), torch.float32) if any(likes) else None
-        adding = -(-width // _COLUMNS) * sum(key[2:])
-        config = self.backward_configs[key] = first, second, programs, adding, *likes, parts
+        parts = (*contiguous((2, programs, width)), torch.float32) if any(allocations) else None
+        add_programs = -(-width // _COLUMNS) * sum(key[2:])
+        config = self.backward_configs[key] = (
+            first,
+            second,
+            programs,
+            add_programs,
+            *allocations,
+            parts,
+        )
         return config
 
 
 @lru_cache(1024)
-def _cached(
+def _cached_launch_config(
     device: torch.device,
     dtypes: tuple[torch.dtype | None, ...],
     shape: tuple[int, ...],
@@ -528,7 +547,7 @@ def _cached(
     return _LaunchConfig(device, dtypes, shape, eps, centre)
 
 
-def _plan(
+def _launch_config(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
@@ -537,10 +556,10 @@ def _plan(
     centre: bool,
 ) -> _LaunchConfig:
     dtypes = tuple(None if p is None else p.dtype for p in (x, residual, weight, bias))
-    return _cached(x.device, dtypes, x.shape, eps, centre)
+    return _cached_launch_config(x.device, dtypes, x.shape, eps, centre)
 
 
-def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def as_token_matrix(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return x as (tokens, width) with contiguous elements, copied if necessary, and its token
     stride.
     """
@@ -551,21 +570,21 @@ def even(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, x.stride(0)
 
 
-def _record_norm(ctx, x, residual, weight, bias, plan):
-    y, total = plan.forward(x, residual, weight, bias)
+def _record_norm(ctx, x, residual, weight, bias, config):
+    y, total = config.forward(x, residual, weight, bias)
     ctx.save_for_backward(total, weight)
-    ctx.plan = plan
+    ctx.config = config
     ctx.set_materialize_grads(False)
     return y if residual is None else (y, total)
 
 
 def _norm_gradient(ctx, dy, dsum=None):
-    _, residual_too, weight_too, bias_too, _ = ctx.needs_input_grad
+    _, needs_dresidual, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
     if dy is None:
         return dsum, dsum, None, None, None
     total, weight = ctx.saved_tensors
-    dx, dw, db = ctx.plan.backward(total, weight, dy, dsum, weight_too, bias_too)
-    return dx, dx if residual_too else None, dw, db, None
+    dx, dw, db = ctx.config.backward(total, weight, dy, dsum, needs_dweight, needs_dbias)
+    return dx, dx if needs_dresidual else None, dw, db, None
 
 
 _differentiable_norm = differentiable("Norm", _record_norm, _norm_gradient)
@@ -579,9 +598,9 @@ def _run_operator(
     eps: float,
     centre: bool,
 ) -> list[torch.Tensor]:
-    return list(_plan(x, residual, weight, bias, eps, centre).forward(x, residual, weight, bias))[
-        : 1 if residual is None else 2
-    ]
+    return list(
+        _launch_config(x, residual, weight, bias, eps, centre).forward(x, residual, weight, bias)
+    )[: 1 if residual is None else 2]
 
 
 def _fake(x, residual, weight, bias, eps, centre):
@@ -598,8 +617,8 @@ def _backward_operator(
     centre: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     none = x.new_empty((0,))
-    plan = _plan(x, dsum, weight, bias, eps, centre)
-    dx, dw, db = plan.backward(x, weight, dy, dsum, weight is not None, bias is not None)
+    config = _launch_config(x, dsum, weight, bias, eps, centre)
+    dx, dw, db = config.backward(x, weight, dy, dsum, weight is not None, bias is not None)
     return dx, none if dw is None else dw, none.clone() if db is None else db
 
 
@@ -637,20 +656,20 @@ _op = define_operator("norm", _run_operator, _fake, save=_save, backward=_differ
 
 
 def _norm(
-    plan: _LaunchConfig,
-    wanted: bool,
+    config: _LaunchConfig,
+    needs_grad: bool,
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `plan.forward`, recorded by autograd if needed.
+    """Return the results of `config.forward`, recorded by autograd if needed.
 
-    `wanted` tells whether one of the arrays requires a gradient. Weight and bias are contiguous.
+    `needs_grad` says that one of the arrays requires a gradient. Weight and bias are contiguous.
     """
-    if not (wanted and torch.is_grad_enabled()):
-        return plan.forward(x, residual, weight, bias)
-    result = _differentiable_norm(x, residual, weight, bias, plan)
+    if not (needs_grad and torch.is_grad_enabled()):
+        return config.forward(x, residual, weight, bias)
+    result = _differentiable_norm(x, residual, weight, bias, config)
     return (result, x) if residual is None else result
 
 
@@ -659,7 +678,8 @@ def rejects(call: Any) -> str | None:
     width = call.values.shape[-1]
     if not 1 <= width <= _MAX_WIDTH:
         return f"the Triton kernels take a last axis of 1 to {_MAX_WIDTH} elements, not {width}"
-    for x in (call.values, call.weight, call.bias):  # the residual has the dtype of the values
+    # The residual has the dtype of the values.
+    for x in (call.values, call.weight, call.bias):
         if x is not None and (reason := unsupported_dtype(x)):
             return reason
     return None
@@ -669,30 +689,37 @@ def _run(call: Any, centre: bool) -> Any:
     weight, bias = (None if p is None else p.contiguous() for p in (call.weight, call.bias))
     arrays = call.values, call.residual_values, weight, bias
     if torch.compiler.is_compiling():
-        y, *more = _op(*arrays, call.eps, centre)
-        return call.result(y, more[0] if more else None)
-    return call.result(*_norm(_plan(*arrays, call.eps, centre), _wanted(*arrays), *arrays))
+        y, *sums = _op(*arrays, call.eps, centre)
+        return call.result(y, sums[0] if sums else None)
+    return call.result(
+        *_norm(_launch_config(*arrays, call.eps, centre), _needs_grad(*arrays), *arrays)
+    )
 
 
-def _wanted(*arrays: torch.Tensor | None) -> bool:
+def _needs_grad(*arrays: torch.Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in arrays)
 
 
 def _prepare(call: Any, centre: bool) -> Callable[..., Any]:
     arrays = call.values, call.residual_values, call.weight, call.bias
-    plan, wanted = _plan(*arrays, call.eps, centre), _wanted(*arrays)
-    even_too = all(p is None or p.is_contiguous() for p in (call.weight, call.bias))
+    config, needs_grad = _launch_config(*arrays, call.eps, centre), _needs_grad(*arrays)
+    are_contiguous = all(p is None or p.is_contiguous() for p in (call.weight, call.bias))
 
     def run(
         x: Any, weight: torch.Tensor | None, residual: Any, bias: torch.Tensor | None = None
     ) -> Any:
-        if not even_too:
+        if not are_contiguous:
             weight, bias = (
                 weight if weight is None else weight.contiguous(),
                 bias if bias is None else bias.contiguous(),
             )
         y, total = _norm(
-            plan, wanted, x.values, None if residual is None else residual.values, weight, bias
+            config,
+            needs_grad,
+            x.values,
+            None if residual is None else residual.values,
+            weight,
+            bias,
         )
         y = x.from_layout(y, x.layout, x.ragged_dim)
         return y if residual is None else (y, x.from_layout(total, x.layout, x.ragged_dim))

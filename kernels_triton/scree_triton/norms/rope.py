@@ -29,9 +29,11 @@ from ..runtime.launch import (
     method_on_device,
 )
 
-_FEWEST = 2048  # least elements per CTA
-_MOST = 8192  # most elements that a CTA rotates at a time
-_WARP = 1024  # elements per warp
+#: Minimum elements per CTA.
+_MIN_ELEMENTS = 2048
+#: Maximum elements that a CTA rotates at a time.
+_MAX_ELEMENTS = 8192
+_ELEMENTS_PER_WARP = 1024
 
 
 @triton.jit
@@ -53,8 +55,8 @@ def _angles(
     angle of thousands of turns is therefore as exact as float32, at little cost. The polynomials
     are from the Cephes library.
     """
-    each = tl.arange(0, TOKENS * HALF)
-    token, pair = tl.program_id(0).to(tl.int64) * TOKENS + each // HALF, each % HALF
+    element = tl.arange(0, TOKENS * HALF)
+    token, pair = tl.program_id(0).to(tl.int64) * TOKENS + element // HALF, element % HALF
     row = row_of(OFFSETS, token, n - 1, bisections)  # tokens after the last row get the last row
     position = token - tl.load(OFFSETS + row)
     if HAS_START:
@@ -85,11 +87,11 @@ def _angles(
     )
     # Packed into one number: otherwise each thread recomputes its angles for every head, instead
     # of receiving them from another thread.
-    both = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(tl.uint32, bitcast=True).to(
-        tl.int64
-    )
-    both = tl.reshape(both, [TOKENS, HALF])[:, None, :]
-    return (both >> 32).to(tl.int32).to(tl.float32, bitcast=True), both.to(tl.int32).to(
+    packed = (cos.to(tl.int32, bitcast=True).to(tl.int64) << 32) | sin.to(
+        tl.uint32, bitcast=True
+    ).to(tl.int64)
+    packed = tl.reshape(packed, [TOKENS, HALF])[:, None, :]
+    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), packed.to(tl.int32).to(
         tl.float32, bitcast=True
     )
 
@@ -98,10 +100,10 @@ def _angles(
 def _element_offsets(
     tokens,
     total,
-    first,
+    first_head,
     heads: tl.constexpr,
     stride,
-    step,
+    head_stride,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -111,23 +113,23 @@ def _element_offsets(
 
     With INTERLEAVED they are the offsets of all elements.
     """
-    head = first + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
-    each = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
+    head = first_head + tl.arange(0, HEADS).to(tl.int64)[None, :, None]
+    element = tl.arange(0, 2 * HALF if INTERLEAVED else HALF)[None, None, :]
     tokens = tokens[:, None, None]
-    return tokens * stride + head * step + each, (tokens < total) & (head < heads) & (
-        each < (DIM if INTERLEAVED else DIM // 2)
+    return tokens * stride + head * head_stride + element, (tokens < total) & (head < heads) & (
+        element < (DIM if INTERLEAVED else DIM // 2)
     )
 
 
 @triton.jit
-def _read(
+def _load_pairs(
     X,
     tokens,
     total,
-    first,
+    first_head,
     heads: tl.constexpr,
     stride,
-    step,
+    head_stride,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -137,17 +139,17 @@ def _read(
 
     With INTERLEAVED both results are the array of all elements.
     """
-    at, inside = _element_offsets(
-        tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED
+    offsets, mask = _element_offsets(
+        tokens, total, first_head, heads, stride, head_stride, DIM, HALF, HEADS, INTERLEAVED
     )
-    a = tl.load(X + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    a = tl.load(X + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
     return a, a if INTERLEAVED else tl.load(
-        X + at + DIM // 2, mask=inside, other=0.0, eviction_policy="evict_last"
+        X + offsets + DIM // 2, mask=mask, other=0.0, eviction_policy="evict_last"
     )
 
 
 @triton.jit
-def _write(
+def _rotate_and_store(
     OUT,
     a,
     b,
@@ -155,7 +157,7 @@ def _write(
     sin,
     tokens,
     total,
-    first,
+    first_head,
     heads: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -164,8 +166,8 @@ def _write(
     INTERLEAVED: tl.constexpr,
 ):
     """Rotate the loaded elements by angles (TOKENS, 1, HALF), and store them."""
-    at, inside = _element_offsets(
-        tokens, total, first, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED
+    offsets, mask = _element_offsets(
+        tokens, total, first_head, heads, heads * DIM, DIM, DIM, HALF, HEADS, INTERLEAVED
     )
     if INTERLEAVED:
         a, b = tl.split(tl.reshape(a, [TOKENS, HEADS, HALF, 2]))
@@ -175,14 +177,14 @@ def _write(
         (b * cos + a * sin).to(OUT.dtype.element_ty),
     )
     if INTERLEAVED:
-        tl.store(OUT + at, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=inside)
+        tl.store(OUT + offsets, tl.reshape(tl.join(a, b), [TOKENS, HEADS, 2 * HALF]), mask=mask)
     else:
-        tl.store(OUT + at, a, mask=inside)
-        tl.store(OUT + at + DIM // 2, b, mask=inside)
+        tl.store(OUT + offsets, a, mask=mask)
+        tl.store(OUT + offsets + DIM // 2, b, mask=mask)
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     X,
     OUT,
     a,
@@ -193,7 +195,7 @@ def _turn(
     total,
     heads: tl.constexpr,
     stride,
-    step,
+    head_stride,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
@@ -201,11 +203,28 @@ def _turn(
     INTERLEAVED: tl.constexpr,
 ):
     """Rotate all heads of some tokens; the first HEADS are loaded already."""
-    _write(OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED)
-    for first in range(HEADS, heads, HEADS):
-        a, b = _read(X, tokens, total, first, heads, stride, step, DIM, HALF, HEADS, INTERLEAVED)
-        _write(
-            OUT, a, b, cos, sin, tokens, total, first, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED
+    _rotate_and_store(
+        OUT, a, b, cos, sin, tokens, total, 0, heads, DIM, HALF, HEADS, TOKENS, INTERLEAVED
+    )
+    for first_head in range(HEADS, heads, HEADS):
+        a, b = _load_pairs(
+            X, tokens, total, first_head, heads, stride, head_stride, DIM, HALF, HEADS, INTERLEAVED
+        )
+        _rotate_and_store(
+            OUT,
+            a,
+            b,
+            cos,
+            sin,
+            tokens,
+            total,
+            first_head,
+            heads,
+            DIM,
+            HALF,
+            HEADS,
+            TOKENS,
+            INTERLEAVED,
         )
 
 
@@ -241,11 +260,15 @@ def rope_kernel(
     """
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     # Loaded before the angles are computed, to hide the latency of memory.
-    a, b = _read(Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED)
+    a, b = _load_pairs(
+        Q, tokens, total, 0, Q_HEADS, q_stride, q_head, DIM, HALF, Q_TILE, INTERLEAVED
+    )
     if K_HEADS:
-        c, d = _read(K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED)
+        c, d = _load_pairs(
+            K, tokens, total, 0, K_HEADS, k_stride, k_head, DIM, HALF, K_TILE, INTERLEAVED
+        )
     cos, sin = _angles(OFFSETS, START, n, bisections, sign, BASE, HALF, TOKENS, HAS_START)
-    _turn(
+    _rotate_heads(
         Q,
         Q_OUT,
         a,
@@ -264,7 +287,7 @@ def rope_kernel(
         INTERLEAVED,
     )
     if K_HEADS:
-        _turn(
+        _rotate_heads(
             K,
             K_OUT,
             c,
@@ -317,9 +340,9 @@ def _launch(
 ) -> tuple[Launch, int]:
     """Return the launch for these numbers of heads of queries and keys, and the tokens per CTA."""
     half = triton.next_power_of_2(dim // 2)
-    tiles = [min(triton.next_power_of_2(max(h, 1)), _MOST // (2 * half)) for h in heads]
-    wide = 2 * half * max(tiles)
-    tokens = max(1, _FEWEST // wide)
+    tiles = [min(triton.next_power_of_2(max(h, 1)), _MAX_ELEMENTS // (2 * half)) for h in heads]
+    elements_per_token = 2 * half * max(tiles)
+    tokens = max(1, _MIN_ELEMENTS // elements_per_token)
     constants = dict(
         DIM=dim,
         HALF=half,
@@ -332,7 +355,7 @@ def _launch(
         INTERLEAVED=interleaved,
         HAS_START=start_dtype is not None,
     )
-    options = dict(num_warps=wide * tokens // _WARP)
+    options = dict(num_warps=elements_per_token * tokens // _ELEMENTS_PER_WARP)
     return Launch(rope_kernel, constants, options, args=RopeArgs), tokens
 
 
@@ -348,9 +371,9 @@ class Rotation(NamedTuple):
     base: float
     interleaved: bool
 
-    def plan(self, q: torch.Tensor, k: torch.Tensor | None) -> "_LaunchConfig":
+    def launch_config(self, q: torch.Tensor, k: torch.Tensor | None) -> "_LaunchConfig":
         """Return the launch config for q and k, (total, ..., dim)."""
-        return _plan(
+        return _launch_config(
             q.device,
             q.dtype,
             q.shape,
@@ -393,14 +416,14 @@ class _LaunchConfig:
 
     @method_on_device
     def rotate(
-        self, q: torch.Tensor, k: torch.Tensor | None, how: Rotation, sign: int
+        self, q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return q and k, (total, ..., dim), rotated by `sign` times their angles; contiguous."""
         q_out, k_out = (None if out is None else self.new(*out) for out in self.outs)
         if self.programs:
-            q, q_strides = _heads(q)
-            k, k_strides = (q, q_strides) if k is None else _heads(k)
-            offsets, start = how.offsets, how.start
+            q, q_strides = _as_heads(q)
+            k, k_strides = (q, q_strides) if k is None else _as_heads(k)
+            offsets, start = rotation.offsets, rotation.start
             n, total, bisections = self.numbers
             args = RopeArgs(
                 Q=q,
@@ -422,17 +445,17 @@ class _LaunchConfig:
         return q_out, k_out
 
 
-_plan = lru_cache(1024)(_LaunchConfig)
+_launch_config = lru_cache(1024)(_LaunchConfig)
 
 
 def rotate(
-    q: torch.Tensor, k: torch.Tensor | None, how: Rotation, sign: int
+    q: torch.Tensor, k: torch.Tensor | None, rotation: Rotation, sign: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return q and k rotated; see `_LaunchConfig.rotate`."""
-    return how.plan(q, k).rotate(q, k, how, sign)
+    return rotation.launch_config(q, k).rotate(q, k, rotation, sign)
 
 
-def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+def _as_heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return values as (total, heads, dim) with contiguous heads; and the strides of tokens and
     heads.
     """
@@ -445,17 +468,17 @@ def _heads(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     return x, strides
 
 
-def _record_rope(ctx, q, k, how, plan):
-    ctx.how = how
+def _record_rope(ctx, q, k, rotation, config):
+    ctx.rotation = rotation
     ctx.set_materialize_grads(False)
-    q, k = plan.rotate(q, k, how, 1)
+    q, k = config.rotate(q, k, rotation, 1)
     return q if k is None else (q, k)
 
 
 def _rope_gradient(ctx, dq, dk=None):
     if dq is None:
-        return None, None if dk is None else rotate(dk, None, ctx.how, -1)[0], None, None
-    return *rotate(dq, dk, ctx.how, -1), None, None
+        return None, None if dk is None else rotate(dk, None, ctx.rotation, -1)[0], None, None
+    return *rotate(dq, dk, ctx.rotation, -1), None, None
 
 
 _differentiable_rope = differentiable("Rope", _record_rope, _rope_gradient)
@@ -480,13 +503,15 @@ def _fake(q, k, offsets, start, base, interleaved, sign):
 
 
 def _save(ctx, inputs, output):
-    _, k, offsets, start, *ctx.how, ctx.sign = inputs
+    _, k, offsets, start, *ctx.rotation, ctx.sign = inputs
     ctx.both = k is not None
     ctx.save_for_backward(offsets, start)
 
 
 def _differentiate(ctx, grads):
-    dq, *dk = _op(grads[0], grads[1] if ctx.both else None, *ctx.saved_tensors, *ctx.how, -ctx.sign)
+    dq, *dk = _op(
+        grads[0], grads[1] if ctx.both else None, *ctx.saved_tensors, *ctx.rotation, -ctx.sign
+    )
     return dq, dk[0] if dk else None, *(None,) * 5
 
 
@@ -505,7 +530,7 @@ def rope(call: Any) -> Any:
     """Compute a `RopeCall`."""
     if not torch.compiler.is_compiling():
         return prepare_rope(call)(call.x, call.k, call.start)
-    q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_how(call), 1)
+    q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_rotation_of(call), 1)
     return (
         call.x.with_values(q)
         if call.k is None
@@ -515,19 +540,22 @@ def rope(call: Any) -> Any:
 
 def prepare_rope(call: Any) -> Callable[..., Any]:
     """Return a function for calls with the same metadata."""
-    _, _, base, interleaved = how = _how(call)
+    _, _, base, interleaved = rotation = _rotation_of(call)
     q, k = call.x.values, None if call.k is None else call.k.values
-    plan, wanted = how.plan(q, k), q.requires_grad or (k is not None and k.requires_grad)
+    config, needs_grad = (
+        rotation.launch_config(q, k),
+        q.requires_grad or (k is not None and k.requires_grad),
+    )
 
     def rotate_arrays(x: Any, k: Any, start: torch.Tensor | None) -> Any:
-        how = Rotation(
+        rotation = Rotation(
             x.offsets.contiguous(), None if start is None else start.contiguous(), base, interleaved
         )
-        arrays = x.values, None if k is None else k.values, how
+        arrays = x.values, None if k is None else k.values, rotation
         results = (
-            _differentiable_rope(*arrays, plan)
-            if wanted and torch.is_grad_enabled()
-            else plan.rotate(*arrays, 1)
+            _differentiable_rope(*arrays, config)
+            if needs_grad and torch.is_grad_enabled()
+            else config.rotate(*arrays, 1)
         )
         if k is not None:
             return x.from_layout(results[0], x.layout, x.ragged_dim), k.from_layout(
@@ -540,7 +568,7 @@ def prepare_rope(call: Any) -> Callable[..., Any]:
     return rotate_arrays
 
 
-def _how(call: Any) -> Rotation:
+def _rotation_of(call: Any) -> Rotation:
     return Rotation(
         call.x.offsets.contiguous(),
         None if call.start is None else call.start.contiguous(),

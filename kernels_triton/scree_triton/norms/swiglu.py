@@ -23,9 +23,10 @@ from ..runtime.launch import (
     launch_args,
     method_on_device,
 )
-from .norms import even
+from .norms import as_token_matrix
 
-_BLOCK = 1024  # elements per CTA: columns, or several tokens if there are fewer columns
+#: Elements per CTA: columns, or several tokens if there are fewer columns.
+_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -112,8 +113,8 @@ class _LaunchConfig:
         """Return the result (..., D) for x, or with dy the gradient of x."""
         out = self.new(*self.out)
         if self.programs:
-            x, x_stride = even(x)
-            dy, dy_stride = (x, x_stride) if dy is None else even(dy)
+            x, x_stride = as_token_matrix(x)
+            dy, dy_stride = (x, x_stride) if dy is None else as_token_matrix(dy)
             args = SwigluArgs(
                 X=x, DY=dy, OUT=out, x_stride=x_stride, dy_stride=dy_stride, count=self.count
             )
@@ -122,11 +123,11 @@ class _LaunchConfig:
 
 
 @lru_cache(1024)
-def _plan(
+def _launch_config(
     device: torch.device, x: torch.dtype, dy: torch.dtype | None, shape: tuple[int, ...]
 ) -> _LaunchConfig:
-    *axes, twice = shape
-    width, count = twice // 2, math.prod(axes)
+    *axes, input_width = shape
+    width, count = input_width // 2, math.prod(axes)
     index = device.index if device.type == "cuda" else None
     out = *contiguous((*axes, width) if dy is None else shape), x
     launch, blocks, tokens = _launch(device, x, dy, max(width, 1))
@@ -137,17 +138,17 @@ def _plan(
 
 def forward(x: torch.Tensor) -> torch.Tensor:
     """Return the result (..., D) for x (..., 2 D)."""
-    return _plan(x.device, x.dtype, None, x.shape).run(x)
+    return _launch_config(x.device, x.dtype, None, x.shape).run(x)
 
 
 def backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """Return the gradient of x (..., 2 D) from dy (..., D)."""
-    return _plan(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
+    return _launch_config(x.device, x.dtype, dy.dtype, x.shape).run(x, dy)
 
 
-def _record_swiglu(ctx, x, plan):
+def _record_swiglu(ctx, x, config):
     ctx.save_for_backward(x)
-    return plan.run(x)
+    return config.run(x)
 
 
 def _swiglu_gradient(ctx, dy):
@@ -196,7 +197,7 @@ def swiglu(call: Any) -> Any:
     if torch.compiler.is_compiling():
         return call.result(_op(x))
     return call.result(
-        _differentiable_swiglu(x, _plan(x.device, x.dtype, None, x.shape))
+        _differentiable_swiglu(x, _launch_config(x.device, x.dtype, None, x.shape))
         if needs_gradient(x)
         else forward(x)
     )
@@ -205,13 +206,13 @@ def swiglu(call: Any) -> Any:
 def prepare_swiglu(call: Any) -> Callable[..., Any]:
     """Return a function for calls on ragged arrays with the same metadata."""
     x = call.values
-    plan, wanted = _plan(x.device, x.dtype, None, x.shape), x.requires_grad
+    config, needs_grad = _launch_config(x.device, x.dtype, None, x.shape), x.requires_grad
 
     def gate(x: Any) -> Any:
         out = (
-            _differentiable_swiglu(x.values, plan)
-            if wanted and torch.is_grad_enabled()
-            else plan.run(x.values)
+            _differentiable_swiglu(x.values, config)
+            if needs_grad and torch.is_grad_enabled()
+            else config.run(x.values)
         )
         return x.from_layout(out, x.layout, x.ragged_dim)
 
