@@ -152,8 +152,8 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     Returns
     -------
     kv_indptr, kv_indices, kv_last_page_len
-        (n + 1,) offsets and (num_pages,) page indices, which share the memory of `pages`, and (n,)
-        number of tokens in the last page of each sequence.
+        (n + 1,) offsets and (num_pages,) page indices, which share the memory of `pages`. The last
+        array, (n,), is the number of tokens in the last page of each sequence.
 
     Raises
     ------

@@ -1,9 +1,13 @@
 """A decoder-only language model of bytes, written once for every array library.
 
-There is no padding, no mask, and no loop over rows. The model has rotary positions (Su et al.,
-2021), grouped-query attention (Ainslie et al., 2023), RMS norm (Zhang and Sennrich, 2019), a gated
-feed-forward network (Shazeer, 2020), and one matrix for embedding and output (Press and Wolf,
-2017). The weights are a flat dict. The shapes of the weights determine the sizes of the model.
+There is no padding, no mask, and no loop over rows. The weights are a flat dict. The shapes of the
+weights determine the sizes of the model. The parts of the model are:
+
+- rotary positions (Su et al., 2021);
+- grouped-query attention (Ainslie et al., 2023);
+- RMS norm (Zhang and Sennrich, 2019);
+- a gated feed-forward network (Shazeer, 2020);
+- one matrix for embedding and output (Press and Wolf, 2017).
 
 >>> import numpy as np, scree
 >>> from scree.demo import lm
