@@ -132,7 +132,7 @@ def from_flashinfer(
     """
     check_integer("page_size", page_size, 1)
     pages = Array(kv_indices, kv_indptr)
-    kv_last_page_len = _one_per_row("kv_last_page_len", kv_last_page_len, pages)
+    kv_last_page_len = _check_one_per_row("kv_last_page_len", kv_last_page_len, pages)
     lengths = (pages.lengths - 1) * page_size + kv_last_page_len
     return pages, pages.layout.xp.where(pages.lengths > 0, lengths, 0)
 
@@ -152,8 +152,8 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     Returns
     -------
     kv_indptr, kv_indices, kv_last_page_len
-        (n + 1,) offsets and (num_pages,) page indices, which share the memory of `pages`, and (n,)
-        number of tokens in the last page of each sequence.
+        (n + 1,) offsets and (num_pages,) page indices, which share the memory of `pages`. The last
+        array, (n,), is the number of tokens in the last page of each sequence.
 
     Raises
     ------
@@ -170,11 +170,11 @@ def to_flashinfer(pages: Array, seq_lens: Any, page_size: int) -> tuple[Any, Any
     array([ 4, 16], dtype=int32)
     """
     check_integer("page_size", page_size, 1)
-    seq_lens = _one_per_row("seq_lens", seq_lens, check_ragged("pages", pages))
+    seq_lens = _check_one_per_row("seq_lens", seq_lens, check_ragged("pages", pages))
     return pages.offsets, pages.values, (seq_lens - 1) % page_size + 1
 
 
-def _one_per_row(name: str, x: Any, arr: Array) -> Any:
+def _check_one_per_row(name: str, x: Any, arr: Array) -> Any:
     """Return `x` as int32 or int64; raise unless it has one integer per row of `arr`."""
     x = check_integers(name, x, arr.offsets)
     if tuple(x.shape) != (arr.batch_size,):
@@ -232,7 +232,7 @@ def slot_mapping(pages: Array, tokens: Array, page_size: int, *, start: Any = 0)
     if isinstance(start, int):
         check_integer("start", start, 0)
     else:
-        start = _one_per_row("start", start, tokens)
+        start = _check_one_per_row("start", start, tokens)
         start = xp.take(xp.astype(start, dtype), layout.clipped_segment_ids, axis=0)
     positions = positions + start
     page: Array = pages[Array.from_layout(positions // page_size, layout)]

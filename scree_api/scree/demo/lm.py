@@ -1,9 +1,13 @@
 """A decoder-only language model of bytes, written once for every array library.
 
-There is no padding, no mask, and no loop over rows. The model has rotary positions (Su et al.,
-2021), grouped-query attention (Ainslie et al., 2023), RMS norm (Zhang and Sennrich, 2019), a gated
-feed-forward network (Shazeer, 2020), and one matrix for embedding and output (Press and Wolf,
-2017). The weights are a flat dict. The shapes of the weights determine the sizes of the model.
+There is no padding, no mask, and no loop over rows. The weights are a flat dict. The shapes of the
+weights determine the sizes of the model. The parts of the model are:
+
+- rotary positions (Su et al., 2021);
+- grouped-query attention (Ainslie et al., 2023);
+- RMS norm (Zhang and Sennrich, 2019);
+- a gated feed-forward network (Shazeer, 2020);
+- one matrix for embedding and output (Press and Wolf, 2017).
 
 >>> import numpy as np, scree
 >>> from scree.demo import lm
@@ -102,8 +106,9 @@ def layers(xp: Any, w: Weights, x: Any, attend: Attention) -> Any:
     norm, i = xp.ragged.rms_norm, 0
     while f"{i}.mlp.up" in w:
         y = norm(x, w[f"{i}.attention.norm"])
-        y = attend(xp, *(y @ w[f"{i}.attention.{part}"] for part in ("query", "key", "value")))
-        y, x = norm(y @ w[f"{i}.attention.output"], w[f"{i}.mlp.norm"], residual=x)
+        qkv = (y @ w[f"{i}.attention.{part}"] for part in ("query", "key", "value"))
+        context = attend(xp, *qkv)
+        y, x = norm(context @ w[f"{i}.attention.output"], w[f"{i}.mlp.norm"], residual=x)
         gate = y @ w[f"{i}.mlp.gate"]
         x = x + (gate / (1 + xp.exp(-gate)) * (y @ w[f"{i}.mlp.up"])) @ w[f"{i}.mlp.down"]
         i += 1
@@ -145,8 +150,9 @@ def padded_loss(w: Weights, tokens: Any, mask: Any) -> Any:
         half = HEAD_DIM // 2
         frequencies = xp.exp(xp.arange(half, dtype=x.dtype) * (-math.log(10000.0) / half))
         angle = xp.arange(length, dtype=x.dtype)[:, None, None] * frequencies
-        a, b, cos, sin = x[..., :half], x[..., half:], xp.cos(angle), xp.sin(angle)
-        return xp.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        cos, sin = xp.cos(angle), xp.sin(angle)
+        x1, x2 = x[..., :half], x[..., half:]
+        return xp.concat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
     def attend(xp: Any, q: Any, k: Any, v: Any) -> Any:
         q, k, v = (xp.reshape(x, (n, length, -1, HEAD_DIM)) for x in (q, k, v))
@@ -156,8 +162,8 @@ def padded_loss(w: Weights, tokens: Any, mask: Any) -> Any:
         causal = positions[None, :] <= positions[:, None]
         visible = causal[None, None, :, :] & mask[:, None, None, :]
         scores = xp.where(visible, q @ xp.matrix_transpose(k) / math.sqrt(HEAD_DIM), -1e30)
-        weight = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
-        context = weight @ v / xp.sum(weight, axis=-1, keepdims=True)
+        weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+        context = weights @ v / xp.sum(weights, axis=-1, keepdims=True)
         return xp.reshape(xp.permute_dims(context, (0, 2, 1, 3)), (n * length, -1))
 
     x = layers(xp, w, xp.take(w["embedding"], xp.reshape(tokens, (-1,)), axis=0), attend)

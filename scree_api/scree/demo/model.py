@@ -70,8 +70,8 @@ def layer(xp: Any, w: Weights, name: str, x: Any, attend: Attention) -> Any:
     q, k, v = (linear(w, f"{name}.attention.self.{part}", x) for part in ("query", "key", "value"))
     context = linear(w, f"{name}.attention.output.dense", attend(xp, q, k, v))
     x = norm(xp, w, f"{name}.attention.output.LayerNorm", x + context)
-    wide = gelu(xp, linear(w, f"{name}.intermediate.dense", x))
-    return norm(xp, w, f"{name}.output.LayerNorm", x + linear(w, f"{name}.output.dense", wide))
+    hidden = gelu(xp, linear(w, f"{name}.intermediate.dense", x))
+    return norm(xp, w, f"{name}.output.LayerNorm", x + linear(w, f"{name}.output.dense", hidden))
 
 
 def attention(xp: Any, q: scree.Array, k: scree.Array, v: scree.Array) -> scree.Array:

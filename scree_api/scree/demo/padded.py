@@ -39,13 +39,12 @@ def encode(w: Weights, tokens: Any, mask: Any) -> Any:
         scores = xp.where(mask[:, None, None, :], scores, -math.inf)
         weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
         context = weights @ v / xp.sum(weights, axis=-1, keepdims=True)
-        return xp.reshape(
-            xp.permute_dims(context, (0, 2, 1, 3)), (mask.shape[0] * mask.shape[1], -1)
-        )
+        context = xp.permute_dims(context, (0, 2, 1, 3))
+        return xp.reshape(context, (mask.shape[0] * mask.shape[1], -1))
 
     x = layers(xp, w, embed(xp, w, tokens), attention)
-    x, weight = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
-    return normalize(xp, xp.sum(x * weight, axis=1) / xp.sum(weight, axis=1))
+    x, is_token = xp.reshape(x, (*mask.shape, -1)), xp.astype(mask, x.dtype)[:, :, None]
+    return normalize(xp, xp.sum(x * is_token, axis=1) / xp.sum(is_token, axis=1))
 
 
 def embed(xp: Any, w: Weights, tokens: Any) -> Any:
@@ -54,9 +53,7 @@ def embed(xp: Any, w: Weights, tokens: Any) -> Any:
     The shape is (n * length, width).
     """
     x = xp.take(w["embeddings.word_embeddings.weight"], xp.reshape(tokens, (-1,)), axis=0)
-    x = (
-        xp.reshape(x, (*tokens.shape, -1))
-        + w["embeddings.position_embeddings.weight"][: tokens.shape[1], :]
-    )
+    positions = w["embeddings.position_embeddings.weight"][: tokens.shape[1], :]
+    x = xp.reshape(x, (*tokens.shape, -1)) + positions
     x = xp.reshape(x, (-1, x.shape[-1])) + w["embeddings.token_type_embeddings.weight"][0, :]
     return norm(xp, w, "embeddings.LayerNorm", x)

@@ -46,18 +46,19 @@ def show(result: Result, console: Console) -> None:
             "[bold]Nearest paragraphs[/bold] among those that share few words, with their cosine"
         )
         for pair in result.nearest:
-            for mark, text in ((f"{pair.similarity:.2f}", pair.a), ("", pair.b)):
-                shown = textwrap.shorten(text, MAX_CHARACTERS, placeholder=" ...")
-                console.print(
-                    textwrap.fill(
-                        shown,
-                        console.width - 6,
-                        initial_indent=f"{mark:4}  ",
-                        subsequent_indent=" " * 6,
-                    ),
-                    markup=False,
-                    highlight=False,
-                )
+            _print_paragraph(console, f"{pair.similarity:.2f}", pair.a)
+            _print_paragraph(console, "", pair.b)
+
+
+def _print_paragraph(console: Console, label: str, text: str) -> None:
+    """Print the beginning of a paragraph, with a label on its first line."""
+    lines = textwrap.fill(
+        textwrap.shorten(text, MAX_CHARACTERS, placeholder=" ..."),
+        console.width - 6,
+        initial_indent=f"{label:4}  ",
+        subsequent_indent=" " * 6,
+    )
+    console.print(lines, markup=False, highlight=False)
 
 
 def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
@@ -101,8 +102,8 @@ def _backends(result: Result) -> Table:
         ("backend", "ragged", "tokens/s", "padded", "sorted", "from padded", "from first"),
     )
     for name, measured in result.backends.items():
-        ragged, *others = (measured.seconds[layout] for layout in LAYOUTS)
-        costs = [f"{seconds:.3g} s {seconds / ragged:.2f}x" for seconds in others]
+        ragged, *padded = (measured.seconds[layout] for layout in LAYOUTS)
+        costs = [f"{seconds:.3g} s {seconds / ragged:.2f}x" for seconds in padded]
         differences = [f"{x:.1e}" for x in (measured.from_padded, measured.from_first_backend)]
         table.add_row(
             name,

@@ -120,7 +120,8 @@ def select_backends(choice: str) -> tuple[list[str], list[str]]:
     Returns
     -------
     selected, missing
-        Names of the backends to run, and of those that "all" omits because they are not installed.
+        Names of the backends to run, and names of the backends that "all" omits because they are
+        not installed.
 
     Raises
     ------
@@ -230,14 +231,15 @@ def _embed_all(
     seconds = {layout: np.full(len(batches[layout]), np.inf) for layout in LAYOUTS}
     # The layouts alternate, so that a change of the clock affects all of them.
     for _, i, layout in itertools.product(range(PASSES), range(len(batches["ragged"])), LAYOUTS):
-        members = batches[layout][i]
-        tokens = scree.pack([asarray(rows[j]) for j in members])
+        batch = batches[layout][i]
+        tokens = scree.pack([asarray(rows[j]) for j in batch])
         encode = _encoder(w, tokens, layout)
         start = time.perf_counter()
         embeddings = encode()
-        embeddings = backend(embeddings).read(embeddings)  # waits for asynchronous libraries
+        # Asynchronous libraries have computed the embeddings only after the read.
+        embeddings = backend(embeddings).read(embeddings)
         seconds[layout][i] = min(seconds[layout][i], time.perf_counter() - start)
-        out[layout][members] = embeddings
+        out[layout][batch] = embeddings
         step()
     return out, {layout: float(seconds[layout].sum()) for layout in LAYOUTS}
 
@@ -252,14 +254,14 @@ def _encoder(w: model.Weights, tokens: scree.Array, layout: str) -> Callable[[],
 
 def _size(layout: str, lengths: list[np.ndarray], weights: dict[str, np.ndarray]) -> Size:
     """Return the sizes of batches with these row lengths."""
-    width, wide = weights["encoder.layer.0.intermediate.dense.weight"].shape
+    width, hidden_width = weights["encoder.layer.0.intermediate.dense.weight"].shape
     heads, itemsize = width // model.HEAD_DIM, 4
     if layout == "ragged":
-        tokens, scores = [int(x.sum()) for x in lengths], 0
+        tokens, scores = [int(batch.sum()) for batch in lengths], 0
     else:
-        tokens = [x.size * int(x.max()) for x in lengths]
-        scores = max(x.size * heads * int(x.max()) ** 2 * itemsize for x in lengths)
-    return Size(sum(tokens), max(tokens) * (5 * width + wide) * itemsize, scores)
+        tokens = [batch.size * int(batch.max()) for batch in lengths]
+        scores = max(batch.size * heads * int(batch.max()) ** 2 * itemsize for batch in lengths)
+    return Size(sum(tokens), max(tokens) * (5 * width + hidden_width) * itemsize, scores)
 
 
 def _difference(arrays: Any) -> float:
@@ -291,9 +293,10 @@ def nearest(texts: Sequence[str], embeddings: np.ndarray) -> list[Pair]:
         i, j = divmod(index, len(texts))
         if len(pairs) == MAX_PAIRS or similarity[i, j] <= 0:
             break
-        fewest = min(len(words[i]), len(words[j]))
-        shared = len(words[i] & words[j]) / len(words[i] | words[j])
-        if fewest >= MIN_PAIR_WORDS and shared <= MAX_SHARED_WORDS and not used & {i, j}:
+        if used & {i, j} or min(len(words[i]), len(words[j])) < MIN_PAIR_WORDS:
+            continue
+        shared_fraction = len(words[i] & words[j]) / len(words[i] | words[j])
+        if shared_fraction <= MAX_SHARED_WORDS:
             pairs.append(Pair(float(similarity[i, j]), texts[i], texts[j]))
             used |= {i, j}
     return pairs

@@ -70,20 +70,16 @@ def conversations() -> list[str]:
 
         corpus = files("chatterbot_corpus")
     except ModuleNotFoundError as error:
-        message = (
+        raise DemoError(
             f"--text: {error.name} is not installed; pip install 'scree[train]', "
             "or pass a text of your own"
-        )
-        raise DemoError(message) from error
+        ) from error
     files_by_topic = sorted((corpus / "data" / "english").iterdir(), key=lambda file: file.name)
-    talks = [
-        talk
-        for file in files_by_topic
-        for talk in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]
-    ]
-    return list(
-        dict.fromkeys("\n".join(" ".join(str(remark).split()) for remark in talk) for talk in talks)
-    )
+    texts = []
+    for file in files_by_topic:
+        for remarks in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]:
+            texts.append("\n".join(" ".join(str(remark).split()) for remark in remarks))
+    return list(dict.fromkeys(texts))
 
 
 def sample(texts: list[str], limit: int, seed: int) -> list[str]:
@@ -142,12 +138,11 @@ def hashed_words(vocabulary: int) -> Tokenizer:
         id is its checksum.
     """
 
-    def tokens(text: str) -> list[int]:
-        words = re.findall(r"\w+|[^\w\s]", text.lower())[: MAX_TOKENS - 2]
-        return [
-            CLS,
-            *(FIRST_WORD + zlib.crc32(word.encode()) % (vocabulary - FIRST_WORD) for word in words),
-            SEP,
-        ]
+    def word_id(word: str) -> int:
+        return FIRST_WORD + zlib.crc32(word.encode()) % (vocabulary - FIRST_WORD)
 
-    return lambda texts: [tokens(text) for text in texts]
+    def tokenize(text: str) -> list[int]:
+        words = re.findall(r"\w+|[^\w\s]", text.lower())[: MAX_TOKENS - 2]
+        return [CLS, *map(word_id, words), SEP]
+
+    return lambda texts: [tokenize(text) for text in texts]

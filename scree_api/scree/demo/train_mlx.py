@@ -38,10 +38,8 @@ def losses(
     import mlx.core as mx
     from mlx.optimizers import Adam
 
-    w, adam = (
-        {name: mx.array(x) for name, x in weights.items()},
-        Adam(learning_rate, bias_correction=True),
-    )
+    w = {name: mx.array(x) for name, x in weights.items()}
+    adam = Adam(learning_rate, bias_correction=True)
     for batch in batches:
         value, gradients = mx.value_and_grad(loss)(w, *(to_library(x, mx.array) for x in batch))
         w = adam.apply_gradients(gradients, w)

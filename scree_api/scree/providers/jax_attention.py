@@ -82,7 +82,7 @@ def _loop_over_tiles(
         ``step(state, visible, outer_tensors, inner_tensors)`` returns the next state. `visible` is
         (tiles, outer tokens, inner tokens).
     """
-    tiles, (left, right) = outer.layout.tiles(tile_size), window
+    tiles = outer.layout.tiles(tile_size)
     num_tiles = tiles.rows.shape[0]
     num_chunks = -(-num_tiles // max_tiles)
     chunk_size = -(-num_tiles // num_chunks)
@@ -97,9 +97,7 @@ def _loop_over_tiles(
         row = tiles.rows[tile]
         start, length, shift = row_starts[row][:, None], row_lengths[row][:, None], shifts[row]
         outer_positions = (tiles.starts[tile] + shift)[:, None] + in_tile
-        first = jnp.zeros_like(outer_positions)
-        first = first if left is None else jnp.maximum(outer_positions - left, first)
-        last = length - 1 if right is None else jnp.minimum(outer_positions + right, length - 1)
+        first, last = _visible_bounds(outer_positions, length, window)
         last = jnp.where(exists, last, -1)
         longest_span = jnp.max(jnp.max(last, axis=1) + 1 - first[:, 0])
         num_steps = -(-longest_span // tile_size)
@@ -132,6 +130,18 @@ def _loop_over_tiles(
     return jax.tree.map(to_tokens, states)
 
 
+def _visible_bounds(positions: Any, length: Any, window: Window) -> tuple[Any, Any]:
+    """Return the positions of the first and the last token that tokens at `positions` see.
+
+    The tokens that they see are in a row of this length.
+    """
+    left, right = window
+    first = jnp.zeros_like(positions)
+    first = first if left is None else jnp.maximum(positions - left, first)
+    last = length - 1 if right is None else jnp.minimum(positions + right, length - 1)
+    return first, last
+
+
 def _max_tiles(options: Options, q: Any) -> int:
     """Return the number of tiles of queries or keys with at most `MAX_SCORES` scores per step."""
     num_heads = int(q.shape[0] * q.shape[2])
@@ -139,7 +149,7 @@ def _max_tiles(options: Options, q: Any) -> int:
 
 
 def _merge_groups(x: Any) -> Any:
-    """(kv_heads, tiles, tokens, groups, dim) -> (kv_heads, tiles, tokens * groups, dim)."""
+    """Reshape (kv_heads, tiles, tokens, groups, dim) to (kv_heads, tiles, tokens * groups, dim)."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
@@ -252,12 +262,12 @@ def _backward(options: Options, queries: Operand, keys: Operand) -> tuple[Any, A
 
 
 def _group_heads(x: Any, kv_heads: int, dtype: Any) -> Any:
-    """(total, heads, dim) -> (kv_heads, total, groups, dim)."""
+    """Rearrange (total, heads, dim) to (kv_heads, total, groups, dim)."""
     return jnp.swapaxes(x.astype(dtype).reshape(x.shape[0], kv_heads, -1, x.shape[-1]), 0, 1)
 
 
 def _ungroup_heads(x: Any, dtype: Any) -> Any:
-    """(kv_heads, total, groups, dim) -> (total, heads, dim)."""
+    """Rearrange (kv_heads, total, groups, dim) to (total, heads, dim)."""
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[-1]).astype(dtype)
 
 

@@ -66,13 +66,13 @@ def sdpa(call: AttentionCall) -> Array:
 
 
 def _heads_first(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(rows, length, kv_heads, dim) -> (rows, num_heads, length, dim); repeats key heads."""
+    """Rearrange (rows, length, kv_heads, dim) to (rows, num_heads, length, dim); repeat key heads."""
     x = x.transpose(1, 2)
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    """(rows, heads, length, ...) -> (rows * length, heads, ...)."""
+    """Rearrange (rows, heads, length, ...) to (rows * length, heads, ...)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
