@@ -88,12 +88,13 @@ def concat_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy every token of up to four arrays X with offsets O to its place in the concatenated rows.
+    """Copy every token of up to four arrays X with offsets O to its index in the concatenated rows.
 
     INVERSE copies in the other direction. The blocks of array i begin at `block<i>`. The tail of
     each array counts as one more row.
     """
-    if INVERSE:  # outputs come before inputs
+    # Outputs come before inputs in the order of the parameters.
+    if INVERSE:
         X0, X1, X2, X3, OUT = P0, P1, P2, P3, P4
     else:
         OUT, X0, X1, X2, X3 = P0, P1, P2, P3, P4

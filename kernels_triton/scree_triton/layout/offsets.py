@@ -10,8 +10,10 @@ import triton.language as tl
 from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
-_BLOCK = 1024  # rows per program
-_SCAN_BLOCK = 8192  # earlier rows summed at a time
+# Rows per CTA.
+_BLOCK = 1024
+# Earlier rows that a CTA sums at a time.
+_SCAN_BLOCK = 8192
 # With more rows, a scan is faster than programs that each read all rows before their own.
 _MAX_ROWS = 1 << 16
 _DTYPES = (torch.int32, torch.int64)

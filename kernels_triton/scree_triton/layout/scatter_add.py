@@ -30,7 +30,8 @@ from . import scatter_add_bucketed, scatter_add_sorted
 
 # Largest token, in bytes, for atomic additions: where buckets are supported, and elsewhere.
 _NARROW_BYTES, _ATOMIC_BYTES = 16, 128
-_TOKENS, _ELEMENTS = (64, 128), 1024  # tokens (minimum, maximum) and elements per program
+# Tokens (minimum, maximum) and elements per CTA.
+_TOKENS, _ELEMENTS = (64, 128), 1024
 # Places per token, and parts of the sums, up to which the parts are computed one after another.
 _MAX_PLACES_PER_TOKEN, _MAX_PARTS = 4, 8
 ACC_TYPES = {
@@ -128,7 +129,8 @@ class AtomicConfig:
         self.launch, tokens = _launch(device, x, index, wide, width)
         parts = -(-size * width * wide.itemsize // l2_budget(device))
         parts = parts if parts <= _MAX_PARTS and _MAX_PLACES_PER_TOKEN * shape[0] >= size else 1
-        self.part_size = size // parts // 16 * 16 + 16  # so that all parts have the same alignment
+        # A multiple of 16, so that all parts have the same alignment.
+        self.part_size = size // parts // 16 * 16 + 16
         self.out, self.sums = (
             (*contiguous((size, *shape[1:])), x),
             (*contiguous((min(self.part_size, size), *shape[1:])), wide),

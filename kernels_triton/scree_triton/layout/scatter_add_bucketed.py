@@ -30,22 +30,32 @@ from ..runtime.launch import (
 
 # With more tokens, finding many tokens of many places takes longer than sorting all tokens.
 _MAX_TOKENS = 1 << 17
-_MAX_MEAN = 8  # tokens per place on average
-_MAX_TOTAL_CAPACITY = 1 << 22  # capacity of all buckets together
+# Maximum number of tokens per place on average.
+_MAX_MEAN = 8
+# Maximum capacity of all buckets together.
+_MAX_TOTAL_CAPACITY = 1 << 22
 # Capacity of a bucket relative to the average, so that hardly any bucket is too small.
 _CAPACITY_FACTOR = 4
 _MIN_CAPACITY = 16
-_CHUNKS = 32  # jobs per place with very many tokens
-MAX_SPLIT_PLACES = 128  # at most so many places have more tokens than one program adds
-_HELPERS_PER_SM = 4  # programs per SM that find the tokens of overflowing places
-_TILE = 2048  # elements per tile of narrow tokens
+# Chunks of the tokens of a place that has more tokens than one CTA adds.
+_CHUNKS = 32
+# Maximum number of such places.
+MAX_SPLIT_PLACES = 128
+# CTAs per SM that find the tokens of overflowing places.
+_HELPERS_PER_SM = 4
+# Elements per tile of narrow tokens.
+_TILE = 2048
 # From this number of elements on, a tile has _WIDE_BYTES bytes, read by two warps.
 _WIDE_TOKEN = 128
 _WIDE_BYTES = 2048
-_MAX_PLACES = 128  # per program
-_CLEAR_BLOCK = 1024  # counts per program of `clear_kernel`
-_BUCKET_BLOCK = 128  # tokens per program of `bucket_kernel`
-_SEARCH_BLOCK = 1024  # indices searched at once
+# Maximum number of places per CTA.
+_MAX_PLACES = 128
+# Counts per CTA of `clear_kernel`.
+_CLEAR_BLOCK = 1024
+# Tokens per CTA of `bucket_kernel`.
+_BUCKET_BLOCK = 128
+# Indices searched at once.
+_SEARCH_BLOCK = 1024
 _UNROLL = 4
 # Per thread, for wide tokens: the helper programs must not reduce the occupancy of the other ones.
 _MAX_REGISTERS = 64
@@ -260,15 +270,13 @@ def add_kernel(
             mask=(place < size)[:, None],
             other=0,
         )
-        tokens = tl.where(
-            few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NO_TOKEN
-        )  # the others were never written
+        # Other slots of the bucket were never written.
+        tokens = tl.where(few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NO_TOKEN)
         total = tl.zeros([PLACES, BC], ACC)
         last = tl.zeros([PLACES], tl.int32) - 1
         inside = (columns < C)[None, :]
-        for _ in range(
-            0, tl.max(tl.where(few, amount, 0), 0), 2
-        ):  # the two tokens that follow on the last one
+        # Each iteration adds the two tokens that follow the last added token, in order.
+        for _ in range(0, tl.max(tl.where(few, amount, 0), 0), 2):
             one = tl.min(tl.where(tokens > last[:, None], tokens, _NO_TOKEN), 1)
             last = tl.min(tl.where(tokens > one[:, None], tokens, _NO_TOKEN), 1)
             x = tl.load(
@@ -403,7 +411,8 @@ class LaunchConfig:
     ):
         count, width = shape[0], math.prod(shape[1:])
         capacity = _capacity(count, size)
-        max_tokens = max(capacity, count // MAX_SPLIT_PLACES)  # tokens that one program adds up
+        # Maximum number of tokens of a place that one CTA adds.
+        max_tokens = max(capacity, count // MAX_SPLIT_PLACES)
         length = -(-count // _CHUNKS)
         self.clear, self.bucket, self.finish, columns, places = _launches(
             device, x, index, acc, capacity, width

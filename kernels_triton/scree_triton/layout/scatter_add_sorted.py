@@ -24,14 +24,18 @@ from ..runtime.launch import (
     method_on_device,
 )
 
-_ELEMENTS = 2048  # per tile
+# Elements per tile.
+_ELEMENTS = 2048
 # From this number of elements on, a program has one place, and reads _UNROLL tokens at once.
 _WIDE_TOKEN = 512
 _UNROLL = 4
-_MAX_PLACES = 128  # per program
-_MIN_CHUNK = 32  # tokens
+# Maximum number of places per CTA.
+_MAX_PLACES = 128
+# Minimum and maximum: tokens per chunk, and number of chunks.
+_MIN_CHUNK = 32
 _MAX_CHUNKS = 2048
-_LOOKUP_BLOCK = 256  # places per program of the lookup
+# Places per CTA of the lookup.
+_LOOKUP_BLOCK = 256
 
 
 @triton.jit
@@ -129,10 +133,9 @@ def add_kernel(
     columns = tl.program_id(0) % COLUMNS * BC + tl.arange(0, BC)
     begin = tl.load(BOUNDS + place, mask=place < size, other=0).to(tl.int64)
     end = tl.load(BOUNDS + place + 1, mask=place < size, other=0).to(tl.int64)
-    first = tl.minimum(
-        (begin + (CHUNK - 1)) // CHUNK * CHUNK, end
-    )  # the chunks of this place alone begin
-    last = tl.maximum(end // CHUNK * CHUNK, first)  # and end
+    # The tokens [first, last) are whole chunks, whose sums are in PARTS.
+    first = tl.minimum((begin + (CHUNK - 1)) // CHUNK * CHUNK, end)
+    last = tl.maximum(end // CHUNK * CHUNK, first)
     total = _sum(X, ORDER, begin, first, columns, C, BC, UNROLL, True, ACC)
     total += _sum(
         PARTS,

@@ -28,9 +28,12 @@ from .offsets import offsets_from_lengths
 MAX_SLOTS_ONE_PASS = 1 << 17
 # Slots per program and warps, by whether one pass is used.
 _TILES = {True: (512, 16), False: (1024, 2)}
-_BLOCKS_PER_PROGRAM = 4  # blocks that a program of `count_kernel` counts
-_MAX_PER_THREAD = 8  # adjacent slots per thread
-_SCAN_BLOCK = 8192  # earlier slots counted at a time
+# Blocks that a CTA of `count_kernel` counts.
+_BLOCKS_PER_PROGRAM = 4
+# Maximum number of adjacent slots per thread.
+_MAX_PER_THREAD = 8
+# Earlier slots that a CTA counts at a time.
+_SCAN_BLOCK = 8192
 
 
 @triton.jit
@@ -91,7 +94,8 @@ def mark_kernel(
         token = tl.load(COUNTS + tl.program_id(0)).to(number)
         found = tl.load(COUNTS + tl.program_id(0) + 1).to(number) - token
     else:
-        found = tl.cast(-1, number)  # unknown yet
+        # -1: the number of marked slots in the block is not counted yet.
+        found = tl.cast(-1, number)
         marks = tl.zeros([SCAN_BLOCK], number)
         if WORDS:
             EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -106,7 +110,8 @@ def mark_kernel(
         token = tl.sum(marks, 0)
     side = first + tl.arange(0, BLOCK // PER_THREAD) * PER_THREAD
     slot = side[:, None] + tl.arange(0, PER_THREAD)[None, :]
-    row = (side + (length - 1)) // length  # the row that begins here, if any
+    # The row that begins in the slots of the thread, if any.
+    row = (side + (length - 1)) // length
     begin = row * length
     begins = (begin < side + PER_THREAD) & (begin <= slots)
     if found == 0:
