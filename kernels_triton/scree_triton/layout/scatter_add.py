@@ -1,10 +1,11 @@
 """scatter_add by one of three methods; half precision is added in float32.
 
+A place is an index of the first axis of the result. The method depends on the shapes:
+
 - Few tokens per place: bucketed, in the order of the tokens, see `scatter_add_bucketed`.
-- Narrow tokens: atomic additions in any order. This method takes single numbers always, and wider
-  tokens where buckets are not supported. It is exact for integers. The last bits of a
-  floating-point sum depend on the order, so it is not used for floating-point numbers if
-  `torch.use_deterministic_algorithms` asks for equal bits.
+- Narrow tokens: atomic additions in any order. Always used for scalars, and for wider tokens if
+  buckets are not supported. The last bits of a floating-point sum depend on the order, so floating-
+  point numbers use another method under `torch.use_deterministic_algorithms`.
 - Otherwise: sorted, in the order of the tokens, see `scatter_add_sorted`.
 """
 
@@ -56,7 +57,7 @@ def atomic_kernel(
 ):
     """Add the tokens X (count, C) to OUT (size, C), the zeroed sums of the places from `first` on.
 
-    Data that is read once is evicted first, so that the sums stay in the cache.
+    Loads of X use evict_first, so that the sums stay in the cache.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BC)[None, :]
@@ -170,7 +171,7 @@ def scatter_add_config(
     size: int,
     deterministic: bool,
 ) -> Any:
-    """Return the launch config of such a scatter_add; None if there is nothing to add."""
+    """Return the launch config for this metadata; None if there is nothing to add."""
     if not math.prod(shape) * size:
         return None
     bucketed, width = (

@@ -1,9 +1,10 @@
 """Bucketed scatter_add, for few tokens per place: each place has a bucket of token numbers.
 
-One kernel writes the tokens into buckets, in any order. Another kernel adds the tokens of each
-place, in ascending order. If a place has more tokens than its bucket holds, a helper program finds
-its tokens in the index. If it has very many, one job per chunk of the tokens finds and adds them,
-and the last of these jobs to end adds the partial sums. If the device supports PDL (programmatic
+A place is an index of the first axis of the result. One kernel writes the token numbers into the
+buckets, in any order. Another kernel adds the tokens of each place, in ascending order. If a place
+has more tokens than its bucket holds, a helper CTA finds its tokens in the index. If it has very
+many, one job per chunk of the index finds and adds them, and the last job adds the partial sums.
+The helper CTAs process all jobs. If the device supports PDL (programmatic
 dependent launch), each kernel is launched while the previous one still runs. It waits for the end
 of the previous kernel before it reads the results.
 """
@@ -57,7 +58,7 @@ _BUCKET_BLOCK = 128
 # Indices searched at once.
 _SEARCH_BLOCK = 1024
 _UNROLL = 4
-# Per thread, for wide tokens: the helper programs must not reduce the occupancy of the other ones.
+# Per thread, for wide tokens: the helper CTAs must not reduce the occupancy of the other CTAs.
 _MAX_REGISTERS = 64
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
@@ -118,7 +119,7 @@ def _sum_in_order(
     LISTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Return (BC,): the tokens [begin, end) of a list, or of X itself, added in order."""
+    """Return the sum (BC,) of the tokens [begin, end) of a list, or of X itself, added in order."""
     total = tl.zeros([BC], ACC)
     for first in range(begin, end, UNROLL):
         for i in tl.static_range(UNROLL):
@@ -190,7 +191,7 @@ def add_kernel(
 ):
     """Compute OUT (size, C), the sum of the tokens of each place.
 
-    The first `helpers` programs do the places whose buckets overflow.
+    The first `helpers` CTAs compute the places whose buckets overflow.
     """
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     if PDL:
@@ -346,8 +347,8 @@ def _launches(
 ) -> tuple[Launch, Launch, Launch, int, int]:
     """Return the launches and the tile sizes.
 
-    They are the launches that clear the counts, fill the buckets and add, the programs per place,
-    and the places per program.
+    The tuple has the launches that clear the counts, fill the buckets and add the tokens, the
+    number of CTAs per place, and the number of places per CTA.
     """
     if width >= _WIDE_TOKEN:
         tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_MAX_REGISTERS)
@@ -397,7 +398,7 @@ def is_supported(count: int, size: int) -> bool:
 
 
 class LaunchConfig:
-    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
+    """Launch config; it depends on shapes and dtypes only, so a call allocates and launches."""
 
     def __init__(
         self,
@@ -446,7 +447,7 @@ class LaunchConfig:
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
+        """Return the sums (size, ...) of the tokens of x, which is contiguous, per index."""
         counts, buckets, parts, out = (
             self.new(*one) for one in (self.counts, self.buckets, self.parts, self.out)
         )

@@ -1,6 +1,6 @@
 """Strided copy of the bytes of tokens, independent of the dtype.
 
-The kernels of `padding`, `gather` and `concat` differ only in how a program computes the source and
+The kernels of `padding`, `gather` and `concat` differ only in how a CTA computes the source and
 the target of a token. The copy moves units of up to 8 bytes. A thread moves two units at a time if
 all strides and addresses are multiples of 16. Tokens of one unit with adjacent targets are written
 up to 16 bytes at a time, so a thread holds several adjacent tokens. A target without a source
@@ -59,8 +59,9 @@ def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD
     """Return the row of each token, the first token of the row, and the row's entry of STARTS.
 
     The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD). The row of a token of the tail is
-    n. The rows of the first and the last token are found in steps of 256 rows at once. They bound
-    the rows of the first and the last of PER_THREAD adjacent tokens, which bound the other rows.
+    n. The search first finds the rows of the first and the last token of the tile, 256 rows at a
+    time. They bound the rows of the first and the last token of each thread, which bound the rows
+    of the other tokens.
     """
     ways: tl.constexpr = 256
     ends = first + tl.arange(0, 2) * (TOKENS - 1)

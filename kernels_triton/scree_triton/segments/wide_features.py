@@ -124,8 +124,8 @@ READY = tl.constexpr(1 << 30)
 def _rows_before(OFFSETS, start_position, end_position, n, search_stride):
     """Return the number of rows that begin before each of two merge-path positions.
 
-    The search compares _SEARCH_WIDTH rows at a time. `search_stride` is a power of _SEARCH_WIDTH with
-    `search_stride * _SEARCH_WIDTH > n`.
+    The search compares _SEARCH_WIDTH rows at a time. `search_stride` is a power of _SEARCH_WIDTH
+    with `search_stride * _SEARCH_WIDTH > n`.
     """
     candidate = tl.arange(0, _SEARCH_WIDTH) + 1
     count0 = start_position * 0
