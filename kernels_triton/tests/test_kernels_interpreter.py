@@ -221,12 +221,17 @@ def test_mean_is_one_operation():
 
 
 def cut_small(monkeypatch):
-    """Tiles, shares and parts so short that long rows are cut."""
+    """Make tiles, partitions and parts so short that long rows are cut."""
     for name, value in dict(
-        _TOKENS=32, _PARTITION_TILES=1, _MOST_WARPS=2, _MOST_TILES=2, _PART=64, _PART_TOKENS=64
+        _TOKENS_PER_WARP=32,
+        _PARTITION_TILES=1,
+        _MAX_WARPS=2,
+        _MAX_UNCUT_TILES=2,
+        _PART_SIZE=64,
+        _PART_STEP=64,
     ).items():
         monkeypatch.setattr(interface, name, value)
-    monkeypatch.setattr(wide_features, "_SHORTEST", 0)
+    monkeypatch.setattr(wide_features, "_MIN_PARTITION_STEPS", 0)
     monkeypatch.setattr(interface, "_launch_config", interface._launch_config.__wrapped__)
 
 
@@ -287,11 +292,11 @@ def test_transforms_of_torch_func_take_the_standard_path(run):
 def test_one_long_row_says_nothing_of_the_others():
     """Tiles are as wide as the other rows, where the host knows a long one; a bound that is no row's length is none."""
     assert (
-        interface._cut(14_000_000, 1_000_001, 10_000_000).width
-        == interface._cut(4_000_000, 1_000_000, 4).width
+        interface._select_sizes(14_000_000, 1_000_001, 10_000_000).width
+        == interface._select_sizes(4_000_000, 1_000_000, 4).width
         == 4
     )
-    assert interface._cut(14_000_000, 1_000_001, 14_000_000).width == 16
+    assert interface._select_sizes(14_000_000, 1_000_001, 14_000_000).width == 16
 
 
 @pytest.mark.parametrize("map", [merge_path.NONE, merge_path.SOFTMAX], ids=["reduced", "mapped"])
@@ -309,14 +314,15 @@ def test_counts_of_parts_are_left_as_found(map, monkeypatch):
     assert torch.equal(first, interface.over_rows(x, rows, merge_path.LSE, map))
 
 
-def test_rows_before_shares():
-    """Found once for all calls with the same rows."""
+def test_first_rows_counts_rows_and_is_cached():
+    """The cache serves all calls with the same rows."""
     lengths = [3, 0, 0, 300, 1, *(4,) * 40]
     x = scree.from_lengths(torch.zeros(sum(lengths), device=DEVICE), lengths)
-    first = interface.rows_of(x.layout).first(16, 32)
-    places = [offset + row for row, offset in enumerate(x.offsets.tolist()[:-1])]
-    assert first.tolist() == [sum(place < 16 * share for place in places) for share in range(33)]
-    assert interface.rows_of(x.layout).first(16, 32) is first
+    first_rows = interface.rows_of(x.layout).first_rows(16, 32)
+    positions = [offset + row for row, offset in enumerate(x.offsets.tolist()[:-1])]
+    expected = [sum(position < 16 * p for position in positions) for p in range(33)]
+    assert first_rows.tolist() == expected
+    assert interface.rows_of(x.layout).first_rows(16, 32) is first_rows
 
 
 @pytest.mark.parametrize(
@@ -346,7 +352,7 @@ def test_tokens_behind_the_last_row(longest, monkeypatch):
     torch.testing.assert_close(
         interface.over_rows(x, rows, merge_path.LSE, merge_path.SOFTMAX), expected
     )
-    running = interface.over_rows(x, rows, merge_path.SUM, merge_path.RUNNING)
+    running = interface.over_rows(x, rows, merge_path.SUM, merge_path.CUMULATIVE)
     torch.testing.assert_close(
         running,
         torch.cat([part.cumsum(0) for part in parts] + [torch.zeros(300, 3, device=DEVICE)]),

@@ -1,4 +1,4 @@
-"""Rows of wide tokens, cut into shares so short that every way through the kernel is taken; without a GPU in the interpreter."""
+"""Rows of wide tokens, in partitions so short that every path through the kernels runs; without a GPU in the interpreter."""
 
 import pytest
 import torch
@@ -23,16 +23,17 @@ CASES = [
         Case(name, f32, (2, 16), (3,) * 20, bounded=True)
         for name in ("log_softmax", "mean", "cumulative_sum")
     ),  # nothing is cut
-    *(Case(name, f32, (50,), (70, 90, 66, 40), bounded=True) for name in NAMES),  # a program a row
+    *(Case(name, f32, (50,), (70, 90, 66, 40), bounded=True) for name in NAMES),  # one CTA per row
 ]
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Shares of a step or a few, and programs of their own for rows that are not long."""
-    monkeypatch.setattr(wide_features, "_SHORTEST", 0)
-    monkeypatch.setattr(wide_features, "_ROW_TOKENS", (65, 80, 2048))
-    monkeypatch.setattr(wide_features, "_STEPS", 2)
+    """Make partitions short, and let a CTA process a whole row that is not long."""
+    monkeypatch.setattr(wide_features, "_MIN_PARTITION_STEPS", 0)
+    monkeypatch.setattr(wide_features, "_MIN_MEAN_LENGTH", 65)
+    monkeypatch.setattr(wide_features, "_LONG_MEAN_LENGTH", 80)
+    monkeypatch.setattr(wide_features, "_UNROLL", 2)
     for module, cached in (
         (wide_features, wide_features._launch),
         (interface, interface._launch_config),
@@ -45,7 +46,9 @@ def test_error(case):
     check(case, DEVICE)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (70, 90, 66, 40)], ids=["shared", "a program a row"])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, (70, 90, 66, 40)], ids=["partitions", "one CTA per row"]
+)
 def test_gradient_of_a_product(lengths):
     check_product(lengths, (50,), f32, DEVICE, bounded=True)
 
@@ -62,13 +65,13 @@ def test_counts_are_left_as_found(map, monkeypatch):
     assert torch.equal(first, interface.over_rows(x, rows, merge_path.LSE, map))
 
 
-def test_running_back_is_the_reverse_of_running():
+def test_cumulative_reverse_is_cumulative_of_the_flipped_rows():
     x = torch.randint(-9, 9, (193, 40), device=DEVICE).float()
     found, expected = (
         interface.over_rows(values, rows(edges), merge_path.SUM, map)
         for values, edges, map in (
-            (x, (0, 150, 150, 193), merge_path.RUNNING_BACK),
-            (x.flip(0), (0, 43, 43, 193), merge_path.RUNNING),
+            (x, (0, 150, 150, 193), merge_path.CUMULATIVE_REVERSE),
+            (x.flip(0), (0, 43, 43, 193), merge_path.CUMULATIVE),
         )
     )
     assert torch.equal(found, expected.flip(0))
@@ -80,7 +83,7 @@ def test_tokens_behind_the_last_row(longest):
     x = torch.randn(200, 20, device=DEVICE)
     x[8:] = torch.nan
     ragged = interface.Rows(rows((0, 3, 5, 5, 8)).offsets, longest)
-    found = interface.over_rows(x, ragged, merge_path.SUM, merge_path.RUNNING)
+    found = interface.over_rows(x, ragged, merge_path.SUM, merge_path.CUMULATIVE)
     expected = torch.cat(
         [part.cumsum(0) for part in x[:8].split([3, 2, 0, 3])] + [torch.zeros_like(x[8:])]
     )

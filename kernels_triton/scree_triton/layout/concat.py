@@ -88,12 +88,13 @@ def concat_kernel(
     INT64: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Copy every token of up to four arrays X with offsets O to its place in the concatenated rows.
+    """Copy every token of up to four arrays X with offsets O to its index in the concatenated rows.
 
     INVERSE copies in the other direction. The blocks of array i begin at `block<i>`. The tail of
     each array counts as one more row.
     """
-    if INVERSE:  # outputs come before inputs
+    # Outputs come before inputs in the order of the parameters.
+    if INVERSE:
         X0, X1, X2, X3, OUT = P0, P1, P2, P3, P4
     else:
         OUT, X0, X1, X2, X3 = P0, P1, P2, P3, P4
@@ -117,7 +118,8 @@ def concat_kernel(
     token -= before.to(token.dtype) * TOKENS
     first -= before.to(token.dtype) * TOKENS
     row, _, _ = find_rows(OFFSETS, OFFSETS, token, first, n, TOKENS, PER_THREAD)
-    # Tokens before it: of earlier arrays up to the end of this row, of later arrays before the row.
+    # The tokens before this token in the result: in earlier arrays all tokens up to the end of this
+    # row, in later arrays all tokens before this row.
     place = token
     for i in tl.static_range(COUNT):
         OTHER = O0 if i == 0 else O1 if i == 1 else O2 if i == 2 else O3
@@ -207,7 +209,7 @@ def concat_config(
     dim: int,
     back: bool,
 ) -> LaunchConfig:
-    """Return the launch config of `concat`, or with `back` of `split`, for these token counts."""
+    """Return the launch config of `concat` for these token counts; with `back`, of `split`."""
     first, *_ = specs = [TensorSpec(*spec) for spec in specs]
     outputs = [
         first.with_shape(resized_shape(first.shape, dim, total))

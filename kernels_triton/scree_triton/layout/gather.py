@@ -55,7 +55,7 @@ def gather_kernel(
 ):
     """Compute OUT[i] = X[INDEX[i]]; 0 if the index is out of bounds.
 
-    With CHECKED, a token is also 0 unless CHECK[INDEX[i]] is i.
+    With CHECKED, OUT[i] is also 0 unless CHECK[INDEX[i]] == i.
     """
     _, first, token, piece, column = program_tile(PIECES, WIDTH, BC, TOKENS, PER_THREAD, INT64, PDL)
     exists = token < count
@@ -311,9 +311,9 @@ def gather_config(
 def _gather_checked(
     x: torch.Tensor, index: torch.Tensor, check: torch.Tensor | None, ordered: bool
 ) -> torch.Tensor:
-    """Return the tokens of x at `index`, which mostly ascends if it is `ordered`.
+    """Return the tokens of x at `index`; `ordered` means that the indices mostly ascend.
 
-    A token is 0 if its index is out of bounds, or if `check` at the index is another token.
+    Token i is 0 if its index is out of bounds, or if `check[index[i]] != i`.
     """
     x = with_regular_strides(x, 0)
     config = gather_config(
@@ -325,8 +325,8 @@ def _gather_checked(
 def gather(x: torch.Tensor, index: torch.Tensor, distinct: bool) -> torch.Tensor:
     """Return the tokens of x, (tokens, ...), at `index`; 0 for an index out of bounds.
 
-    `distinct` means that no index repeats, which makes the gradient cheaper. The indices mostly
-    ascend then.
+    `distinct` means that no index repeats, so the gradient needs no additions, and that the indices
+    mostly ascend.
     """
     return _gather_checked(x, index, None, distinct)
 
@@ -397,7 +397,7 @@ def select_config(
     fill: int,
     back: bool,
 ) -> LaunchConfig:
-    """Return the launch config of `select`, or with `back` of its gradient with `size` tokens."""
+    """Return the launch config of `select`; with `back`, of its gradient with `size` tokens."""
     spec = TensorSpec(*spec)
     out = spec.with_shape(resized_shape(spec.shape, dim, size))
     outputs = [(out.shape, out.dtype)]

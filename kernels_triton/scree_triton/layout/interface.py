@@ -16,7 +16,7 @@ _ARRAYS = "values", "padded", "arr", "x"  # the field of a call record that hold
 
 
 def rejects(call: Any) -> str | None:
-    """Return why the kernels do not take a call; None if they do."""
+    """Return why the kernels do not support a call; None if they do."""
     if hasattr(call, "arrays"):
         x = call.arrays[0].values
         if len(call.arrays) > MAX_ARRAYS:

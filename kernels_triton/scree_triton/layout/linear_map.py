@@ -1,8 +1,7 @@
 """Linear-map autograd: gradients of every order for the layout operations, eager and compiled.
 
-The layout operations are linear, so the gradient of each is another entry of `LINEAR_MAPS`. One
-entry is all that an operation needs: one mechanism registers all of them with autograd and
-`torch.compile`.
+The layout operations are linear, so the gradient of each is another entry of `LINEAR_MAPS`. This
+module registers every entry of the table with autograd and `torch.compile`.
 """
 
 from collections.abc import Callable

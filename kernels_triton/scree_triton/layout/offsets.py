@@ -10,9 +10,11 @@ import triton.language as tl
 from ..runtime.compile import define_operator
 from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
-_BLOCK = 1024  # rows per program
-_SCAN_BLOCK = 8192  # earlier rows summed at a time
-# With more rows, a scan is faster than programs that each read all rows before their own.
+# Rows per CTA.
+_BLOCK = 1024
+# Earlier rows that a CTA sums at a time.
+_SCAN_BLOCK = 8192
+# With more rows, a scan is faster than CTAs that each read all rows before their own rows.
 _MAX_ROWS = 1 << 16
 _DTYPES = (torch.int32, torch.int64)
 
@@ -34,7 +36,8 @@ def row_of(OFFSETS, tokens, n, bisections):
 def offsets_kernel(LENGTHS, OFFSETS, n, BLOCK: tl.constexpr, SCAN_BLOCK: tl.constexpr):
     """Compute OFFSETS (n + 1,), the exclusive sums of LENGTHS (n,) and the total.
 
-    A program does BLOCK rows. It adds the lengths before its rows itself, SCAN_BLOCK at a time.
+    A CTA computes the offsets of BLOCK rows. It sums the lengths of all earlier rows itself,
+    SCAN_BLOCK at a time.
     """
     number: tl.constexpr = OFFSETS.dtype.element_ty
     first = tl.program_id(0) * BLOCK

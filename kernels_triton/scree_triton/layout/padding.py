@@ -24,7 +24,8 @@ from .strided_copy import (
     with_regular_strides,
 )
 
-_MIN_LENGTH = 8  # of a padded row, so that the adjacent tokens of a thread have at most two rows
+# Minimum length of a padded row, so that the adjacent tokens of a thread have at most two rows.
+_MIN_LENGTH = 8
 
 
 @triton.jit(
@@ -85,7 +86,8 @@ def pad_kernel(
     last_tokens = slots // length
     begin = tl.load(OFFSETS + row, mask=row < last_tokens, other=0).to(slot.dtype)
     end = tl.load(OFFSETS + row + 1, mask=row < last_tokens, other=0).to(slot.dtype)
-    if PER_THREAD > 1:  # a row has at least PER_THREAD slots: at most two rows per thread
+    # A row has at least PER_THREAD slots, so a thread has tokens of at most two rows.
+    if PER_THREAD > 1:
         after = tl.load(OFFSETS + row + 2, mask=row + 1 < last_tokens, other=0).to(slot.dtype)
         place = place + tl.arange(0, PER_THREAD)[None, :]
         later = place >= length

@@ -1,10 +1,11 @@
 """scatter_add by one of three methods; half precision is added in float32.
 
+A place is an index of the first axis of the result. The method depends on the shapes:
+
 - Few tokens per place: bucketed, in the order of the tokens, see `scatter_add_bucketed`.
-- Narrow tokens: atomic additions in any order. This method takes single numbers always, and wider
-  tokens where buckets are not supported. It is exact for integers. The last bits of a
-  floating-point sum depend on the order, so it is not used for floating-point numbers if
-  `torch.use_deterministic_algorithms` asks for equal bits.
+- Narrow tokens: atomic additions in any order. Always used for scalars, and for wider tokens if
+  buckets are not supported. The last bits of a floating-point sum depend on the order, so floating-
+  point numbers use another method under `torch.use_deterministic_algorithms`.
 - Otherwise: sorted, in the order of the tokens, see `scatter_add_sorted`.
 """
 
@@ -30,7 +31,8 @@ from . import scatter_add_bucketed, scatter_add_sorted
 
 # Largest token, in bytes, for atomic additions: where buckets are supported, and elsewhere.
 _NARROW_BYTES, _ATOMIC_BYTES = 16, 128
-_TOKENS, _ELEMENTS = (64, 128), 1024  # tokens (minimum, maximum) and elements per program
+# Tokens (minimum, maximum) and elements per CTA.
+_TOKENS, _ELEMENTS = (64, 128), 1024
 # Places per token, and parts of the sums, up to which the parts are computed one after another.
 _MAX_PLACES_PER_TOKEN, _MAX_PARTS = 4, 8
 ACC_TYPES = {
@@ -55,7 +57,7 @@ def atomic_kernel(
 ):
     """Add the tokens X (count, C) to OUT (size, C), the zeroed sums of the places from `first` on.
 
-    Data that is read once is evicted first, so that the sums stay in the cache.
+    Loads of X use evict_first, so that the sums stay in the cache.
     """
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, BC)[None, :]
@@ -128,7 +130,8 @@ class AtomicConfig:
         self.launch, tokens = _launch(device, x, index, wide, width)
         parts = -(-size * width * wide.itemsize // l2_budget(device))
         parts = parts if parts <= _MAX_PARTS and _MAX_PLACES_PER_TOKEN * shape[0] >= size else 1
-        self.part_size = size // parts // 16 * 16 + 16  # so that all parts have the same alignment
+        # A multiple of 16, so that all parts have the same alignment.
+        self.part_size = size // parts // 16 * 16 + 16
         self.out, self.sums = (
             (*contiguous((size, *shape[1:])), x),
             (*contiguous((min(self.part_size, size), *shape[1:])), wide),
@@ -168,7 +171,7 @@ def scatter_add_config(
     size: int,
     deterministic: bool,
 ) -> Any:
-    """Return the launch config of such a scatter_add; None if there is nothing to add."""
+    """Return the launch config for this metadata; None if there is nothing to add."""
     if not math.prod(shape) * size:
         return None
     bucketed, width = (

@@ -1,9 +1,10 @@
 """Bucketed scatter_add, for few tokens per place: each place has a bucket of token numbers.
 
-One kernel writes the tokens into buckets, in any order. Another kernel adds the tokens of each
-place, in ascending order. If a place has more tokens than its bucket holds, a helper program finds
-its tokens in the index. If it has very many, one job per chunk of the tokens finds and adds them,
-and the last of these jobs to end adds the partial sums. If the device supports PDL (programmatic
+A place is an index of the first axis of the result. One kernel writes the token numbers into the
+buckets, in any order. Another kernel adds the tokens of each place, in ascending order. If a place
+has more tokens than its bucket holds, a helper CTA finds its tokens in the index. If it has very
+many, one job per chunk of the index finds and adds them, and the last job adds the partial sums.
+The helper CTAs process all jobs. If the device supports PDL (programmatic
 dependent launch), each kernel is launched while the previous one still runs. It waits for the end
 of the previous kernel before it reads the results.
 """
@@ -30,24 +31,34 @@ from ..runtime.launch import (
 
 # With more tokens, finding many tokens of many places takes longer than sorting all tokens.
 _MAX_TOKENS = 1 << 17
-_MAX_MEAN = 8  # tokens per place on average
-_MAX_TOTAL_CAPACITY = 1 << 22  # capacity of all buckets together
+# Maximum number of tokens per place on average.
+_MAX_MEAN = 8
+# Maximum capacity of all buckets together.
+_MAX_TOTAL_CAPACITY = 1 << 22
 # Capacity of a bucket relative to the average, so that hardly any bucket is too small.
 _CAPACITY_FACTOR = 4
 _MIN_CAPACITY = 16
-_CHUNKS = 32  # jobs per place with very many tokens
-MAX_SPLIT_PLACES = 128  # at most so many places have more tokens than one program adds
-_HELPERS_PER_SM = 4  # programs per SM that find the tokens of overflowing places
-_TILE = 2048  # elements per tile of narrow tokens
+# Chunks of the tokens of a place that has more tokens than one CTA adds.
+_CHUNKS = 32
+# Maximum number of such places.
+MAX_SPLIT_PLACES = 128
+# CTAs per SM that find the tokens of overflowing places.
+_HELPERS_PER_SM = 4
+# Elements per tile of narrow tokens.
+_TILE = 2048
 # From this number of elements on, a tile has _WIDE_BYTES bytes, read by two warps.
 _WIDE_TOKEN = 128
 _WIDE_BYTES = 2048
-_MAX_PLACES = 128  # per program
-_CLEAR_BLOCK = 1024  # counts per program of `clear_kernel`
-_BUCKET_BLOCK = 128  # tokens per program of `bucket_kernel`
-_SEARCH_BLOCK = 1024  # indices searched at once
+# Maximum number of places per CTA.
+_MAX_PLACES = 128
+# Counts per CTA of `clear_kernel`.
+_CLEAR_BLOCK = 1024
+# Tokens per CTA of `bucket_kernel`.
+_BUCKET_BLOCK = 128
+# Indices searched at once.
+_SEARCH_BLOCK = 1024
 _UNROLL = 4
-# Per thread, for wide tokens: the helper programs must not reduce the occupancy of the other ones.
+# Per thread, for wide tokens: the helper CTAs must not reduce the occupancy of the other CTAs.
 _MAX_REGISTERS = 64
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
@@ -108,7 +119,7 @@ def _sum_in_order(
     LISTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Return (BC,): the tokens [begin, end) of a list, or of X itself, added in order."""
+    """Return the sum (BC,) of the tokens [begin, end) of a list, or of X itself, added in order."""
     total = tl.zeros([BC], ACC)
     for first in range(begin, end, UNROLL):
         for i in tl.static_range(UNROLL):
@@ -180,7 +191,7 @@ def add_kernel(
 ):
     """Compute OUT (size, C), the sum of the tokens of each place.
 
-    The first `helpers` programs do the places whose buckets overflow.
+    The first `helpers` CTAs compute the places whose buckets overflow.
     """
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
     if PDL:
@@ -260,15 +271,13 @@ def add_kernel(
             mask=(place < size)[:, None],
             other=0,
         )
-        tokens = tl.where(
-            few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NO_TOKEN
-        )  # the others were never written
+        # Other slots of the bucket were never written.
+        tokens = tl.where(few[:, None] & (slot[None, :] < amount[:, None]), tokens, _NO_TOKEN)
         total = tl.zeros([PLACES, BC], ACC)
         last = tl.zeros([PLACES], tl.int32) - 1
         inside = (columns < C)[None, :]
-        for _ in range(
-            0, tl.max(tl.where(few, amount, 0), 0), 2
-        ):  # the two tokens that follow on the last one
+        # Each iteration adds the two tokens that follow the last added token, in order.
+        for _ in range(0, tl.max(tl.where(few, amount, 0), 0), 2):
             one = tl.min(tl.where(tokens > last[:, None], tokens, _NO_TOKEN), 1)
             last = tl.min(tl.where(tokens > one[:, None], tokens, _NO_TOKEN), 1)
             x = tl.load(
@@ -338,8 +347,8 @@ def _launches(
 ) -> tuple[Launch, Launch, Launch, int, int]:
     """Return the launches and the tile sizes.
 
-    They are the launches that clear the counts, fill the buckets and add, the programs per place,
-    and the places per program.
+    The tuple has the launches that clear the counts, fill the buckets and add the tokens, the
+    number of CTAs per place, and the number of places per CTA.
     """
     if width >= _WIDE_TOKEN:
         tile, warps, options = _WIDE_BYTES // x.itemsize, 2, dict(maxnreg=_MAX_REGISTERS)
@@ -389,7 +398,7 @@ def is_supported(count: int, size: int) -> bool:
 
 
 class LaunchConfig:
-    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
+    """Launch config; it depends on shapes and dtypes only, so a call allocates and launches."""
 
     def __init__(
         self,
@@ -403,7 +412,8 @@ class LaunchConfig:
     ):
         count, width = shape[0], math.prod(shape[1:])
         capacity = _capacity(count, size)
-        max_tokens = max(capacity, count // MAX_SPLIT_PLACES)  # tokens that one program adds up
+        # Maximum number of tokens of a place that one CTA adds.
+        max_tokens = max(capacity, count // MAX_SPLIT_PLACES)
         length = -(-count // _CHUNKS)
         self.clear, self.bucket, self.finish, columns, places = _launches(
             device, x, index, acc, capacity, width
@@ -437,7 +447,7 @@ class LaunchConfig:
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
+        """Return the sums (size, ...) of the tokens of x, which is contiguous, per index."""
         counts, buckets, parts, out = (
             self.new(*one) for one in (self.counts, self.buckets, self.parts, self.out)
         )

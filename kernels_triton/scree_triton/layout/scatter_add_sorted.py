@@ -1,9 +1,9 @@
 """Sorted scatter_add, for any number of tokens per place: the indices are sorted.
 
-So the tokens of a place are adjacent in the sorted order. A chunk of the order that belongs to one
-place entirely is added first, by its own program. A place then adds its chunks and the tokens
-before and after them, in the order of the tokens. So a place with most of the tokens does not keep
-a single program busy.
+A place is an index of the first axis of the result. The tokens of a place are adjacent in the
+sorted order, which is divided into chunks of equal length. The first kernel sums each chunk whose
+tokens all belong to one place. The second kernel adds these sums and the other tokens of each
+place, in order. So a place with most of the tokens is summed by many CTAs.
 """
 
 import math
@@ -24,14 +24,18 @@ from ..runtime.launch import (
     method_on_device,
 )
 
-_ELEMENTS = 2048  # per tile
-# From this number of elements on, a program has one place, and reads _UNROLL tokens at once.
+# Elements per tile.
+_ELEMENTS = 2048
+# From this number of elements on, a CTA computes one place and loads _UNROLL tokens at once.
 _WIDE_TOKEN = 512
 _UNROLL = 4
-_MAX_PLACES = 128  # per program
-_MIN_CHUNK = 32  # tokens
+# Maximum number of places per CTA.
+_MAX_PLACES = 128
+# Minimum and maximum: tokens per chunk, and number of chunks.
+_MIN_CHUNK = 32
 _MAX_CHUNKS = 2048
-_LOOKUP_BLOCK = 256  # places per program of the lookup
+# Places per CTA of the lookup.
+_LOOKUP_BLOCK = 256
 
 
 @triton.jit
@@ -47,7 +51,7 @@ def _sum(
     SORTED: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Return (places, BC): the sum of the tokens [begin, end) of the order, or of X itself."""
+    """Return the sums (places, BC) of the tokens [begin, end) of the order, or of X itself."""
     total = tl.zeros([begin.shape[0], BC], ACC)
     for first in range(0, tl.max(end - begin, 0), UNROLL):
         at = begin[:, None] + first + tl.arange(0, UNROLL)[None, :]
@@ -129,10 +133,9 @@ def add_kernel(
     columns = tl.program_id(0) % COLUMNS * BC + tl.arange(0, BC)
     begin = tl.load(BOUNDS + place, mask=place < size, other=0).to(tl.int64)
     end = tl.load(BOUNDS + place + 1, mask=place < size, other=0).to(tl.int64)
-    first = tl.minimum(
-        (begin + (CHUNK - 1)) // CHUNK * CHUNK, end
-    )  # the chunks of this place alone begin
-    last = tl.maximum(end // CHUNK * CHUNK, first)  # and end
+    # The tokens [first, last) are whole chunks, whose sums are in PARTS.
+    first = tl.minimum((begin + (CHUNK - 1)) // CHUNK * CHUNK, end)
+    last = tl.maximum(end // CHUNK * CHUNK, first)
     total = _sum(X, ORDER, begin, first, columns, C, BC, UNROLL, True, ACC)
     total += _sum(
         PARTS,
@@ -208,7 +211,7 @@ def _launches(
 
 
 def _smallest_dtype(size: int) -> torch.dtype:
-    """Return the smallest integer dtype that holds the places: a radix sort takes time per byte."""
+    """Return the smallest integer dtype for the indices: a radix sort takes time per byte."""
     return next(
         dtype
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -217,7 +220,7 @@ def _smallest_dtype(size: int) -> torch.dtype:
 
 
 class LaunchConfig:
-    """Launch config: depends on shapes and dtypes only, so a call only allocates and launches."""
+    """Launch config; it depends on shapes and dtypes only, so a call allocates and launches."""
 
     def __init__(
         self,
@@ -249,7 +252,7 @@ class LaunchConfig:
 
     @method_on_device
     def run(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return (size, ...): the tokens of x, contiguous, added at `index`."""
+        """Return the sums (size, ...) of the tokens of x, which is contiguous, per index."""
         keys, order = torch.sort(index.clamp(-1, self.size).to(self.keys), stable=True)
         bounds, parts, out = self.new(*self.bounds), self.new(*self.parts), self.new(*self.out)
         args = self.prepare_args(X=x, KEYS=keys, ORDER=order, BOUNDS=bounds, PARTS=parts)

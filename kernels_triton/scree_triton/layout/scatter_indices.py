@@ -1,4 +1,4 @@
-"""Scatter indices: the slots that a mask marks, and the last token per place of a scatter."""
+"""Scatter indices: the slots that a mask marks, and the last token with each index."""
 
 import math
 from functools import cache, lru_cache
@@ -24,13 +24,16 @@ from ..runtime.launch import (
 )
 from .offsets import offsets_from_lengths
 
-# Up to this number of slots, every program counts all marks before its own slots.
+# Up to this number of slots, every CTA counts all marked slots before its own slots.
 MAX_SLOTS_ONE_PASS = 1 << 17
 # Slots per program and warps, by whether one pass is used.
 _TILES = {True: (512, 16), False: (1024, 2)}
-_BLOCKS_PER_PROGRAM = 4  # blocks that a program of `count_kernel` counts
-_MAX_PER_THREAD = 8  # adjacent slots per thread
-_SCAN_BLOCK = 8192  # earlier slots counted at a time
+# Blocks that a CTA of `count_kernel` counts.
+_BLOCKS_PER_PROGRAM = 4
+# Maximum number of adjacent slots per thread.
+_MAX_PER_THREAD = 8
+# Earlier slots that a CTA counts at a time.
+_SCAN_BLOCK = 8192
 
 
 @triton.jit
@@ -45,7 +48,7 @@ def _load_marks(MASK, slot, slots, ends):
 
 @triton.jit(do_not_specialize=("slots",))
 def count_kernel(MASK, COUNTS, slots, BLOCK: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr):
-    """Count the marked slots of each block: COUNTS (blocks,), BLOCKS_PER_PROGRAM per program."""
+    """Write the number of marked slots of each block to COUNTS (blocks,)."""
     block = tl.program_id(0) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     slot = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     real = _load_marks(
@@ -73,11 +76,13 @@ def mark_kernel(
 ):
     """Compute SLOTS (total,), the marked slots, and OFFSETS of rows of `length` slots each.
 
-    SLOTS is filled up to `filled` with the number `slots`. A program does one block of slots, with
-    PER_THREAD adjacent slots per thread, of at most two rows. The sums COUNTS are the marks before
-    and in each block, so a block where all or no slots are marked is not read. Unless COUNTED, the
-    program counts the marks before its block. With WORDS it reads eight booleans at a time as one
-    word; the word times 0x0101010101010101 has their sum in its highest byte.
+    SLOTS is filled up to `filled` with the number `slots`. A CTA processes one block of slots, with
+    PER_THREAD adjacent slots per thread, of at most two rows.
+
+    With COUNTED, COUNTS has the number of marked slots before each block, so a block in which all
+    or no slots are marked is not read. Otherwise the CTA counts the marked slots before its block.
+    With WORDS it then reads eight booleans as one word. The word times 0x0101010101010101 has their
+    sum in its highest byte.
     """
     number: tl.constexpr = SLOTS.dtype.element_ty
     if PDL:
@@ -91,7 +96,8 @@ def mark_kernel(
         token = tl.load(COUNTS + tl.program_id(0)).to(number)
         found = tl.load(COUNTS + tl.program_id(0) + 1).to(number) - token
     else:
-        found = tl.cast(-1, number)  # unknown yet
+        # -1: the number of marked slots in the block is not counted yet.
+        found = tl.cast(-1, number)
         marks = tl.zeros([SCAN_BLOCK], number)
         if WORDS:
             EIGHT = MASK.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -106,7 +112,8 @@ def mark_kernel(
         token = tl.sum(marks, 0)
     side = first + tl.arange(0, BLOCK // PER_THREAD) * PER_THREAD
     slot = side[:, None] + tl.arange(0, PER_THREAD)[None, :]
-    row = (side + (length - 1)) // length  # the row that begins here, if any
+    # The row that begins in the slots of the thread, if any.
+    row = (side + (length - 1)) // length
     begin = row * length
     begins = (begin < side + PER_THREAD) & (begin <= slots)
     if found == 0:
@@ -134,7 +141,7 @@ def mark_kernel(
 
 @triton.jit(do_not_specialize=("count", "size"))
 def last_kernel(INDEX, LAST, count, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute LAST (size,), the last token that goes to each place; the caller fills it with -1."""
+    """Compute LAST (size,), the last token with each index; the caller fills LAST with -1."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -283,7 +290,7 @@ def mask_indices(
 
 
 def last_tokens(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the last token that goes to each place; -1 for none."""
+    """Return the last token with each index; -1 for none."""
     count = index.shape[0]
     found = torch.full((size,), -1, dtype=_index_dtype(count), device=index.device)
     if count and size:

@@ -1,6 +1,6 @@
 """Strided copy of the bytes of tokens, independent of the dtype.
 
-The kernels of `padding`, `gather` and `concat` differ only in how a program computes the source and
+The kernels of `padding`, `gather` and `concat` differ only in how a CTA computes the source and
 the target of a token. The copy moves units of up to 8 bytes. A thread moves two units at a time if
 all strides and addresses are multiples of 16. Tokens of one unit with adjacent targets are written
 up to 16 bytes at a time, so a thread holds several adjacent tokens. A target without a source
@@ -23,8 +23,10 @@ from triton.language.extra.cuda import gdc_wait
 from ..runtime.device import device_info
 from ..runtime.launch import Launch, contiguous, empty, method_on_device
 
-_TILE_UNITS = 1024  # units that a program moves
-_TILE_UNITS_INDEXED = 512  # the same for padding and gather
+# Units that a CTA copies.
+_TILE_UNITS = 1024
+# The same for padding and gather.
+_TILE_UNITS_INDEXED = 512
 # The same for a gather of single units: with more loads in flight per thread, the loads wait for
 # each other.
 _TILE_UNITS_SCATTERED = 128
@@ -32,14 +34,10 @@ _TILE_UNITS_SCATTERED = 128
 # per thread, warps.
 _SINGLE_UNIT_TILES = {1: (1024, 8, 2), 2: (1024, 8, 2), 4: (2048, 4, 4), 8: (1024, 2, 4)}
 _WARPS = 4
-_MODE_FLAGS = (
-    "LEFT",
-    "WRITE_MASK",
-    "CHECKED",
-    "INVERSE",
-    "COUNT",
-)  # constants that select the mode of a kernel; the other ones describe its tile
-MAX_CONFIGS = 1024  # cached launch configs per operation
+# Constants that select the mode of a kernel; the other constants describe its tile.
+_MODE_FLAGS = ("LEFT", "WRITE_MASK", "CHECKED", "INVERSE", "COUNT")
+# Cached launch configs per operation.
+MAX_CONFIGS = 1024
 
 
 @triton.jit
@@ -61,8 +59,9 @@ def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD
     """Return the row of each token, the first token of the row, and the row's entry of STARTS.
 
     The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD). The row of a token of the tail is
-    n. The rows of the first and the last token are found in steps of 256 rows at once. They bound
-    the rows of the first and the last of PER_THREAD adjacent tokens, which bound the other rows.
+    n. The search first finds the rows of the first and the last token of the tile, 256 rows at a
+    time. They bound the rows of the first and the last token of each thread, which bound the rows
+    of the other tokens.
     """
     ways: tl.constexpr = 256
     ends = first + tl.arange(0, 2) * (TOKENS - 1)
@@ -89,7 +88,8 @@ def find_rows(OFFSETS, STARTS, token, first, n, TOKENS: tl.constexpr, PER_THREAD
         if apart > 1:
             row = _bisect_rows(OFFSETS, token, low[:, None], high[:, None], apart)
             begin, start = tl.load(OFFSETS + row), tl.load(STARTS + row, mask=row < n, other=0)
-        else:  # at most two rows per thread: no lookup per token
+        else:
+            # A thread has tokens of at most two rows, which need no lookup per token.
             begin = tl.load(OFFSETS + high)[:, None]
             later = token >= begin
             row = tl.where(later, high[:, None], low[:, None])
@@ -116,7 +116,8 @@ def program_tile(
 
     The tokens have the shape (TOKENS // PER_THREAD, PER_THREAD).
     """
-    if PDL:  # wait for the end of the previous kernel
+    if PDL:
+        # Wait for the end of the previous kernel.
         gdc_wait()
     COLUMNS: tl.constexpr = (WIDTH + BC - 1) // BC
     program = tl.program_id(0)
@@ -285,7 +286,8 @@ class StridedCopy:
         bits = 16 | width
         for number in (*sum(strides, ()), *(x.address_bits for x, *_ in arrays)):
             bits |= number
-        align = bits & -bits  # the largest power of two, up to 16, that divides all of them
+        # The largest power of two, up to 16, that divides all strides and addresses.
+        align = bits & -bits
         self.device, unit = x.device, min(align, 8)
         self.launch, self.tokens, each = _launch(
             kernel,
@@ -350,7 +352,8 @@ def _launch(
             1,
             _WARPS,
         )
-        block = units & -units  # a power of two that divides it, unless that is too small
+        # The largest power of two that divides the units of a token, unless it is too small.
+        block = units & -units
         block = min(block if block >= 32 else triton.next_power_of_2(units), most)
         tokens = most // block
     names = [name for name in kernel.arg_names if name in _MODE_FLAGS]

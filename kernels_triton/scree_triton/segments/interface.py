@@ -1,7 +1,8 @@
-"""Reductions of the rows of a ragged array, and their gradients, on the kernels of `merge_path`
-and, for wide tokens, `wide_features`.
+"""Launches of the kernels that reduce, map and scan the rows of a ragged array, and segment
+reductions with their gradients.
 
-On devices that have them, clusters of CTAs take long rows whose tokens are written.
+Rows of scalars are processed by `merge_path`, rows of wide tokens by `wide_features`. On Hopper,
+`cluster_sm90` processes long rows of scalars whose tokens are mapped.
 """
 
 import math
@@ -28,24 +29,32 @@ from ..runtime.launch import (
 )
 from . import merge_path, wide_features
 
-_TOKENS = 512  # in a tile, for each warp
-_MOST_WARPS = 16  # of a program
-_MOST_ROWS = 256  # side by side in a tile
-_THREADS_PER_ROW = 8  # at least
-_REGISTERS, _REGISTERS_OF_COUNTS = (
-    64,
-    80,
-)  # of a thread, so that many programs run at once; counts of extrema want more
-_PARTITION_TILES = 2  # tiles of a partition, if rows are not too long for one program on average
-_LONG = (
-    1 << 14
-)  # tokens of a row on average, beyond which clusters of programs are faster, where there are any
-_MOST_TILES = 16  # that a program reads one after another rather than cut a row
-_PART = 8192  # places in a part of a row that is cut
-_PART_WARPS, _PART_TOKENS = 4, 2048  # of a program that works on it, and in its tile
-_AHEAD = 2  # parts that are reduced ahead of those of the longest row
-_BOUNDARIES = 128  # of partitions, that one program finds
-_WIDEST = 1 << 20  # so that positions in a partition fit 32 bits
+# Tokens of a tile per warp.
+_TOKENS_PER_WARP = 512
+_MAX_WARPS = 16
+# Maximum number of rows in a tile.
+_MAX_ROWS = 256
+_MIN_THREADS_PER_ROW = 8
+# Registers per thread, so that many CTAs run at once. COUNT_EQUAL needs more.
+_MAX_REGISTERS = 64
+_MAX_REGISTERS_OF_COUNTS = 80
+# Tiles per partition, unless the rows are so long on average that a partition has one long row.
+_PARTITION_TILES = 2
+# A row of up to this many tiles is processed by one CTA. Longer rows are cut into parts.
+_MAX_UNCUT_TILES = 16
+# Rows longer than this on average are processed faster by clusters of CTAs.
+_MIN_CLUSTER_LENGTH = 1 << 14
+# Merge-path positions per part of the rows that are cut.
+_PART_SIZE = 8192
+# Warps of a CTA that processes a part, and tokens per step.
+_PART_WARPS = 4
+_PART_STEP = 2048
+# Parts of the first pass that run ahead of the parts of the longest row.
+_LAG_MARGIN = 2
+# Partitions per CTA of `partition_starts_kernel`.
+_STARTS_PER_CTA = 128
+# Maximum elements of a token, so that positions in a partition fit 32 bits.
+_MAX_TOKEN_ELEMENTS = 1 << 20
 _DTYPES = (
     torch.float16,
     torch.bfloat16,
@@ -55,7 +64,7 @@ _DTYPES = (
     torch.int64,
     torch.bool,
 )
-_ACC = {
+_TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
     torch.int32: tl.int32,
@@ -70,74 +79,76 @@ OPS = {
     "any": merge_path.ANY,
     "all": merge_path.ALL,
 }
-_SPREAD = {
-    "sum": merge_path.COPY,
-    "mean": merge_path.MEAN_BACKWARD,
-}  # gradients that follow from that of the result alone
-_ARGS = {
+# Maps of the gradients that depend only on the gradient of the result, not on the values.
+_GRADIENT_MAPS = {"sum": merge_path.BROADCAST, "mean": merge_path.MEAN_BACKWARD}
+# Searches, and the reduction that gives the extremum.
+_SEARCHES = {
     merge_path.ARGMAX.value: merge_path.MAX.value,
     merge_path.ARGMIN.value: merge_path.MIN.value,
-}  # searches, and for what
-_TRUTHS = (merge_path.ANY.value, merge_path.ALL.value)
-_SCANS = (merge_path.RUNNING.value, merge_path.RUNNING_BACK.value)
+}
+_BOOLEAN_OPS = (merge_path.ANY.value, merge_path.ALL.value)
+_SCANS = (merge_path.CUMULATIVE.value, merge_path.CUMULATIVE_REVERSE.value)
 
 
 class Rows(NamedTuple):
-    """The layout of a call, and the cache of the layout, or None.
+    """The offsets of a call, and the cache of its layout, or None.
 
-    `max_length` is a bound on the longest row, None where the host knows none.
+    `max_length` is a bound on the length of the longest row, or None if the host knows no bound.
     """
 
     offsets: torch.Tensor
     max_length: int | None
     cache: dict[Any, Any] | None = None
 
-    def first(self, partition: int, partitions: int) -> torch.Tensor:
-        """Return (partitions + 1,) the number of rows that begin before each partition, and before
-        the end.
+    def first_rows(self, partition_size: int, num_partitions: int) -> torch.Tensor:
+        """Return the number of rows that begin before each partition, (num_partitions + 1,).
+
+        The last entry is the number of rows that begin before the end of the last partition.
         """
-        key = "partitions", partition, partitions
-        first = None if self.cache is None else self.cache.get(key)
-        if first is None:
+        key = "partitions", partition_size, num_partitions
+        first_rows = None if self.cache is None else self.cache.get(key)
+        if first_rows is None:
             device, n = self.offsets.device, self.offsets.shape[0] - 1
-            first = torch.empty((partitions + 1,), dtype=torch.int32, device=device)
-            args = merge_path.FirstArgs(
+            first_rows = torch.empty((num_partitions + 1,), dtype=torch.int32, device=device)
+            args = merge_path.PartitionStartsArgs(
                 OFFSETS=self.offsets,
-                FIRST=first,
+                FIRST_ROWS=first_rows,
                 n=n,
-                count=partitions,
-                partition=partition,
+                num_partitions=num_partitions,
+                partition_size=partition_size,
                 bisections=(n + 1).bit_length(),
             )
-            launch = _find_first(device, self.offsets.dtype)
-            launch_on_device(launch, partitions // _BOUNDARIES + 1, args)
+            launch = _partition_starts_launch(device, self.offsets.dtype)
+            launch_on_device(launch, num_partitions // _STARTS_PER_CTA + 1, args)
             # A tensor made during capture belongs to the graph and has no values before a replay.
             if self.cache is not None and not (
                 device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             ):
-                self.cache[key] = first
-        return first
+                self.cache[key] = first_rows
+        return first_rows
 
 
 @cache
-def _find_first(device: torch.device, dtype: torch.dtype) -> Launch:
+def _partition_starts_launch(device: torch.device, dtype: torch.dtype) -> Launch:
+    """Return the launch of `partition_starts_kernel`, one per device and dtype of the offsets."""
     return Launch(
-        merge_path.first_kernel,
-        dict(BLOCK=_BOUNDARIES),
+        merge_path.partition_starts_kernel,
+        dict(BLOCK=_STARTS_PER_CTA),
         dict(num_warps=4),
-        args=merge_path.FirstArgs,
+        args=merge_path.PartitionStartsArgs,
     )
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up in."""
+    """Return the dtype in which values of a dtype are summed."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.int32 if dtype == torch.bool else dtype
 
 
 def _identity(op: int, dtype: torch.dtype) -> float | int:
-    if op in (merge_path.MAX.value, merge_path.MIN.value, merge_path.LSE.value, *_ARGS):
+    """Return the state of a reduction of no tokens, and the value of masked tokens."""
+    if op in (merge_path.MAX.value, merge_path.MIN.value, merge_path.LSE.value, *_SEARCHES):
         sign = 1 if op == merge_path.MIN.value else -1
         if dtype.is_floating_point:
             return sign * float("inf")
@@ -145,7 +156,7 @@ def _identity(op: int, dtype: torch.dtype) -> float | int:
             return int(sign == 1)
         info = torch.iinfo(dtype)
         return info.max if sign == 1 else info.min
-    return int(op in (merge_path.PROD.value, merge_path.FACTORS.value))
+    return int(op in (merge_path.PROD.value, merge_path.PROD_AND_ZEROS.value))
 
 
 def over_rows(
@@ -155,29 +166,29 @@ def over_rows(
     map: tl.constexpr = merge_path.NONE,
     *,
     y: torch.Tensor | None = None,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
+    row_a: torch.Tensor | None = None,
+    row_b: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Reduce the rows of x, (total, ...), by `op`, to (n, ...); with `map` give the tokens, (total,
-    ...), that come of it.
+    """Reduce the rows of x to (n, ...); with `map`, return the mapped tokens (total, ...).
 
     Parameters
     ----------
     x, y
-        Values (total, ...), contiguous; y where `op` or `map` has two. With COPY and MEAN_BACKWARD
-        x is what is written.
+        Values (total, ...), contiguous; y only if `op` or `map` needs two values. BROADCAST and
+        MEAN_BACKWARD overwrite x.
     rows
-        The rows.
+        The offsets of the rows.
     op, map
-        Constants of `merge_path`.
-    a, b
+        The reduction and the map, constants of `merge_path`.
+    row_a, row_b
         Operands with one entry per row, (n, ...), contiguous.
     dtype
         The dtype of the reduction and its result; by default the accumulation dtype of x. For scans
         the dtype of the result, for positions of an extremum an integer dtype.
     """
-    return launch_config(x, rows, op, map, y=y, a=a, b=b, dtype=dtype).run(x, rows, y, a, b)
+    config = launch_config(x, rows, op, map, y=y, row_a=row_a, row_b=row_b, dtype=dtype)
+    return config.run(x, rows, y, row_a, row_b)
 
 
 def launch_config(
@@ -187,8 +198,8 @@ def launch_config(
     map: tl.constexpr = merge_path.NONE,
     *,
     y: torch.Tensor | None = None,
-    a: torch.Tensor | None = None,
-    b: torch.Tensor | None = None,
+    row_a: torch.Tensor | None = None,
+    row_b: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> "_LaunchConfig":
     """Return the launch config of `over_rows` for arguments with this metadata."""
@@ -196,8 +207,8 @@ def launch_config(
     dtypes = (
         x.dtype,
         None if y is None else y.dtype,
-        None if a is None else a.dtype,
-        None if b is None else b.dtype,
+        None if row_a is None else row_a.dtype,
+        None if row_b is None else row_b.dtype,
         offsets.dtype,
     )
     return _launch_config(
@@ -209,20 +220,25 @@ def launch_config(
 class _LaunchConfig:
     """The launch of a call, as far as the host metadata determines it."""
 
-    index: int | None  # of the CUDA device
-    new: Callable[..., torch.Tensor]  # makes a tensor there
-    out: (
-        tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
-    )  # its shape, strides and dtype; None to write into x
-    wide: wide_features.LaunchConfig | None  # for wide tokens, which want nothing of what follows
-    state_dtype: torch.dtype  # in which tokens are reduced
-    cut: "_Cut"
-    whole: Launch | None = None
-    whole_args: Callable[..., Any] | None = None  # its arguments from the tensors
-    cluster_size: int = 0  # CTAs of a cluster, if the kernel of `whole` is `cluster_sm90`
-    parts: Launch | None = None  # for rows that are cut; None if no row can be cut
-    part_args: Callable[..., Any] | None = None  # its arguments from the tensors
-    visits: int = 1  # to each of their parts
+    #: Index of the CUDA device, or None.
+    index: int | None
+    #: Allocate a tensor on the device.
+    new: Callable[..., torch.Tensor]
+    #: Shape, strides and dtype of the result; None to overwrite x.
+    out: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
+    #: The launch for wide tokens, which uses no other launch of this class.
+    wide: wide_features.LaunchConfig | None
+    state_dtype: torch.dtype
+    sizes: "_Sizes"
+    #: The launch for the rows that are not cut, and the function that builds its arguments.
+    rows_launch: Launch | None = None
+    rows_args: Callable[..., Any] | None = None
+    #: CTAs per cluster if `rows_launch` launches `cluster_sm90`, else 0.
+    cluster_size: int = 0
+    #: The launch for the rows that are cut into parts; None if no row can be cut.
+    part_launch: Launch | None = None
+    part_args: Callable[..., Any] | None = None
+    num_passes: int = 1
 
     @method_on_device
     def run(
@@ -230,82 +246,91 @@ class _LaunchConfig:
         x: torch.Tensor,
         rows: Rows,
         y: torch.Tensor | None = None,
-        a: torch.Tensor | None = None,
-        b: torch.Tensor | None = None,
+        row_a: torch.Tensor | None = None,
+        row_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute `over_rows`."""
         out = self.new(*self.out) if self.out else x
         if out.numel() == 0:
             return out
-        if self.wide is not None:
-            wide_features.run(self.wide, x, y, a, b, out, rows.offsets)
-            return out
-        cut = self.cut
-        x, written = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-        y, a, b = x if y is None else y, x if a is None else a, x if b is None else b
         offsets = rows.offsets
+        if self.wide is not None:
+            wide_features.run(self.wide, x, y, row_a, row_b, out, offsets)
+            return out
+        sizes = self.sizes
+        x, kernel_out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
+        tensors = dict(
+            X=x,
+            Y=x if y is None else y,
+            ROW_A=x if row_a is None else row_a,
+            ROW_B=x if row_b is None else row_b,
+            OUT=kernel_out,
+            OFFSETS=offsets,
+        )
         if self.cluster_size:
             n = offsets.shape[0] - 1
             parts = self.new(*contiguous((n, 2, self.cluster_size)), self.state_dtype)
-            args = self.whole_args(X=x, Y=y, A=a, B=b, OUT=written, OFFSETS=offsets, PARTS=parts)
-            self.whole(n, args)
+            self.rows_launch(n, self.rows_args(**tensors, PARTS=parts))
         else:
-            first = rows.first(cut.partition, cut.partitions)
-            args = self.whole_args(X=x, Y=y, A=a, B=b, OUT=written, OFFSETS=offsets, FIRST=first)
-            self.whole(cut.partitions, args)
-        if self.parts is not None:
+            first_rows = rows.first_rows(sizes.partition_size, sizes.num_partitions)
+            self.rows_launch(sizes.num_partitions, self.rows_args(**tensors, FIRST_ROWS=first_rows))
+        if self.part_launch is not None:
             args = self.part_args(
-                X=x,
-                Y=y,
-                A=a,
-                B=b,
-                OUT=written,
-                OFFSETS=offsets,
-                FIRST=rows.first(_PART, cut.parts),
-                PARTS=self.new((cut.parts, 2, 2), (4, 2, 1), self.state_dtype),
-                COUNTS=wide_features.counters(x.device, cut.parts),
+                **tensors,
+                FIRST_ROWS=rows.first_rows(_PART_SIZE, sizes.num_parts),
+                PARTS=self.new((sizes.num_parts, 2, 2), (4, 2, 1), self.state_dtype),
+                COUNTS=wide_features.counters(x.device, sizes.num_parts),
             )
-            self.parts(cut.parts * self.visits, args)
+            self.part_launch(sizes.num_parts * self.num_passes, args)
         return out
 
 
-class _Cut(NamedTuple):
+class _Sizes(NamedTuple):
     """Sizes of tiles, partitions and parts."""
 
-    mean: int  # tokens of a row, without one that is much longer than the others
-    width: int  # tokens of a row in a tile
-    warps: int  # of a program
-    partition: int  # positions in a partition
-    partitions: int
-    most: int  # tokens of a row that is not cut into parts
-    parts: int  # 0 where it is known that no row is cut
-    lag: int  # parts between the first visit to one and the second
+    #: Mean length of the rows, without one row that is much longer than the others.
+    mean_length: int
+    #: Tokens per row in a tile.
+    width: int
+    num_warps: int
+    #: Merge-path positions per partition.
+    partition_size: int
+    num_partitions: int
+    #: Rows longer than this are cut into parts.
+    max_uncut_length: int
+    #: 0 if no row can be cut.
+    num_parts: int
+    #: Parts between the first and the second pass over a part.
+    lag: int
 
 
-def _cut(total: int, n: int, max_length: int | None) -> _Cut:
+def _select_sizes(total: int, n: int, max_length: int | None) -> _Sizes:
+    """Return the sizes for rows with these host-visible lengths."""
     longest = total if max_length is None else min(max_length, total)
-    rest, others = total, max(n, 1)
-    if (
-        longest > _MOST_TILES * _TOKENS and total - longest >= n - 1 > 0
-    ):  # a row as long as many says nothing of the others
-        rest, others = total - longest, n - 1
-    mean = -(-rest // others)
-    width = min(triton.next_power_of_2(max(mean, 1)), _MOST_WARPS * _TOKENS)
-    if width < _TOKENS and width < longest <= _MOST_TILES * _TOKENS:
-        width *= 2  # room for rows that are longer than others, but not cut
-    warps = max(width // _TOKENS, 1)
-    most = _MOST_TILES * warps * _TOKENS
-    partition = most if rest > most * others else _PARTITION_TILES * warps * _TOKENS
-    parts = -(-(total + n) // _PART) if longest > most else 0
-    return _Cut(
-        mean,
-        width,
-        warps,
-        partition,
-        -(-(total + n) // partition),
-        most,
-        parts,
-        min(longest // _PART + _AHEAD, parts),
+    other_tokens, other_rows = total, max(n, 1)
+    # A row that dominates the tokens would distort the mean length of the other rows.
+    if longest > _MAX_UNCUT_TILES * _TOKENS_PER_WARP and total - longest >= n - 1 > 0:
+        other_tokens, other_rows = total - longest, n - 1
+    mean_length = -(-other_tokens // other_rows)
+    width = min(triton.next_power_of_2(max(mean_length, 1)), _MAX_WARPS * _TOKENS_PER_WARP)
+    # Wider tiles fit rows that are longer than the mean but not cut.
+    if width < _TOKENS_PER_WARP and width < longest <= _MAX_UNCUT_TILES * _TOKENS_PER_WARP:
+        width *= 2
+    num_warps = max(width // _TOKENS_PER_WARP, 1)
+    max_uncut_length = _MAX_UNCUT_TILES * num_warps * _TOKENS_PER_WARP
+    partition_size = _PARTITION_TILES * num_warps * _TOKENS_PER_WARP
+    if other_tokens > max_uncut_length * other_rows:
+        partition_size = max_uncut_length
+    num_parts = -(-(total + n) // _PART_SIZE) if longest > max_uncut_length else 0
+    return _Sizes(
+        mean_length=mean_length,
+        width=width,
+        num_warps=num_warps,
+        partition_size=partition_size,
+        num_partitions=-(-(total + n) // partition_size),
+        max_uncut_length=max_uncut_length,
+        num_parts=num_parts,
+        lag=min(longest // _PART_SIZE + _LAG_MARGIN, num_parts),
     )
 
 
@@ -320,21 +345,24 @@ def _launch_config(
     n: int,
     max_length: int | None,
 ) -> _LaunchConfig:
-    """For x, y, a, b and offsets of these dtypes, and x of this shape."""
-    total, *token = shape
-    acc = accumulator(dtypes[0] if dtype is None or op in _ARGS or op in _TRUTHS else dtype)
-    state_dtype = torch.int64 if op in _ARGS else torch.int32 if op in _TRUTHS else acc
-    identity, cut = (
-        _identity(op, state_dtype if dtypes[0] != torch.bool else torch.bool),
-        _cut(total, n, max_length),
-    )
-    strides = tuple(math.prod(token[i:]) for i in range(len(token) + 1))
+    """Return the launch config for x of this shape.
+
+    `dtypes` are the dtypes of x, y, row_a, row_b and offsets.
+    """
+    total, *token_shape = shape
+    is_search, is_boolean = op in _SEARCHES, op in _BOOLEAN_OPS
+    compute_dtype = accumulator(dtypes[0] if dtype is None or is_search or is_boolean else dtype)
+    state_dtype = torch.int64 if is_search else torch.int32 if is_boolean else compute_dtype
+    identity = _identity(op, state_dtype if dtypes[0] != torch.bool else torch.bool)
+    sizes = _select_sizes(total, n, max_length)
+    strides = tuple(math.prod(token_shape[i:]) for i in range(len(token_shape) + 1))
     out = None
-    if map not in wide_features.SPREAD:
-        out = (total if map else n, *token), strides, dtype or (dtypes[0] if map else acc)
+    if map not in wide_features.MAPS_WITHOUT_INPUT:
+        out_dtype = dtype or (dtypes[0] if map else compute_dtype)
+        out = (total if map else n, *token_shape), strides, out_dtype
     index, new = device.index if device.type == "cuda" else None, empty(device.type)
-    if strides[0] >= wide_features.LEAST:
-        kinds = (
+    if strides[0] >= wide_features.MIN_ELEMENTS:
+        wide_dtypes = (
             dtypes[0],
             dtypes[1] is not None,
             *dtypes[2:4],
@@ -342,67 +370,90 @@ def _launch_config(
             dtypes[4],
         )
         wide = wide_features.make_config(
-            device, kinds, op, map, acc, state_dtype, identity, shape, n, max_length
+            device, wide_dtypes, op, map, compute_dtype, state_dtype, identity, shape, n, max_length
         )
-        return _LaunchConfig(index, new, out, wide, state_dtype, cut)
-    reads = 2 if dtypes[1] else int(map not in wide_features.SPREAD)
-    what = dict(OP=op, MAP=map)
-    operands = dict(READS=reads, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
-    same = operands | dict(
+        return _LaunchConfig(index, new, out, wide, state_dtype, sizes)
+
+    num_inputs = 2 if dtypes[1] else int(map not in wide_features.MAPS_WITHOUT_INPUT)
+    operation = dict(OP=op, MAP=map)
+    inputs = dict(NUM_INPUTS=num_inputs, HAS_A=dtypes[2] is not None, HAS_B=dtypes[3] is not None)
+    common = inputs | dict(
         IDENTITY=identity,
-        OTHER=_identity(_ARGS.get(op, op), dtypes[0]),
-        ACC=_ACC[acc],
-        KEPT=_ACC[state_dtype],
+        FILL=_identity(_SEARCHES.get(op, op), dtypes[0]),
+        COMPUTE_DTYPE=_TRITON_DTYPES[compute_dtype],
+        STATE_DTYPE=_TRITON_DTYPES[state_dtype],
     )
-    tile, threads = min(cut.warps * _TOKENS, cut.width * _MOST_ROWS), min(32, _TOKENS) * cut.warps
+    num_warps, width = sizes.num_warps, sizes.width
+    tile = min(num_warps * _TOKENS_PER_WARP, width * _MAX_ROWS)
+    threads = min(32, _TOKENS_PER_WARP) * num_warps
     tiles = dict(
-        G=tile // cut.width,
-        W=cut.width,
-        L=min(cut.width, max(_THREADS_PER_ROW, threads * cut.width // tile)),
-        FL=threads if cut.warps == 1 else min(4 * threads, tile),
-        VECTOR=cut.warps > 1,
+        ROWS=tile // width,
+        WIDTH=width,
+        THREADS_PER_ROW=min(width, max(_MIN_THREADS_PER_ROW, threads * width // tile)),
+        THREADS_PER_LONG_ROW=threads if num_warps == 1 else min(4 * threads, tile),
+        VECTOR=num_warps > 1,
         EVEN=bool(op) and max_length is not None and n * max_length == total,
     )
-    many = max(acc.itemsize, state_dtype.itemsize) > 4 or (reads == 2 and cut.warps == 1)
-    registers = _REGISTERS_OF_COUNTS if op == merge_path.EQUAL.value else _REGISTERS
-    options = dict(num_warps=cut.warps) if many else dict(num_warps=cut.warps, maxnreg=registers)
+    options = dict(num_warps=num_warps)
+    # 64-bit values, and two inputs in a CTA of one warp, need more registers than the bound.
+    if max(compute_dtype.itemsize, state_dtype.itemsize) <= 4 and not (
+        num_inputs == 2 and num_warps == 1
+    ):
+        is_count = op == merge_path.COUNT_EQUAL.value
+        options |= dict(maxnreg=_MAX_REGISTERS_OF_COUNTS if is_count else _MAX_REGISTERS)
     key = device, dtypes, out and out[2]
-    twice, long = op and map and map not in _SCANS, n and cut.mean > _LONG
-    clusters = (
-        _clusters(device)
-        if twice and long and acc == torch.float32 and op != merge_path.FACTORS.value
-        else None
-    )
-    follow = bool(cut.parts) and device_info(device).supports_pdl
-    if clusters:
-        whole = clusters.launch(cut.mean, what | operands | dict(FOLLOWED=follow))
-        whole_args = bind_args(clusters.ClusterArgs, n=n, total=total, most=cut.most)
+    cluster_kernels = None
+    if (
+        op
+        and map
+        and map not in _SCANS
+        and n
+        and sizes.mean_length > _MIN_CLUSTER_LENGTH
+        and compute_dtype == torch.float32
+        and op != merge_path.PROD_AND_ZEROS.value
+    ):
+        cluster_kernels = _cluster_kernels(device)
+    has_parts = sizes.num_parts > 0
+    use_pdl = has_parts and device_info(device).supports_pdl
+    if cluster_kernels:
+        rows_launch = cluster_kernels.launch(
+            sizes.mean_length, operation | inputs | dict(LAUNCH_DEPENDENTS=use_pdl)
+        )
+        rows_args = bind_args(
+            cluster_kernels.ClusterArgs, n=n, total=total, max_uncut_length=sizes.max_uncut_length
+        )
     else:
-        whole = _launch(
+        rows_launch = _launch(
             key,
-            merge_path.share_kernel,
-            merge_path.ShareArgs,
-            _items(what | tiles | same | dict(FOLLOWED=follow)),
+            merge_path.partition_kernel,
+            merge_path.PartitionArgs,
+            _items(operation | tiles | common | dict(LAUNCH_DEPENDENTS=use_pdl)),
             _items(options),
         )
-        whole_args = bind_args(
-            merge_path.ShareArgs,
+        rows_args = bind_args(
+            merge_path.PartitionArgs,
             n=n,
             total=total,
-            partition=cut.partition,
-            most=cut.most,
-            longest=max_length or 0,
+            partition_size=sizes.partition_size,
+            max_uncut_length=sizes.max_uncut_length,
+            max_length=max_length or 0,
         )
-    tiles = dict(F=_PART_TOKENS, L=min(128 * _PART_WARPS, _PART_TOKENS))
-    options = dict(num_warps=_PART_WARPS, launch_pdl=follow)
-    constants = what | tiles | same | dict(FOLLOWS=follow)
-    parts = part_args = None
-    if cut.parts:
-        parts = _launch(
-            key, merge_path.part_kernel, merge_path.PartArgs, _items(constants), _items(options)
+    part_launch = part_args = None
+    if has_parts:
+        part_tiles = dict(STEP=_PART_STEP, THREADS_PER_LONG_ROW=min(128 * _PART_WARPS, _PART_STEP))
+        part_launch = _launch(
+            key,
+            merge_path.part_kernel,
+            merge_path.PartArgs,
+            _items(operation | part_tiles | common | dict(WAIT_FOR_PREVIOUS=use_pdl)),
+            _items(dict(num_warps=_PART_WARPS, launch_pdl=use_pdl)),
         )
         part_args = bind_args(
-            merge_path.PartArgs, part=_PART, most=cut.most, parts=cut.parts, lag=cut.lag
+            merge_path.PartArgs,
+            part_size=_PART_SIZE,
+            max_uncut_length=sizes.max_uncut_length,
+            num_parts=sizes.num_parts,
+            lag=sizes.lag,
         )
     return _LaunchConfig(
         index,
@@ -410,19 +461,19 @@ def _launch_config(
         out,
         None,
         state_dtype,
-        cut,
-        whole=whole,
-        whole_args=whole_args,
-        cluster_size=clusters.PROGRAMS if clusters else 0,
-        parts=parts,
+        sizes,
+        rows_launch=rows_launch,
+        rows_args=rows_args,
+        cluster_size=cluster_kernels.CTAS_PER_CLUSTER if cluster_kernels else 0,
+        part_launch=part_launch,
         part_args=part_args,
-        visits=2 if op and map else 1,
+        num_passes=2 if op and map else 1,
     )
 
 
 @cache
-def _clusters(device: torch.device) -> Any:
-    """The kernel of this device for clusters of programs, if there is one."""
+def _cluster_kernels(device: torch.device) -> Any:
+    """Return the module of the kernels for clusters of CTAs; None if the device has none."""
     if (
         INTERPRETED
         or not GLUON_KNOWN
@@ -435,8 +486,9 @@ def _clusters(device: torch.device) -> Any:
     return cluster_sm90
 
 
-def _items(named: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(named.items())
+def _items(constants: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return constants in a form that can be hashed."""
+    return tuple(constants.items())
 
 
 @cache
@@ -460,25 +512,31 @@ def _gradient(
     rows: Rows,
     op: str,
 ) -> torch.Tensor:
-    """Return the gradient of a reduction of x, of this shape and dtype, to out; x and out may be
-    None for sums.
+    """Return the gradient of a reduction of x, which has this shape and dtype, to `out`.
 
-    Tokens that are all the extremum of their row share its gradient.
+    For sums and means x and `out` may be None. Tokens that are equal to the extremum of their row
+    share its gradient.
     """
     dout = dout.contiguous()
-    if op in _SPREAD:
+    if op in _GRADIENT_MAPS:
         return over_rows(
-            dout.new_empty(shape, dtype=dtype), rows, merge_path.NONE, _SPREAD[op], a=dout
+            dout.new_empty(shape, dtype=dtype),
+            rows,
+            merge_path.NONE,
+            _GRADIENT_MAPS[op],
+            row_a=dout,
         )
     x = x.contiguous()
     if op == "prod":
-        return over_rows(x, rows, merge_path.FACTORS, merge_path.PROD_BACKWARD, a=dout)
-    return over_rows(x, rows, merge_path.EQUAL, merge_path.PICK, a=out, b=dout)
+        return over_rows(x, rows, merge_path.PROD_AND_ZEROS, merge_path.PROD_BACKWARD, row_a=dout)
+    return over_rows(
+        x, rows, merge_path.COUNT_EQUAL, merge_path.EXTREMUM_BACKWARD, row_a=out, row_b=dout
+    )
 
 
 def _record_reduce(ctx, x, rows, op, config):
     out = config.run(x.contiguous(), rows)
-    ctx.save_for_backward(*((None, None) if op in _SPREAD else (x, out)))
+    ctx.save_for_backward(*((None, None) if op in _GRADIENT_MAPS else (x, out)))
     ctx.constants = x.shape, x.dtype, rows, op
     return out
 
@@ -541,18 +599,18 @@ _reduce_op = define_operator(
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `SegmentCall`; None if they do."""
+    """Return why the kernels do not support a `SegmentCall`; None if they do."""
     if reason := unsupported_dtype(call.values, _DTYPES) or too_wide(call.values):
         return reason
-    truth = call.op in ("any", "all")
-    narrower = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
-    if not truth and (narrower or call.dtype not in (*FLOATS, *_ACC)):
+    is_boolean = call.op in ("any", "all")
+    is_truncated = call.values.dtype.is_floating_point and not call.dtype.is_floating_point
+    if not is_boolean and (is_truncated or call.dtype not in (*FLOATS, *_TRITON_DTYPES)):
         return f"the Triton kernels do not reduce {call.values.dtype} in {call.dtype}"
     return None
 
 
 def segment_reduce(call: Any) -> torch.Tensor:
-    """Run a `SegmentCall`."""
+    """Compute a `SegmentCall`."""
     if not torch.compiler.is_compiling():
         return prepare_segment_reduce(call)(call.layout, call.values)
     rows = rows_of(call.layout)
@@ -574,15 +632,15 @@ def prepare_segment_reduce(call: Any) -> Callable[..., torch.Tensor]:
 
 
 def too_wide(x: torch.Tensor) -> str | None:
-    """Why a token of x, (total, ...), has too many elements; None if it has not."""
+    """Return why a token of x, (total, ...), has too many elements; None if it has not."""
     width = math.prod(x.shape[1:])
     return (
-        f"the Triton kernels take tokens of up to {_WIDEST} elements here, not {width}"
-        if width > _WIDEST
+        f"the Triton kernels take tokens of up to {_MAX_TOKEN_ELEMENTS} elements here, not {width}"
+        if width > _MAX_TOKEN_ELEMENTS
         else None
     )
 
 
 def rows_of(layout: Any) -> Rows:
-    """The rows of a `scree.layout.Layout`."""
+    """Return the rows of a `scree.layout.Layout`."""
     return Rows(layout.offsets.contiguous(), layout.max_length, layout.cache)

@@ -1,18 +1,54 @@
-"""Merge-path reduction of rows of single numbers, and maps of the result over their tokens, for any
-skew.
+"""Reduce rows of scalars, and optionally map the result over the tokens, balanced by merge path for
+rows of any length.
 
-Rows and tokens form one list: row b comes right before its tokens, at position ``offsets[b] + b``.
-The list is cut into partitions of equal length, one per CTA (Merrill and Garland, Merge-based
-parallel sparse matrix-vector multiplication, 2016). So neither one long row nor a million empty
-rows keep one CTA busy alone. A row belongs to the CTA of the partition in which it begins, which
-reads it once. Short rows are next to each other in a tile of G rows and W tokens; the threads of a
-warp share few rows, so most of a reduction stays inside a thread. A row longer than W is read in
-several steps, and again from the cache where its tokens are mapped. Rows too long for one CTA are
-cut into parts. The parts are reduced, combined in a fixed order and visited again, in one launch:
-the CTAs of second visits have higher numbers than the CTAs that they wait for. Equal inputs give
-equal bits.
+Rows and tokens form one list: row b precedes its tokens, at position ``offsets[b] + b``, and its
+token i has position ``i + b + 1``. The list is cut into partitions of equal length, one per CTA
+(Merrill and Garland, Merge-based parallel sparse matrix-vector multiplication, 2016). So neither a
+very long row nor many empty rows unbalance the CTAs. The CTA of the partition in which a row begins
+processes the whole row.
 
-Values have the shape (total,). The tail is written as 0.
+============================  ======================================================================
+length of a row               how it is processed
+============================  ======================================================================
+up to WIDTH                   with other rows in a tile of ROWS rows and WIDTH tokens per row
+up to `max_uncut_length`      by the whole CTA, ROWS * WIDTH tokens per step
+more than `max_uncut_length`  by `part_kernel`: cut into parts, one per CTA and pass
+============================  ======================================================================
+
+The states of the parts of a row are combined in a fixed order, so equal inputs give equal bits.
+
+Values have the shape (total,). The tail is written as 0. `OP` is the reduction and `MAP` the map.
+The kernels and their helpers have these parameters and names:
+
+=================================  =================================================================
+name                               meaning
+=================================  =================================================================
+X, Y                               values (total,); NUM_INPUTS of them are read: 0, 1 (X) or 2
+ROW_A, ROW_B                       operands (n,), one entry per row; read if HAS_A, HAS_B
+OUT                                result (n,), or with MAP the mapped tokens (total,)
+OFFSETS                            offsets of the rows (n + 1,)
+FIRST_ROWS                         number of rows that begin before each partition, or part
+n, total                           number of rows, number of tokens including the tail
+max_uncut_length                   rows longer than this are cut into parts
+row_a, row_b                       entries of ROW_A and ROW_B of the rows in the tile
+state, state2                      reduction state of each row; `state2` exists only for LSE (sum of
+                                   exp) and PROD_AND_ZEROS (number of zeros)
+ROWS, WIDTH                        rows and tokens per row in a tile
+STEP                               tokens per iteration of a row that has the CTA to itself
+THREADS_PER_ROW                    threads per row in a tile of several rows
+THREADS_PER_LONG_ROW               threads of a row that has the CTA to itself
+VECTOR                             whether full steps are loaded without a mask, 16 bytes per thread
+IDENTITY                           state of a reduction of no tokens
+FILL                               value of a masked load of X
+COMPUTE_DTYPE, STATE_DTYPE         dtype of loaded tokens, dtype of states
+EVICTION                           eviction policy of loads
+LAUNCH_DEPENDENTS                  whether the next kernel may start before this kernel ends
+WAIT_FOR_PREVIOUS                  whether the kernel started before the previous kernel ended
+                                   (programmatic dependent launch)
+=================================  =================================================================
+
+Tensors of tokens have the shape (tokens per thread, ROWS, THREADS_PER_ROW), tensors of rows the
+shape (1, ROWS, 1). Dimensions may have length 1 where all entries are equal.
 """
 
 import triton
@@ -21,73 +57,96 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..runtime.launch import Number, Pointer, launch_args
 
-# What is reduced over the tokens of a row; x and y are the values, a an operand with one entry a
-# row.
+# Reductions (OP) of the tokens x, y of a row.
 NONE = tl.constexpr(0)
 SUM = tl.constexpr(1)
 PROD = tl.constexpr(2)
 MAX = tl.constexpr(3)
 MIN = tl.constexpr(4)
-LSE = tl.constexpr(5)  # two numbers: the maximum m and sum(exp(x - m))
-DOT = tl.constexpr(6)  # sum(x * y)
-SUM_Y = tl.constexpr(7)  # sum(y)
-EQUAL = tl.constexpr(8)  # how many x are a
-ARGMAX = tl.constexpr(
-    9
-)  # where the first maximum is, or the first NaN; the number that is kept orders x and place
+# The states are the maximum m and sum(exp(x - m)).
+LSE = tl.constexpr(5)
+# sum(x * y)
+DOT = tl.constexpr(6)
+# sum(y)
+SUM_Y = tl.constexpr(7)
+# Number of tokens equal to row_a.
+COUNT_EQUAL = tl.constexpr(8)
+# Position of the first maximum or first NaN; the state is the 64-bit search key.
+ARGMAX = tl.constexpr(9)
 ARGMIN = tl.constexpr(10)
 MEAN = tl.constexpr(11)
-ANY = tl.constexpr(12)  # how many x are not 0, which is kept as whether there is one
-ALL = tl.constexpr(13)  # the same, kept as whether that is all of them
-FACTORS = tl.constexpr(14)  # two numbers: the PROD of the x that are not 0, and how many are
+# Number of nonzero tokens; the result is `count != 0`.
+ANY = tl.constexpr(12)
+# The same count; the result is `count == length`.
+ALL = tl.constexpr(13)
+# The states are the product of the nonzero tokens, and the number of zeros.
+PROD_AND_ZEROS = tl.constexpr(14)
 
-# What each token becomes; u, v are what its row reduced to, a and b operands with one entry a row.
-COPY = tl.constexpr(1)  # a
-SOFTMAX = tl.constexpr(2)  # exp(x - u) / v
-LOG_SOFTMAX = tl.constexpr(3)  # x - u - log(v)
-WEIGHTED = tl.constexpr(4)  # exp(x - u) / v * a
-SOFTMAX_BACKWARD = tl.constexpr(5)  # x * (y - u)
-LOG_SOFTMAX_BACKWARD = tl.constexpr(6)  # y - exp(x) * u
-PICK = tl.constexpr(7)  # b / u where x is a, else 0
-RUNNING = tl.constexpr(8)  # the SUM or PROD of the tokens up to it
-RUNNING_BACK = tl.constexpr(9)  # that of it and the tokens behind it
-MEAN_BACKWARD = tl.constexpr(10)  # a divided by the number of tokens
-PROD_BACKWARD = tl.constexpr(11)  # a times the product of the others
+# Maps (MAP) of each token x, y. The comment gives the mapped token.
+# row_a
+BROADCAST = tl.constexpr(1)
+# exp(x - state) / state2
+SOFTMAX = tl.constexpr(2)
+# x - state - log(state2)
+LOG_SOFTMAX = tl.constexpr(3)
+# exp(x - state) / state2 * row_a
+LOGSUMEXP_BACKWARD = tl.constexpr(4)
+# x * (y - state)
+SOFTMAX_BACKWARD = tl.constexpr(5)
+# y - exp(x) * state
+LOG_SOFTMAX_BACKWARD = tl.constexpr(6)
+# row_b / state if x == row_a else 0
+EXTREMUM_BACKWARD = tl.constexpr(7)
+# SUM or PROD of the row's tokens up to and including this token.
+CUMULATIVE = tl.constexpr(8)
+# SUM or PROD of this token and the row's tokens after it.
+CUMULATIVE_REVERSE = tl.constexpr(9)
+# row_a / length of the row
+MEAN_BACKWARD = tl.constexpr(10)
+# row_a * product of the row's other tokens
+PROD_BACKWARD = tl.constexpr(11)
 
-NOWHERE = tl.constexpr(0x7FFFFFFF)  # no place in a row
+NO_POSITION = tl.constexpr(0x7FFFFFFF)
+# 1 / ln(2)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _times(a, b):
+def _multiply(a, b):
     return a * b
 
 
 @triton.jit
-def _greater(a, b):
+def _maximum(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _less(a, b):
+def _minimum(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def finite_or_zero(m):
-    """A maximum that may be subtracted: 0 where it is infinite."""
+    """Return m, or 0 if m is infinite, so that x - m is never inf - inf."""
     return tl.where((m == float("inf")) | (m == -float("inf")), 0.0, m)
 
 
 @triton.jit
 def fast_exp(x):
-    return tl.exp2(x * 1.4426950408889634)
+    """Compute exp(x) as one multiplication and the hardware's exp2."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
-def pack_search_key(x, place, OP: tl.constexpr):
-    """One 64-bit number for x and its place in the row: the greatest is the first extremum."""
+def pack_search_key(x, position, OP: tl.constexpr):
+    """Pack x and its position in the row into a 64-bit search key.
+
+    The largest key belongs to the first extremum. NaN is larger than all numbers.
+    """
     if x.dtype.is_floating():
-        bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
+        # -0.0 + 0.0 is 0.0, so both zeros have the same key.
+        bits = (x + 0.0).to(tl.int32, bitcast=True)
         order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     else:
         order = x
@@ -95,19 +154,20 @@ def pack_search_key(x, place, OP: tl.constexpr):
         order = ~order
     if x.dtype.is_floating():
         order = tl.where(x != x, 0x7FFFFFFF, order)
-    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - place.to(tl.int64))
+    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - position.to(tl.int64))
 
 
 @triton.jit
 def reduce_axis(x, AXIS: tl.constexpr, OP: tl.constexpr):
     """Reduce one axis to length 1."""
-    if (OP == PROD) | (OP == FACTORS):
-        x = tl.reduce(x, AXIS, _times, keep_dims=True)
+    if (OP == PROD) | (OP == PROD_AND_ZEROS):
+        x = tl.reduce(x, AXIS, _multiply, keep_dims=True)
     elif OP == MAX:
-        x = tl.reduce(x, AXIS, _greater, keep_dims=True)
+        x = tl.reduce(x, AXIS, _maximum, keep_dims=True)
     elif OP == MIN:
-        x = tl.reduce(x, AXIS, _less, keep_dims=True)
+        x = tl.reduce(x, AXIS, _minimum, keep_dims=True)
     elif (OP == LSE) | (OP == ARGMAX) | (OP == ARGMIN):
+        # LSE needs no NaN propagation here: NaN reaches the second state through exp.
         x = tl.max(x, AXIS, keep_dims=True)
     else:
         x = tl.sum(x, AXIS, keep_dims=True)
@@ -115,229 +175,298 @@ def reduce_axis(x, AXIS: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def _gather(us, vs, OP: tl.constexpr):
-    """Reduce many results, (K, G, L), to one, (1, G, 1); a result of LSE or FACTORS has two
-    numbers.
-    """
-    u = reduce_axis(reduce_axis(us, 0, OP), 2, OP)
-    v = tl.zeros_like(u)
+def _reduce_states(states, states2, OP: tl.constexpr):
+    """Reduce the states of the threads of each row to one state per row."""
+    state = reduce_axis(reduce_axis(states, 0, OP), 2, OP)
+    state2 = tl.zeros_like(state)
     if OP == LSE:
-        v = reduce_axis(reduce_axis(vs * fast_exp(us - finite_or_zero(u)), 0, SUM), 2, SUM)
-    elif OP == FACTORS:
-        v = reduce_axis(reduce_axis(vs, 0, SUM), 2, SUM)
-    return u, v
+        scaled = states2 * fast_exp(states - finite_or_zero(state))
+        state2 = reduce_axis(reduce_axis(scaled, 0, SUM), 2, SUM)
+    elif OP == PROD_AND_ZEROS:
+        state2 = reduce_axis(reduce_axis(states2, 0, SUM), 2, SUM)
+    return state, state2
 
 
 @triton.jit
-def combine(u0, v0, u, v, OP: tl.constexpr):
-    """One result of two."""
+def combine(left, left2, state, state2, OP: tl.constexpr):
+    """Combine two states."""
     if OP == LSE:
-        m = tl.maximum(u0, u)
-        low = finite_or_zero(m)
-        v = v0 * fast_exp(u0 - low) + v * fast_exp(u - low)
-        u = m
+        m = tl.maximum(left, state)
+        finite_max = finite_or_zero(m)
+        state2 = left2 * fast_exp(left - finite_max) + state2 * fast_exp(state - finite_max)
+        state = m
     elif OP == PROD:
-        u *= u0
-    elif OP == FACTORS:
-        u *= u0
-        v += v0
+        state *= left
+    elif OP == PROD_AND_ZEROS:
+        state *= left
+        state2 += left2
     elif OP == MAX:
-        u = _greater(u0, u)
+        state = _maximum(left, state)
     elif OP == MIN:
-        u = _less(u0, u)
+        state = _minimum(left, state)
     elif (OP == ARGMAX) | (OP == ARGMIN):
-        u = tl.maximum(u0, u)
+        state = tl.maximum(left, state)
     else:
-        u += u0
-    return u, v
+        state += left
+    return state, state2
 
 
 @triton.jit
-def first_along(x, positions, AXIS: tl.constexpr, OP: tl.constexpr):
-    """Return the extremum along an axis, or NaN if there is one, and its first position."""
-    m = reduce_axis(x, AXIS, MAX if OP == ARGMAX else MIN)
-    return m, tl.min(tl.where((x == m) | (x != x), positions, NOWHERE), AXIS, keep_dims=True)
+def first_extremum(x, positions, OP: tl.constexpr):
+    """Return the extremum along the first axis, or NaN if there is one, and its first position."""
+    m = reduce_axis(x, 0, MAX if OP == ARGMAX else MIN)
+    return m, tl.min(tl.where((x == m) | (x != x), positions, NO_POSITION), 0, keep_dims=True)
 
 
 @triton.jit
-def _alone(x, y, a, valid, at, step, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """Reduce each token alone; searches reduce the tokens of a thread, `step` tokens after position
-    `at` of their rows.
+def _to_state(
+    x,
+    y,
+    row_a,
+    valid,
+    step_position,
+    index_in_step,
+    OP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+):
+    """Return the state of each token; for searches the state of each thread.
+
+    A token has the position `step_position + index_in_step` in its row.
     """
     if (OP == ARGMAX) | (OP == ARGMIN):
-        m, offset = first_along(x, tl.where(valid, step, NOWHERE), 0, OP)
-        x = tl.where(offset == NOWHERE, IDENTITY, pack_search_key(m, at + offset, OP))
+        m, index = first_extremum(x, tl.where(valid, index_in_step, NO_POSITION), OP)
+        has_no_token = index == NO_POSITION
+        x = tl.where(has_no_token, IDENTITY, pack_search_key(m, step_position + index, OP))
     elif OP == DOT:
         x *= y
     elif OP == SUM_Y:
         x = y
-    elif OP == EQUAL:
-        x = (valid & (x == a)).to(KEPT)
+    elif OP == COUNT_EQUAL:
+        x = (valid & (x == row_a)).to(STATE_DTYPE)
     elif (OP == ANY) | (OP == ALL):
-        x = (x != 0).to(KEPT)
+        x = (x != 0).to(STATE_DTYPE)
     return x
 
 
 @triton.jit
-def _numbers(x, OP: tl.constexpr):
-    """The two numbers of one token, of LSE and FACTORS."""
-    v = 1.0
-    if OP == FACTORS:
-        v = tl.where(x == 0, 1.0, 0.0).to(x.dtype)
+def _initial_states(x, OP: tl.constexpr):
+    """Return the two states of each token for LSE and PROD_AND_ZEROS."""
+    state2 = 1.0
+    if OP == PROD_AND_ZEROS:
+        state2 = tl.where(x == 0, 1.0, 0.0).to(x.dtype)
         x = tl.where(x == 0, 1.0, x)
-    return x, v
+    return x, state2
 
 
 @triton.jit
-def add_tokens(u, v, x, OP: tl.constexpr):
-    """Combine the state of threads with more of their tokens along the first axis."""
+def add_tokens(state, state2, x, OP: tl.constexpr):
+    """Combine the state of each thread with more of its tokens, along the first axis of x."""
     if OP == LSE:
-        m = tl.maximum(u, tl.max(x, 0, keep_dims=True))
-        low = finite_or_zero(m)
-        v = v * fast_exp(u - low) + tl.sum(fast_exp(x - low), 0, keep_dims=True)
-        u = m
-    elif OP == FACTORS:
-        x, zeros = _numbers(x, OP)
-        u, v = combine(u, v, reduce_axis(x, 0, OP), reduce_axis(zeros, 0, SUM), OP)
+        m = tl.maximum(state, tl.max(x, 0, keep_dims=True))
+        finite_max = finite_or_zero(m)
+        state2 = state2 * fast_exp(state - finite_max) + tl.sum(
+            fast_exp(x - finite_max), 0, keep_dims=True
+        )
+        state = m
+    elif OP == PROD_AND_ZEROS:
+        x, zeros = _initial_states(x, OP)
+        state, state2 = combine(
+            state, state2, reduce_axis(x, 0, OP), reduce_axis(zeros, 0, SUM), OP
+        )
     else:
-        u, v = combine(u, v, reduce_axis(x, 0, OP), v, OP)
-    return u, v
+        state, state2 = combine(state, state2, reduce_axis(x, 0, OP), state2, OP)
+    return state, state2
 
 
 @triton.jit
-def map_values(x, y, u, v, a, b, MAP: tl.constexpr):
-    """Map tokens by the result of their row."""
+def map_values(x, y, state, state2, row_a, row_b, MAP: tl.constexpr):
+    """Map tokens by the state and the operands of their row; scans are not handled here."""
     if MAP == SOFTMAX:
-        y = fast_exp(x - u) * (1.0 / v)
+        y = fast_exp(x - state) * (1.0 / state2)
     elif MAP == LOG_SOFTMAX:
-        y = x - u - tl.log(tl.where(v == 0.0, 1.0, v))
-    elif MAP == WEIGHTED:
-        y = fast_exp(x - u) * (a / v)
+        y = x - state - tl.log(tl.where(state2 == 0.0, 1.0, state2))
+    elif MAP == LOGSUMEXP_BACKWARD:
+        y = fast_exp(x - state) * (row_a / state2)
     elif MAP == SOFTMAX_BACKWARD:
-        y = x * (y - u)
+        y = x * (y - state)
     elif MAP == LOG_SOFTMAX_BACKWARD:
-        y = y - fast_exp(x) * u
-    elif MAP == PICK:
-        y = tl.where(x == a, b / u, 0.0)
+        y = y - fast_exp(x) * state
+    elif MAP == EXTREMUM_BACKWARD:
+        y = tl.where(x == row_a, row_b / state, 0.0)
     elif MAP == PROD_BACKWARD:
-        y = tl.where(x == 0, tl.where(v == 1, u * a, 0.0), tl.where(v == 0, u * a, 0.0) / x)
+        # With exactly one zero only the zero token has a gradient; with more, none.
+        y = tl.where(
+            x == 0,
+            tl.where(state2 == 1, state * row_a, 0.0),
+            tl.where(state2 == 0, state * row_a, 0.0) / x,
+        )
     else:
-        y = a + tl.zeros_like(x)
+        y = row_a + tl.zeros_like(x)
     return y
 
 
 @triton.jit
-def _run(x, u, MAP: tl.constexpr, OP: tl.constexpr):
-    """Scan tokens (1, G, L) from the carry u, (1, G, 1); return them and the next carry."""
+def _scan(x, carry, MAP: tl.constexpr, OP: tl.constexpr):
+    """Scan tokens (1, ROWS, THREADS) from the carry (1, ROWS, 1).
+
+    Return the scanned tokens and the next carry.
+    """
+    REVERSE: tl.constexpr = MAP == CUMULATIVE_REVERSE
     if OP == PROD:
-        return tl.cumprod(x, 2, reverse=MAP == RUNNING_BACK) * u, reduce_axis(x, 2, OP) * u
-    return tl.cumsum(x, 2, reverse=MAP == RUNNING_BACK) + u, reduce_axis(x, 2, OP) + u
+        return tl.cumprod(x, 2, reverse=REVERSE) * carry, reduce_axis(x, 2, OP) * carry
+    return tl.cumsum(x, 2, reverse=REVERSE) + carry, reduce_axis(x, 2, OP) + carry
 
 
 @triton.jit
-def finish_reduction(u, v, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """The number that a reduction of so many tokens gives."""
+def finish_reduction(state, state2, lengths, OP: tl.constexpr, IDENTITY: tl.constexpr):
+    """Turn the final state of rows with these lengths into the result."""
     if OP == MEAN:
-        u /= lengths.to(u.dtype)
+        state /= lengths.to(state.dtype)
     elif OP == ANY:
-        u = u != 0
+        state = state != 0
     elif OP == ALL:
-        u = u == tl.cast(lengths, u.dtype)  # modulo 2^32, as the count
+        # Both sides are modulo 2**32.
+        state = state == tl.cast(lengths, state.dtype)
     if (OP == ARGMAX) | (OP == ARGMIN):
-        u = tl.where(u == IDENTITY, -1, 0xFFFFFFFF - (u & 0xFFFFFFFF))
+        state = tl.where(state == IDENTITY, -1, 0xFFFFFFFF - (state & 0xFFFFFFFF))
     if OP == LSE:
-        u = tl.where(
-            v == 0.0, -float("inf"), finite_or_zero(u) + tl.log(tl.where(v == 0.0, 1.0, v))
+        state = tl.where(
+            state2 == 0.0,
+            -float("inf"),
+            finite_or_zero(state) + tl.log(tl.where(state2 == 0.0, 1.0, state2)),
         )
-    return u
+    return state
 
 
 @triton.jit
-def identity_state(G: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """Return the reduction of no tokens, (1, G, 1)."""
-    return tl.full([1, G, 1], IDENTITY, KEPT), tl.zeros([1, G, 1], KEPT)
+def _identity_state(ROWS: tl.constexpr, IDENTITY: tl.constexpr, STATE_DTYPE: tl.constexpr):
+    """Return the states of rows without tokens; shape (1, ROWS, 1)."""
+    return tl.full([1, ROWS, 1], IDENTITY, STATE_DTYPE), tl.zeros([1, ROWS, 1], STATE_DTYPE)
 
 
 @triton.jit
-def _bounds(OFFSETS, row):
+def _row_bounds(OFFSETS, row):
+    """Return the first token of a row and the token after its last."""
     return tl.load(OFFSETS + row).to(tl.int64), tl.load(OFFSETS + row + 1).to(tl.int64)
 
 
 @triton.jit
-def load_operands(
-    A,
-    B,
+def _load_operands(
+    ROW_A,
+    ROW_B,
     rows,
     lengths,
-    inside,
+    row_mask,
     MAP: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
-    ACC: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
 ):
-    """(1, G, 1) the entries of rows (G,) of these lengths."""
-    a = tl.zeros([1, 1, 1], ACC)
-    b = tl.zeros([1, 1, 1], ACC)
+    """Load the per-row operands of the given rows; shape (1, ROWS, 1).
+
+    For MEAN_BACKWARD divide `row_a` by the lengths of the rows.
+    """
+    row_a = tl.zeros([1, 1, 1], COMPUTE_DTYPE)
+    row_b = tl.zeros([1, 1, 1], COMPUTE_DTYPE)
     if HAS_A:
-        a = tl.load(A + rows, mask=inside, other=0).to(ACC)[None, :, None]
+        row_a = tl.load(ROW_A + rows, mask=row_mask, other=0).to(COMPUTE_DTYPE)[None, :, None]
     if HAS_B:
-        b = tl.load(B + rows, mask=inside, other=0).to(ACC)[None, :, None]
+        row_b = tl.load(ROW_B + rows, mask=row_mask, other=0).to(COMPUTE_DTYPE)[None, :, None]
     if MAP == MEAN_BACKWARD:
-        a /= lengths.to(ACC)[None, :, None]
-    return a, b
+        row_a /= lengths.to(COMPUTE_DTYPE)[None, :, None]
+    return row_a, row_b
 
 
 @triton.jit
-def _read(X, Y, line, step, valid, READS: tl.constexpr, OTHER: tl.constexpr, ACC: tl.constexpr):
-    """The tokens (K, G, L) at `line`, (1, G, L), + `step`, (K, 1, 1); what changes no result where
-    they are not valid.
+def _load_tokens(
+    X,
+    Y,
+    thread_token,
+    stride,
+    valid,
+    NUM_INPUTS: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+):
+    """Load the tokens `thread_token + stride` of X and Y that are `valid`.
+
+    The others become FILL in x and 0 in y, which changes no result.
     """
-    if READS == 0:
-        x = tl.zeros(valid.shape, ACC)
+    if NUM_INPUTS == 0:
+        x = tl.zeros(valid.shape, COMPUTE_DTYPE)
     else:
-        x = tl.load(X + line + step, mask=valid, other=OTHER).to(ACC)
+        x = tl.load(X + thread_token + stride, mask=valid, other=FILL).to(COMPUTE_DTYPE)
     y = x
-    if READS == 2:
-        y = tl.load(Y + line + step, mask=valid, other=0).to(ACC)
+    if NUM_INPUTS == 2:
+        y = tl.load(Y + thread_token + stride, mask=valid, other=0).to(COMPUTE_DTYPE)
     return x, y
 
 
 @triton.jit
-def _lines(K: tl.constexpr, L: tl.constexpr):
-    """Return (1, 1, L) and (K, 1, 1), which together count K * L tokens: first along the threads,
-    then within each thread.
+def _token_indices(TOKENS_PER_THREAD: tl.constexpr, THREADS: tl.constexpr):
+    """Return the index of each thread's first token (1, 1, THREADS) and the steps between its
+    tokens (TOKENS_PER_THREAD, 1, 1).
     """
-    return tl.arange(0, L)[None, None, :], (tl.arange(0, K) * L)[:, None, None]
+    thread_token = tl.arange(0, THREADS)[None, None, :]
+    return thread_token, (tl.arange(0, TOKENS_PER_THREAD) * THREADS)[:, None, None]
 
 
 @triton.jit
-def _chunk(
+def _load_step(
     X,
     Y,
-    at,
-    t0,
-    t1,
-    F: tl.constexpr,
-    L: tl.constexpr,
+    step_start,
+    begin,
+    end,
+    STEP: tl.constexpr,
+    THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    READS: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACC: tl.constexpr,
-    KEEP: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    """Tokens [at, at + F) as (F / L, 1, L), and which are in [t0, t1)."""
-    line, step = _lines(F // L, L)
-    valid = (line + step >= tl.maximum(t0 - at, 0).to(tl.int32)) & (
-        line + step < tl.minimum(t1 - at, F).to(tl.int32)
+    """Load the tokens [step_start, step_start + STEP) as (STEP / THREADS, 1, THREADS).
+
+    Return x, y, and the mask of the tokens in [begin, end).
+    """
+    thread_token, stride = _token_indices(STEP // THREADS, THREADS)
+    valid = (thread_token + stride >= tl.maximum(begin - step_start, 0).to(tl.int32)) & (
+        thread_token + stride < tl.minimum(end - step_start, STEP).to(tl.int32)
     )
-    if VECTOR and READS > 0:
-        if (at >= t0) & (at + F <= t1):  # without a mask a thread loads 16 bytes at once
-            x = tl.load(X + at + line + step, eviction_policy=KEEP).to(ACC)
-            y = tl.load((Y if READS == 2 else X) + at + line + step, eviction_policy=KEEP).to(ACC)
+    if VECTOR and NUM_INPUTS > 0:
+        # Without a mask a thread loads 16 bytes at once.
+        if (step_start >= begin) & (step_start + STEP <= end):
+            x = tl.load(X + step_start + thread_token + stride, eviction_policy=EVICTION).to(
+                COMPUTE_DTYPE
+            )
+            y = tl.load(
+                (Y if NUM_INPUTS == 2 else X) + step_start + thread_token + stride,
+                eviction_policy=EVICTION,
+            ).to(COMPUTE_DTYPE)
         else:
-            x, y = _read(X + at, Y + at, line, step, valid, READS, OTHER, ACC)
+            x, y = _load_tokens(
+                X + step_start,
+                Y + step_start,
+                thread_token,
+                stride,
+                valid,
+                NUM_INPUTS,
+                FILL,
+                COMPUTE_DTYPE,
+            )
     else:
-        x, y = _read(X + at, Y + at, line, step, valid, READS, OTHER, ACC)
+        x, y = _load_tokens(
+            X + step_start,
+            Y + step_start,
+            thread_token,
+            stride,
+            valid,
+            NUM_INPUTS,
+            FILL,
+            COMPUTE_DTYPE,
+        )
     return x, y, valid
 
 
@@ -345,35 +474,58 @@ def _chunk(
 def _reduce_tokens(
     X,
     Y,
-    a,
-    start,
-    t0,
-    t1,
+    row_a,
+    row_start,
+    begin,
+    end,
     OP: tl.constexpr,
-    F: tl.constexpr,
-    L: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     IDENTITY: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """Reduce the tokens [t0, t1) of one row, which begins at `start`."""
-    u = tl.full([1, 1, L], IDENTITY, KEPT)  # one state per thread, combined at the end
-    v = tl.zeros([1, 1, L], KEPT)
-    line, step = _lines(F // L, L)
-    # Not t0 // 32 * 32: if Triton sees the alignment, a masked load takes one token of every four.
-    begin = t0 - t0 % 32
-    for done in range(0, t1 - begin, F):
-        at = begin + done
+    """Reduce the tokens [begin, end) of one row, whose first token is `row_start`."""
+    # One state per thread; combined only at the end.
+    state = tl.full([1, 1, THREADS], IDENTITY, STATE_DTYPE)
+    state2 = tl.zeros([1, 1, THREADS], STATE_DTYPE)
+    thread_token, stride = _token_indices(STEP // THREADS, THREADS)
+    # Written so that Triton does not infer alignment; with it, masked loads read one token in four.
+    aligned_begin = begin - begin % 32
+    for done in range(0, end - aligned_begin, STEP):
+        step_start = aligned_begin + done
         if VECTOR:
-            at = tl.multiple_of(at, 32)
-        x, y, valid = _chunk(X, Y, at, t0, t1, F, L, VECTOR, READS, OTHER, ACC, "")
-        u, v = add_tokens(
-            u, v, _alone(x, y, a, valid, at - start, line + step, OP, IDENTITY, KEPT), OP
+            step_start = tl.multiple_of(step_start, 32)
+        x, y, valid = _load_step(
+            X,
+            Y,
+            step_start,
+            begin,
+            end,
+            STEP,
+            THREADS,
+            VECTOR,
+            NUM_INPUTS,
+            FILL,
+            COMPUTE_DTYPE,
+            EVICTION="",
         )
-    return _gather(u, v, OP)
+        x = _to_state(
+            x,
+            y,
+            row_a,
+            valid,
+            step_start - row_start,
+            thread_token + stride,
+            OP,
+            IDENTITY,
+            STATE_DTYPE,
+        )
+        state, state2 = add_tokens(state, state2, x, OP)
+    return _reduce_states(state, state2, OP)
 
 
 @triton.jit
@@ -381,394 +533,672 @@ def _map_tokens(
     X,
     Y,
     OUT,
-    u,
-    v,
-    a,
-    b,
-    t0,
-    t1,
+    state,
+    state2,
+    row_a,
+    row_b,
+    begin,
+    end,
     OP: tl.constexpr,
     MAP: tl.constexpr,
-    F: tl.constexpr,
-    L: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS_PER_LONG_ROW: tl.constexpr,
     VECTOR: tl.constexpr,
-    READS: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACC: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
 ):
-    """Write what the tokens [t0, t1) of one row become. What is read for the last time makes room
-    in the cache first.
-    """
-    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    THREADS: tl.constexpr = F if RUN else L
-    line, step = _lines(F // THREADS, THREADS)
-    begin = t0 - t0 % 32
-    for done in range(0, t1 - begin, F):
-        at = begin + done
-        if MAP != RUNNING:  # backwards: what was read last is still in the cache
-            at = begin + (t1 - begin - 1) // F * F - done
+    """Write the mapped tokens [begin, end) of one row; scans continue from `state`."""
+    SCAN: tl.constexpr = (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE)
+    THREADS: tl.constexpr = STEP if SCAN else THREADS_PER_LONG_ROW
+    thread_token, stride = _token_indices(STEP // THREADS, THREADS)
+    aligned_begin = begin - begin % 32
+    for done in range(0, end - aligned_begin, STEP):
+        step_start = aligned_begin + done
+        # From the last step to the first: CUMULATIVE_REVERSE needs this order for its carry; other
+        # maps profit from the cache.
+        if MAP != CUMULATIVE:
+            step_start = aligned_begin + (end - aligned_begin - 1) // STEP * STEP - done
         if VECTOR:
-            at = tl.multiple_of(at, 32)
-        x, y, valid = _chunk(X, Y, at, t0, t1, F, THREADS, VECTOR, READS, OTHER, ACC, "evict_first")
-        if RUN:
-            mapped, u = _run(x, u, MAP, OP)
+            step_start = tl.multiple_of(step_start, 32)
+        # Loads use evict_first, because each token is read for the last time.
+        x, y, valid = _load_step(
+            X,
+            Y,
+            step_start,
+            begin,
+            end,
+            STEP,
+            THREADS,
+            VECTOR,
+            NUM_INPUTS,
+            FILL,
+            COMPUTE_DTYPE,
+            EVICTION="evict_first",
+        )
+        if SCAN:
+            mapped, state = _scan(x, state, MAP, OP)
         else:
-            mapped = map_values(x, y, u, v, a, b, MAP)
+            mapped = map_values(x, y, state, state2, row_a, row_b, MAP)
         mapped = mapped.to(OUT.dtype.element_ty)
         if VECTOR:
-            if (at >= t0) & (at + F <= t1):
-                tl.store(OUT + at + line + step, mapped, cache_modifier=".cs")
+            if (step_start >= begin) & (step_start + STEP <= end):
+                tl.store(OUT + step_start + thread_token + stride, mapped, cache_modifier=".cs")
             else:
-                tl.store(OUT + at + line + step, mapped, mask=valid)
+                tl.store(OUT + step_start + thread_token + stride, mapped, mask=valid)
         else:
-            tl.store(OUT + at + line + step, mapped, mask=valid)
+            tl.store(OUT + step_start + thread_token + stride, mapped, mask=valid)
 
 
 @triton.jit
-def store_result(OUT, u, v, rows, lengths, inside, OP: tl.constexpr, IDENTITY: tl.constexpr):
-    """Write what rows (G,) of these lengths reduce to."""
-    result = finish_reduction(u, v, lengths[None, :, None], OP, IDENTITY)
-    tl.store(OUT + rows[None, :, None], result.to(OUT.dtype.element_ty), mask=inside[None, :, None])
+def _store_result(
+    OUT, state, state2, rows, lengths, row_mask, OP: tl.constexpr, IDENTITY: tl.constexpr
+):
+    """Write the results of the given rows, which have these lengths."""
+    result = finish_reduction(state, state2, lengths[None, :, None], OP, IDENTITY)
+    tl.store(
+        OUT + rows[None, :, None], result.to(OUT.dtype.element_ty), mask=row_mask[None, :, None]
+    )
 
 
 @triton.jit
-def process_row(
+def _process_row(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     OFFSETS,
     row,
     OP: tl.constexpr,
     MAP: tl.constexpr,
-    F: tl.constexpr,
-    L: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
     IDENTITY: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """One whole row, F tokens at a time."""
-    start, end = _bounds(OFFSETS, row)
-    one = row + tl.zeros([1], tl.int32)
+    """Process one whole row, STEP tokens at a time."""
+    start, end = _row_bounds(OFFSETS, row)
+    rows = row + tl.zeros([1], tl.int32)
     length = (end - start) + tl.zeros([1], tl.int64)
-    a, b = load_operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
-    if (OP == NONE) | (MAP == RUNNING) | (MAP == RUNNING_BACK):
-        u, v = identity_state(1, IDENTITY, KEPT)
+    row_a, row_b = _load_operands(
+        ROW_A, ROW_B, rows, length, rows >= 0, MAP, HAS_A, HAS_B, COMPUTE_DTYPE
+    )
+    if (OP == NONE) | (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE):
+        state, state2 = _identity_state(1, IDENTITY, STATE_DTYPE)
     else:
-        u, v = _reduce_tokens(
-            X, Y, a, start, start, end, OP, F, L, VECTOR, READS, IDENTITY, OTHER, ACC, KEPT
+        state, state2 = _reduce_tokens(
+            X,
+            Y,
+            row_a,
+            start,
+            start,
+            end,
+            OP,
+            STEP,
+            THREADS,
+            VECTOR,
+            NUM_INPUTS,
+            IDENTITY,
+            FILL,
+            COMPUTE_DTYPE,
+            STATE_DTYPE,
         )
     if MAP == NONE:
-        store_result(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
+        _store_result(OUT, state, state2, rows, length, rows >= 0, OP, IDENTITY)
     else:
         if OP == LSE:
-            u = finite_or_zero(u)
-        _map_tokens(X, Y, OUT, u, v, a, b, start, end, OP, MAP, F, L, VECTOR, READS, OTHER, ACC)
+            state = finite_or_zero(state)
+        _map_tokens(
+            X,
+            Y,
+            OUT,
+            state,
+            state2,
+            row_a,
+            row_b,
+            start,
+            end,
+            OP,
+            MAP,
+            STEP,
+            THREADS,
+            VECTOR,
+            NUM_INPUTS,
+            FILL,
+            COMPUTE_DTYPE,
+        )
 
 
 @triton.jit
-def clear_tail(OUT, OFFSETS, token, n, total, partition, F: tl.constexpr):
-    """Write 0 to the tail within the tokens [token, token + partition)."""
-    end = tl.minimum(total, token + partition)
-    for at in range(tl.maximum(tl.load(OFFSETS + n).to(tl.int64), token), end, F):
-        tokens = at + tl.arange(0, F)
-        tl.store(OUT + tokens, tl.zeros([F], OUT.dtype.element_ty), mask=tokens < end)
+def _clear_tail(OUT, OFFSETS, first_token, n, total, partition_size, STEP: tl.constexpr):
+    """Write 0 to the tokens of the tail in [first_token, first_token + partition_size).
 
-
-@triton.jit(do_not_specialize=("n", "count", "partition", "bisections"))
-def first_kernel(OFFSETS, FIRST, n, count, partition, bisections, BLOCK: tl.constexpr):
-    """Compute FIRST (count + 1,), the number of rows that begin before each partition, and before
-    the end of the last one.
+    After the n row entries of the merge-path list, position d is token d - n, so a partition covers
+    the tail from token `partition * partition_size - n`. This is negative for the first partitions.
     """
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.minimum(total, first_token + partition_size)
+    for step_start in range(tl.maximum(tl.load(OFFSETS + n).to(tl.int64), first_token), end, STEP):
+        tokens = step_start + tl.arange(0, STEP)
+        tl.store(OUT + tokens, tl.zeros([STEP], OUT.dtype.element_ty), mask=tokens < end)
+
+
+@triton.jit(do_not_specialize=("n", "num_partitions", "partition_size", "bisections"))
+def partition_starts_kernel(
+    OFFSETS, FIRST_ROWS, n, num_partitions, partition_size, bisections, BLOCK: tl.constexpr
+):
+    """Write FIRST_ROWS (num_partitions + 1,): entry p is the number of rows that begin before
+    partition p.
+    """
+    partition = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + n
     for _ in range(bisections):
         middle = (low + high) // 2
-        before = (low < high) & (
-            tl.load(OFFSETS + middle).to(tl.int64) + middle < p.to(tl.int64) * partition
+        begins_before = (low < high) & (
+            tl.load(OFFSETS + middle).to(tl.int64) + middle
+            < partition.to(tl.int64) * partition_size
         )
-        low = tl.where(before, middle + 1, low)
-        high = tl.where(before, high, middle)
-    tl.store(FIRST + p, low, mask=p <= count)
+        low = tl.where(begins_before, middle + 1, low)
+        high = tl.where(begins_before, high, middle)
+    tl.store(FIRST_ROWS + partition, low, mask=partition <= num_partitions)
 
 
-@triton.jit(do_not_specialize=("n", "total", "partition", "most", "longest"))
-def share_kernel(
+@triton.jit(do_not_specialize=("n", "total", "partition_size", "max_uncut_length", "max_length"))
+def partition_kernel(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     OFFSETS,
-    FIRST,
+    FIRST_ROWS,
     n,
     total,
-    partition,
-    most,
-    longest,
+    partition_size,
+    max_uncut_length,
+    max_length,
     OP: tl.constexpr,
     MAP: tl.constexpr,
-    G: tl.constexpr,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    FL: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    THREADS_PER_ROW: tl.constexpr,
+    THREADS_PER_LONG_ROW: tl.constexpr,
     VECTOR: tl.constexpr,
     EVEN: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
     IDENTITY: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
-    FOLLOWED: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
 ):
-    """Process the rows of up to `most` tokens that begin in one partition: OUT (n,), or with MAP
-    the tokens OUT (total,).
+    """Process the rows of up to `max_uncut_length` tokens that begin in one partition.
 
-    Tokens are read as ACC and reduced in KEPT. A row has L threads in a tile of several rows, and
-    FL threads if it has the CTA alone. With EVEN, n rows of the `longest` length would have all
-    tokens: OFFSETS are not read unless there is a tail.
+    EVEN means `n * max_length == total`. Then all rows have length `max_length`, unless there is a
+    tail. Without a tail, OFFSETS is not loaded, except for its last entry.
     """
-    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    THREADS: tl.constexpr = W if RUN else L
-    if FOLLOWED:
+    SCAN: tl.constexpr = (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE)
+    THREADS: tl.constexpr = WIDTH if SCAN else THREADS_PER_ROW
+    if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
-    p = tl.program_id(0)
-    first = tl.load(FIRST + p)
-    last = tl.load(FIRST + p + 1)
-    even = EVEN
+    partition = tl.program_id(0)
+    first_row = tl.load(FIRST_ROWS + partition)
+    end_row = tl.load(FIRST_ROWS + partition + 1)
+    all_rows_equal = EVEN
     if EVEN:
-        even = tl.load(OFFSETS + n) == total
+        all_rows_equal = tl.load(OFFSETS + n) == total
     if MAP != NONE:
-        clear_tail(OUT, OFFSETS, p.to(tl.int64) * partition - n, n, total, partition, G * W)
-    each = tl.arange(0, G)
-    line, step = _lines(W // THREADS, THREADS)
-    for group in range(first, last, G):
-        rows = group + each
-        asked = (rows < last) & ~even if EVEN else rows < last
-        base = tl.load(OFFSETS + group, mask=not EVEN or not even, other=0).to(tl.int64)
-        starts = (tl.load(OFFSETS + rows, mask=asked, other=0) - base).to(tl.int32)
-        ends = tl.load(OFFSETS + rows + 1, mask=asked, other=0) - base
-        lengths = tl.minimum(ends - starts, most + 1).to(tl.int32)
+        _clear_tail(
+            OUT,
+            OFFSETS,
+            partition.to(tl.int64) * partition_size - n,
+            n,
+            total,
+            partition_size,
+            ROWS * WIDTH,
+        )
+    row_in_tile = tl.arange(0, ROWS)
+    thread_token, stride = _token_indices(WIDTH // THREADS, THREADS)
+    for tile_row in range(first_row, end_row, ROWS):
+        rows = tile_row + row_in_tile
+        must_load = (rows < end_row) & ~all_rows_equal if EVEN else rows < end_row
+        # Offsets relative to the first token of the tile fit 32 bits for all rows in the tile.
+        tile_start = tl.load(OFFSETS + tile_row, mask=not EVEN or not all_rows_equal, other=0).to(
+            tl.int64
+        )
+        starts = (tl.load(OFFSETS + rows, mask=must_load, other=0) - tile_start).to(tl.int32)
+        ends = tl.load(OFFSETS + rows + 1, mask=must_load, other=0) - tile_start
+        lengths = tl.minimum(ends - starts, max_uncut_length + 1).to(tl.int32)
         if EVEN:
-            base = tl.where(even, tl.cast(group, tl.int64) * longest, base)
-            starts = tl.where(even, each * longest, starts)
-            lengths = tl.where(even, longest, lengths)
-        short = (rows < last) & (lengths <= W)
-        valid = line + step < tl.where(short, lengths, 0)[None, :, None]
-        at = starts[None, :, None] + line
-        x, y = _read(X + base, Y + base, at, step, valid, READS, OTHER, ACC)
-        # Otherwise the assembler saves registers: it compares each token before it reads the next.
-        if OP == EQUAL:
+            tile_start = tl.where(
+                all_rows_equal, tl.cast(tile_row, tl.int64) * max_length, tile_start
+            )
+            starts = tl.where(all_rows_equal, row_in_tile * max_length, starts)
+            lengths = tl.where(all_rows_equal, max_length, lengths)
+
+        # Process the rows of up to WIDTH tokens as one tile.
+        is_short = (rows < end_row) & (lengths <= WIDTH)
+        valid = thread_token + stride < tl.where(is_short, lengths, 0)[None, :, None]
+        first_tokens = starts[None, :, None] + thread_token
+        x, y = _load_tokens(
+            X + tile_start,
+            Y + tile_start,
+            first_tokens,
+            stride,
+            valid,
+            NUM_INPUTS,
+            FILL,
+            COMPUTE_DTYPE,
+        )
+        # Without the barrier the compiler serializes load and compare.
+        if OP == COUNT_EQUAL:
             tl.debug_barrier()
-        a, b = load_operands(A, B, rows, lengths, rows < last, MAP, HAS_A, HAS_B, ACC)
-        u, v = identity_state(G, IDENTITY, KEPT)
-        if RUN:
-            mapped, u = _run(x, u, MAP, OP)
+        row_a, row_b = _load_operands(
+            ROW_A, ROW_B, rows, lengths, rows < end_row, MAP, HAS_A, HAS_B, COMPUTE_DTYPE
+        )
+        state, state2 = _identity_state(ROWS, IDENTITY, STATE_DTYPE)
+        if SCAN:
+            mapped, state = _scan(x, state, MAP, OP)
         elif OP != NONE:
-            us, vs = _numbers(_alone(x, y, a, valid, 0, line + step, OP, IDENTITY, KEPT), OP)
-            u, v = _gather(us, vs, OP)
+            states = _to_state(
+                x, y, row_a, valid, 0, thread_token + stride, OP, IDENTITY, STATE_DTYPE
+            )
+            states, states2 = _initial_states(states, OP)
+            state, state2 = _reduce_states(states, states2, OP)
         if MAP == NONE:
-            store_result(OUT, u, v, rows, lengths, short, OP, IDENTITY)
+            _store_result(OUT, state, state2, rows, lengths, is_short, OP, IDENTITY)
         else:
             if OP == LSE:
-                u = finite_or_zero(u)
-            if not RUN:
-                mapped = map_values(x, y, u, v, a, b, MAP)
-            tl.store(OUT + base + at + step, mapped.to(OUT.dtype.element_ty), mask=valid)
-        longer = tl.where((rows < last) & (lengths > W) & (lengths <= most), 1, 0)
+                state = finite_or_zero(state)
+            if not SCAN:
+                mapped = map_values(x, y, state, state2, row_a, row_b, MAP)
+            tl.store(
+                OUT + tile_start + first_tokens + stride,
+                mapped.to(OUT.dtype.element_ty),
+                mask=valid,
+            )
+
+        # Process longer rows with the whole CTA. Triton cannot iterate over a mask; take the rows
+        # out one by one.
+        longer = tl.where(
+            (rows < end_row) & (lengths > WIDTH) & (lengths <= max_uncut_length), 1, 0
+        )
         for _ in range(tl.sum(longer, 0)):
             i = tl.argmax(longer, 0)
-            longer = tl.where(each == i, 0, longer)
-            process_row(
+            longer = tl.where(row_in_tile == i, 0, longer)
+            _process_row(
                 X,
                 Y,
-                A,
-                B,
+                ROW_A,
+                ROW_B,
                 OUT,
                 OFFSETS,
-                group + i,
+                tile_row + i,
                 OP,
                 MAP,
-                G * W,
-                FL,
+                ROWS * WIDTH,
+                THREADS_PER_LONG_ROW,
                 VECTOR,
-                READS,
+                NUM_INPUTS,
                 HAS_A,
                 HAS_B,
                 IDENTITY,
-                OTHER,
-                ACC,
-                KEPT,
+                FILL,
+                COMPUTE_DTYPE,
+                STATE_DTYPE,
             )
 
 
 @triton.jit
-def visit(slot, count, lag):
-    """Return which of `count` parts the program in this slot visits, and if it is the second visit.
+def pass_of_slot(slot, num_parts, lag):
+    """Return the part that the CTA in this slot processes, and whether it is the second pass.
 
-    The first `lag` slots are first visits. Then first and second visits alternate: the second visit
-    of a part is `lag` parts after the first, while its tokens are still in the cache. The last
-    slots are second visits.
+    ================================  ==========================================================
+    slots                             passes
+    ================================  ==========================================================
+    [0, lag)                          first pass
+    [lag, 2 * num_parts - lag)        alternate; the second pass of a part is `lag` parts after
+                                      the first, while its tokens are still in the cache
+    [2 * num_parts - lag, ...)        second pass
+    ================================  ==========================================================
     """
-    early = tl.minimum(slot, lag)
-    paired = tl.minimum(slot - early, 2 * (count - lag))
-    is_second = (slot >= lag) & ((paired % 2 == 1) | (paired == 2 * (count - lag)))
-    return tl.where(is_second, slot - early - paired + paired // 2, early + paired // 2), is_second
+    leading = tl.minimum(slot, lag)
+    alternating = tl.minimum(slot - leading, 2 * (num_parts - lag))
+    is_second_pass = (slot >= lag) & (
+        (alternating % 2 == 1) | (alternating == 2 * (num_parts - lag))
+    )
+    return tl.where(
+        is_second_pass, slot - leading - alternating + alternating // 2, leading + alternating // 2
+    ), is_second_pass
 
 
 @triton.jit
-def _put_together(
-    PARTS, begin, first, stop, OP: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr
+def _combine_parts(
+    PARTS,
+    row_first_part,
+    first_part,
+    end_part,
+    OP: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """Combine the parts [first, stop) of a row that begins in part `begin`."""
-    u, v = identity_state(1, IDENTITY, KEPT)
-    for q in range(first, stop, 1024):
-        parts = q + tl.arange(0, 1024)[None, None, :]
-        here = PARTS + (parts * 2 + (parts == begin)) * 2
-        us = tl.load(here, mask=parts < stop, other=IDENTITY)
-        vs = tl.load(here + 1, mask=parts < stop, other=0)
-        more_u, more_v = _gather(us, vs, OP)
-        u, v = combine(u, v, more_u, more_v, OP)
-    return u, v
+    """Combine the states in the parts [first_part, end_part) of a row that begins in
+    `row_first_part`.
+    """
+    state, state2 = _identity_state(1, IDENTITY, STATE_DTYPE)
+    for chunk in range(first_part, end_part, 1024):
+        parts = chunk + tl.arange(0, 1024)[None, None, :]
+        # The row is on side 1 of the part in which it begins, and on side 0 of the others.
+        pointers = PARTS + (parts * 2 + (parts == row_first_part)) * 2
+        states = tl.load(pointers, mask=parts < end_part, other=IDENTITY)
+        states2 = tl.load(pointers + 1, mask=parts < end_part, other=0)
+        chunk_state, chunk_state2 = _reduce_states(states, states2, OP)
+        state, state2 = combine(state, state2, chunk_state, chunk_state2, OP)
+    return state, state2
 
 
-@triton.jit(do_not_specialize=("part", "most", "parts", "lag"))
+@triton.jit
+def _reduce_piece(
+    X,
+    Y,
+    OUT,
+    PARTS,
+    counter,
+    row_a,
+    rows,
+    length,
+    row_start,
+    begin,
+    end,
+    part,
+    side,
+    first_part,
+    last_part,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+):
+    """Reduce the tokens [begin, end) of a row, which are its piece in a part, and count the piece.
+
+    Without MAP, the CTA that counts the last piece of the row writes the result of the row.
+    """
+    state, state2 = _reduce_tokens(
+        X,
+        Y,
+        row_a,
+        row_start,
+        begin,
+        end,
+        OP,
+        STEP,
+        THREADS,
+        True,
+        NUM_INPUTS,
+        IDENTITY,
+        FILL,
+        COMPUTE_DTYPE,
+        STATE_DTYPE,
+    )
+    pointers = PARTS + (part.to(tl.int64) * 2 + side) * 2 + tl.zeros([1, 1, 1], tl.int32)
+    tl.store(pointers, state)
+    tl.store(pointers + 1, state2)
+    tl.debug_barrier()
+    # The row has last_part - first_part + 1 pieces, and the atomic returns the previous count.
+    is_complete = tl.atomic_add(counter, 1, sem="acq_rel") == last_part - first_part
+    if MAP == NONE and is_complete:
+        tl.debug_barrier()
+        state, state2 = _combine_parts(
+            PARTS, first_part, first_part, last_part + 1, OP, IDENTITY, STATE_DTYPE
+        )
+        _store_result(OUT, state, state2, rows, length, rows >= 0, OP, IDENTITY)
+        tl.store(counter, 0)
+
+
+@triton.jit
+def _map_piece(
+    X,
+    Y,
+    OUT,
+    PARTS,
+    counter,
+    row_a,
+    row_b,
+    begin,
+    end,
+    part,
+    first_part,
+    last_part,
+    OP: tl.constexpr,
+    MAP: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+):
+    """Map the tokens [begin, end) of a row, which are its piece in a part.
+
+    With OP, wait until all pieces of the row are reduced, and combine their states.
+    """
+    state, state2 = _identity_state(1, IDENTITY, STATE_DTYPE)
+    if OP != NONE:
+        # Wait until the count is last_part - first_part + 1, the number of pieces of the row.
+        while tl.atomic_add(counter, 0, sem="acquire") <= last_part - first_part:
+            pass
+        tl.debug_barrier()
+        # Scans need only the pieces before this piece, or after it.
+        state, state2 = _combine_parts(
+            PARTS,
+            first_part,
+            part + 1 if MAP == CUMULATIVE_REVERSE else first_part,
+            part if MAP == CUMULATIVE else last_part + 1,
+            OP,
+            IDENTITY,
+            STATE_DTYPE,
+        )
+    if OP == LSE:
+        state = finite_or_zero(state)
+    _map_tokens(
+        X,
+        Y,
+        OUT,
+        state,
+        state2,
+        row_a,
+        row_b,
+        begin,
+        end,
+        OP,
+        MAP,
+        STEP,
+        THREADS,
+        True,
+        NUM_INPUTS,
+        FILL,
+        COMPUTE_DTYPE,
+    )
+    if OP != NONE:
+        # Each piece was counted twice after the last CTA of the row, which resets the counter.
+        previous = tl.atomic_add(counter, 1, sem="acq_rel")
+        if previous == 2 * (last_part - first_part) + 1:
+            tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=("part_size", "max_uncut_length", "num_parts", "lag"))
 def part_kernel(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     OFFSETS,
-    FIRST,
+    FIRST_ROWS,
     PARTS,
     COUNTS,
-    part,
-    most,
-    parts,
+    part_size,
+    max_uncut_length,
+    num_parts,
     lag,
     OP: tl.constexpr,
     MAP: tl.constexpr,
-    F: tl.constexpr,
-    L: tl.constexpr,
-    READS: tl.constexpr,
+    STEP: tl.constexpr,
+    THREADS_PER_LONG_ROW: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
     IDENTITY: tl.constexpr,
-    OTHER: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    FILL: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    WAIT_FOR_PREVIOUS: tl.constexpr,
 ):
-    """Rows of more than `most` tokens, cut into parts of up to `part` tokens, which is no more than
-    `most`.
+    """Reduce or map the rows of more than `max_uncut_length` tokens, which are cut into parts.
 
-    The first visit writes to PARTS (parts, 2, 2) the results of the part's end of an earlier row
-    (0) and of its beginning of a later row (1), and counts them in COUNTS (parts,), at the part
-    where the row begins. Once all parts of the row are there, the last CTA combines them, or the
-    CTAs of the second visit do, and read the tokens again. COUNTS is zero before and after. With
-    FOLLOWS the kernel runs at the same time as the kernel of the other rows, and ends after it.
+    A part is `part_size` positions of the merge-path list. It can contain the end (or the middle)
+    of one long row, side 0, and the beginning of another, side 1. There is never a second
+    beginning: a cut row has more than `max_uncut_length >= part_size` tokens. The tokens of a row
+    in one part are a piece of the row.
+
+    Pass 1 writes the state of each piece to PARTS[part, side], an array (num_parts, 2, 2), and adds
+    1 to COUNTS[part in which the row begins]. A row that spans p parts is complete when its counter
+    reaches p. Without MAP, the CTA that completes the row combines the states and writes the
+    result. With MAP, the CTAs of pass 2 wait for p, combine the states, map their tokens and add 1.
+    The CTA that reaches 2p resets the counter to 0. Maps with OP == NONE have only pass 2, which
+    waits for nothing.
+
+    `lag` must be at least the number of parts that any row spans. Otherwise a second pass waits for
+    a CTA that was not launched yet. If such CTAs fill the device, the kernel never ends.
+
+    The host derives `lag` from `max_length`, so a row longer than `max_length` can cause the same
+    deadlock. If `max_length <= max_uncut_length`, this kernel is not launched. Then the results of
+    rows of more than `max_uncut_length` tokens are never written.
+
+    With WAIT_FOR_PREVIOUS the kernel runs at the same time as the kernel of the other rows.
     """
-    TWICE: tl.constexpr = OP != NONE and MAP != NONE
-    p = tl.program_id(0)
-    is_second = OP == NONE
-    if TWICE:
-        p, is_second = visit(p, parts, lag)
-    first = tl.load(FIRST + p)
-    last = tl.load(FIRST + p + 1)
+    HAS_TWO_PASSES: tl.constexpr = OP != NONE and MAP != NONE
+    part = tl.program_id(0)
+    is_second_pass = OP == NONE
+    if HAS_TWO_PASSES:
+        part, is_second_pass = pass_of_slot(part, num_parts, lag)
+    first_row = tl.load(FIRST_ROWS + part)
+    end_row = tl.load(FIRST_ROWS + part + 1)
     for side in tl.static_range(2):
-        row = first - 1 if side == 0 else last - 1
-        if first > 0 if side == 0 else last > first:
-            start, end = _bounds(OFFSETS, row)
-            begin = ((start + row) // part).to(tl.int32)
-            final = ((end + row) // part).to(tl.int32)
-            if (end - start > most) & (p <= final):
-                t0 = p.to(tl.int64) * part - row - 1 if side == 0 else start
-                t1 = tl.minimum(end, (p.to(tl.int64) + 1) * part - row - 1)
-                one = row + tl.zeros([1], tl.int32)
+        row = first_row - 1 if side == 0 else end_row - 1
+        has_row = first_row > 0 if side == 0 else end_row > first_row
+        if has_row:
+            start, end = _row_bounds(OFFSETS, row)
+            first_part = ((start + row) // part_size).to(tl.int32)
+            last_part = ((end + row) // part_size).to(tl.int32)
+            if (end - start > max_uncut_length) & (part <= last_part):
+                piece_start = part.to(tl.int64) * part_size - row - 1 if side == 0 else start
+                piece_end = tl.minimum(end, (part.to(tl.int64) + 1) * part_size - row - 1)
+                rows = row + tl.zeros([1], tl.int32)
                 length = (end - start) + tl.zeros([1], tl.int64)
-                a, b = load_operands(A, B, one, length, one >= 0, MAP, HAS_A, HAS_B, ACC)
-                counter = COUNTS + begin
-                u, v = identity_state(1, IDENTITY, KEPT)
-                if not is_second:
-                    u, v = _reduce_tokens(
-                        X, Y, a, start, t0, t1, OP, F, L, True, READS, IDENTITY, OTHER, ACC, KEPT
+                row_a, row_b = _load_operands(
+                    ROW_A, ROW_B, rows, length, rows >= 0, MAP, HAS_A, HAS_B, COMPUTE_DTYPE
+                )
+                counter = COUNTS + first_part
+                if not is_second_pass:
+                    _reduce_piece(
+                        X,
+                        Y,
+                        OUT,
+                        PARTS,
+                        counter,
+                        row_a,
+                        rows,
+                        length,
+                        start,
+                        piece_start,
+                        piece_end,
+                        part,
+                        side,
+                        first_part,
+                        last_part,
+                        OP,
+                        MAP,
+                        STEP,
+                        THREADS_PER_LONG_ROW,
+                        NUM_INPUTS,
+                        IDENTITY,
+                        FILL,
+                        COMPUTE_DTYPE,
+                        STATE_DTYPE,
                     )
-                    here = PARTS + (p.to(tl.int64) * 2 + side) * 2 + tl.zeros([1, 1, 1], tl.int32)
-                    tl.store(here, u)
-                    tl.store(here + 1, v)
-                    tl.debug_barrier()
-                    full = tl.atomic_add(counter, 1, sem="acq_rel") == final - begin
-                    if MAP == NONE and full:
-                        tl.debug_barrier()
-                        u, v = _put_together(PARTS, begin, begin, final + 1, OP, IDENTITY, KEPT)
-                        store_result(OUT, u, v, one, length, one >= 0, OP, IDENTITY)
-                        tl.store(counter, 0)
                 else:
-                    if TWICE:
-                        while tl.atomic_add(counter, 0, sem="acquire") <= final - begin:
-                            pass
-                        tl.debug_barrier()
-                        u, v = _put_together(
-                            PARTS,
-                            begin,
-                            p + 1 if MAP == RUNNING_BACK else begin,
-                            p if MAP == RUNNING else final + 1,
-                            OP,
-                            IDENTITY,
-                            KEPT,
-                        )
-                    if OP == LSE:
-                        u = finite_or_zero(u)
-                    _map_tokens(
-                        X, Y, OUT, u, v, a, b, t0, t1, OP, MAP, F, L, True, READS, OTHER, ACC
+                    _map_piece(
+                        X,
+                        Y,
+                        OUT,
+                        PARTS,
+                        counter,
+                        row_a,
+                        row_b,
+                        piece_start,
+                        piece_end,
+                        part,
+                        first_part,
+                        last_part,
+                        OP,
+                        MAP,
+                        STEP,
+                        THREADS_PER_LONG_ROW,
+                        NUM_INPUTS,
+                        IDENTITY,
+                        FILL,
+                        COMPUTE_DTYPE,
+                        STATE_DTYPE,
                     )
-                    if (
-                        TWICE
-                        and tl.atomic_add(counter, 1, sem="acq_rel") == 2 * (final - begin) + 1
-                    ):  # all have seen them
-                        tl.store(counter, 0)
-    if FOLLOWS and tl.program_id(0) == 0:
+    # End after the other kernel, so that the next launch sees the results of both.
+    if WAIT_FOR_PREVIOUS and tl.program_id(0) == 0:
         gdc_wait()
 
 
 @launch_args
-class FirstArgs:
-    """Arguments of `first_kernel`."""
+class PartitionStartsArgs:
+    """Arguments of `partition_starts_kernel`."""
 
     OFFSETS: Pointer
-    FIRST: Pointer
+    FIRST_ROWS: Pointer
     n: Number
-    count: Number
-    partition: Number
+    num_partitions: Number
+    partition_size: Number
     bisections: Number
 
 
 @launch_args
-class ShareArgs:
-    """Arguments of `share_kernel`."""
+class PartitionArgs:
+    """Arguments of `partition_kernel`."""
 
     X: Pointer
     Y: Pointer
-    A: Pointer
-    B: Pointer
+    ROW_A: Pointer
+    ROW_B: Pointer
     OUT: Pointer
     OFFSETS: Pointer
-    FIRST: Pointer
+    FIRST_ROWS: Pointer
     n: Number
     total: Number
-    partition: Number
-    most: Number
-    longest: Number
+    partition_size: Number
+    max_uncut_length: Number
+    max_length: Number
 
 
 @launch_args
@@ -777,14 +1207,14 @@ class PartArgs:
 
     X: Pointer
     Y: Pointer
-    A: Pointer
-    B: Pointer
+    ROW_A: Pointer
+    ROW_B: Pointer
     OUT: Pointer
     OFFSETS: Pointer
-    FIRST: Pointer
+    FIRST_ROWS: Pointer
     PARTS: Pointer
     COUNTS: Pointer
-    part: Number
-    most: Number
-    parts: Number
+    part_size: Number
+    max_uncut_length: Number
+    num_parts: Number
     lag: Number

@@ -1,6 +1,4 @@
-"""Running sums and products of the rows of a ragged array, and the gradient of sums, on the kernels
-of `merge_path`.
-"""
+"""Cumulative sums and products within the rows of a ragged array, and the gradient of sums."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +11,12 @@ from . import interface, merge_path
 from .interface import OPS, Rows, launch_config, over_rows, rows_of
 
 
-def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, back: bool) -> torch.Tensor:
+def _scan(x: torch.Tensor, rows: Rows, op: str, dtype: torch.dtype, reverse: bool) -> torch.Tensor:
     return over_rows(
         x.contiguous(),
         rows,
         OPS[op],
-        merge_path.RUNNING_BACK if back else merge_path.RUNNING,
+        merge_path.CUMULATIVE_REVERSE if reverse else merge_path.CUMULATIVE,
         dtype=dtype,
     )
 
@@ -35,58 +33,58 @@ def _scan_gradient(ctx, dy):
 _differentiable_scan = differentiable("Scan", _record_scan, _scan_gradient)
 
 
-def _run_operator(
+def _scan_operator(
     x: torch.Tensor,
     offsets: torch.Tensor,
     max_length: int | None,
     op: str,
     dtype: torch.dtype,
-    back: bool,
+    reverse: bool,
 ) -> torch.Tensor:
-    return _scan(x, Rows(offsets, max_length), op, dtype, back)
+    return _scan(x, Rows(offsets, max_length), op, dtype, reverse)
 
 
-def _fake(x, offsets, max_length, op, dtype, back):
+def _scan_fake(x, offsets, max_length, op, dtype, reverse):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _save(ctx, inputs, output):
-    x, offsets, ctx.max_length, *_, ctx.back = inputs
+def _save_scan(ctx, inputs, output):
+    x, offsets, ctx.max_length, *_, ctx.reverse = inputs
     ctx.dtype = x.dtype
     ctx.save_for_backward(offsets)
 
 
-_op = define_operator(
+_scan_op = define_operator(
     "segment_scan",
-    _run_operator,
-    _fake,
-    save=_save,
+    _scan_operator,
+    _scan_fake,
+    save=_save_scan,
     backward=lambda ctx, dy: (
-        _op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.back),
+        _scan_op(dy, *ctx.saved_tensors, ctx.max_length, "sum", ctx.dtype, not ctx.reverse),
         *(None,) * 5,
     ),
 )
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not run over the rows of a `SegmentCall`; None if they do."""
+    """Return why the kernels do not scan the rows of a `SegmentCall`; None if they do."""
     if call.op == "prod" and call.values.requires_grad:
-        return "the Triton kernels have no gradient of a running product"
+        return "the Triton kernels have no gradient of a cumulative product"
     return interface.rejects(call)
 
 
 def segment_scan(call: Any) -> torch.Tensor:
-    """Run a `SegmentCall` as a scan."""
+    """Compute a `SegmentCall` as a scan."""
     if not torch.compiler.is_compiling():
         return prepare_segment_scan(call)(call.layout, call.values)
     rows = rows_of(call.layout)
-    return _op(call.values, rows.offsets, rows.max_length, call.op, call.dtype, False)
+    return _scan_op(call.values, rows.offsets, rows.max_length, call.op, call.dtype, False)
 
 
 def prepare_segment_scan(call: Any) -> Callable[..., torch.Tensor]:
     """Return a function for calls with the same metadata."""
     config = launch_config(
-        call.values, rows_of(call.layout), OPS[call.op], merge_path.RUNNING, dtype=call.dtype
+        call.values, rows_of(call.layout), OPS[call.op], merge_path.CUMULATIVE, dtype=call.dtype
     )
     requires_grad = call.values.requires_grad
 

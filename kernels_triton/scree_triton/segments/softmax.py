@@ -1,6 +1,4 @@
-"""Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients, on the
-kernels of `merge_path`.
-"""
+"""Softmax, log-softmax and log-sum-exp of the rows of a ragged array, and their gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,36 +15,39 @@ from .interface import Rows, launch_config, over_rows, rows_of, too_wide
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class _Kind(NamedTuple):
-    """Reductions and maps of the forward and of the backward pass, which takes dy and `y` (the
-    result, or x).
+class _Passes(NamedTuple):
+    """The reduction and the map of the forward and of the backward pass.
+
+    The backward pass takes dy and y, which is the result, or x for logsumexp.
     """
 
     forward: tuple[tl.constexpr, tl.constexpr]
     backward: tuple[tl.constexpr, tl.constexpr]
 
 
-_KINDS = {
-    "softmax": _Kind(
+_PASSES = {
+    "softmax": _Passes(
         (merge_path.LSE, merge_path.SOFTMAX), (merge_path.DOT, merge_path.SOFTMAX_BACKWARD)
     ),
-    "log_softmax": _Kind(
+    "log_softmax": _Passes(
         (merge_path.LSE, merge_path.LOG_SOFTMAX),
         (merge_path.SUM_Y, merge_path.LOG_SOFTMAX_BACKWARD),
     ),
-    "logsumexp": _Kind((merge_path.LSE, merge_path.NONE), (merge_path.LSE, merge_path.WEIGHTED)),
+    "logsumexp": _Passes(
+        (merge_path.LSE, merge_path.NONE), (merge_path.LSE, merge_path.LOGSUMEXP_BACKWARD)
+    ),
 }
 
 
 def _launch_config(x: torch.Tensor, rows: Rows, kind: str) -> Any:
-    return launch_config(x, rows, *_KINDS[kind].forward, dtype=x.dtype)
+    return launch_config(x, rows, *_PASSES[kind].forward, dtype=x.dtype)
 
 
 def _backward(dy: torch.Tensor, y: torch.Tensor, rows: Rows, kind: str) -> torch.Tensor:
-    """The gradient of x; y is the result, or for logsumexp x."""
+    """Return the gradient of x; y is the result, or x for logsumexp."""
     dy = dy.contiguous()
-    gradient = dict(a=dy) if kind == "logsumexp" else dict(y=dy)
-    return over_rows(y.contiguous(), rows, *_KINDS[kind].backward, **gradient)
+    gradient = dict(row_a=dy) if kind == "logsumexp" else dict(y=dy)
+    return over_rows(y.contiguous(), rows, *_PASSES[kind].backward, **gradient)
 
 
 def _record_softmax(ctx, x, rows, kind, config):
@@ -63,14 +64,14 @@ def _softmax_gradient(ctx, dy):
 _differentiable_softmax = differentiable("Softmax", _record_softmax, _softmax_gradient)
 
 
-def _run_operator(
+def _softmax_operator(
     x: torch.Tensor, offsets: torch.Tensor, max_length: int | None, kind: str
 ) -> torch.Tensor:
     rows = Rows(offsets, max_length)
     return _launch_config(x, rows, kind).run(x.contiguous(), rows)
 
 
-def _fake(x, offsets, max_length, kind):
+def _softmax_fake(x, offsets, max_length, kind):
     return x.new_empty((offsets.shape[0] - 1, *x.shape[1:]) if kind == "logsumexp" else x.shape)
 
 
@@ -87,16 +88,16 @@ def _backward_fake(dy, y, offsets, max_length, kind):
 _backward_op = define_operator("softmax_backward", _backward_operator, _backward_fake)
 
 
-def _save(ctx, inputs, output):
+def _save_softmax(ctx, inputs, output):
     x, offsets, ctx.max_length, ctx.kind = inputs
     ctx.save_for_backward(x if ctx.kind == "logsumexp" else output, offsets)
 
 
-_op = define_operator(
+_softmax_op = define_operator(
     "softmax",
-    _run_operator,
-    _fake,
-    save=_save,
+    _softmax_operator,
+    _softmax_fake,
+    save=_save_softmax,
     backward=lambda ctx, dy: (
         _backward_op(dy, *ctx.saved_tensors, ctx.max_length, ctx.kind),
         None,
@@ -107,7 +108,7 @@ _op = define_operator(
 
 
 def rejects(call: Any) -> str | None:
-    """Why the kernels do not take a `SoftmaxCall`; None if they do."""
+    """Return why the kernels do not support a `SoftmaxCall`; None if they do."""
     return unsupported_dtype(call.x.values, _DTYPES) or too_wide(
         call.x.values.movedim(call.x.ragged_dim, 0)
     )
@@ -118,7 +119,7 @@ def _run(call: Any, kind: str) -> Any:
     if not torch.compiler.is_compiling():
         return _prepare(call, kind)(x)
     rows = rows_of(x.layout)
-    out = _op(x.values.movedim(dim, 0), rows.offsets, rows.max_length, kind)
+    out = _softmax_op(x.values.movedim(dim, 0), rows.offsets, rows.max_length, kind)
     return out if kind == "logsumexp" else x.with_values(out.movedim(0, dim))
 
 
@@ -141,30 +142,30 @@ def _prepare(call: Any, kind: str) -> Callable[..., Any]:
 
 
 def softmax(call: Any) -> Any:
-    """Run a `SoftmaxCall` as softmax."""
+    """Compute a `SoftmaxCall` as softmax."""
     return _run(call, "softmax")
 
 
 def log_softmax(call: Any) -> Any:
-    """Run a `SoftmaxCall` as log-softmax."""
+    """Compute a `SoftmaxCall` as log-softmax."""
     return _run(call, "log_softmax")
 
 
 def logsumexp(call: Any) -> Any:
-    """Run a `SoftmaxCall` as log-sum-exp."""
+    """Compute a `SoftmaxCall` as log-sum-exp."""
     return _run(call, "logsumexp")
 
 
 def prepare_softmax(call: Any) -> Callable[..., Any]:
-    """Return a function for calls with the same metadata."""
+    """Return a function for softmax calls with the same metadata."""
     return _prepare(call, "softmax")
 
 
 def prepare_log_softmax(call: Any) -> Callable[..., Any]:
-    """The same."""
+    """Return a function for log-softmax calls with the same metadata."""
     return _prepare(call, "log_softmax")
 
 
 def prepare_logsumexp(call: Any) -> Callable[..., Any]:
-    """The same."""
+    """Return a function for log-sum-exp calls with the same metadata."""
     return _prepare(call, "logsumexp")

@@ -1,8 +1,23 @@
 """Loops of the threads of a CTA over rows of wide tokens, for `wide_features`.
 
-A CTA has a block of BC columns. Its G thread groups read U tokens at a time and keep one state per
-group and column: each group for a short row of its own, or all groups for one long row, combined at
-its end. Tensors have the shape (U, G, BC), or length 1 where one number serves all.
+A CTA processes a block of columns. Its thread groups load UNROLL tokens at a time and keep one
+state per group and column. Each group reduces a short row of its own, or all groups reduce one long
+row and combine their states at its end.
+
+Tensors have the shape (UNROLL, GROUPS, BLOCK_COLUMNS), or length 1 where all entries are equal. The
+names of `merge_path` have the same meaning here. The helpers also have these parameters:
+
+============================  ======================================================================
+name                          meaning
+============================  ======================================================================
+NUM_COLUMNS                   elements of a token
+BLOCK_COLUMNS                 columns of a CTA
+columns, column_mask          columns of the CTA, and whether they exist (1, 1, BLOCK_COLUMNS)
+GROUPS                        thread groups of the CTA
+UNROLL                        tokens that a thread group loads at once
+first_token, token_step       first token of each thread group, and the step to its next token
+num_tokens, num_steps         number of tokens of each thread group, and the maximum over the groups
+============================  ======================================================================
 """
 
 import triton
@@ -13,26 +28,26 @@ from .merge_path import (
     ANY,
     ARGMAX,
     ARGMIN,
+    COUNT_EQUAL,
+    CUMULATIVE,
+    CUMULATIVE_REVERSE,
     DOT,
-    EQUAL,
-    FACTORS,
     LOG_SOFTMAX,
+    LOGSUMEXP_BACKWARD,
     LSE,
     MEAN_BACKWARD,
+    NO_POSITION,
     NONE,
-    NOWHERE,
     PROD,
-    RUNNING,
-    RUNNING_BACK,
+    PROD_AND_ZEROS,
     SUM,
     SUM_Y,
-    WEIGHTED,
     add_tokens,
     combine,
     fast_exp,
     finish_reduction,
     finite_or_zero,
-    first_along,
+    first_extremum,
     map_values,
     pack_search_key,
     reduce_axis,
@@ -40,524 +55,591 @@ from .merge_path import (
 
 
 @triton.jit
-def identity_state(G: tl.constexpr, BC: tl.constexpr, IDENTITY: tl.constexpr, KEPT: tl.constexpr):
-    """Return the reduction of no tokens."""
-    return tl.full([1, G, BC], IDENTITY, KEPT), tl.zeros([1, G, BC], KEPT)
+def wide_identity_state(
+    GROUPS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+):
+    """Return the states of a reduction of no tokens; shape (1, GROUPS, BLOCK_COLUMNS)."""
+    state = tl.full([1, GROUPS, BLOCK_COLUMNS], IDENTITY, STATE_DTYPE)
+    return state, tl.zeros([1, GROUPS, BLOCK_COLUMNS], STATE_DTYPE)
 
 
 @triton.jit
-def reduce_threads(us, vs, OP: tl.constexpr):
-    """Combine the states of all thread groups."""
-    u = reduce_axis(us, 1, OP)
-    v = u
+def reduce_groups(states, states2, OP: tl.constexpr):
+    """Reduce the states of all thread groups to one state per column."""
+    state = reduce_axis(states, 1, OP)
+    state2 = state
     if OP == LSE:
-        v = reduce_axis(vs * fast_exp(us - finite_or_zero(u)), 1, SUM)
-    elif OP == FACTORS:
-        v = reduce_axis(vs, 1, SUM)
-    return u, v
+        state2 = reduce_axis(states2 * fast_exp(states - finite_or_zero(state)), 1, SUM)
+    elif OP == PROD_AND_ZEROS:
+        state2 = reduce_axis(states2, 1, SUM)
+    return state, state2
 
 
 @triton.jit
-def count_rows_before(u, AXIS: tl.constexpr, OP: tl.constexpr):
-    """The running sums or products along an axis."""
+def scan_axis(x, AXIS: tl.constexpr, OP: tl.constexpr):
+    """Compute the cumulative sums or products along one axis."""
     if OP == PROD:
-        u = tl.cumprod(u, AXIS)
+        x = tl.cumprod(x, AXIS)
     else:
-        u = tl.cumsum(u, AXIS)
-    return u
-
-
-@triton.jit
-def _alone(x, y, a, valid, OP: tl.constexpr, ACC: tl.constexpr, KEPT: tl.constexpr):
-    """Reduce each token alone; masked tokens were loaded as the reduction of no tokens, or as 0."""
-    if OP == DOT:
-        x = x.to(ACC) * y.to(ACC)
-    elif OP == SUM_Y:
-        x = y.to(ACC)
-    elif OP == EQUAL:
-        x = ((x.to(ACC) == a) & valid).to(KEPT)
-    elif (OP == ANY) | (OP == ALL):
-        x = (x.to(ACC) != 0).to(KEPT)
-    else:
-        x = x.to(ACC)
+        x = tl.cumsum(x, AXIS)
     return x
 
 
 @triton.jit
-def _further(best, place, x, positions, OP: tl.constexpr):
-    """Combine the first extremum of each thread group and its position, 32 bits each, with later
-    tokens (U, G, BC).
+def _to_state(
+    x, y, row_a, valid, OP: tl.constexpr, COMPUTE_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr
+):
+    """Return the state of each token; for searches the token itself.
+
+    Masked tokens were loaded as IDENTITY or 0.
     """
-    m, position = first_along(x, positions, 0, OP)
-    better = (m > best) if OP == ARGMAX else (m < best)
-    better = better | (place == NOWHERE) | ((m != m) & (best == best))
-    return tl.where(better, m, best), tl.where(better, position, place)
+    if OP == DOT:
+        x = x.to(COMPUTE_DTYPE) * y.to(COMPUTE_DTYPE)
+    elif OP == SUM_Y:
+        x = y.to(COMPUTE_DTYPE)
+    elif OP == COUNT_EQUAL:
+        x = ((x.to(COMPUTE_DTYPE) == row_a) & valid).to(STATE_DTYPE)
+    elif (OP == ANY) | (OP == ALL):
+        x = (x.to(COMPUTE_DTYPE) != 0).to(STATE_DTYPE)
+    else:
+        x = x.to(COMPUTE_DTYPE)
+    return x
 
 
 @triton.jit
-def _elements(tokens, columns, C: tl.constexpr, BC: tl.constexpr):
-    """(U, G, BC) where elements are. The hint is for the layout: threads spread over lanes, and
-    each has all U of its tokens.
-    """
-    return tl.max_contiguous(tokens * C + columns, [1, 2, BC])
+def _update_extremum(best, best_position, x, positions, OP: tl.constexpr):
+    """Combine the first extremum of each thread group and its position with later tokens x."""
+    m, position = first_extremum(x, positions, OP)
+    is_better = (m > best) if OP == ARGMAX else (m < best)
+    is_better = is_better | (best_position == NO_POSITION) | ((m != m) & (best == best))
+    return tl.where(is_better, m, best), tl.where(is_better, position, best_position)
 
 
 @triton.jit
-def thread_strides(length, shift, G: tl.constexpr, MAP: tl.constexpr):
-    """Return per thread group of a row: its first token, its stride, its number of steps, and the
-    maximum number of steps.
+def _element_indices(tokens, columns, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Return the indices of the elements of tokens; shape (UNROLL, GROUPS, BLOCK_COLUMNS)."""
+    # The hint selects the layout: the threads of a warp spread over groups and columns, and each
+    # thread has all UNROLL tokens.
+    return tl.max_contiguous(tokens * NUM_COLUMNS + columns, [1, 2, BLOCK_COLUMNS])
 
-    In scans a group has a contiguous part of the row, shifted by `shift` groups.
+
+@triton.jit
+def group_tokens(length, shift, GROUPS: tl.constexpr, MAP: tl.constexpr):
+    """Return `first_token`, `token_step`, `num_tokens` and `num_steps` of the thread groups of one
+    row.
+
+    The groups take tokens in alternation. In scans group g has the contiguous chunk g - `shift` of
+    the row instead, counted from the end for CUMULATIVE_REVERSE.
     """
-    each = tl.arange(0, G)[None, :, None]
-    steps = tl.cdiv(length, G)
-    first = each
-    hop = G
-    counts = (length - each + (G - 1)) // G
-    if (MAP == RUNNING) | (MAP == RUNNING_BACK):
-        before = (each - shift) * steps
-        first = before
-        hop = 1
-        counts = tl.where(before >= 0, tl.minimum(length - before, steps), 0)
-        if MAP == RUNNING_BACK:
-            first = length - 1 - before
-            hop = -1
-    return first, hop, counts, steps
+    group = tl.arange(0, GROUPS)[None, :, None]
+    num_steps = tl.cdiv(length, GROUPS)
+    first_token = group
+    token_step = GROUPS
+    num_tokens = (length - group + (GROUPS - 1)) // GROUPS
+    if (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE):
+        chunk_start = (group - shift) * num_steps
+        first_token = chunk_start
+        token_step = 1
+        num_tokens = tl.where(chunk_start >= 0, tl.minimum(length - chunk_start, num_steps), 0)
+        if MAP == CUMULATIVE_REVERSE:
+            first_token = length - 1 - chunk_start
+            token_step = -1
+    return first_token, token_step, num_tokens, num_steps
 
 
 @triton.jit
 def reduce_tokens(
     X,
     Y,
-    a,
-    first,
-    hop,
-    counts,
-    steps,
-    zero,
+    row_a,
+    first_token,
+    token_step,
+    num_tokens,
+    num_steps,
+    row_start,
     columns,
-    inside,
+    column_mask,
     OP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
-    READS: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """Reduce the tokens of each thread group, whose rows begin at token `zero`."""
-    u, v = identity_state(G, BC, IDENTITY, KEPT)
+    """Reduce the tokens of each thread group, whose row begins at token `row_start`."""
+    state, state2 = wide_identity_state(GROUPS, BLOCK_COLUMNS, IDENTITY, STATE_DTYPE)
     SEARCH: tl.constexpr = (OP == ARGMAX) | (OP == ARGMIN)
-    # The next tokens are loaded before the current ones are compared. After the last token, loads
-    # give `worst`, which no comparison prefers.
+    # Searches load the next tokens before they compare the current tokens. After the last token,
+    # loads give `worst`, which no comparison prefers.
     if SEARCH:
         worst = -float("inf") if X.dtype.element_ty.is_floating() else -(1 << 31)
         if OP == ARGMIN:
             worst = float("inf") if X.dtype.element_ty.is_floating() else (1 << 31) - 1
-        best = tl.zeros([1, G, BC], ACC)
-        place = tl.full([1, G, BC], NOWHERE, tl.int32)
-        step = tl.arange(0, U)[:, None, None]
-        ahead = tl.load(
-            X + _elements(first + step * hop, columns, C, BC),
-            mask=(step < counts) & inside,
+        best = tl.zeros([1, GROUPS, BLOCK_COLUMNS], COMPUTE_DTYPE)
+        best_position = tl.full([1, GROUPS, BLOCK_COLUMNS], NO_POSITION, tl.int32)
+        step = tl.arange(0, UNROLL)[:, None, None]
+        next_x = tl.load(
+            X
+            + _element_indices(
+                first_token + step * token_step, columns, NUM_COLUMNS, BLOCK_COLUMNS
+            ),
+            mask=(step < num_tokens) & column_mask,
             other=worst,
         )
-    for w in range(0, steps, U):
-        step = w + tl.arange(0, U)[:, None, None]
-        valid = step < counts
-        tokens = first + step * hop
+    for done in range(0, num_steps, UNROLL):
+        step = done + tl.arange(0, UNROLL)[:, None, None]
+        valid = step < num_tokens
+        tokens = first_token + step * token_step
         if SEARCH:
-            x = ahead
-            at = _elements(first + (step + U) * hop, columns, C, BC)
-            ahead = tl.load(X + at, mask=(step + U < counts) & inside, other=worst)
+            x = next_x
+            elements = _element_indices(
+                first_token + (step + UNROLL) * token_step, columns, NUM_COLUMNS, BLOCK_COLUMNS
+            )
+            next_x = tl.load(
+                X + elements, mask=(step + UNROLL < num_tokens) & column_mask, other=worst
+            )
         else:
-            at = _elements(tokens, columns, C, BC)
-            x = tl.load(X + at, mask=valid & inside, other=IDENTITY)
+            elements = _element_indices(tokens, columns, NUM_COLUMNS, BLOCK_COLUMNS)
+            x = tl.load(X + elements, mask=valid & column_mask, other=IDENTITY)
         y = x
-        if READS == 2:
-            y = tl.load(Y + at, mask=valid & inside, other=0)
-        x = _alone(x, y, a, valid, OP, ACC, KEPT)
+        if NUM_INPUTS == 2:
+            y = tl.load(Y + elements, mask=valid & column_mask, other=0)
+        x = _to_state(x, y, row_a, valid, OP, COMPUTE_DTYPE, STATE_DTYPE)
         if SEARCH:
-            best, place = _further(best, place, x, tokens - zero, OP)
+            best, best_position = _update_extremum(best, best_position, x, tokens - row_start, OP)
         else:
-            u, v = add_tokens(u, v, x, OP)
+            state, state2 = add_tokens(state, state2, x, OP)
     if SEARCH:
-        u = tl.where(counts > 0, pack_search_key(best, place, OP), IDENTITY)
-    return u, v
+        state = tl.where(num_tokens > 0, pack_search_key(best, best_position, OP), IDENTITY)
+    return state, state2
 
 
 @triton.jit
-def map_row_tokens(
+def map_tokens(
     X,
     Y,
     OUT,
-    u,
-    v,
-    a,
-    b,
-    first,
-    hop,
-    counts,
-    steps,
+    state,
+    state2,
+    row_a,
+    row_b,
+    first_token,
+    token_step,
+    num_tokens,
+    num_steps,
     columns,
-    inside,
+    column_mask,
     OP: tl.constexpr,
     MAP: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
-    READS: tl.constexpr,
-    ACC: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
 ):
-    """Write the mapped tokens of each thread group; scans continue from u.
-
-    What is read for the last time, and what is written, makes room in the cache first. What was
-    read last comes first: it is still there.
-    """
+    """Write the mapped tokens of each thread group; scans continue from `state`."""
     if OP == LSE:
-        u = finite_or_zero(u)
+        state = finite_or_zero(state)
         if MAP == LOG_SOFTMAX:
-            v = tl.log(tl.where(v == 0.0, 1.0, v))
-        elif MAP == WEIGHTED:
-            v = a / v
+            state2 = tl.log(tl.where(state2 == 0.0, 1.0, state2))
+        elif MAP == LOGSUMEXP_BACKWARD:
+            state2 = row_a / state2
         else:
-            v = 1.0 / v
-    for done in range(0, steps, U):
-        w = done
-        if (MAP != RUNNING) & (MAP != RUNNING_BACK):
-            w = (steps - 1) // U * U - done
-        step = w + tl.arange(0, U)[:, None, None]
-        valid = (step < counts) & inside
-        at = _elements(first + step * hop, columns, C, BC)
-        x = tl.zeros([U, G, BC], ACC)
-        if READS > 0:
-            x = tl.load(X + at, mask=valid, other=0, eviction_policy="evict_first").to(ACC)
+            state2 = 1.0 / state2
+    for done in range(0, num_steps, UNROLL):
+        first_step = done
+        # From the last tokens to the first: the last tokens are still in the cache.
+        if (MAP != CUMULATIVE) & (MAP != CUMULATIVE_REVERSE):
+            first_step = (num_steps - 1) // UNROLL * UNROLL - done
+        step = first_step + tl.arange(0, UNROLL)[:, None, None]
+        valid = (step < num_tokens) & column_mask
+        elements = _element_indices(
+            first_token + step * token_step, columns, NUM_COLUMNS, BLOCK_COLUMNS
+        )
+        x = tl.zeros([UNROLL, GROUPS, BLOCK_COLUMNS], COMPUTE_DTYPE)
+        # Loads use evict_first, because each token is read for the last time.
+        if NUM_INPUTS > 0:
+            x = tl.load(X + elements, mask=valid, other=0, eviction_policy="evict_first").to(
+                COMPUTE_DTYPE
+            )
         y = x
-        if READS == 2:
-            y = tl.load(Y + at, mask=valid, other=0, eviction_policy="evict_first").to(ACC)
-        if (MAP == RUNNING) | (MAP == RUNNING_BACK):
+        if NUM_INPUTS == 2:
+            y = tl.load(Y + elements, mask=valid, other=0, eviction_policy="evict_first").to(
+                COMPUTE_DTYPE
+            )
+        if (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE):
             if OP == PROD:
                 x = tl.where(valid, x, 1)
-            y, _ = combine(u, u, count_rows_before(x, 0, OP), u, OP)
-            u, _ = combine(u, u, reduce_axis(x, 0, OP), u, OP)
+            y, _ = combine(state, state, scan_axis(x, 0, OP), state, OP)
+            state, _ = combine(state, state, reduce_axis(x, 0, OP), state, OP)
         elif MAP == LOG_SOFTMAX:
-            y = x - u - v
+            y = x - state - state2
         elif OP == LSE:
-            y = fast_exp(x - u) * v
+            y = fast_exp(x - state) * state2
         else:
-            y = map_values(x, y, u, v, a, b, MAP)
-        tl.store(OUT + at, y.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
+            y = map_values(x, y, state, state2, row_a, row_b, MAP)
+        tl.store(OUT + elements, y.to(OUT.dtype.element_ty), mask=valid, cache_modifier=".cs")
 
 
 @triton.jit
-def load_operands(
-    A,
-    B,
+def load_wide_operands(
+    ROW_A,
+    ROW_B,
     rows,
     lengths,
-    exists,
+    mask,
     columns,
     MAP: tl.constexpr,
-    C: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
-    ACC: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
 ):
-    """The entries of some rows, of these lengths, in a and b."""
-    a = tl.zeros([1, 1, 1], ACC)
-    b = tl.zeros([1, 1, 1], ACC)
+    """Load the per-row operands of the given rows.
+
+    For MEAN_BACKWARD divide `row_a` by the lengths of the rows.
+    """
+    row_a = tl.zeros([1, 1, 1], COMPUTE_DTYPE)
+    row_b = tl.zeros([1, 1, 1], COMPUTE_DTYPE)
     if HAS_A:
-        a = tl.load(A + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
+        row_a = tl.load(
+            ROW_A + (tl.cast(rows, tl.int64) * NUM_COLUMNS + columns), mask=mask, other=0
+        ).to(COMPUTE_DTYPE)
     if HAS_B:
-        b = tl.load(B + (tl.cast(rows, tl.int64) * C + columns), mask=exists, other=0).to(ACC)
+        row_b = tl.load(
+            ROW_B + (tl.cast(rows, tl.int64) * NUM_COLUMNS + columns), mask=mask, other=0
+        ).to(COMPUTE_DTYPE)
     if MAP == MEAN_BACKWARD:
-        a /= tl.cast(lengths, ACC)
-    return a, b
+        row_a /= tl.cast(lengths, COMPUTE_DTYPE)
+    return row_a, row_b
 
 
 @triton.jit
-def store_result(
+def store_wide_result(
     OUT,
-    u,
-    v,
+    state,
+    state2,
     rows,
     lengths,
-    exists,
+    mask,
     columns,
     OP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
 ):
-    result = finish_reduction(u, v, lengths, OP, IDENTITY).to(OUT.dtype.element_ty)
-    tl.store(OUT + (tl.cast(rows, tl.int64) * C + columns), result, mask=exists)
+    """Write the results of the given rows, which have these lengths."""
+    result = finish_reduction(state, state2, lengths, OP, IDENTITY).to(OUT.dtype.element_ty)
+    tl.store(OUT + (tl.cast(rows, tl.int64) * NUM_COLUMNS + columns), result, mask=mask)
 
 
 @triton.jit
-def process_row(
+def process_wide_row(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     row,
     start,
     length,
     columns,
-    inside,
+    column_mask,
     OP: tl.constexpr,
     MAP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
     """Process one whole row with all thread groups."""
-    a, b = load_operands(A, B, row, length, inside, columns, MAP, C, HAS_A, HAS_B, ACC)
-    x = X + start * C
-    y = Y + start * C
-    if (MAP != RUNNING) & (MAP != RUNNING_BACK):
-        u, v = identity_state(1, BC, IDENTITY, KEPT)
+    row_a, row_b = load_wide_operands(
+        ROW_A,
+        ROW_B,
+        row,
+        length,
+        column_mask,
+        columns,
+        MAP,
+        NUM_COLUMNS,
+        HAS_A,
+        HAS_B,
+        COMPUTE_DTYPE,
+    )
+    row_x = X + start * NUM_COLUMNS
+    row_y = Y + start * NUM_COLUMNS
+    if (MAP != CUMULATIVE) & (MAP != CUMULATIVE_REVERSE):
+        state, state2 = wide_identity_state(1, BLOCK_COLUMNS, IDENTITY, STATE_DTYPE)
         if OP != NONE:
-            first, hop, counts, steps = thread_strides(length, 0, G, MAP)
-            us, vs = reduce_tokens(
-                x,
-                y,
-                a,
-                first,
-                hop,
-                counts,
-                steps,
+            first_token, token_step, num_tokens, num_steps = group_tokens(length, 0, GROUPS, MAP)
+            states, states2 = reduce_tokens(
+                row_x,
+                row_y,
+                row_a,
+                first_token,
+                token_step,
+                num_tokens,
+                num_steps,
                 0,
                 columns,
-                inside,
+                column_mask,
                 OP,
                 IDENTITY,
-                C,
-                BC,
-                G,
-                U,
-                READS,
-                ACC,
-                KEPT,
+                NUM_COLUMNS,
+                BLOCK_COLUMNS,
+                GROUPS,
+                UNROLL,
+                NUM_INPUTS,
+                COMPUTE_DTYPE,
+                STATE_DTYPE,
             )
-            u, v = reduce_threads(us, vs, OP)
+            state, state2 = reduce_groups(states, states2, OP)
     else:
-        first, hop, counts, steps = thread_strides(
-            length, 1, G, MAP
-        )  # a thread group continues from the parts of the row before its part
-        u, v = reduce_tokens(
-            x,
-            y,
-            a,
-            first,
-            hop,
-            counts,
-            steps,
+        # Shifted by 1, each group reduces the chunk before its own chunk. The scan over the groups
+        # then gives the carry into each chunk.
+        first_token, token_step, num_tokens, num_steps = group_tokens(length, 1, GROUPS, MAP)
+        state, state2 = reduce_tokens(
+            row_x,
+            row_y,
+            row_a,
+            first_token,
+            token_step,
+            num_tokens,
+            num_steps,
             0,
             columns,
-            inside,
+            column_mask,
             OP,
             IDENTITY,
-            C,
-            BC,
-            G,
-            U,
-            READS,
-            ACC,
-            KEPT,
+            NUM_COLUMNS,
+            BLOCK_COLUMNS,
+            GROUPS,
+            UNROLL,
+            NUM_INPUTS,
+            COMPUTE_DTYPE,
+            STATE_DTYPE,
         )
-        u = count_rows_before(u, 1, OP)
+        state = scan_axis(state, 1, OP)
     if MAP == NONE:
-        store_result(OUT, u, v, row, length, inside, columns, OP, IDENTITY, C)
+        store_wide_result(
+            OUT, state, state2, row, length, column_mask, columns, OP, IDENTITY, NUM_COLUMNS
+        )
     else:
-        first, hop, counts, steps = thread_strides(length, 0, G, MAP)
-        map_row_tokens(
-            x,
-            y,
-            OUT + start * C,
-            u,
-            v,
-            a,
-            b,
-            first,
-            hop,
-            counts,
-            steps,
+        first_token, token_step, num_tokens, num_steps = group_tokens(length, 0, GROUPS, MAP)
+        map_tokens(
+            row_x,
+            row_y,
+            OUT + start * NUM_COLUMNS,
+            state,
+            state2,
+            row_a,
+            row_b,
+            first_token,
+            token_step,
+            num_tokens,
+            num_steps,
             columns,
-            inside,
+            column_mask,
             OP,
             MAP,
-            C,
-            BC,
-            G,
-            U,
-            READS,
-            ACC,
+            NUM_COLUMNS,
+            BLOCK_COLUMNS,
+            GROUPS,
+            UNROLL,
+            NUM_INPUTS,
+            COMPUTE_DTYPE,
         )
 
 
 @triton.jit
-def reduce_short_rows(
+def process_wide_rows(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     OFFSETS,
-    row,
-    last,
+    first_row,
+    end_row,
     columns,
-    inside,
+    column_mask,
     OP: tl.constexpr,
     MAP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """The whole rows from `row` up to `last`, but at most G: the short ones beside each other, then
-    the others one at a time.
+    """Process the whole rows [first_row, end_row), but at most GROUPS of them.
+
+    First each thread group processes one row of up to 2 * UNROLL tokens. Then all groups process
+    the longer rows, one row at a time.
     """
-    each = row + tl.arange(0, G)
-    base = tl.load(OFFSETS + row).to(tl.int64)
-    begins = (tl.load(OFFSETS + each, mask=each < last, other=0) - base).to(tl.int32)
-    lengths = (tl.load(OFFSETS + each + 1, mask=each < last, other=0) - base).to(tl.int32) - begins
-    lengths = tl.where(each < last, lengths, 0)
-    longest = tl.max(lengths, 0)
-    steps = tl.minimum(longest, 2 * U)
-    counts = tl.where(lengths <= 2 * U, lengths, 0)[None, :, None]
-    begins = begins[None, :, None]
-    rows = each[None, :, None]
-    exists = ((each < last) & (lengths <= 2 * U))[None, :, None] & inside
-    a, b = load_operands(A, B, rows, counts, exists, columns, MAP, C, HAS_A, HAS_B, ACC)
-    x = X + base * C
-    y = Y + base * C
-    u, v = identity_state(G, BC, IDENTITY, KEPT)
-    if (OP != NONE) & (MAP != RUNNING) & (MAP != RUNNING_BACK):
-        u, v = reduce_tokens(
-            x,
-            y,
-            a,
-            begins,
+    rows = first_row + tl.arange(0, GROUPS)
+    base = tl.load(OFFSETS + first_row).to(tl.int64)
+    starts = (tl.load(OFFSETS + rows, mask=rows < end_row, other=0) - base).to(tl.int32)
+    lengths = (tl.load(OFFSETS + rows + 1, mask=rows < end_row, other=0) - base).to(
+        tl.int32
+    ) - starts
+    lengths = tl.where(rows < end_row, lengths, 0)
+    max_length = tl.max(lengths, 0)
+    num_steps = tl.minimum(max_length, 2 * UNROLL)
+    num_tokens = tl.where(lengths <= 2 * UNROLL, lengths, 0)[None, :, None]
+    starts = starts[None, :, None]
+    group_rows = rows[None, :, None]
+    mask = ((rows < end_row) & (lengths <= 2 * UNROLL))[None, :, None] & column_mask
+    row_a, row_b = load_wide_operands(
+        ROW_A,
+        ROW_B,
+        group_rows,
+        num_tokens,
+        mask,
+        columns,
+        MAP,
+        NUM_COLUMNS,
+        HAS_A,
+        HAS_B,
+        COMPUTE_DTYPE,
+    )
+    base_x = X + base * NUM_COLUMNS
+    base_y = Y + base * NUM_COLUMNS
+    state, state2 = wide_identity_state(GROUPS, BLOCK_COLUMNS, IDENTITY, STATE_DTYPE)
+    if (OP != NONE) & (MAP != CUMULATIVE) & (MAP != CUMULATIVE_REVERSE):
+        state, state2 = reduce_tokens(
+            base_x,
+            base_y,
+            row_a,
+            starts,
             1,
-            counts,
-            steps,
-            begins,
+            num_tokens,
+            num_steps,
+            starts,
             columns,
-            inside,
+            column_mask,
             OP,
             IDENTITY,
-            C,
-            BC,
-            G,
-            U,
-            READS,
-            ACC,
-            KEPT,
+            NUM_COLUMNS,
+            BLOCK_COLUMNS,
+            GROUPS,
+            UNROLL,
+            NUM_INPUTS,
+            COMPUTE_DTYPE,
+            STATE_DTYPE,
         )
     if MAP == NONE:
-        store_result(OUT, u, v, rows, counts, exists, columns, OP, IDENTITY, C)
+        store_wide_result(
+            OUT, state, state2, group_rows, num_tokens, mask, columns, OP, IDENTITY, NUM_COLUMNS
+        )
     else:
-        hop = 1
-        first = begins
-        if MAP == RUNNING_BACK:
-            hop = -1
-            first = begins + counts - 1
-        map_row_tokens(
-            x,
-            y,
-            OUT + base * C,
-            u,
-            v,
-            a,
-            b,
-            first,
-            hop,
-            counts,
-            steps,
+        token_step = 1
+        first_token = starts
+        if MAP == CUMULATIVE_REVERSE:
+            token_step = -1
+            first_token = starts + num_tokens - 1
+        map_tokens(
+            base_x,
+            base_y,
+            OUT + base * NUM_COLUMNS,
+            state,
+            state2,
+            row_a,
+            row_b,
+            first_token,
+            token_step,
+            num_tokens,
+            num_steps,
             columns,
-            inside,
+            column_mask,
             OP,
             MAP,
-            C,
-            BC,
-            G,
-            U,
-            READS,
-            ACC,
+            NUM_COLUMNS,
+            BLOCK_COLUMNS,
+            GROUPS,
+            UNROLL,
+            NUM_INPUTS,
+            COMPUTE_DTYPE,
         )
-    while longest > 2 * U:
+    # Triton cannot iterate over a mask; take the longer rows out one by one.
+    while max_length > 2 * UNROLL:
         i = tl.argmax(lengths, 0)
-        process_row(
+        process_wide_row(
             X,
             Y,
-            A,
-            B,
+            ROW_A,
+            ROW_B,
             OUT,
-            row + i,
-            tl.load(OFFSETS + row + i).to(tl.int64),
-            longest,
+            first_row + i,
+            tl.load(OFFSETS + first_row + i).to(tl.int64),
+            max_length,
             columns,
-            inside,
+            column_mask,
             OP,
             MAP,
             IDENTITY,
-            C,
-            BC,
-            G,
-            U,
-            READS,
+            NUM_COLUMNS,
+            BLOCK_COLUMNS,
+            GROUPS,
+            UNROLL,
+            NUM_INPUTS,
             HAS_A,
             HAS_B,
-            ACC,
-            KEPT,
+            COMPUTE_DTYPE,
+            STATE_DTYPE,
         )
-        lengths = tl.where(tl.arange(0, G) == i, 0, lengths)
-        longest = tl.max(lengths, 0)
+        lengths = tl.where(tl.arange(0, GROUPS) == i, 0, lengths)
+        max_length = tl.max(lengths, 0)
 
 
 @triton.jit
-def clear_tail(
+def clear_tokens(
     OUT,
-    t0,
-    t1,
+    begin,
+    end,
     columns,
-    inside,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
+    column_mask,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Write 0 to the tokens [t0, t1)."""
-    length = (t1 - t0).to(tl.int32)
-    for w in range(0, tl.cdiv(length, G), U):
-        tokens = (w + tl.arange(0, U)[:, None, None]) * G + tl.arange(0, G)[None, :, None]
-        zeros = tl.zeros([U, G, BC], OUT.dtype.element_ty)
+    """Write 0 to the tokens [begin, end)."""
+    length = (end - begin).to(tl.int32)
+    for done in range(0, tl.cdiv(length, GROUPS), UNROLL):
+        step = done + tl.arange(0, UNROLL)[:, None, None]
+        tokens = step * GROUPS + tl.arange(0, GROUPS)[None, :, None]
+        zeros = tl.zeros([UNROLL, GROUPS, BLOCK_COLUMNS], OUT.dtype.element_ty)
         tl.store(
-            OUT + t0 * C + _elements(tokens, columns, C, BC), zeros, mask=(tokens < length) & inside
+            OUT
+            + begin * NUM_COLUMNS
+            + _element_indices(tokens, columns, NUM_COLUMNS, BLOCK_COLUMNS),
+            zeros,
+            mask=(tokens < length) & column_mask,
         )
 
 
 @triton.jit
-def column_block(block, C: tl.constexpr, BC: tl.constexpr):
-    """(1, 1, BC) the columns of a block, and which of them exist."""
-    columns = block * BC + tl.arange(0, BC)[None, None, :]
-    inside = columns < C
-    if C % BC == 0:
-        inside = tl.full([1, 1, BC], 1, tl.int1)
-    return columns, inside
+def columns_of_block(block, NUM_COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Return the columns of a block and whether they exist; shape (1, 1, BLOCK_COLUMNS)."""
+    columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, None, :]
+    column_mask = columns < NUM_COLUMNS
+    if NUM_COLUMNS % BLOCK_COLUMNS == 0:
+        column_mask = tl.full([1, 1, BLOCK_COLUMNS], 1, tl.int1)
+    return columns, column_mask

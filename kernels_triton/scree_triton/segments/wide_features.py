@@ -1,22 +1,22 @@
-"""Reduction of rows of wide tokens, and maps of the result over their tokens, one block of columns
+"""Reduce rows of wide tokens, and optionally map the result over the tokens, one block of columns
 per CTA.
 
-Rows and tokens form one list: row b comes right before its tokens, at position ``offsets[b] + b``.
-The list is cut into partitions of equal length (Merrill and Garland, Merge-based parallel sparse
-matrix-vector multiplication, 2016). So neither one long row nor a million empty rows keep one CTA
-busy alone. A CTA has a partition and a block of columns; `threads_per_row` has the loops of its
-threads.
+Rows and tokens form one list: row b precedes its tokens, at position ``offsets[b] + b``. The list
+is cut into partitions of equal length (Merrill and Garland, Merge-based parallel sparse
+matrix-vector multiplication, 2016). So neither a very long row nor many empty rows unbalance the
+CTAs. A CTA processes one partition and one block of columns. `threads_per_row` has the loops of its
+threads, and the meaning of the parameters.
 
-A row that reaches beyond its partition comes in parts. The CTA that finishes the last part combines
-all parts in the order of the row: equal inputs give equal bits. Where tokens are mapped, the CTAs
-of the second half wait for that and read the tokens again. They have higher numbers than the CTAs
-they wait for, and a device starts CTAs in the order of their numbers, so the awaited CTAs are
-running already.
+A row that crosses the end of its partition is cut into parts. The CTA that reduces the last part
+combines all parts in the order of the row, so equal inputs give equal bits. With a map, the CTAs of
+a second pass wait for the combined state and read the tokens again. They have higher numbers than
+the CTAs that they wait for. A device starts CTAs in the order of their numbers, so the awaited CTAs
+are running already.
 
-Rows of many tokens that all fit one SM need none of that: a CTA has one row and a narrow block of
-columns, and reads the row for the second time from the cache.
+If all rows fit one SM and are long on average, each CTA processes one row and a narrow block of
+columns instead, without partitions. It reads the row for the second time from the cache.
 
-Values have the shape (total, C). The tail is written as 0.
+Values have the shape (total, NUM_COLUMNS). The tail is written as 0.
 """
 
 import math
@@ -44,98 +44,111 @@ from . import merge_path
 from .merge_path import (
     ARGMAX,
     ARGMIN,
-    FACTORS,
+    CUMULATIVE,
+    CUMULATIVE_REVERSE,
     LSE,
     NONE,
-    RUNNING,
-    RUNNING_BACK,
+    PROD_AND_ZEROS,
     combine,
     reduce_axis,
 )
 from .threads_per_row import (
-    clear_tail,
-    column_block,
-    count_rows_before,
-    identity_state,
-    load_operands,
-    map_row_tokens,
-    process_row,
-    reduce_short_rows,
-    reduce_threads,
+    clear_tokens,
+    columns_of_block,
+    group_tokens,
+    load_wide_operands,
+    map_tokens,
+    process_wide_row,
+    process_wide_rows,
+    reduce_groups,
     reduce_tokens,
-    store_result,
-    thread_strides,
+    scan_axis,
+    store_wide_result,
+    wide_identity_state,
 )
 
-LEAST = 2  # elements of a token that is wide
-_WARPS = 4  # of a program
-_BYTES = 16  # that a thread reads of a token
-_STEPS = 8  # tokens that a thread reads at once
-_STEPS_OF_SEARCHES = 4  # which read ahead
-_COLUMNS = 128  # of a program
-_ROW_TOKENS = (
-    128,
-    512,
-    2048,
-)  # of a row, on average: from, with more warps from, and to, where a program has a row for itself
-_ROW_SHAPES = (4, 8), (16, 4)  # warps of such a program, tokens that a thread reads at once
-_ROW_PAIRS = (
-    (4, 8),
-    (16, 8),
-)  # the same where it reduces two arrays: so fewer rows are in work, and more of them in the cache
-_ROW_FACTORS = (4, 8), (16, 2)  # and where it divides products, which takes registers
-_ROW_SEARCHES = (
-    (4, 8),
-    (8, 4),
-)  # and where it searches: 81 registers of 16 warps would leave room for one program
-_ROW_BYTES = 64  # that it reads of a token
-_PROGRAMS = 4  # a multiprocessor
-_SHORTEST = 32  # minimum number of steps of a partition
-_LONGEST = 1 << 30  # maximum number of elements of a partition: their positions fit 32 bits
-_OVERHANG = 4  # ratio of a partition to the longest row from which no row is cut
-_PARTS = 4096  # elements that are put together at once
-_FEWEST_COUNTS = 1 << 14
-_COUNTS: dict[tuple[torch.device, int], torch.Tensor] = {}  # of each stream
-SPREAD = (
-    merge_path.COPY.value,
-    merge_path.MEAN_BACKWARD.value,
-)  # what tokens become that are not looked at
-_SCANS = (merge_path.RUNNING.value, merge_path.RUNNING_BACK.value)
-_TYPES = {
+# Tokens of at least this many elements are processed by these kernels.
+MIN_ELEMENTS = 2
+_NUM_WARPS = 4
+# Bytes of one load of a thread.
+_BYTES_PER_THREAD = 16
+# Tokens that a thread group loads at once. Searches load one step ahead, which takes registers.
+_UNROLL = 8
+_UNROLL_OF_SEARCHES = 4
+_MAX_BLOCK_COLUMNS = 128
+
+# `wide_row_kernel` runs if the mean length of the rows is in [_MIN_MEAN_LENGTH, _MAX_MEAN_LENGTH].
+# From _LONG_MEAN_LENGTH on it uses the second pair of (warps, UNROLL).
+_MIN_MEAN_LENGTH = 128
+_LONG_MEAN_LENGTH = 512
+_MAX_MEAN_LENGTH = 2048
+_ROW_CONFIGS = (4, 8), (16, 4)
+# DOT reads two arrays: the larger UNROLL keeps fewer rows in flight, and more of them in the cache.
+_ROW_CONFIGS_OF_DOT = (4, 8), (16, 8)
+# PROD_AND_ZEROS divides products, which takes registers.
+_ROW_CONFIGS_OF_PROD_AND_ZEROS = (4, 8), (16, 2)
+# Searches take 81 registers per thread: with 16 warps only one CTA would fit an SM.
+_ROW_CONFIGS_OF_SEARCHES = (4, 8), (8, 4)
+# Bytes of a token per CTA of `wide_row_kernel`.
+_ROW_BLOCK_BYTES = 64
+
+# Target number of CTAs of `wide_partition_kernel` per SM.
+_CTAS_PER_SM = 4
+# Minimum steps of the thread groups in a partition.
+_MIN_PARTITION_STEPS = 32
+# Maximum elements of a partition, so that their indices fit 32 bits.
+_MAX_PARTITION_ELEMENTS = 1 << 30
+# No row is cut if a partition is at least this many times as long as the longest row.
+_UNCUT_RATIO = 4
+# Elements of the parts that are combined at once.
+_PART_ELEMENTS_PER_STEP = 4096
+
+_MIN_COUNTERS = 1 << 14
+# The counters of each device and stream.
+_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
+# Maps that read no tokens.
+MAPS_WITHOUT_INPUT = (merge_path.BROADCAST.value, merge_path.MEAN_BACKWARD.value)
+_SCANS = (merge_path.CUMULATIVE.value, merge_path.CUMULATIVE_REVERSE.value)
+_TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
     torch.int32: tl.int32,
     torch.int64: tl.int64,
 }
-_WIDE = tl.constexpr(512)
-READY = tl.constexpr(1 << 30)  # is added to the number of parts when they have been put together
+_SEARCH_WIDTH = tl.constexpr(512)
+# Added to the counter of a row when its parts are combined; larger than any number of parts.
+READY = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _begin_before(OFFSETS, d0, d1, n, stride):
-    """Return the number of rows that begin before the positions d0 and d1, by a search among 512 at
-    a time.
+def _rows_before(OFFSETS, start_position, end_position, n, search_stride):
+    """Return the number of rows that begin before each of two merge-path positions.
+
+    The search compares _SEARCH_WIDTH rows at a time. `search_stride` is a power of _SEARCH_WIDTH
+    with `search_stride * _SEARCH_WIDTH > n`.
     """
-    each = tl.arange(0, _WIDE) + 1
-    low0 = d0 * 0
-    low1 = d0 * 0
-    while stride > 0:
-        row0 = low0 + each * stride - 1
-        row1 = low1 + each * stride - 1
-        place0 = tl.load(OFFSETS + row0, mask=row0 <= n, other=0) + row0
-        place1 = tl.load(OFFSETS + row1, mask=row1 <= n, other=0) + row1
-        low0 += tl.sum(((row0 <= n) & (place0 < d0)).to(tl.int32), 0) * stride
-        low1 += tl.sum(((row1 <= n) & (place1 < d1)).to(tl.int32), 0) * stride
-        stride = stride // _WIDE
-    return low0, low1
+    candidate = tl.arange(0, _SEARCH_WIDTH) + 1
+    count0 = start_position * 0
+    count1 = start_position * 0
+    while search_stride > 0:
+        row0 = count0 + candidate * search_stride - 1
+        row1 = count1 + candidate * search_stride - 1
+        position0 = tl.load(OFFSETS + row0, mask=row0 <= n, other=0) + row0
+        position1 = tl.load(OFFSETS + row1, mask=row1 <= n, other=0) + row1
+        count0 += (
+            tl.sum(((row0 <= n) & (position0 < start_position)).to(tl.int32), 0) * search_stride
+        )
+        count1 += tl.sum(((row1 <= n) & (position1 < end_position)).to(tl.int32), 0) * search_stride
+        search_stride = search_stride // _SEARCH_WIDTH
+    return count0, count1
 
 
 @triton.jit(do_not_specialize=("n", "total"))
-def rows_kernel(
+def wide_row_kernel(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     OFFSETS,
     n,
@@ -143,331 +156,376 @@ def rows_kernel(
     OP: tl.constexpr,
     MAP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """A row and a block of columns: OUT is (n, C), or with MAP the tokens (total, C)."""
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
+    """Process one row and one block of columns.
+
+    OUT is the result (n, NUM_COLUMNS), or with MAP the mapped tokens (total, NUM_COLUMNS).
+    """
+    BLOCKS: tl.constexpr = (NUM_COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     row = tl.program_id(0) // BLOCKS
-    columns, inside = column_block(tl.program_id(0) % BLOCKS, C, BC)
+    columns, column_mask = columns_of_block(tl.program_id(0) % BLOCKS, NUM_COLUMNS, BLOCK_COLUMNS)
     start = tl.load(OFFSETS + row).to(tl.int64)
     length = (tl.load(OFFSETS + row + 1).to(tl.int64) - start).to(tl.int32)
-    process_row(
+    process_wide_row(
         X,
         Y,
-        A,
-        B,
+        ROW_A,
+        ROW_B,
         OUT,
         row,
         start,
         length,
         columns,
-        inside,
+        column_mask,
         OP,
         MAP,
         IDENTITY,
-        C,
-        BC,
-        G,
-        U,
-        READS,
+        NUM_COLUMNS,
+        BLOCK_COLUMNS,
+        GROUPS,
+        UNROLL,
+        NUM_INPUTS,
         HAS_A,
         HAS_B,
-        ACC,
-        KEPT,
+        COMPUTE_DTYPE,
+        STATE_DTYPE,
     )
-    if MAP != NONE:  # each its part of the tokens behind the last row
+    if MAP != NONE:
+        # The CTA of each row clears an equal piece of the tail.
         end = tl.load(OFFSETS + n).to(tl.int64)
-        part = tl.cdiv(total - end, n)
-        clear_tail(
+        piece = tl.cdiv(total - end, n)
+        clear_tokens(
             OUT,
-            end + row * part,
-            tl.minimum(end + (row + 1) * part, total),
+            end + row * piece,
+            tl.minimum(end + (row + 1) * piece, total),
             columns,
-            inside,
-            C,
-            BC,
-            G,
-            U,
+            column_mask,
+            NUM_COLUMNS,
+            BLOCK_COLUMNS,
+            GROUPS,
+            UNROLL,
         )
 
 
 @triton.jit
-def _part(PARTS, p, part, SIZE: tl.constexpr):
-    """Return the address of a part of the row that begins in partition p: parts of earlier rows
-    come first.
+def _part_pointer(PARTS, first_partition, part, PART_ELEMENTS: tl.constexpr):
+    """Return the address of the state of a row's part; the row begins in `first_partition`.
+
+    Part 0 is on side 1 of the first partition. Later parts are on side 0 of their partitions.
     """
-    return PARTS + tl.where(part == 0, 2 * p + 1, 2 * (p + part)).to(tl.int64) * SIZE
+    slot = tl.where(part == 0, 2 * first_partition + 1, 2 * (first_partition + part))
+    return PARTS + slot.to(tl.int64) * PART_ELEMENTS
 
 
 @triton.jit
-def _put_together(
+def _combine_parts(
     PARTS,
     OUT,
     row,
     length,
-    p,
-    count,
+    first_partition,
+    num_parts,
     columns,
-    inside,
+    column_mask,
     OP: tl.constexpr,
     MAP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
-    BC: tl.constexpr,
-    F: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEPT: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    PARTS_PER_STEP: tl.constexpr,
+    PART_ELEMENTS: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
 ):
-    """Combine the parts of a row of this length that begins in partition p, into OUT or the slot of
-    the first part.
+    """Combine the states of all parts of one row.
 
-    For scans write to the slot of each part the combination of all parts up to it.
+    Without MAP, write the result of the row, which has this length, to OUT. With MAP, replace the
+    state of the first part by the state of the row. For scans, replace the state of each part by
+    the combination of all parts up to and including it.
     """
-    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
-    u, v = identity_state(1 if RUN else F, BC, IDENTITY, KEPT)
-    for k in range(0, count, F):
-        part = k + tl.arange(0, F)[None, :, None]
-        exists = (part < count) & inside
-        if MAP == RUNNING_BACK:
-            part = count - 1 - part
-        pointers = _part(PARTS, p, part, SIZE) + columns
-        us = tl.load(pointers, mask=exists, other=IDENTITY)
-        vs = us
-        if RUN:
-            upto, _ = combine(u, v, count_rows_before(us, 1, OP), v, OP)
-            tl.store(pointers, upto, mask=exists)
-            us = reduce_axis(us, 1, OP)
-            vs = us
-        elif TWO:
-            vs = tl.load(pointers + C, mask=exists, other=0)
-        u, v = combine(u, v, us, vs, OP)
-    if not RUN:
-        us, vs = reduce_threads(u, v, OP)
+    SCAN: tl.constexpr = (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE)
+    HAS_STATE2: tl.constexpr = (OP == LSE) | (OP == PROD_AND_ZEROS)
+    state, state2 = wide_identity_state(
+        1 if SCAN else PARTS_PER_STEP, BLOCK_COLUMNS, IDENTITY, STATE_DTYPE
+    )
+    for done in range(0, num_parts, PARTS_PER_STEP):
+        part = done + tl.arange(0, PARTS_PER_STEP)[None, :, None]
+        mask = (part < num_parts) & column_mask
+        if MAP == CUMULATIVE_REVERSE:
+            part = num_parts - 1 - part
+        pointers = _part_pointer(PARTS, first_partition, part, PART_ELEMENTS) + columns
+        states = tl.load(pointers, mask=mask, other=IDENTITY)
+        states2 = states
+        if SCAN:
+            cumulative, _ = combine(state, state2, scan_axis(states, 1, OP), state2, OP)
+            tl.store(pointers, cumulative, mask=mask)
+            states = reduce_axis(states, 1, OP)
+            states2 = states
+        elif HAS_STATE2:
+            states2 = tl.load(pointers + NUM_COLUMNS, mask=mask, other=0)
+        state, state2 = combine(state, state2, states, states2, OP)
+    if not SCAN:
+        states, states2 = reduce_groups(state, state2, OP)
         if MAP == NONE:
-            store_result(OUT, us, vs, row, length, inside, columns, OP, IDENTITY, C)
+            store_wide_result(
+                OUT, states, states2, row, length, column_mask, columns, OP, IDENTITY, NUM_COLUMNS
+            )
         else:
-            pointers = _part(PARTS, p, 0, SIZE) + columns
-            tl.store(pointers, us, mask=inside)
-            if TWO:
-                tl.store(pointers + C, vs, mask=inside)
+            pointers = _part_pointer(PARTS, first_partition, 0, PART_ELEMENTS) + columns
+            tl.store(pointers, states, mask=column_mask)
+            if HAS_STATE2:
+                tl.store(pointers + NUM_COLUMNS, states2, mask=column_mask)
 
 
-@triton.jit(do_not_specialize=("n", "total", "partition", "partitions", "stride"))
-def columns_kernel(
+@triton.jit(do_not_specialize=("n", "total", "partition_size", "num_partitions", "search_stride"))
+def wide_partition_kernel(
     X,
     Y,
-    A,
-    B,
+    ROW_A,
+    ROW_B,
     OUT,
     PARTS,
     COUNTS,
     OFFSETS,
     n,
     total,
-    partition,
-    partitions,
-    stride,
+    partition_size,
+    num_partitions,
+    search_stride,
     OP: tl.constexpr,
     MAP: tl.constexpr,
     IDENTITY: tl.constexpr,
-    C: tl.constexpr,
-    READS: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     HAS_A: tl.constexpr,
     HAS_B: tl.constexpr,
-    ACC: tl.constexpr,
-    KEPT: tl.constexpr,
-    CUT: tl.constexpr,
-    BC: tl.constexpr,
-    G: tl.constexpr,
-    U: tl.constexpr,
-    F: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    CUT_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PARTS_PER_STEP: tl.constexpr,
 ):
-    """Process the rows of one partition and block of columns: OUT is (n, C), or with MAP the tokens
-    (total, C).
+    """Process the rows of one partition and one block of columns.
 
-    Tokens are read as ACC and reduced in KEPT. With CUT, rows end where their partition ends.
-    Otherwise the partition in which a row begins finishes it. PARTS (partitions, 2, ...) holds the
-    reductions of a partition's end of an earlier row (0) and of its beginning of a later row (1).
-    COUNTS (partitions, blocks) counts the finished parts of the row that crosses the end of a
-    partition. It is zero before and after.
+    OUT is the result (n, NUM_COLUMNS), or with MAP the mapped tokens (total, NUM_COLUMNS). Without
+    CUT_ROWS the CTA of the partition in which a row begins processes the whole row.
+
+    With CUT_ROWS a row that crosses the end of a partition comes in parts, one per partition. PARTS
+    (num_partitions, 2, ...) holds the state of a partition's part of an earlier row (side 0) and of
+    a row that begins in the partition (side 1). COUNTS[partition in which the row begins, block]
+    counts the reduced parts of the row. The CTA that completes the row combines the parts. With
+    MAP, it then adds READY. The CTAs of pass 2 wait for READY, add 1 and map their tokens; the last
+    CTA resets the counter to 0. Maps with OP == NONE need only one pass.
     """
-    RUN: tl.constexpr = (MAP == RUNNING) | (MAP == RUNNING_BACK)
-    BLOCKS: tl.constexpr = (C + BC - 1) // BC
-    TWO: tl.constexpr = (OP == LSE) | (OP == FACTORS)
-    SIZE: tl.constexpr = (G if RUN else 2 if TWO else 1) * C
+    SCAN: tl.constexpr = (MAP == CUMULATIVE) | (MAP == CUMULATIVE_REVERSE)
+    BLOCKS: tl.constexpr = (NUM_COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    HAS_STATE2: tl.constexpr = (OP == LSE) | (OP == PROD_AND_ZEROS)
+    PART_ELEMENTS: tl.constexpr = (GROUPS if SCAN else 2 if HAS_STATE2 else 1) * NUM_COLUMNS
     pid = tl.program_id(0)
-    p = pid // BLOCKS
+    partition = pid // BLOCKS
     block = pid % BLOCKS
-    is_second = False
-    if CUT and OP != NONE and MAP != NONE:
-        is_second = p >= partitions
-        p = p % partitions
-    columns, inside = column_block(block, C, BC)
-    d0 = p.to(tl.int64) * partition
-    d1 = d0 + partition
-    first, last = _begin_before(OFFSETS, d0, d1, n, stride)
+    is_second_pass = False
+    if CUT_ROWS and OP != NONE and MAP != NONE:
+        is_second_pass = partition >= num_partitions
+        partition = partition % num_partitions
+    columns, column_mask = columns_of_block(block, NUM_COLUMNS, BLOCK_COLUMNS)
+    start_position = partition.to(tl.int64) * partition_size
+    end_position = start_position + partition_size
+    first_row, end_row = _rows_before(OFFSETS, start_position, end_position, n, search_stride)
 
-    if CUT:
-        for side in range(2):  # the row that began before the partition, its last row
-            row = tl.where(side == 0, first, last) - 1
-            has = tl.where(side == 0, first > 0, last > first)
-            if has & (row < n):
+    if CUT_ROWS:
+        # Side 0 is the row that began before the partition, side 1 the last row that begins in it.
+        for side in range(2):
+            row = tl.where(side == 0, first_row, end_row) - 1
+            has_row = tl.where(side == 0, first_row > 0, end_row > first_row)
+            if has_row & (row < n):
                 start = tl.load(OFFSETS + row).to(tl.int64)
                 end = tl.load(OFFSETS + row + 1).to(tl.int64)
-                begin = ((start + row) // partition).to(tl.int32)
-                final = ((end + row) // partition).to(tl.int32)
-                if final >= p + side:
-                    t0 = tl.where(side == 0, d0 - row - 1, start)
-                    length = (tl.minimum(end, d1 - row - 1) - t0).to(tl.int32)
-                    a, b = load_operands(
-                        A, B, row, end - start, inside, columns, MAP, C, HAS_A, HAS_B, ACC
+                first_partition = ((start + row) // partition_size).to(tl.int32)
+                last_partition = ((end + row) // partition_size).to(tl.int32)
+                if last_partition >= partition + side:
+                    piece_start = tl.where(side == 0, start_position - row - 1, start)
+                    length = (tl.minimum(end, end_position - row - 1) - piece_start).to(tl.int32)
+                    row_a, row_b = load_wide_operands(
+                        ROW_A,
+                        ROW_B,
+                        row,
+                        end - start,
+                        column_mask,
+                        columns,
+                        MAP,
+                        NUM_COLUMNS,
+                        HAS_A,
+                        HAS_B,
+                        COMPUTE_DTYPE,
                     )
-                    x = X + t0 * C
-                    y = Y + t0 * C
-                    part = _part(PARTS, begin, p - begin, SIZE)
-                    walk, hop, counts, steps = thread_strides(length, 0, G, MAP)
-                    counter = COUNTS + (begin * BLOCKS + block)
+                    piece_x = X + piece_start * NUM_COLUMNS
+                    piece_y = Y + piece_start * NUM_COLUMNS
+                    part_pointer = _part_pointer(
+                        PARTS, first_partition, partition - first_partition, PART_ELEMENTS
+                    )
+                    first_token, token_step, num_tokens, num_steps = group_tokens(
+                        length, 0, GROUPS, MAP
+                    )
+                    counter = COUNTS + (first_partition * BLOCKS + block)
                     if OP == NONE:
-                        map_row_tokens(
-                            x,
-                            y,
-                            OUT + t0 * C,
-                            a,
-                            a,
-                            a,
-                            b,
-                            walk,
-                            hop,
-                            counts,
-                            steps,
+                        map_tokens(
+                            piece_x,
+                            piece_y,
+                            OUT + piece_start * NUM_COLUMNS,
+                            row_a,
+                            row_a,
+                            row_a,
+                            row_b,
+                            first_token,
+                            token_step,
+                            num_tokens,
+                            num_steps,
                             columns,
-                            inside,
+                            column_mask,
                             OP,
                             MAP,
-                            C,
-                            BC,
-                            G,
-                            U,
-                            READS,
-                            ACC,
+                            NUM_COLUMNS,
+                            BLOCK_COLUMNS,
+                            GROUPS,
+                            UNROLL,
+                            NUM_INPUTS,
+                            COMPUTE_DTYPE,
                         )
-                    elif is_second:
+                    elif is_second_pass:
                         while tl.atomic_add(counter, 0, sem="acquire") < READY:
                             pass
-                        if (
-                            tl.atomic_add(counter, 1, sem="acq_rel")
-                            == 2 * (final - begin) + 1 + READY
-                        ):  # all have seen it
+                        # The last CTA that sees READY resets the counter.
+                        previous = tl.atomic_add(counter, 1, sem="acq_rel")
+                        if previous == 2 * (last_partition - first_partition) + 1 + READY:
                             tl.store(counter, 0)
                         tl.debug_barrier()
-                        u, v = identity_state(1, BC, IDENTITY, KEPT)
-                        if RUN:
-                            if p != (begin if MAP == RUNNING else final):
-                                neighbor = p - 1 if MAP == RUNNING else p + 1
-                                u = tl.load(
-                                    _part(PARTS, begin, neighbor - begin, SIZE) + columns,
-                                    mask=inside,
+                        state, state2 = wide_identity_state(1, BLOCK_COLUMNS, IDENTITY, STATE_DTYPE)
+                        if SCAN:
+                            if partition != (
+                                first_partition if MAP == CUMULATIVE else last_partition
+                            ):
+                                neighbor = partition - 1 if MAP == CUMULATIVE else partition + 1
+                                state = tl.load(
+                                    _part_pointer(
+                                        PARTS,
+                                        first_partition,
+                                        neighbor - first_partition,
+                                        PART_ELEMENTS,
+                                    )
+                                    + columns,
+                                    mask=column_mask,
                                     other=IDENTITY,
                                 )
-                            group = tl.arange(0, G)[None, :, None]
-                            state = tl.load(
-                                part + (group * C + columns),
-                                mask=(group > 0) & inside,
+                            group = tl.arange(0, GROUPS)[None, :, None]
+                            group_carry = tl.load(
+                                part_pointer + (group * NUM_COLUMNS + columns),
+                                mask=(group > 0) & column_mask,
                                 other=IDENTITY,
                             )
-                            u, v = combine(u, v, state, state, OP)
+                            state, state2 = combine(state, state2, group_carry, group_carry, OP)
                         else:
-                            whole = _part(PARTS, begin, 0, SIZE) + columns
-                            u = tl.load(whole, mask=inside, other=0)
-                            if TWO:
-                                v = tl.load(whole + C, mask=inside, other=0)
+                            row_state = (
+                                _part_pointer(PARTS, first_partition, 0, PART_ELEMENTS) + columns
+                            )
+                            state = tl.load(row_state, mask=column_mask, other=0)
+                            if HAS_STATE2:
+                                state2 = tl.load(row_state + NUM_COLUMNS, mask=column_mask, other=0)
                         if MAP != NONE:
-                            map_row_tokens(
-                                x,
-                                y,
-                                OUT + t0 * C,
-                                u,
-                                v,
-                                a,
-                                b,
-                                walk,
-                                hop,
-                                counts,
-                                steps,
+                            map_tokens(
+                                piece_x,
+                                piece_y,
+                                OUT + piece_start * NUM_COLUMNS,
+                                state,
+                                state2,
+                                row_a,
+                                row_b,
+                                first_token,
+                                token_step,
+                                num_tokens,
+                                num_steps,
                                 columns,
-                                inside,
+                                column_mask,
                                 OP,
                                 MAP,
-                                C,
-                                BC,
-                                G,
-                                U,
-                                READS,
-                                ACC,
+                                NUM_COLUMNS,
+                                BLOCK_COLUMNS,
+                                GROUPS,
+                                UNROLL,
+                                NUM_INPUTS,
+                                COMPUTE_DTYPE,
                             )
                     else:
-                        us, vs = reduce_tokens(
-                            x,
-                            y,
-                            a,
-                            walk,
-                            hop,
-                            counts,
-                            steps,
-                            (start - t0).to(tl.int32),
+                        states, states2 = reduce_tokens(
+                            piece_x,
+                            piece_y,
+                            row_a,
+                            first_token,
+                            token_step,
+                            num_tokens,
+                            num_steps,
+                            (start - piece_start).to(tl.int32),
                             columns,
-                            inside,
+                            column_mask,
                             OP,
                             IDENTITY,
-                            C,
-                            BC,
-                            G,
-                            U,
-                            READS,
-                            ACC,
-                            KEPT,
+                            NUM_COLUMNS,
+                            BLOCK_COLUMNS,
+                            GROUPS,
+                            UNROLL,
+                            NUM_INPUTS,
+                            COMPUTE_DTYPE,
+                            STATE_DTYPE,
                         )
-                        if RUN:  # the carry of each group; the state of all groups comes first
-                            group = (tl.arange(0, G)[None, :, None] + 1) % G
+                        if SCAN:
+                            # Slot g > 0 gets the carry into group g, and slot 0 the state of the
+                            # whole part.
+                            group = (tl.arange(0, GROUPS)[None, :, None] + 1) % GROUPS
                             tl.store(
-                                part + (group * C + columns),
-                                count_rows_before(us, 1, OP),
-                                mask=inside,
+                                part_pointer + (group * NUM_COLUMNS + columns),
+                                scan_axis(states, 1, OP),
+                                mask=column_mask,
                             )
                         else:
-                            us, vs = reduce_threads(us, vs, OP)
-                            tl.store(part + columns, us, mask=inside)
-                            if TWO:
-                                tl.store(part + C + columns, vs, mask=inside)
+                            states, states2 = reduce_groups(states, states2, OP)
+                            tl.store(part_pointer + columns, states, mask=column_mask)
+                            if HAS_STATE2:
+                                tl.store(
+                                    part_pointer + NUM_COLUMNS + columns, states2, mask=column_mask
+                                )
                         tl.debug_barrier()
-                        if tl.atomic_add(counter, 1, sem="acq_rel") == final - begin:
+                        if (
+                            tl.atomic_add(counter, 1, sem="acq_rel")
+                            == last_partition - first_partition
+                        ):
                             tl.debug_barrier()
-                            _put_together(
+                            _combine_parts(
                                 PARTS,
                                 OUT,
                                 row,
                                 end - start,
-                                begin,
-                                final - begin + 1,
+                                first_partition,
+                                last_partition - first_partition + 1,
                                 columns,
-                                inside,
+                                column_mask,
                                 OP,
                                 MAP,
                                 IDENTITY,
-                                C,
-                                BC,
-                                F,
-                                SIZE,
-                                KEPT,
+                                NUM_COLUMNS,
+                                BLOCK_COLUMNS,
+                                PARTS_PER_STEP,
+                                PART_ELEMENTS,
+                                STATE_DTYPE,
                             )
                             tl.debug_barrier()
                             if MAP == NONE:
@@ -475,58 +533,61 @@ def columns_kernel(
                             else:
                                 tl.atomic_add(counter, READY, sem="release")
 
-    if not is_second:
-        if MAP != NONE:  # tokens behind the last row
+    if not is_second_pass:
+        if MAP != NONE:
             end = tl.load(OFFSETS + n).to(tl.int64)
-            clear_tail(
+            clear_tokens(
                 OUT,
-                tl.maximum(end, d0 - n - 1),
-                tl.minimum(total, d1 - n - 1),
+                tl.maximum(end, start_position - n - 1),
+                tl.minimum(total, end_position - n - 1),
                 columns,
-                inside,
-                C,
-                BC,
-                G,
-                U,
+                column_mask,
+                NUM_COLUMNS,
+                BLOCK_COLUMNS,
+                GROUPS,
+                UNROLL,
             )
-        last = tl.minimum(last, n)
-        if CUT & (last > first):  # without the row that crosses the end of the partition
-            last -= (tl.load(OFFSETS + last).to(tl.int64) + last - 1 >= d1).to(tl.int32)
-        for row in range(first, last, G):
-            reduce_short_rows(
+        end_row = tl.minimum(end_row, n)
+        # Leave out the row that crosses the end of the partition: it is cut.
+        if CUT_ROWS & (end_row > first_row):
+            end_row -= (tl.load(OFFSETS + end_row).to(tl.int64) + end_row - 1 >= end_position).to(
+                tl.int32
+            )
+        for row in range(first_row, end_row, GROUPS):
+            process_wide_rows(
                 X,
                 Y,
-                A,
-                B,
+                ROW_A,
+                ROW_B,
                 OUT,
                 OFFSETS,
                 row,
-                last,
+                end_row,
                 columns,
-                inside,
+                column_mask,
                 OP,
                 MAP,
                 IDENTITY,
-                C,
-                BC,
-                G,
-                U,
-                READS,
+                NUM_COLUMNS,
+                BLOCK_COLUMNS,
+                GROUPS,
+                UNROLL,
+                NUM_INPUTS,
                 HAS_A,
                 HAS_B,
-                ACC,
-                KEPT,
+                COMPUTE_DTYPE,
+                STATE_DTYPE,
             )
 
 
 @launch_args
-class RowsArgs:
-    """Arguments of `rows_kernel`."""
+class WideRowArgs:
+    """Arguments of `wide_row_kernel`."""
 
     X: Pointer
     Y: Pointer
-    A: Pointer
-    B: Pointer
+    ROW_A: Pointer
+    ROW_B: Pointer
     OUT: Pointer
     OFFSETS: Pointer
     n: Number
@@ -534,45 +595,52 @@ class RowsArgs:
 
 
 @launch_args
-class ColumnsArgs:
-    """Arguments of `columns_kernel`."""
+class WidePartitionArgs:
+    """Arguments of `wide_partition_kernel`."""
 
     X: Pointer
     Y: Pointer
-    A: Pointer
-    B: Pointer
+    ROW_A: Pointer
+    ROW_B: Pointer
     OUT: Pointer
     PARTS: Pointer
     COUNTS: Pointer
     OFFSETS: Pointer
     n: Number
     total: Number
-    partition: Number
-    partitions: Number
-    stride: Number
+    partition_size: Number
+    num_partitions: Number
+    search_stride: Number
 
 
 def run(
     config: "LaunchConfig",
     x: torch.Tensor,
     y: torch.Tensor | None,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
+    row_a: torch.Tensor | None,
+    row_b: torch.Tensor | None,
     out: torch.Tensor,
     offsets: torch.Tensor,
 ) -> None:
-    """Fill `out` as `interface.over_rows` says, on the device of the arrays."""
+    """Fill `out` as described in `interface.over_rows`, on the device of the arrays."""
     x, out = (p.view(torch.uint8) if p.dtype == torch.bool else p for p in (x, out))
-    y, a, b = x if y is None else y, x if a is None else a, x if b is None else b
-    if config.partitions:
+    tensors = dict(
+        X=x,
+        Y=x if y is None else y,
+        ROW_A=x if row_a is None else row_a,
+        ROW_B=x if row_b is None else row_b,
+        OUT=out,
+        OFFSETS=offsets,
+    )
+    if config.num_counters:
         parts = counts = offsets
         if config.parts:
             parts = empty(x.device.type)(*config.parts)
-            counts = counters(x.device, config.partitions)
-        args = config.args(X=x, Y=y, A=a, B=b, OUT=out, PARTS=parts, COUNTS=counts, OFFSETS=offsets)
+            counts = counters(x.device, config.num_counters)
+        args = config.args(**tensors, PARTS=parts, COUNTS=counts)
     else:
-        args = config.args(X=x, Y=y, A=a, B=b, OUT=out, OFFSETS=offsets)
-    config.launch(config.programs, args)
+        args = config.args(**tensors)
+    config.launch(config.num_ctas, args)
 
 
 def counters(device: torch.device, number: int) -> torch.Tensor:
@@ -583,10 +651,10 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
     if INTERPRETED or torch.cuda.is_current_stream_capturing():
         return torch.zeros((number,), dtype=torch.int32, device=device)
     key = device, current_stream(device.index)
-    counts = _COUNTS.get(key)
+    counts = _COUNTERS.get(key)
     if counts is None or counts.shape[0] < number:
-        counts = _COUNTS[key] = torch.zeros(
-            (max(number, _FEWEST_COUNTS),), dtype=torch.int32, device=device
+        counts = _COUNTERS[key] = torch.zeros(
+            (max(number, _MIN_COUNTERS),), dtype=torch.int32, device=device
         )
     return counts
 
@@ -595,12 +663,13 @@ class LaunchConfig(NamedTuple):
     """The launch of a call, as far as the host metadata determines it."""
 
     launch: Launch
-    programs: int
-    args: Callable[..., Any]  # `RowsArgs` or `ColumnsArgs` of the tensors
-    partitions: int  # and blocks of columns; 0 where a program has a row
-    parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = (
-        None  # None where no row is put together from parts
-    )
+    num_ctas: int
+    #: Build `WideRowArgs` or `WidePartitionArgs` from the tensors.
+    args: Callable[..., Any]
+    #: One counter per partition and block of columns; 0 for `wide_row_kernel`.
+    num_counters: int
+    #: Shape, strides and dtype of PARTS; None if no row is reduced in parts.
+    parts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
 
 
 def make_config(
@@ -608,7 +677,7 @@ def make_config(
     dtypes: tuple[Any, ...],
     op: int,
     map: int,
-    acc: torch.dtype,
+    compute_dtype: torch.dtype,
     state_dtype: torch.dtype,
     identity: float,
     shape: tuple[int, ...],
@@ -617,71 +686,100 @@ def make_config(
 ) -> LaunchConfig:
     """Return the launch config for x of this shape.
 
-    `dtypes` are the dtypes of x, a, b, out and offsets. Its second entry says whether there is a y.
-    Tokens are read as `acc`, and reduced in `state_dtype` from `identity` on.
+    `dtypes` are the dtypes of x, row_a, row_b, out and offsets. Its second entry is True if there
+    is a y. `identity` is the state of a reduction of no tokens.
     """
-    total, width, size = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
-    most, search = triton.next_power_of_2(width), op in (ARGMAX.value, ARGMIN.value)
-    same = dict(
+    total, width, itemsize = shape[0], math.prod(shape[1:]), dtypes[0].itemsize
+    max_block_columns = triton.next_power_of_2(width)
+    is_search = op in (ARGMAX.value, ARGMIN.value)
+    constants = dict(
         OP=op,
         MAP=map,
         IDENTITY=identity,
-        C=width,
-        READS=2 if dtypes[1] else int(map not in SPREAD),
+        NUM_COLUMNS=width,
+        NUM_INPUTS=2 if dtypes[1] else int(map not in MAPS_WITHOUT_INPUT),
         HAS_A=dtypes[2] is not None,
         HAS_B=dtypes[3] is not None,
-        ACC=_TYPES[acc],
-        KEPT=_TYPES[state_dtype],
+        COMPUTE_DTYPE=_TRITON_DTYPES[compute_dtype],
+        STATE_DTYPE=_TRITON_DTYPES[state_dtype],
     )
-    columns = min(most, _ROW_BYTES // size)
-    blocks = -(-width // columns)
+
+    # One row per CTA, if the rows are long on average and the longest row does not dominate.
+    block_columns = min(max_block_columns, _ROW_BLOCK_BYTES // itemsize)
+    num_blocks = -(-width // block_columns)
     longest = total if max_length is None else max_length
-    fewest, many, most_tokens = (tokens * n for tokens in _ROW_TOKENS)
-    fits = longest * device_info(device).sm_count <= total * blocks and longest * width <= _LONGEST
-    if op and n and fewest <= total <= most_tokens and fits:
-        shapes = {
-            merge_path.DOT.value: _ROW_PAIRS,
-            FACTORS.value: _ROW_FACTORS,
-            ARGMAX.value: _ROW_SEARCHES,
-            ARGMIN.value: _ROW_SEARCHES,
+    rows_fit = (
+        longest * device_info(device).sm_count <= total * num_blocks
+        and longest * width <= _MAX_PARTITION_ELEMENTS
+    )
+    if op and n and _MIN_MEAN_LENGTH * n <= total <= _MAX_MEAN_LENGTH * n and rows_fit:
+        row_configs = {
+            merge_path.DOT.value: _ROW_CONFIGS_OF_DOT,
+            PROD_AND_ZEROS.value: _ROW_CONFIGS_OF_PROD_AND_ZEROS,
+            ARGMAX.value: _ROW_CONFIGS_OF_SEARCHES,
+            ARGMIN.value: _ROW_CONFIGS_OF_SEARCHES,
         }
-        warps, steps = shapes.get(op, _ROW_SHAPES)[total >= many]
-        tiles = dict(BC=columns, G=_group_count(warps, columns, size), U=steps)
-        launch = _launch(device, dtypes, rows_kernel, RowsArgs, warps, **same, **tiles)
-        return LaunchConfig(launch, n * blocks, bind_args(RowsArgs, n=n, total=total), 0)
-    columns = min(most, _COLUMNS)
-    blocks = -(-width // columns)
-    groups = _group_count(_WARPS, columns, size)
-    items = total + n + 1
-    partition = max(
-        -(-items * blocks // (device_info(device).sm_count * _PROGRAMS)), _SHORTEST * groups
+        num_warps, unroll = row_configs.get(op, _ROW_CONFIGS)[total >= _LONG_MEAN_LENGTH * n]
+        tiles = dict(
+            BLOCK_COLUMNS=block_columns,
+            GROUPS=_group_count(num_warps, block_columns, itemsize),
+            UNROLL=unroll,
+        )
+        launch = _launch(
+            device, dtypes, wide_row_kernel, WideRowArgs, num_warps, **constants, **tiles
+        )
+        args = bind_args(WideRowArgs, n=n, total=total)
+        return LaunchConfig(launch, n * num_blocks, args, 0)
+
+    block_columns = min(max_block_columns, _MAX_BLOCK_COLUMNS)
+    num_blocks = -(-width // block_columns)
+    groups = _group_count(_NUM_WARPS, block_columns, itemsize)
+    num_positions = total + n + 1
+    partition_size = max(
+        -(-num_positions * num_blocks // (device_info(device).sm_count * _CTAS_PER_SM)),
+        _MIN_PARTITION_STEPS * groups,
     )
-    partition = max(min(partition, _LONGEST // (blocks * columns)), 1)
-    count = -(-items // partition)
-    cut = count > 1 and (max_length is None or _OVERHANG * max_length > partition)
-    programs = count * blocks * (2 if cut and op and map else 1)
-    stride = 1
-    while stride * _WIDE.value < n + 1:
-        stride *= _WIDE.value
-    states = groups if map in _SCANS else 2
-    parts = (*contiguous((count, 2, states, width)), state_dtype) if cut and op else None
+    partition_size = max(
+        min(partition_size, _MAX_PARTITION_ELEMENTS // (num_blocks * block_columns)), 1
+    )
+    num_partitions = -(-num_positions // partition_size)
+    cut_rows = num_partitions > 1 and (
+        max_length is None or _UNCUT_RATIO * max_length > partition_size
+    )
+    num_passes = 2 if cut_rows and op and map else 1
+    search_stride = 1
+    while search_stride * _SEARCH_WIDTH.value < n + 1:
+        search_stride *= _SEARCH_WIDTH.value
+    states_per_part = groups if map in _SCANS else 2
+    parts = None
+    if cut_rows and op:
+        parts = (*contiguous((num_partitions, 2, states_per_part, width)), state_dtype)
     tiles = dict(
-        CUT=cut,
-        BC=columns,
-        G=groups,
-        U=_STEPS_OF_SEARCHES if search else _STEPS,
-        F=max(_PARTS // columns, 2),
+        CUT_ROWS=cut_rows,
+        BLOCK_COLUMNS=block_columns,
+        GROUPS=groups,
+        UNROLL=_UNROLL_OF_SEARCHES if is_search else _UNROLL,
+        PARTS_PER_STEP=max(_PART_ELEMENTS_PER_STEP // block_columns, 2),
     )
-    launch = _launch(device, dtypes, columns_kernel, ColumnsArgs, _WARPS, **same, **tiles)
+    launch = _launch(
+        device, dtypes, wide_partition_kernel, WidePartitionArgs, _NUM_WARPS, **constants, **tiles
+    )
     args = bind_args(
-        ColumnsArgs, n=n, total=total, partition=partition, partitions=count, stride=stride
+        WidePartitionArgs,
+        n=n,
+        total=total,
+        partition_size=partition_size,
+        num_partitions=num_partitions,
+        search_stride=search_stride,
     )
-    return LaunchConfig(launch, programs, args, count * blocks, parts)
+    num_counters = num_partitions * num_blocks
+    return LaunchConfig(launch, num_counters * num_passes, args, num_counters, parts)
 
 
-def _group_count(warps: int, columns: int, size: int) -> int:
-    """Return the thread groups of a program, for elements of `size` bytes."""
-    return 32 * warps * min(_BYTES // size, columns) // columns
+def _group_count(num_warps: int, block_columns: int, itemsize: int) -> int:
+    """Return the number of thread groups of a CTA."""
+    columns_per_thread = min(_BYTES_PER_THREAD // itemsize, block_columns)
+    return 32 * num_warps * columns_per_thread // block_columns
 
 
 @cache
@@ -690,7 +788,8 @@ def _launch(
     dtypes: tuple[Any, ...],
     kernel: Any,
     args: Any,
-    warps: int,
+    num_warps: int,
     **constants: Any,
 ) -> Launch:
-    return Launch(kernel, constants, dict(num_warps=warps), args=args)
+    """Return the launch of a kernel with these constants, one per device and dtypes."""
+    return Launch(kernel, constants, dict(num_warps=num_warps), args=args)
