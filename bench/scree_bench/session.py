@@ -239,6 +239,7 @@ class Session:
         self.result.write(self.path)
         try:
             self.say(f"Wrote {self.path} and {len(plots.draw(self.result, out))} pictures.")
+        # matplotlib is optional; the measurements are written already.
         except ImportError:
             self.say(
                 f"Wrote {self.path}; pictures need matplotlib, here or where `scree-bench report` "

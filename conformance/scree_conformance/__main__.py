@@ -105,6 +105,7 @@ def show(title: str, results: dict[str, OutcomeCounts]) -> None:
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
+    # rich is optional; without it the report is Markdown.
     except ImportError:
         print(markdown(title, results))
         return

@@ -84,7 +84,7 @@ def _with_residual(norm: Any, dtype: str) -> Any:
 
 @operation("ragged.rms_norm", kernel="rms_norm")
 def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
-    """With and without weight, on ragged and dense arrays.
+    """Check calls with and without weight and residual, on ragged and dense arrays.
 
     One draw has ``x ** 2`` above the range of half precision.
     """
@@ -110,7 +110,7 @@ def rms_norm(bench: Bench, layout: Layout, dtype: str) -> None:
 
 @operation("ragged.layer_norm", kernel="layer_norm")
 def layer_norm(bench: Bench, layout: Layout, dtype: str) -> None:
-    """With and without weight and bias, on ragged and dense arrays.
+    """Check calls with and without weight and bias, on ragged and dense arrays.
 
     One draw has a variance above the range of half precision.
     """

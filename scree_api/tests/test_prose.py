@@ -96,7 +96,7 @@ PHRASES = {
 }
 
 #: Words that begin no docstring. "Return whether ..." is fine.
-OPENING = re.compile(r"(?:What|Who|Where|How|Of|Whether)\b")
+OPENING = re.compile(r"(?:What|Who|Where|How|Of|Whether|With|Without)\b")
 OPENING_REPLACEMENT = "an imperative verb, or a noun phrase that names the object"
 
 

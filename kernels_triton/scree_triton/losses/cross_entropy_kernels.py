@@ -2,8 +2,8 @@
 
 Two kernels compute the same results. `tokens_kernel` holds all logits of a few tokens.
 `classes_kernel`, for more classes, processes one token after another. Its losses take one pass over
-the logits, in which each lane keeps its own maximum and sum (online softmax, Milakov and
-Gimelshein, 2018); the lanes are reduced at the end. The gradient takes a second pass, which finds
+the logits, in which each column of a block keeps its own maximum and sum (online softmax, Milakov and
+Gimelshein, 2018); the columns are reduced at the end. The gradient takes a second pass, which finds
 the logits in the cache if it comes directly after the first. Both kernels can write in place. An
 ignored token is not read, except by `tokens_kernel` for a gradient alone.
 """
@@ -92,7 +92,7 @@ def _load_tile(
 
 @triton.jit
 def _update_softmax(x, maximum, total):
-    """Update the maximum and the sum of exponentials of each lane with (DEEP, LANES) more logits."""
+    """Update the maximum and the sum of exponentials of each column with (DEEP, LANES) more logits."""
     new_maximum = tl.maximum(maximum, tl.max(x, 0))
     finite_maximum = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     return new_maximum, total * tl.exp2((maximum - finite_maximum) * _LOG2E) + tl.sum(

@@ -354,7 +354,8 @@ class Launch:
                     *self.values,
                 )
                 return
-            except OverflowError:  # a number beyond 32 bits, for which the JIT has another variant
+            # A number beyond 32 bits, for which the JIT below has another variant.
+            except OverflowError:
                 pass
         strides = specialized[len(pointers) :]
         typed = [shape.typed(x, rows) for x, shape, rows in zip(described, shapes, self.rows)]

@@ -999,7 +999,7 @@ def _map_piece(
     """
     state, state2 = _identity_state(1, IDENTITY, STATE_DTYPE)
     if OP != NONE:
-        # Wait until the count is last_part - first_part + 1, the number of pieces of the row.
+        # Spin until the count is last_part - first_part + 1, the number of pieces of the row.
         while tl.atomic_add(counter, 0, sem="acquire") <= last_part - first_part:
             pass
         tl.debug_barrier()

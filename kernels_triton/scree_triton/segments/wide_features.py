@@ -403,6 +403,7 @@ def wide_partition_kernel(
                             COMPUTE_DTYPE,
                         )
                     elif is_second_pass:
+                        # Spin until the first pass has reduced the row.
                         while tl.atomic_add(counter, 0, sem="acquire") < READY:
                             pass
                         # The last CTA that sees READY resets the counter.

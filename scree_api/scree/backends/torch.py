@@ -126,6 +126,7 @@ def _tensor_guards() -> Any:
         return None
     try:
         is_valid = guards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None).check(x)
+    # Another interface of this private class; `_make_guard` then compares the metadata itself.
     except TypeError:
         return None
     return guards if is_valid else None
