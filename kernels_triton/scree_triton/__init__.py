@@ -77,14 +77,16 @@ def _register(operation: str, entry: KernelEntry, kernels: Any) -> None:
 
     from scree import register_kernel
 
+    from .runtime.device import rejects_device
+
     function = entry.function or operation
 
     def rejects(call: Any) -> str | None:
         x = entry.values(call)
         if not isinstance(x, torch.Tensor):
             return "the Triton kernels take torch tensors"
-        if not (x.is_cuda or _interpreted()):
-            return f"the Triton kernels run on CUDA devices, not on {x.device.type!r}"
+        if reason := rejects_device(x.device):
+            return reason
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return "the Triton kernels run under no transform of torch.func, such as vmap"
         return kernels.rejects(call)  # type: ignore[no-any-return]

@@ -380,12 +380,15 @@ def test_compiled(dim):
 @pytest.mark.parametrize("dim", [64, 80])
 def test_operator(dim):
     """The operators' fakes, autograd and schemas pass opcheck."""
-    from scree_triton.attention.interface import attention_op
+    from scree_triton.attention.interface import attention_op, schedule_op
     from scree_triton.attention.tile_scheduler import UNBOUNDED
 
     p = problem(Case(f32 if dim == 80 else f16, dim, dim, 2, 1, (30, 0, 70)), "cuda")
     args = tuple(x.detach().requires_grad_() for x in (p.q, p.k, p.v))
-    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, UNBOUNDED, 0, 0.1, 0.0))
+    kind = p.q.dtype, dim, dim
+    tiles = schedule_op(p.cu_q, p.cu_k, p.q.shape[0], *kind, 0, UNBOUNDED, 0)
+    constants = tiles, 70, UNBOUNDED, 0, 0.1, 0.0
+    torch.library.opcheck(attention_op, (*args, None, p.cu_q, p.cu_k, *constants))
 
 
 @pytest.mark.parametrize("dim", [64, 80, 160])

@@ -7,7 +7,6 @@ they serve; `test_attention_gpu` tests their results on a Hopper GPU.
 import importlib
 import inspect
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from scree_triton.attention import arguments, autotune, launch_configs
 from scree_triton.attention.interface import attention
 from scree_triton.attention.launch_configs import AttentionSpec, VarlenLayout, get_launch_config
 from scree_triton.attention.tile_scheduler import UNBOUNDED, max_tiles, schedule_tiles
+from scree_triton.runtime.device import Device
 from scree_triton.runtime.launch import INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -149,13 +149,8 @@ def test_select_config_on_hopper_returns_documented_kernels(
     dtype, dims, change, expected, monkeypatch
 ):
     """The documentation has the same table."""
-    monkeypatch.setattr(launch_configs, "GLUON_KNOWN", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(multi_processor_count=132),
-    )
+    hopper = Device("nvidia", (9, 0), 132, 232448, 50 << 20, (3, 6))
+    monkeypatch.setattr(launch_configs, "device_info", lambda device: hopper)
     layouts = tuple(launch_configs.HeadLayout(2, dim, 2 * dim, dim) for dim in (dims[0], *dims))
     config = launch_configs.select_config(
         torch.device("cuda", 0), dtype, layouts, **{**CAUSAL, **change}

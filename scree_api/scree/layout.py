@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 #: A row of at least this length gains little from being batched with other rows.
 LONG_ROW = 256
+#: Streams per layout for which derived data is kept; see `Layout.cache`.
+MAX_STREAMS = 32
 #: Other layouts per layout for which data derived from both is kept; see `Layout.pair_cache`.
 MAX_PAIR_CACHES = 4
 
@@ -120,7 +122,9 @@ class Layout:
         self.offsets = offsets
         self._total = total
         self.max_length = max_length
-        self.cache: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
+        self._stream_caches: dict[Any, dict[Any, Any]] = {}
+        self._stream_key = None if backend.stream_key is None else backend.stream_key(offsets)
         self._host = host
         self._has_no_tail = has_no_tail
 
@@ -140,6 +144,24 @@ class Layout:
         offsets = backend.from_host(host, dtype, device)
         longest = int(lengths.max()) if len(lengths) else 0
         return cls(backend, offsets, int(host[-1]), longest, host)
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Everything derived from the offsets, by key.
+
+        Every stream of a device has a cache of its own, and so has every capture of a CUDA graph.
+        Data that one stream computes is not ready on another, and memory of a graph is overwritten.
+        """
+        if self._stream_key is None or self.backend.is_compiling():
+            return self._cache
+        key = self._stream_key()
+        cache = self._stream_caches.get(key)
+        if cache is None:
+            cache = {}
+            # A new dictionary, as other threads may read the old one.
+            kept = [*self._stream_caches.items()][1 - MAX_STREAMS :]
+            self._stream_caches = {**dict(kept), key: cache}
+        return cache
 
     def cached(self, key: Any, derive: Callable[[], T], pair: Layout | None = None) -> T:
         """Return ``derive()``, computed once per layout or pair of layouts.

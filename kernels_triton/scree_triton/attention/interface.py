@@ -7,27 +7,25 @@ torch.compile or torch.export traces, custom operators run the same launch confi
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..runtime.autograd import differentiable, needs_gradient
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED
 from .launch_configs import (
     AttentionSpec,
     VarlenLayout,
     allows_tf32,
     get_launch_config,
-    is_capturing,
     is_tma_aligned,
+    usual_tile_sizes,
 )
-from .tile_scheduler import UNBOUNDED
+from .tile_scheduler import FIELDS, UNBOUNDED, max_tiles, schedule_tiles
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_ROWS = 1 << 24
 _MAX_TOKENS = 1 << 26
-#: Device -> why no kernel runs on it; an empty string where kernels run.
-_DEVICE_REJECTIONS: dict[torch.device, str] = {}
 
 
 def rejects(call: Any) -> str | None:
@@ -38,9 +36,6 @@ def rejects(call: Any) -> str | None:
         isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
     ):
         return "the Triton kernels take torch tensors"
-    reason = _rejects_device(q.device)
-    if reason:
-        return reason
     if dtype not in _DTYPES:
         return f"the Triton kernels take float16, bfloat16 and float32, not {dtype}"
     if INTERPRETED and dtype == torch.bfloat16:
@@ -66,21 +61,6 @@ def rejects(call: Any) -> str | None:
     return None
 
 
-def _rejects_device(device: torch.device) -> str:
-    if device not in _DEVICE_REJECTIONS:
-        if device.type != "cuda" and not INTERPRETED:
-            _DEVICE_REJECTIONS[device] = (
-                f"the Triton kernels run on CUDA devices, not on {device.type!r}"
-            )
-        elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            _DEVICE_REJECTIONS[device] = (
-                "the Triton kernels need compute capability 8.0 (Ampere) or later"
-            )
-        else:
-            _DEVICE_REJECTIONS[device] = ""
-    return _DEVICE_REJECTIONS[device]
-
-
 def run(call: Any) -> Any:
     """Run a call that `rejects` accepts.
 
@@ -90,9 +70,9 @@ def run(call: Any) -> Any:
         The output, and with ``call.return_lse`` also the natural log-sum-exp, float32, one number
         per query and head.
     """
-    if not torch.compiler.is_compiling():
-        return prepare_run(call)(call.q, call.k, call.v, call.alibi_slopes)
     q, k, v = call.q, call.k, call.v
+    if not uses_operators(q.values, k.values, v.values):
+        return prepare_run(call)(q, k, v, call.alibi_slopes)
     out, lse = _traced(
         q.values,
         k.values,
@@ -101,6 +81,7 @@ def run(call: Any) -> Any:
         k.offsets,
         _call_spec(call),
         None if call.alibi_slopes is None else _as_float32(call.alibi_slopes),
+        q.layout.max_length_bound if k.layout is q.layout else k.layout.max_length_bound,
     )
     return (q.with_values(out), q.with_values(lse.t())) if call.return_lse else q.with_values(out)
 
@@ -121,8 +102,7 @@ def prepare_run(call: Any) -> Callable[..., Any]:
         total_q, total_k = values[0].shape[0], values[1].shape[0]
         forward = config.prepare_forward(layout, total_q, total_k, spec)
         backward = config.prepare_backward(layout, total_q, total_k, spec) if needs_grad else None
-        if not is_capturing(values[0]):
-            prepared[key] = forward, backward
+        prepared[key] = forward, backward
         return forward, backward
 
     def run_prepared(q: Any, k: Any, v: Any, alibi_slopes: torch.Tensor | None) -> Any:
@@ -199,10 +179,11 @@ def attention(
         without a valid key has output 0 and log-sum-exp -inf.
     """
     spec = make_spec(causal, *window, scale, softcap)
-    if torch.compiler.is_compiling():
-        out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes)
+    longest = UNBOUNDED if max_length is None else max_length
+    if uses_operators(q, k, v):
+        out, lse = _traced(q, k, v, cu_q, cu_k, spec, alibi_slopes, longest)
         return out, lse.t()
-    layout = VarlenLayout(cu_q, cu_k, memo, UNBOUNDED if max_length is None else max_length)
+    layout = VarlenLayout(cu_q, cu_k, memo, longest)
     config = get_launch_config(q, k, v, layout, spec, alibi_slopes is not None)
     forward = config.prepare_forward(layout, q.shape[0], k.shape[0], spec)
     if needs_gradient(q, k, v):
@@ -226,16 +207,15 @@ def make_spec(
 
 def _record_attention(ctx, q, k, v, constants):
     # The constants are one tuple, because every argument of an autograd function costs time.
-    run, ctx.run_back, ctx.slopes, return_lse = constants
-    out, lse = run(q, k, v, ctx.slopes)
-    ctx.save_for_backward(q, k, v, out, lse)
+    run, ctx.run_back, slopes, return_lse = constants
+    out, lse = run(q, k, v, slopes)
+    ctx.save_for_backward(q, k, v, slopes, out, lse)
     ctx.set_materialize_grads(False)
     return (out, lse) if return_lse else out
 
 
 def _attention_gradient(ctx, dout, dlse=None):
-    q, k, v, out, lse = ctx.saved_tensors
-    return *ctx.run_back(q, k, v, ctx.slopes, out, lse, dout, dlse), None
+    return *ctx.run_back(*ctx.saved_tensors, dout, dlse), None
 
 
 _differentiable_attention = differentiable("Attention", _record_attention, _attention_gradient)
@@ -249,45 +229,60 @@ def _traced(
     cu_k: torch.Tensor,
     spec: AttentionSpec,
     slopes: torch.Tensor | None,
+    max_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the log-sum-exp (num_heads, total) through operators, for compilers."""
-    copied_q = offsets_op(cu_q)
-    return attention_op(
-        q, k, v, slopes, copied_q, copied_q if cu_k is cu_q else offsets_op(cu_k), *spec
-    )
+    """Return the output and the log-sum-exp (num_heads, total) through operators."""
+    tiles = schedule_op(cu_q, cu_k, q.shape[0], *_tile_kind(q, v), _FORWARD, spec[0], spec[1])
+    return attention_op(q, k, v, slopes, cu_q, cu_k, tiles, max_length, *spec)
 
 
-#: Offsets that `offsets_op` copied in a compiled function -> their tile schedules.
-SCHEDULES: Any = WeakIdKeyDictionary()
+# Kernels that take a schedule; fields of `TileSizes`.
+_FORWARD, _DQ, _DKDV = range(3)
 
 
-def _rows_operator(offsets: torch.Tensor) -> torch.Tensor:
-    """Return a copy of offsets that no other code holds, for which schedules can be cached.
+def _tile_kind(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.dtype, int, int]:
+    """Return the arguments of `usual_tile_sizes` after the device."""
+    return q.dtype, q.shape[2], v.shape[2]
 
-    A compiler may pass memory that it reuses to an operator. Compilers merge equal calls, so all
-    layers of a model share one copy, and with it the schedules.
+
+def _schedule_operator(
+    cu: torch.Tensor,
+    attended_cu: torch.Tensor,
+    total: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    kernel: int,
+    left: int,
+    right: int,
+) -> torch.Tensor:
+    """Return the schedule of one kernel.
+
+    The arguments are equal in all layers of a model, so a compiler merges the calls of all layers.
     """
-    copy = offsets.clone()
-    SCHEDULES[copy] = {}
-    return copy
+    tile_size = usual_tile_sizes(cu.device, dtype, head_dim, head_dim_v)[kernel]
+    return schedule_tiles(cu, attended_cu, total, tile_size, left, right)
 
 
-def _rows_fake(offsets):
-    return torch.empty_like(offsets)
+def _schedule_fake(cu, attended_cu, total, dtype, head_dim, head_dim_v, kernel, left, right):
+    tile_size = usual_tile_sizes(cu.device, dtype, head_dim, head_dim_v)[kernel]
+    slots = max_tiles(total, cu.shape[0] - 1, tile_size)
+    return cu.new_empty((slots + 1, FIELDS), dtype=torch.int32)
 
 
-offsets_op = define_operator("rows", _rows_operator, _rows_fake)
+schedule_op = define_operator("attention_schedule", _schedule_operator, _schedule_fake)
 
 
 def _layout(cu_q: torch.Tensor, cu_k: torch.Tensor) -> VarlenLayout:
     """Return the layout of an operator's arguments.
 
-    They lose their identity, so equal memory identifies the same offsets.
+    They lose their identity, so equal memory identifies the same offsets. The cache lives as long
+    as the call. A kernel whose tile size is not the usual one makes its own schedule.
     """
     same = (
         cu_q.data_ptr() == cu_k.data_ptr() and cu_q.dtype == cu_k.dtype and cu_q.shape == cu_k.shape
     )
-    return VarlenLayout(cu_q, cu_q if same else cu_k, SCHEDULES.get(cu_q))
+    return VarlenLayout(cu_q, cu_q if same else cu_k, {})
 
 
 def _forward_operator(
@@ -297,19 +292,22 @@ def _forward_operator(
     slopes: torch.Tensor | None,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
+    tiles: torch.Tensor,
+    max_length: int,
     left: int,
     right: int,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layout = _layout(cu_q, cu_k)
-    spec = AttentionSpec(left, right, scale, softcap)
+    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap)
+    sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
+    layout.cache[layout.query_key(q.shape[0], sizes.forward, spec)] = tiles, None
     return get_launch_config(q, k, v, layout, spec, slopes is not None).forward(
         q, k, v, slopes, layout, spec
     )
 
 
-def _forward_fake(q, k, v, slopes, cu_q, cu_k, left, right, scale, softcap):
+def _forward_fake(q, k, v, slopes, cu_q, cu_k, tiles, max_length, left, right, scale, softcap):
     total, heads, _ = q.shape
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
@@ -325,36 +323,89 @@ def _backward_operator(
     dlse: torch.Tensor | None,
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
+    query_tiles: torch.Tensor,
+    key_tiles: torch.Tensor,
+    max_length: int,
     left: int,
     right: int,
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    layout = _layout(cu_q, cu_k)
-    spec = AttentionSpec(left, right, scale, softcap)
+    layout, spec = _layout(cu_q, cu_k), AttentionSpec(left, right, scale, softcap)
+    sizes = usual_tile_sizes(q.device, *_tile_kind(q, v))
+    layout.cache[layout.query_key(q.shape[0], sizes.dq, spec)] = query_tiles, None
+    layout.cache[layout.key_key(k.shape[0], sizes.dkdv, spec)] = key_tiles, None
     return get_launch_config(q, k, v, layout, spec, slopes is not None).backward(
         q, k, v, slopes, out, lse, dout, dlse, layout, spec
     )
 
 
-def _backward_fake(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, left, right, scale, softcap):
+def _backward_fake(
+    q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *constants
+):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-_backward_op = define_operator("attention_backward", _backward_operator, _backward_fake)
+def _count_pairs(
+    cu_q: torch.Tensor, cu_k: torch.Tensor, total_q: int, max_length: int, left: int, right: int
+) -> int:
+    """Return the number of pairs of a query and a key that it attends.
+
+    Where the offsets cannot be read, as on fake tensors, return a bound.
+    """
+    if type(cu_q) is not torch.Tensor or cu_q.device.type == "meta":
+        return total_q * min(max_length, left + right + 1)
+    starts_q, starts_k = (cu.numpy(force=True).astype(np.int64) for cu in (cu_q, cu_k))
+    lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
+    position = np.arange(starts_q[-1]) - np.repeat(starts_q[:-1], lengths_q)
+    last_key = np.repeat(lengths_k, lengths_q) - 1
+    diagonal = position + np.repeat(lengths_k - lengths_q, lengths_q)
+    first, last = np.maximum(diagonal - left, 0), np.minimum(diagonal + right, last_key)
+    return int(np.maximum(last - first + 1, 0).sum())
+
+
+def _forward_flops(q, k, v, slopes, cu_q, cu_k, tiles, max_length, left, right, *_):
+    """Count q @ k and p @ v."""
+    pairs = _count_pairs(cu_q, cu_k, q.shape[0], min(max_length, k.shape[0]), left, right)
+    return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+def _backward_flops(
+    q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, query_tiles, key_tiles, *constants
+):
+    """Count q @ k again, the products for dP and dV with v's head_dim, and for dQ and dK."""
+    max_length, left, right, *_ = constants
+    pairs = _count_pairs(cu_q, cu_k, q.shape[0], min(max_length, k.shape[0]), left, right)
+    return 2 * pairs * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])
+
+
+_backward_op = define_operator(
+    "attention_backward", _backward_operator, _backward_fake, flops=_backward_flops
+)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, slopes, cu_q, cu_k, *ctx.spec = inputs
+    q, k, v, slopes, cu_q, cu_k, _, ctx.max_length, *ctx.spec = inputs
     ctx.save_for_backward(q, k, v, slopes, *output, cu_q, cu_k)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dlse):
     q, k, v, slopes, out, lse, cu_q, cu_k = ctx.saved_tensors
-    return *_backward_op(q, k, v, slopes, out, lse, dout, dlse, cu_q, cu_k, *ctx.spec), *(None,) * 7
+    kind, (left, right, *_) = _tile_kind(q, v), ctx.spec
+    query_tiles = schedule_op(cu_q, cu_k, q.shape[0], *kind, _DQ, left, right)
+    key_tiles = schedule_op(cu_k, cu_q, k.shape[0], *kind, _DKDV, right, left)
+    return _backward_op(
+        *(q, k, v, slopes, out, lse, dout, dlse),
+        *(cu_q, cu_k, query_tiles, key_tiles, ctx.max_length, *ctx.spec),
+    )
 
 
 attention_op = define_operator(
-    "attention", _forward_operator, _forward_fake, save=_save, backward=_differentiate
+    "attention",
+    _forward_operator,
+    _forward_fake,
+    save=_save,
+    backward=_differentiate,
+    flops=_forward_flops,
 )

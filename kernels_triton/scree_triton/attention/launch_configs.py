@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..runtime.device import GLUON_KNOWN
+from ..runtime.device import device_info
 from ..runtime.launch import Launch, bind_args, contiguous, empty, on_device, ragged
 from . import portable
 from .arguments import (
@@ -80,8 +80,8 @@ class VarlenLayout(NamedTuple):
     cu_seqlens_q, cu_seqlens_k
         The offsets of the rows of the queries and of the keys.
     cache
-        The dict in which tile schedules are kept, which belongs to the rows of the queries, or
-        None.
+        The dict in which tile schedules are kept, or None. It belongs to the rows of the queries
+        and to the current stream, see `scree.layout.Layout.cache`.
     max_seqlen
         A bound on the rows' lengths that is known without reading the offsets.
     """
@@ -91,18 +91,26 @@ class VarlenLayout(NamedTuple):
     cache: dict | None
     max_seqlen: int = UNBOUNDED
 
+    def query_key(self, total_q: int, block_m: int, spec: AttentionSpec) -> tuple:
+        """Return the key of a schedule of query tiles in the cache."""
+        return "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+
+    def key_key(self, total_k: int, block_n: int, spec: AttentionSpec) -> tuple:
+        """Return the key of a schedule of key tiles in the cache.
+
+        For keys, the left and right sides of the window are swapped.
+        """
+        return "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+
     def query_tiles(self, total_q: int, block_m: int, spec: AttentionSpec) -> torch.Tensor:
         """Return the schedule of query tiles."""
-        key = "q", id(self.cu_seqlens_k), total_q, block_m, spec[0], spec[1]
+        key = self.query_key(total_q, block_m, spec)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_q, self.cu_seqlens_k)
 
     def key_tiles(self, total_k: int, block_n: int, spec: AttentionSpec) -> torch.Tensor:
-        """Return the schedule of key tiles.
-
-        For keys, the left and right sides of the window are swapped.
-        """
-        key = "k", id(self.cu_seqlens_k), total_k, block_n, spec[1], spec[0]
+        """Return the schedule of key tiles."""
+        key = self.key_key(total_k, block_n, spec)
         cached = self.cache.get(key) if self.cache else None
         return cached[0] if cached else self._schedule(key, self.cu_seqlens_k, self.cu_seqlens_q)
 
@@ -110,19 +118,11 @@ class VarlenLayout(NamedTuple):
         self, key: tuple, cu_seqlens: torch.Tensor, other_cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         tiles = schedule_tiles(cu_seqlens, other_cu_seqlens, *key[2:])
-        if self.cache is not None and not is_capturing(cu_seqlens):
+        if self.cache is not None:
             # The keys' offsets are kept with the schedule, so that no other object gets their id.
             same = self.cu_seqlens_k is self.cu_seqlens_q
             self.cache[key] = tiles, None if same else self.cu_seqlens_k
         return tiles
-
-
-def is_capturing(x: torch.Tensor) -> bool:
-    """Return whether computations on the tensor's device are being captured into a CUDA graph.
-
-    Their results do not exist before the graph runs.
-    """
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class HeadLayout(NamedTuple):
@@ -213,12 +213,8 @@ def select_config(
     window = has_left or (has_right and not causal)
     half = dtype != torch.float32
     sm90 = (
-        GLUON_KNOWN
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and _sm90_tiles(dtype.itemsize, q.head_dim, v.head_dim) is not None
-        and tma_aligned
-        and q.head_dim % 8 == v.head_dim % 8 == 0
+        tma_aligned
+        and _has_sm90_kernels(device, dtype, q.head_dim, v.head_dim)
         and all(_is_tma_addressable(x.token_stride, x.head_stride, x.heads) for x in layouts)
     )
     if sm90 and half:
@@ -228,6 +224,40 @@ def select_config(
     if sm90 and not tf32:
         return Bf16x3Config(device, layouts, causal, window, softcap, alibi)
     return PortableConfig(device, dtype, layouts, has_left, has_right, softcap, alibi, tf32)
+
+
+def _has_sm90_kernels(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> bool:
+    """Return whether Gluon kernels for Hopper support these head_dims on the device."""
+    return (
+        device_info(device).supports_sm90_gluon
+        and _sm90_tiles(dtype.itemsize, head_dim, head_dim_v) is not None
+        and head_dim % 8 == head_dim_v % 8 == 0
+    )
+
+
+class TileSizes(NamedTuple):
+    """Queries per tile of the forward kernel and of dQ, and keys per tile of dK and dV."""
+
+    forward: int
+    dq: int
+    dkdv: int
+
+
+def usual_tile_sizes(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> TileSizes:
+    """Return the tile sizes of all calls but few: those that TMA cannot address, autotuned ones and
+    those of a few short rows.
+    """
+    tiles: Sm90Tiles | Tiles | None = None
+    if _has_sm90_kernels(device, dtype, head_dim, head_dim_v) and not allows_tf32(dtype):
+        tiles = _sm90_tiles(dtype.itemsize, head_dim, head_dim_v)
+    if tiles is None:
+        block_d = max(32, *(triton.next_power_of_2(x) for x in (head_dim, head_dim_v)))
+        tiles = portable_tiles(device_info(device).capability, dtype.itemsize, block_d)
+    return TileSizes(tiles.forward.block_m, tiles.dq.block_m, tiles.dkdv.block_n)
 
 
 def _head_parts(head_dim: int) -> tuple[int, int]:
@@ -450,14 +480,13 @@ class PortableConfig(LaunchConfig):
         self.features = dict(
             has_left=has_left, has_right=has_right, softcap=softcap, alibi=alibi, tf32=tf32
         )
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         block_d, block_dv = (triton.next_power_of_2(x) for x in (self.q.head_dim, self.v.head_dim))
         if any(stride % 16 for x in layouts for stride in (x.token_stride, x.head_stride)):
             # Triton does not pipeline loads with such strides, and then Triton 3.6 allocates too
             # little shared memory if the two widths differ.
             block_d = block_dv = max(block_d, block_dv)
         self.kind = dtype.itemsize, max(block_d, block_dv, 32)
-        self.tiles = tiles or portable_tiles(capability, *self.kind)
+        self.tiles = tiles or portable_tiles(device_info(device).capability, *self.kind)
         self.strides = (*self.q[2:], *self.k[2:], *self.v[2:])
 
         def launch(kernel: Any, args: Any, tile: Tile, **constants: Any) -> Launch:
@@ -647,7 +676,7 @@ class Sm90Config(LaunchConfig):
         causal = causal and not window
         self.counter = pipeline.tile_counter
         self.tiles = _sm90_tiles(2, self.q.head_dim, self.v.head_dim, small_batch)
-        self.max_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_ctas = device_info(device).sm_count
         self.descriptors = tuple(_descriptor(x) for x in layouts)
         self.head_strides = self.q.head_stride, self.k.head_stride, self.v.head_stride
         values = dict(HEAD_DIM_V=self.v.head_dim, BLOCK_DV=block_dv, PARTS=parts, PARTS_V=parts_v)
@@ -860,7 +889,7 @@ class Bf16x3Config(LaunchConfig):
         dim, count = self.q.head_dim, bf16x3.TERMS.value
         self.counter, self.terms = pipeline.tile_counter, count
         self.tiles = SM90_TILES[4, dim]
-        self.max_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_ctas = device_info(device).sm_count
         # The terms of a head are adjacent. dout has the layout of q.
         split = [ragged(count * x.heads, dim, count * x.heads * dim, dim) for x in layouts]
         self.descriptors = *split, split[0]

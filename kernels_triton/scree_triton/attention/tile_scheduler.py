@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..runtime.launch import on_device
+
 #: A window side that reaches further than any row.
 UNBOUNDED = 1 << 30
 #: int32 fields of an entry, of which `schedule_tiles` uses five. One vector load reads 32 bytes.
@@ -266,6 +268,18 @@ def schedule_tiles(
         number of tiles. Each further entry holds a tile's row offset and row length, the offset and length of the attended row,
         and the tile's first token within its row.
     """
+    arguments = offsets, attended_offsets, total, tile_size, window_left, window_right
+    return on_device(offsets.device.index, _schedule_tiles)(*arguments)  # type: ignore[no-any-return]
+
+
+def _schedule_tiles(
+    offsets: torch.Tensor,
+    attended_offsets: torch.Tensor,
+    total: int,
+    tile_size: int,
+    window_left: int,
+    window_right: int,
+) -> torch.Tensor:
     n = offsets.shape[0] - 1
     slots = max_tiles(total, n, tile_size)
     tiles = torch.empty((slots + 1, FIELDS), dtype=torch.int32, device=offsets.device)

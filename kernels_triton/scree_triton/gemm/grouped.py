@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import INTERPRETED, device_info, unsupported_dtype
 from ..runtime.launch import (
     Descriptor,
@@ -538,7 +538,13 @@ def _weight_fake(x, dy, offsets):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1], dy.shape[1]))
 
 
-_weight_op = define_operator("grouped_weight_gradient", _weight_operator, _weight_fake)
+def _weight_flops(x, dy, offsets):
+    return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
+
+
+_weight_op = define_operator(
+    "grouped_weight_gradient", _weight_operator, _weight_fake, flops=_weight_flops
+)
 
 
 def _differentiate(ctx, dy):
@@ -552,6 +558,7 @@ _op = define_operator(
     _fake,
     save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     backward=_differentiate,
+    flops=lambda x, weight, offsets: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
 )
 
 
@@ -567,7 +574,7 @@ def rejects(call: Any) -> str | None:
 def grouped_matmul(call: Any) -> Any:
     """Compute a `GroupedCall`."""
     x, weight = call.x, call.weight
-    if torch.compiler.is_compiling():
+    if uses_operators(x.values, weight):
         return x.with_values(_op(x.values, weight, x.offsets.contiguous()))
     return prepare_grouped_matmul(call)(x, weight)
 

@@ -7,6 +7,7 @@ import torch
 
 from scree.functions.manipulation import joined_layout
 
+from ..runtime.compile import uses_operators
 from .concat import MAX_ARRAYS
 from .linear_map import apply, concat_rows
 from .scatter_add import ACC_TYPES
@@ -101,7 +102,7 @@ def scatter(call: Any) -> torch.Tensor:
 def _scatter(values: torch.Tensor, indices: torch.Tensor, size: int, add: bool) -> torch.Tensor:
     if add:
         return apply("scatter_add", values, indices, size)
-    find_last = last_tokens_op if torch.compiler.is_compiling() else last_tokens
+    find_last = last_tokens_op if uses_operators(values, indices) else last_tokens
     return apply("scatter_last", values, indices, find_last(indices, size))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from .concat import concat, split
 from .gather import gather, gather_last, scatter_last, scatter_unique, select, select_backward
 from .padding import pad, unpad
@@ -153,11 +153,7 @@ def _eager(name: str, x: torch.Tensor, *args: Any) -> Any:
 
 def apply(name: str, x: torch.Tensor, *args: Any) -> Any:
     """Call the linear map of this name."""
-    return (
-        getattr(_OPERATORS, name)(x, *args)
-        if torch.compiler.is_compiling()
-        else _eager(name, x, *args)
-    )
+    return getattr(_OPERATORS, name)(x, *args) if uses_operators(x) else _eager(name, x, *args)
 
 
 for _name in LINEAR_MAPS:
@@ -218,7 +214,7 @@ _split_op = define_operator("split", split, _split_fake)
 
 def concat_rows(xs: list[torch.Tensor], offsets: list[torch.Tensor], dim: int) -> torch.Tensor:
     """Concatenate row i of each of up to four arrays, with a gradient."""
-    if torch.compiler.is_compiling():
+    if uses_operators(*xs):
         return _concat_op(xs, offsets, dim)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         return _differentiable_concat(offsets, dim, *xs)

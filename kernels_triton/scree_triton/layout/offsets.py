@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.launch import Launch, Number, Pointer, launch_args, launch_on_device
 
 # Rows per CTA.
@@ -103,6 +103,4 @@ def rejects(call: Any) -> str | None:
 
 def offsets(call: Any) -> torch.Tensor:
     """Compute an `OffsetsCall`."""
-    return (_op if torch.compiler.is_compiling() else offsets_from_lengths)(
-        call.lengths, call.dtype
-    )
+    return (_op if uses_operators(call.lengths) else offsets_from_lengths)(call.lengths, call.dtype)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.device import INTERPRETED
+from ..runtime.device import INTERPRETED, device_info
 from ..runtime.launch import (
     Launch,
     Number,
@@ -101,11 +101,7 @@ def _launch(
 @cache
 def l2_budget(device: torch.device) -> int:
     """Return the bytes of sums that the L2 cache holds while tokens pass through it."""
-    return (
-        1 << 25
-        if INTERPRETED
-        else torch.cuda.get_device_properties(device).L2_cache_size * 2 // 3 + 1
-    )
+    return 1 << 25 if INTERPRETED else device_info(device).l2_cache * 2 // 3 + 1
 
 
 class AtomicConfig:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import device_info
 from ..runtime.launch import (
     Launch,
@@ -332,6 +332,6 @@ def rejects(call: Any) -> str | None:
 
 def mark(call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a `MarkCall`."""
-    return (mask_indices_op if torch.compiler.is_compiling() else mask_indices)(
+    return (mask_indices_op if uses_operators(call.mask) else mask_indices)(
         call.mask, call.total, call.dtype
     )

@@ -12,7 +12,7 @@ import torch
 from scree.ops.cross_entropy import reduce_losses
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from .cross_entropy_kernels import rowwise, visit_logits
 from .reductions import (
@@ -141,7 +141,7 @@ def rejects(call: Any) -> str | None:
 def cross_entropy(call: Any) -> Any:
     """Compute a `CrossEntropyCall`."""
     x, targets = call.values, targets_of(call)
-    if torch.compiler.is_compiling():
+    if uses_operators(x):
         return reduce_losses(call, _op(x, *targets)[0])
     return call.result(_reduced(x, targets, call.reduction, x.requires_grad))
 

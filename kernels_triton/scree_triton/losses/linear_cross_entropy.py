@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.launch import Launch, Number, Pointer, Stride, launch_args, launch_on_device
 from . import cross_entropy
 from .cross_entropy_kernels import rowwise, visit_logits
@@ -441,8 +441,16 @@ def _fused_backward_fake(dloss, x, weight, bias, classes, offsets, ignored, redu
     return tuple(x.new_empty((0,) if p is None else p.shape) for p in (x, weight, bias))
 
 
+def _product_flops(x, weight):
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[0]
+
+
 _fused_backward_op = define_operator(
-    "linear_cross_entropy_backward", _fused_backward_operator, _fused_backward_fake
+    "linear_cross_entropy_backward",
+    _fused_backward_operator,
+    _fused_backward_fake,
+    # The logits are computed again.
+    flops=lambda dloss, x, weight, *_: 3 * _product_flops(x, weight),
 )
 
 
@@ -468,6 +476,7 @@ _fused_op = define_operator(
     _fused_fake,
     save=_save_fused,
     backward=_differentiate_fused,
+    flops=lambda x, weight, *args: (3 if args[-1] else 1) * _product_flops(x, weight),
 )
 
 
@@ -482,7 +491,7 @@ def linear_cross_entropy(call: Any) -> Any:
     needs_grad = torch.is_grad_enabled() and any(
         p is not None and p.requires_grad for p in (x, weight, bias)
     )
-    if torch.compiler.is_compiling():
+    if uses_operators(x, weight, bias):
         early = needs_grad and _computes_gradients_early(x, call.reduction)
         out = _fused_op(x, weight, bias, *targets, call.reduction, early)[0]
     elif needs_grad:

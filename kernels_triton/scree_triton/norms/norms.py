@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import device_info, unsupported_dtype
 from ..runtime.launch import (
     Launch,
@@ -688,7 +688,7 @@ def rejects(call: Any) -> str | None:
 def _run(call: Any, centre: bool) -> Any:
     weight, bias = (None if p is None else p.contiguous() for p in (call.weight, call.bias))
     arrays = call.values, call.residual_values, weight, bias
-    if torch.compiler.is_compiling():
+    if uses_operators(*arrays):
         y, *sums = _op(*arrays, call.eps, centre)
         return call.result(y, sums[0] if sums else None)
     return call.result(

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..layout.offsets import row_of
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from ..runtime.launch import (
     Launch,
@@ -528,9 +528,10 @@ def rejects(call: Any) -> str | None:
 
 def rope(call: Any) -> Any:
     """Compute a `RopeCall`."""
-    if not torch.compiler.is_compiling():
+    values = call.x.values, None if call.k is None else call.k.values
+    if not uses_operators(*values):
         return prepare_rope(call)(call.x, call.k, call.start)
-    q, *k = _op(call.x.values, None if call.k is None else call.k.values, *_rotation_of(call), 1)
+    q, *k = _op(*values, *_rotation_of(call), 1)
     return (
         call.x.with_values(q)
         if call.k is None

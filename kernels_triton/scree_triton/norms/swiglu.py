@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.autograd import differentiable, needs_gradient
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from ..runtime.launch import (
     Launch,
@@ -194,7 +194,7 @@ def rejects(call: Any) -> str | None:
 def swiglu(call: Any) -> Any:
     """Compute a `SwigluCall`."""
     x = call.values
-    if torch.compiler.is_compiling():
+    if uses_operators(x):
         return call.result(_op(x))
     return call.result(
         _differentiable_swiglu(x, _launch_config(x.device, x.dtype, None, x.shape))

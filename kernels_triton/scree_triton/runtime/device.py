@@ -1,5 +1,6 @@
 """Facts about the hardware and the Triton version, in one record per device."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from triton import knobs
 INTERPRETED = knobs.runtime.interpret
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 #: Gluon and its compiler change between releases; the Gluon kernels were tested with these.
-GLUON_KNOWN = TRITON_VERSION in ((3, 6), (3, 7))
+GLUON_VERSIONS = (3, 6), (3, 7)
 #: Compute capabilities of devices where a CTA can have 227 KB of shared memory.
 LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,6 +38,8 @@ class Device:
     """Number of SMs, hence of the largest CTAs that run at once; a few in the interpreter."""
     shared_memory: int
     """Bytes of shared memory that one CTA can have; 0 in the interpreter."""
+    l2_cache: int
+    """Bytes of the L2 cache; 0 in the interpreter."""
     triton_version: tuple[int, ...] = TRITON_VERSION
 
     @property
@@ -47,7 +50,21 @@ class Device:
     @property
     def supports_sm90_gluon(self) -> bool:
         """True if the Gluon kernels for Hopper run on the device with this version of Triton."""
-        return self.vendor == "nvidia" and self.capability == (9, 0) and GLUON_KNOWN
+        return self.is_hopper and self.triton_version in GLUON_VERSIONS
+
+    @property
+    def is_hopper(self) -> bool:
+        """True for an H100, an H200 or a GH200."""
+        return self.vendor == "nvidia" and self.capability == (9, 0)
+
+    @property
+    def rejection(self) -> str | None:
+        """Why no kernel runs on the device, or None."""
+        if self.vendor == "amd":
+            return "the Triton kernels take NVIDIA GPUs, not AMD GPUs"
+        if self.capability < (8, 0):
+            return "the Triton kernels need compute capability 8.0 (Ampere) or later"
+        return None
 
     @property
     def has_large_shared_memory(self) -> bool:
@@ -58,15 +75,49 @@ class Device:
 @cache
 def device_info(device: torch.device) -> Device:
     """Return the record of a device."""
-    if INTERPRETED or device.type != "cuda":
-        return Device("cpu", (8, 0), 3, 0)
+    if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
+        return Device("cpu", (8, 0), 3, 0, 0)
     properties = torch.cuda.get_device_properties(device)
     return Device(
         "nvidia" if torch.version.cuda is not None else "amd",
         torch.cuda.get_device_capability(device),
         properties.multi_processor_count,
         getattr(properties, "shared_memory_per_block_optin", 0),
+        properties.L2_cache_size,
     )
+
+
+@cache
+def rejects_device(device: torch.device) -> str | None:
+    """Return why no kernel runs on a device; None if kernels run."""
+    if device.type != "cuda" and not INTERPRETED:
+        return f"the Triton kernels run on CUDA devices, not on {device.type!r}"
+    return device_info(device).rejection
+
+
+def persistent_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return zeros that outlive the call, ready for use on the current stream.
+
+    They are allocated on the default stream by a thread of its own. Before `torch.compile` captures
+    a CUDA graph, PyTorch takes all memory of the calling thread from the pool of the graph, and
+    reuses that memory later.
+    """
+    if device.type != "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def allocate() -> tuple[torch.Tensor, torch.cuda.Event]:
+        with torch.cuda.device(device):
+            zeros = torch.zeros(shape, dtype=dtype, device=device)
+            return zeros, torch.cuda.current_stream().record_event()
+
+    with ThreadPoolExecutor(1) as executor:
+        zeros, is_ready = executor.submit(allocate).result()
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(is_ready)
+    zeros.record_stream(stream)
+    return zeros
 
 
 def unsupported_dtype(x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> str | None:

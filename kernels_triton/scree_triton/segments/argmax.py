@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from . import merge_path
 from .interface import Rows, launch_config, over_rows, rows_of, too_wide
@@ -39,7 +39,7 @@ def rejects(call: Any) -> str | None:
 
 def segment_arg(call: Any) -> torch.Tensor:
     """Return the position of the first extremum of each row, (n, ...); -1 for empty rows."""
-    if not torch.compiler.is_compiling():
+    if not uses_operators(call.values):
         return prepare_segment_arg(call)(call.layout, call.values)
     rows = rows_of(call.layout)
     return _arg_op(call.values, rows.offsets, rows.max_length, call.op)

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
-from ..runtime.device import FLOATS, GLUON_KNOWN, device_info, unsupported_dtype
+from ..runtime.compile import define_operator, uses_operators
+from ..runtime.device import FLOATS, device_info, unsupported_dtype
 from ..runtime.launch import (
-    INTERPRETED,
     Launch,
     bind_args,
     contiguous,
@@ -91,14 +90,14 @@ _SCANS = (merge_path.CUMULATIVE.value, merge_path.CUMULATIVE_REVERSE.value)
 
 
 class Rows(NamedTuple):
-    """The offsets of a call, and the cache of its layout, or None.
+    """The offsets of a call, and its `scree.layout.Layout`, or None.
 
     `max_length` is a bound on the length of the longest row, or None if the host knows no bound.
     """
 
     offsets: torch.Tensor
     max_length: int | None
-    cache: dict[Any, Any] | None = None
+    layout: Any = None
 
     def first_rows(self, partition_size: int, num_partitions: int) -> torch.Tensor:
         """Return the number of rows that begin before each partition, (num_partitions + 1,).
@@ -106,7 +105,8 @@ class Rows(NamedTuple):
         The last entry is the number of rows that begin before the end of the last partition.
         """
         key = "partitions", partition_size, num_partitions
-        first_rows = None if self.cache is None else self.cache.get(key)
+        cache = {} if self.layout is None else self.layout.cache
+        first_rows = cache.get(key)
         if first_rows is None:
             device, n = self.offsets.device, self.offsets.shape[0] - 1
             first_rows = torch.empty((num_partitions + 1,), dtype=torch.int32, device=device)
@@ -120,11 +120,7 @@ class Rows(NamedTuple):
             )
             launch = _partition_starts_launch(device, self.offsets.dtype)
             launch_on_device(launch, num_partitions // _STARTS_PER_CTA + 1, args)
-            # A tensor made during capture belongs to the graph and has no values before a replay.
-            if self.cache is not None and not (
-                device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            ):
-                self.cache[key] = first_rows
+            cache[key] = first_rows
         return first_rows
 
 
@@ -474,12 +470,7 @@ def _launch_config(
 @cache
 def _cluster_kernels(device: torch.device) -> Any:
     """Return the module of the kernels for clusters of CTAs; None if the device has none."""
-    if (
-        INTERPRETED
-        or not GLUON_KNOWN
-        or device.type != "cuda"
-        or torch.cuda.get_device_capability(device) != (9, 0)
-    ):
+    if not device_info(device).supports_sm90_gluon:
         return None
     from . import cluster_sm90
 
@@ -611,7 +602,7 @@ def rejects(call: Any) -> str | None:
 
 def segment_reduce(call: Any) -> torch.Tensor:
     """Compute a `SegmentCall`."""
-    if not torch.compiler.is_compiling():
+    if not uses_operators(call.values):
         return prepare_segment_reduce(call)(call.layout, call.values)
     rows = rows_of(call.layout)
     return _reduce_op(call.values, rows.offsets, rows.max_length, call.op, call.dtype)
@@ -643,4 +634,4 @@ def too_wide(x: torch.Tensor) -> str | None:
 
 def rows_of(layout: Any) -> Rows:
     """Return the rows of a `scree.layout.Layout`."""
-    return Rows(layout.offsets.contiguous(), layout.max_length, layout.cache)
+    return Rows(layout.offsets.contiguous(), layout.max_length, layout)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from . import interface, merge_path
 from .interface import OPS, Rows, launch_config, over_rows, rows_of
 
@@ -75,7 +75,7 @@ def rejects(call: Any) -> str | None:
 
 def segment_scan(call: Any) -> torch.Tensor:
     """Compute a `SegmentCall` as a scan."""
-    if not torch.compiler.is_compiling():
+    if not uses_operators(call.values):
         return prepare_segment_scan(call)(call.layout, call.values)
     rows = rows_of(call.layout)
     return _scan_op(call.values, rows.offsets, rows.max_length, call.op, call.dtype, False)

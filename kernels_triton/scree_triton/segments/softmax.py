@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from ..runtime.autograd import differentiable
-from ..runtime.compile import define_operator
+from ..runtime.compile import define_operator, uses_operators
 from ..runtime.device import unsupported_dtype
 from . import merge_path
 from .interface import Rows, launch_config, over_rows, rows_of, too_wide
@@ -116,7 +116,7 @@ def rejects(call: Any) -> str | None:
 
 def _run(call: Any, kind: str) -> Any:
     x, dim = call.x, call.x.ragged_dim
-    if not torch.compiler.is_compiling():
+    if not uses_operators(x.values):
         return _prepare(call, kind)(x)
     rows = rows_of(x.layout)
     out = _softmax_op(x.values.movedim(dim, 0), rows.offsets, rows.max_length, kind)

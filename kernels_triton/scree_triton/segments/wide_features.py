@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..runtime.device import device_info
+from ..runtime.device import device_info, persistent_zeros
 from ..runtime.launch import (
     INTERPRETED,
     Launch,
@@ -654,8 +654,8 @@ def counters(device: torch.device, number: int) -> torch.Tensor:
     key = device, current_stream(device.index)
     counts = _COUNTERS.get(key)
     if counts is None or counts.shape[0] < number:
-        counts = _COUNTERS[key] = torch.zeros(
-            (max(number, _MIN_COUNTERS),), dtype=torch.int32, device=device
+        counts = _COUNTERS[key] = persistent_zeros(
+            (max(number, _MIN_COUNTERS),), torch.int32, device
         )
     return counts
 

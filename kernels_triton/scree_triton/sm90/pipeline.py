@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..runtime.device import current_stream
+from ..runtime.device import current_stream, persistent_zeros
 
 #: The extent of a ragged descriptor's token dimension.
 RAGGED_EXTENT = gl.constexpr(1 << 30)
@@ -53,7 +53,7 @@ def tile_counter(device: torch.device) -> torch.Tensor:
     if counters is None:
         # 16 bytes apart, as Triton specializes a kernel on the alignment of its pointers.
         counters = _counters[key] = cycle(
-            torch.zeros((_COUNTERS_PER_STREAM, 4), dtype=torch.int32, device=device).unbind()
+            persistent_zeros((_COUNTERS_PER_STREAM, 4), torch.int32, device).unbind()
         )
     return next(counters)
 

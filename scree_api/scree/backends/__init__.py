@@ -5,7 +5,7 @@ programs of `demo` name a library. A library that follows the standard and has n
 too, through `generic`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -72,6 +72,13 @@ class Backend:
         ``is_compiling()`` returns whether a compiler traces the program, so that NumPy must not be
         used. It is always False where traced arrays have a type of their own: `peek` returns None
         for them.
+    intercepts_calls
+        ``intercepts_calls()`` returns whether a compiler or a dispatch mode of the library must see
+        every call. Then no prepared kernel runs, because it would call the device directly.
+    stream_key
+        ``stream_key(offsets)`` returns a function that identifies the stream on which the device of
+        the offsets runs the caller's work at present. Data derived on one stream is not used on
+        another. None where the library has no streams, or the device has none.
     untraced
         ``untraced(offsets)`` is the context in which data derived from offsets is computed. The
         data is kept as long as the offsets, so it must not belong to a trace unless the offsets do.
@@ -83,8 +90,8 @@ class Backend:
         None unless the library's own function makes a compiler specialize on their sizes.
     make_guard
         ``make_guard(arrays)`` returns a function that checks whether other arrays have the same
-        host-visible metadata (dtype, shape, strides, device). None where validating a call is
-        cheaper than caching it.
+        host-visible metadata (dtype, shape, strides, device), or None if such calls must not be
+        cached. The field is None where validating a call is cheaper than caching it.
     """
 
     name: str
@@ -97,10 +104,12 @@ class Backend:
     uniform: Callable[[Any, tuple[int, ...], Any], Any] | None = None
     from_numpy: Callable[[np.ndarray, Any, Any], Any] | None = None
     is_compiling: Callable[[], bool] = _never
+    intercepts_calls: Callable[[], bool] = _never
+    stream_key: Callable[[Any], Callable[[], Hashable] | None] | None = None
     untraced: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = _unchanged
     take_aligned: Callable[[Any, int, Any], Any] | None = None
-    make_guard: Callable[[list[Any]], Callable[..., bool]] | None = None
+    make_guard: Callable[[list[Any]], Callable[..., bool] | None] | None = None
 
     def __repr__(self) -> str:
         return f"Backend({self.name!r})"

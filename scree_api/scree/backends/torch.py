@@ -1,8 +1,9 @@
 """The backend of PyTorch."""
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import UNREADABLE, Backend
 
+_PLAIN_TYPES = torch.Tensor, torch.nn.Parameter
 MAX_INLINE_BYTES = 1 << 16  # copies up to this size are part of the launch in CUDA
 
 
@@ -102,15 +104,56 @@ def _from_numpy(host: np.ndarray, dtype: torch.dtype, device: Any) -> torch.Tens
     return tensor.to(device, non_blocking=True)
 
 
+def _intercepts_calls() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _stream_key(offsets: torch.Tensor) -> Callable[[], Hashable] | None:
+    if torch.compiler.is_compiling() or type(offsets) is not torch.Tensor or not offsets.is_cuda:
+        return None
+    return _current_stream(offsets.device.index)
+
+
+@cache
+def _current_stream(index: int) -> Callable[[], Hashable]:
+    """Return a function that identifies the current stream of a CUDA device, and the capture on it."""
+    raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
+
+    def identify() -> Hashable:
+        stream = raw_stream(index)
+        # CUDA cannot capture the default stream, which is 0.
+        if stream and torch.cuda.is_current_stream_capturing():
+            return stream, _capture_id(stream)
+        return stream
+
+    return identify
+
+
+def _capture_id(stream: int) -> Hashable:
+    """Return the number of the capture on a stream; a new object where the driver does not tell."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    try:
+        get_info = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    # Another operating system or vendor; then no two calls in a graph share derived data.
+    except (OSError, AttributeError):
+        return object()
+    arguments = ctypes.byref(status), ctypes.byref(number), None, None, None
+    is_known = get_info(ctypes.c_void_p(stream), *arguments) == 0
+    return number.value if is_known else object()
+
+
 def _metadata(x: Any) -> tuple[Any, ...]:
     return type(x), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
 
 
-def _make_guard(arrays: list[torch.Tensor]) -> Callable[..., bool]:
+def _make_guard(arrays: list[torch.Tensor]) -> Callable[..., bool] | None:
     """Return the guard of compiled PyTorch code, which runs in C++, or else one in Python.
 
-    PyTorch's guard rejects a tensor that occurs twice.
+    PyTorch's guard rejects a tensor that occurs twice. Tensor subclasses have no guard: they must
+    see every operator.
     """
+    if any(type(x) not in _PLAIN_TYPES for x in arrays):
+        return None
     if _TENSOR_GUARDS and len({*map(id, arrays)}) == len(arrays):
         return _TENSOR_GUARDS(*arrays, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     expected = [_metadata(x) for x in arrays]
@@ -145,6 +188,8 @@ BACKEND = Backend(
     checkpoint=_checkpoint,
     take_aligned=lambda x, axis, index: torch.gather(x, axis, index.to(torch.int64)),
     is_compiling=torch.compiler.is_compiling,
+    intercepts_calls=_intercepts_calls,
+    stream_key=_stream_key,
     untraced=_untraced,
     to_device=lambda x, device: x.to(device),
     make_guard=_make_guard,

@@ -60,7 +60,7 @@ def lookup(
             layout = x
         else:
             return None, values
-    if layout is None or layout.backend.make_guard is None or layout.backend.is_compiling():
+    if layout is None or layout.backend.make_guard is None or layout.backend.intercepts_calls():
         return None, values
     settings = (*options.values(),)
     types: tuple[Any, ...] = (*map(type, settings),)  # 1 == 1.0 == True
@@ -77,10 +77,17 @@ def lookup(
     return entries, values
 
 
+def make_guard(values: list[Any]) -> Callable[..., bool] | None:
+    """Return a guard for calls on arrays like `values`; None if they must not be cached."""
+    build = backend(values[0]).make_guard
+    return None if build is None else build(values)
+
+
 def store(
-    entries: list[Entry], kernels: list[Any], values: list[Any], prepared: Callable[..., Any]
+    entries: list[Entry],
+    kernels: list[Any],
+    guard: Callable[..., bool],
+    prepared: Callable[..., Any],
 ) -> None:
-    """Remember a prepared kernel for arrays with the metadata of `values`."""
-    make_guard = backend(values[0]).make_guard
-    assert make_guard is not None  # `lookup` returned entries
-    entries[:] = *entries[1 - MAX_GUARDS :], Entry(kernels, make_guard(values), prepared)
+    """Remember a prepared kernel for arrays that `guard` accepts."""
+    entries[:] = *entries[1 - MAX_GUARDS :], Entry(kernels, guard, prepared)

@@ -105,12 +105,13 @@ class Operation:
                 return entry.run(**arrays)
         call = self.record(**arrays, **options)
         chosen, rejected = self.select(call, kernel)
-        prepared = None
+        prepared = guard = None
         if entries is not None and chosen.prepare is not None and not rejected:
-            prepared = chosen.prepare(call)
-        if entries is None or prepared is None:
+            guard = call_cache.make_guard(values)
+            prepared = None if guard is None else chosen.prepare(call)
+        if entries is None or guard is None or prepared is None:
             return chosen.run(call)
-        call_cache.store(entries, kernels, values, prepared)
+        call_cache.store(entries, kernels, guard, prepared)
         return prepared(**arrays)
 
     def run_call(self, call: Any, kernel: str | None = None) -> Any:
