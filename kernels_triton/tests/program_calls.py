@@ -1,0 +1,122 @@
+"""Every operation with a kernel, as functions of the same few tensors, for tests of whole programs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import scree
+
+#: Rows of every size class: empty, one token, below and above a block, a long one.
+LENGTHS = (5, 130, 0, 64, 300, 1, 3)
+WIDTH, HEADS, DIM, CLASSES = 64, 4, 16, 50
+
+
+class Inputs(NamedTuple):
+    """Leaves of a program."""
+
+    offsets: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    classes: torch.Tensor
+
+    def array(self, values: torch.Tensor) -> Any:
+        """Return a ragged array on a layout of its own."""
+        return scree.Array(values, self.offsets, max_length=max(LENGTHS))
+
+
+def make_inputs(
+    device: Any,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    lengths: tuple[int, ...] = LENGTHS,
+) -> Inputs:
+    """Return the same leaves on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    x = torch.randn((total, WIDTH), generator=generator)
+    weight = torch.randn((WIDTH, WIDTH), generator=generator) / 8
+    classes = torch.randint(0, CLASSES, (total,), generator=generator)
+    offsets = torch.tensor(np.r_[0, np.cumsum(lengths)], dtype=torch.int32)
+    return Inputs(
+        offsets.to(device),
+        x.to(device, dtype).requires_grad_(),
+        weight.to(device, dtype).requires_grad_(),
+        classes.to(device),
+    )
+
+
+def _heads(x: Any) -> Any:
+    return x.with_values(x.values.reshape(-1, HEADS, DIM))
+
+
+def _attention(x: Any, weight: torch.Tensor, classes: torch.Tensor, **options: Any) -> torch.Tensor:
+    xp, y = scree.namespace(x), _heads(x)
+    return xp.ragged.attention(y, y, y, **options).values
+
+
+def _linear_cross_entropy(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    labels = x.with_values(classes)
+    return scree.namespace(x).ragged.linear_cross_entropy(x, weight[:CLASSES], labels)
+
+
+def _cross_entropy(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return scree.namespace(x).ragged.cross_entropy(x, x.with_values(classes))
+
+
+def _grouped(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    return (x @ weight.expand(len(x), WIDTH, WIDTH)).values
+
+
+def _of(function: Callable[[Any, Any], Any]) -> Callable[..., torch.Tensor]:
+    """Return the dense result of ``function(xp, x)``."""
+
+    def call(x: Any, weight: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        result = function(scree.namespace(x), x)
+        return result.values if isinstance(result, scree.Array) else result
+
+    return call
+
+
+#: Name -> function of a ragged array (total, WIDTH), a weight and classes. Every result has the dtype
+#: of the values, except those of `NOT_DIFFERENTIABLE`.
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "attention": lambda *args: _attention(*args, causal=True),
+    "attention_window": lambda *args: _attention(*args, window=(9, 3)),
+    "rms_norm": lambda x, w, c: scree.namespace(x).ragged.rms_norm(x, w[0]).values,
+    "layer_norm": lambda x, w, c: scree.namespace(x).ragged.layer_norm(x, w[0], w[1]).values,
+    "rope": _of(lambda xp, x: xp.ragged.rope(_heads(x))),
+    "swiglu": _of(lambda xp, x: xp.ragged.swiglu(x)),
+    "softmax": _of(lambda xp, x: xp.ragged.softmax(x)),
+    "log_softmax": _of(lambda xp, x: xp.ragged.log_softmax(x)),
+    "logsumexp": _of(lambda xp, x: xp.ragged.logsumexp(x)),
+    "sum": _of(lambda xp, x: xp.sum(x, axis=1)),
+    "mean": _of(lambda xp, x: xp.mean(x, axis=1)),
+    "max": _of(lambda xp, x: xp.max(x, axis=1)),
+    "var": _of(lambda xp, x: xp.var(x, axis=1)),
+    "cumulative_sum": _of(lambda xp, x: xp.cumulative_sum(x, axis=1)),
+    "sort": _of(lambda xp, x: xp.sort(x, axis=1)),
+    "flip": _of(lambda xp, x: xp.flip(x, axis=1)),
+    "concat": _of(lambda xp, x: xp.concat([x, x + 1], axis=1)),
+    "tail_slice": _of(lambda xp, x: x[:, 1:]),
+    "to_padded": _of(lambda xp, x: scree.to_padded(x, length=max(LENGTHS))[0]),
+    "product": lambda x, w, c: (x @ w).values,
+    "grouped_product": _grouped,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "argmax": _of(lambda xp, x: xp.argmax(x, axis=1)),
+}
+NOT_DIFFERENTIABLE = ("argmax",)
+#: Calls whose result has a size that depends on the offsets.
+READS_OFFSETS = ("tail_slice",)
+
+
+def run(name: str, inputs: Inputs) -> list[torch.Tensor]:
+    """Return the result of a call and its gradients with respect to x and the weight."""
+    out = CALLS[name](inputs.array(inputs.x), inputs.weight, inputs.classes)
+    if name in NOT_DIFFERENTIABLE:
+        return [out]
+    finite = out.float().nan_to_num(0.0, 0.0, 0.0)
+    grads = torch.autograd.grad(finite.square().sum(), inputs[1:3], allow_unused=True)
+    return [out.detach(), *(g for g in grads if g is not None)]
