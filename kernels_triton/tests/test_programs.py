@@ -32,8 +32,8 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 ROWS = (5, 17, 0, 1, 9) if INTERPRETED else LENGTHS
 on_gpu = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-#: Calls whose results are sums over rows in an order that depends on the device's schedule.
-UNORDERED = ("linear_cross_entropy",)
+#: Calls with atomic additions, whose order varies unless the algorithms are deterministic.
+UNORDERED = ("linear_cross_entropy", "var")
 #: Calls that a compiler or a CUDA graph can contain.
 TRACEABLE = [name for name in CALLS if name not in READS_OFFSETS]
 
@@ -41,9 +41,13 @@ TRACEABLE = [name for name in CALLS if name not in READS_OFFSETS]
 def assert_equal(got, expected, name=""):
     for x, y in zip(got, expected, strict=True):
         if name in UNORDERED:
-            torch.testing.assert_close(x.cpu(), y.cpu(), rtol=2e-2, atol=1e-5)
+            torch.testing.assert_close(x.cpu(), y.cpu(), rtol=2e-2, atol=1e-4, equal_nan=True)
         else:
-            assert torch.equal(x.cpu().nan_to_num(7.0), y.cpu().nan_to_num(7.0)), name
+            assert is_equal(x.cpu(), y.cpu()), name
+
+
+def is_equal(x, y):
+    return torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
 
 
 class Recorder(TorchDispatchMode):
@@ -291,7 +295,9 @@ def test_compile_with_cuda_graphs_gives_eager_results(name, mode):
 
     def program(x, weight):
         out = CALLS[name](inputs.array(x), weight, inputs.classes)
-        return out if name in NOT_DIFFERENTIABLE else (out, (out @ out.mT if out.ndim > 1 else out))
+        product = out.nan_to_num(0.0, 0.0, 0.0)
+        product = product @ product.mT if out.ndim > 1 else product
+        return out if name in NOT_DIFFERENTIABLE else (out, product)
 
     compiled = torch.compile(program, mode=mode)
     for _ in range(4):
@@ -304,12 +310,12 @@ def test_compile_with_cuda_graphs_gives_eager_results(name, mode):
             grads = torch.autograd.grad(loss, inputs[1:3], allow_unused=True)
             got = [out[0].detach(), *(g for g in grads if g is not None)]
         for x, y in zip(got, expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2)
+            torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2, equal_nan=True)
 
 
 # --- Devices
 @on_gpu
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", TRACEABLE)
 def test_launches_run_under_the_device_of_the_tensors(name, monkeypatch):
     """Stand-in for a second GPU: the current device is said to be another one."""
     inputs = make_inputs(DEVICE, torch.bfloat16)
@@ -388,7 +394,7 @@ def stress(rounds, streams=8, seed=0):
     torch.use_deterministic_algorithms(True)
     try:
         draw = random.Random(seed)
-        names = [name for name in CALLS if name not in UNORDERED]
+        names = [name for name in CALLS if name != "linear_cross_entropy"]
         base = make_inputs("cuda", torch.bfloat16)
         expected = {name: run(name, base) for name in names}
         torch.cuda.synchronize()
@@ -397,7 +403,7 @@ def stress(rounds, streams=8, seed=0):
         for i in range(rounds):
             if i % 50 == 0:  # a new layout, first used on a busy stream
                 for name, result in pending:
-                    same = [torch.equal(a, b) for a, b in zip(result, expected[name], strict=True)]
+                    same = [is_equal(a, b) for a, b in zip(result, expected[name], strict=True)]
                     if not all(same):
                         wrong.append((i, name, same))
                 pending = []
@@ -416,7 +422,7 @@ def stress(rounds, streams=8, seed=0):
             pending.append((name, result))
         torch.cuda.synchronize()
         for name, result in pending:
-            if not all(torch.equal(a, b) for a, b in zip(result, expected[name], strict=True)):
+            if not all(is_equal(a, b) for a, b in zip(result, expected[name], strict=True)):
                 wrong.append((rounds, name))
         return wrong
     finally:

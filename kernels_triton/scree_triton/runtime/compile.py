@@ -3,6 +3,7 @@ registered in one place.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -49,7 +50,8 @@ def define_operator(
 
     @wraps(fake)
     def fake_and_lower(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # Inductor traces every operator in this way before it compiles the trace.
+        if "torch._inductor.compile_fx" in sys.modules:
             register_lowerings()
         return fake(*args)
 

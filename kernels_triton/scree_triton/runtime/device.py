@@ -9,6 +9,8 @@ import torch
 import triton
 from triton import knobs
 
+from scree.backends import constant
+
 #: Whether the kernels run in Triton's interpreter, on the CPU.
 INTERPRETED = knobs.runtime.interpret
 TRITON_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -87,7 +89,7 @@ def device_info(device: torch.device) -> Device:
     )
 
 
-@cache
+@constant
 def rejects_device(device: torch.device) -> str | None:
     """Return why no kernel runs on a device; None if kernels run."""
     if device.type != "cuda" and not INTERPRETED:
